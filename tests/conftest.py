@@ -25,6 +25,12 @@ from tests.selection import is_fast, starts_processes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the campaigns (marker long) as well")
+    parser.addoption(
+        "--plugins",
+        action="store_true",
+        dest="frameworks",
+        help="run tests with frameworks as well",
+    )
     parser.addoption("--fast", action="store_true", help="run what starts no process, few cases")
     parser.addoption("--costs", type=int, default=0, help="show the N files that cost most CPU")
 
@@ -67,9 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = [item for item in items if id(item) in kept]
     skip_long = pytest.mark.skip(reason="a campaign: scripts/test --long")
+    skip_plugins = pytest.mark.skip(reason="needs frameworks: scripts/test --plugins")
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip_long)
+        if item.get_closest_marker("plugins") and not config.getoption("frameworks"):
+            item.add_marker(skip_plugins)
         # Several ranks fill the machine by themselves: one world at a time, on one worker.
         if item.get_closest_marker("dist"):
             item.add_marker(pytest.mark.xdist_group("ranks"))

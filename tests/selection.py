@@ -20,7 +20,7 @@ STARTS = re.compile(
     r"\b(?:subprocess|multiprocessing|Popen|os\.fork|os\.posix_spawn|run_ranks|[Zz]ygote|moto)\b"
     r"|\bckptd\.testing\.ranks\b|\b(?:Checkpointer|serving)\("
 )
-MARKS = ("long", "dist", "slow", "s3", "slurm", "cuda")
+MARKS = ("long", "dist", "slow", "s3", "slurm", "cuda", "plugins")
 
 
 def is_fast(item: pytest.Item, cases: Counter[str]) -> bool:

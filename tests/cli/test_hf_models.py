@@ -1,4 +1,4 @@
-"""Real models of transformers and peft, there and back: where those packages are installed."""
+"""Real models of transformers and peft, there and back: with --plugins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 import ckptd
 from tests.cli.running import Cli
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip(
+    "transformers", reason="needs frameworks: scripts/test --plugins"
+)
+pytestmark = pytest.mark.plugins
 
 SMALL = {
     "hidden_size": 32,
@@ -113,7 +116,7 @@ def test_llama_by_way_of_megatron(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shared", [False, True])
 def test_adapters(cli: Cli, tmp_path: Path, shared: bool) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
     model = peft.get_peft_model(model_of("llama"), config)
     for parameter in model.parameters():

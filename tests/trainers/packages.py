@@ -1,4 +1,4 @@
-"""Packages that only these tests need: the extra ``trainers``."""
+"""A package that only these tests need and no extra has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,4 @@ def needs(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         # torchtitan is in no extra: it wants many packages, and nightly builds of torch.
-        titan = module.startswith("torchtitan")
-        how = "pip install torchtitan==0.3.0" if titan else "scripts/install trainers"
-        pytest.skip(f"{error.name} is not installed: {how}")
+        pytest.skip(f"{error.name} is not installed: pip install torchtitan==0.3.0")

@@ -6,6 +6,7 @@ import importlib
 import re
 import signal
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ TRAINERS = {
 SHORT = ("nanogpt", "workers")
 
 
+def marks(name: str) -> Sequence[pytest.MarkDecorator]:
+    if TRAINERS[name].package:
+        return (pytest.mark.plugins,)
+    return () if name in SHORT else (pytest.mark.long,)
+
+
 def live(script: str, root: str, folder: str, kill_at: int, options: dict[str, Any]) -> None:
     """Run a trainer in this rank."""
     # Frameworks warn of much that is none of ours; what ckptd says comes as a log record.
@@ -77,11 +84,11 @@ def run(trainer: Trainer, root: Path, folder: Path, kill_at: int = 0) -> list[di
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in TRAINERS],
+    [pytest.param(name, marks=marks(name)) for name in TRAINERS],
 )
 def test_a_killed_trainer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     trainer = TRAINERS[name]
-    if trainer.package:
+    if trainer.package.startswith("torchtitan"):
         needs(trainer.package)
     whole = run(trainer, tmp_path / "a", tmp_path / "whole")
     first = run(trainer, tmp_path / "b", tmp_path / "first", trainer.kill_at)

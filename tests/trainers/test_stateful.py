@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, IterableDataset
 import ckptd
 from ckptd.elastic import keyed_generator
 from tests.train.bridge import give, take
-from tests.trainers.packages import needs
 
 pytestmark = [pytest.mark.filterwarnings("default")]
 
@@ -54,19 +53,19 @@ class Flow(IterableDataset[float]):
         ckptd.Rng().load_state_dict(state["rng"])
 
 
-@pytest.mark.long
+@pytest.mark.plugins
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", ["keyed", "drawing", "flow"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_it_goes_on_where_it_was(workers: int, data: str, ahead: int) -> None:
     if data == "drawing" and workers:
         pytest.skip("workers that draw are told of, see tests/train/data/test_batches.py")
-    torchdata = needs("torchdata.stateful_dataloader")
+    from torchdata import stateful_dataloader
 
     def program(seed: int) -> ckptd.Batches:
         torch.manual_seed(seed)
         source: Any = {"keyed": Keyed, "drawing": Drawing, "flow": Flow}[data]()
-        loader = torchdata.StatefulDataLoader(
+        loader = stateful_dataloader.StatefulDataLoader(
             source, 3, shuffle=data != "flow" or None, num_workers=workers
         )
         return ckptd.Batches(loader, ahead=ahead)

@@ -7,6 +7,8 @@ those that ckptd took.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -14,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import ckptd  # ckptd
 from ckptd.elastic import keyed_generator  # ckptd
-from tests.trainers.packages import needs
 from tests.trainers.report import Report
 
 STEPS, ACCUMULATION = 14, 2
@@ -45,7 +46,11 @@ class Images(Dataset[Sample]):
 def main(root: str, report: Report, *, stateful: bool = False) -> None:
     torch.manual_seed(3)
     data = Images(keyed=stateful)
-    kind = needs("torchdata.stateful_dataloader").StatefulDataLoader if stateful else DataLoader
+    kind: Any = DataLoader
+    if stateful:
+        from torchdata import stateful_dataloader
+
+        kind = stateful_dataloader.StatefulDataLoader
     how = {"num_workers": 2, "prefetch_factor": 3, "multiprocessing_context": "fork"}
     loader = kind(data, batch_size=4, shuffle=True, **how)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 32), nn.ReLU(), nn.Dropout(0.3))

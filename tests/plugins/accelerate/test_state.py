@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ckptd.testing.ranks import run_ranks
-from tests.trainers.packages import needs
 
-pytestmark = [pytest.mark.long, pytest.mark.dist]
+pytestmark = [pytest.mark.plugins, pytest.mark.dist]
 
 
 def prepared(root: str, models: int) -> tuple[list[str], bool]:
@@ -46,7 +45,6 @@ def prepared(root: str, models: int) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("models", [1, 2])
 def test_everything_prepared_is_there(models: int, tmp_path: Any) -> None:
-    needs("accelerate")
     names, same = run_ranks(1, prepared, str(tmp_path / "root"), models, deadline_s=120.0)[0]
     # Nothing stands for a scheduler and a scaler, which this program does not have.
     assert names == ["model", "optim", "custom", "rng", "own"]

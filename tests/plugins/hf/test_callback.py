@@ -15,9 +15,8 @@ import torch
 
 from ckptd.errors import UsageError
 from ckptd.testing.ranks import run_ranks
-from tests.trainers.packages import needs
 
-pytestmark = [pytest.mark.long, pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.plugins, pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 def train(root: str, stop_at: int = 0, known: bool = True) -> Any:
@@ -69,7 +68,6 @@ def train(root: str, stop_at: int = 0, known: bool = True) -> Any:
 
 
 def test_an_epochs_end(tmp_path: Path) -> None:
-    needs("transformers")
     whole = run_ranks(1, train, str(tmp_path / "a/root"), deadline_s=120.0)[0]
     run_ranks(1, train, str(tmp_path / "b/root"), 10, deadline_s=120.0)
     again = run_ranks(1, train, str(tmp_path / "b/root"), deadline_s=120.0)[0]
@@ -81,7 +79,6 @@ def test_an_epochs_end(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_it_does_not_know(tmp_path: Path) -> None:
-    needs("transformers")
     with pytest.raises(UsageError, match="does not know"):
         run_ranks(1, train, str(tmp_path / "root"), 0, False, deadline_s=120.0)
 
@@ -152,7 +149,6 @@ def evaluated(root: str, how: str, stop_at: int = 0) -> Any:
 
 @pytest.mark.parametrize("how", ["steps", "epoch", "early"])
 def test_logs_and_evaluations_are_neither_lost_nor_done_twice(how: str, tmp_path: Path) -> None:
-    needs("transformers")
     whole = run_ranks(1, evaluated, str(tmp_path / "a/root"), how, deadline_s=120.0)[0]
     assert len({rate for _, rate in whole[1]}) > 1
     assert (whole[1][-1][0] < 19) == (how == "early")

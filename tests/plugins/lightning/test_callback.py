@@ -16,9 +16,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.testing.ranks import run_ranks
-from tests.trainers.packages import needs
 
-pytestmark = [pytest.mark.long, pytest.mark.dist]
+pytestmark = [pytest.mark.plugins, pytest.mark.dist]
 STEPS = 8
 
 
@@ -75,7 +74,6 @@ def fit(root: str, signal_at: int = 0, fail_at: int = 0) -> tuple[int, list[str]
 
 
 def test_a_signal_saves_and_stops(tmp_path: Any) -> None:
-    needs("lightning")
     (whole,) = run_ranks(1, fit, str(tmp_path / "a"), deadline_s=120.0)
     (first,) = run_ranks(1, fit, str(tmp_path / "b"), 5, deadline_s=120.0)
     (second,) = run_ranks(1, fit, str(tmp_path / "b"), deadline_s=120.0)
@@ -86,7 +84,6 @@ def test_a_signal_saves_and_stops(tmp_path: Any) -> None:
 
 
 def test_one_that_fails_leaves_what_it_saved(tmp_path: Any) -> None:
-    needs("lightning")
     run_ranks(1, fit, str(tmp_path / "root"), 0, 4, deadline_s=120.0)
     (again,) = run_ranks(1, fit, str(tmp_path / "root"), deadline_s=120.0)
     assert again[0] == 3
@@ -232,7 +229,6 @@ def epochs(
 @pytest.mark.parametrize("how", ["epoch", "plateau", "early", "often"])
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_or_done_twice_wherever_it_resumes(how: str, tmp_path: Any) -> None:
-    needs("lightning")
     (whole,) = run_ranks(1, epochs, str(tmp_path / "a"), how, deadline_s=120.0)
     ended = whole[0][-1][0]
     assert ended == (10 if how == "early" else 20)
@@ -249,7 +245,6 @@ def test_nothing_is_lost_or_done_twice_wherever_it_resumes(how: str, tmp_path: A
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Any) -> None:
-    needs("lightning")
     (first,) = run_ranks(1, epochs, str(tmp_path), "odd", 5, deadline_s=120.0)
     assert len(first[2]) == 1
     assert "Odd" in first[2][0]

@@ -13,7 +13,7 @@ from torch import nn
 from ckptd.errors import NotFoundError, UsageError
 from tests.trainers.packages import needs
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.plugins
 
 
 class Job:

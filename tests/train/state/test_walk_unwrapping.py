@@ -307,8 +307,10 @@ def test_an_optimizer_without_hooks_is_copied_at_once() -> None:
     assert optimizer.state[model[0].weight]["n"] == 1
 
 
+@pytest.mark.plugins
 def test_accelerates_optimizer() -> None:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     accelerator = accelerate.Accelerator(cpu=True)
     root = f"memory://{uuid.uuid4().hex}"
 
