@@ -11,9 +11,11 @@ import contextlib
 import mmap
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +37,37 @@ __all__ = [
     "Executor",
     "FileDraft",
     "FileOutput",
+    "Joints",
     "Outputs",
     "Spent",
 ]
 
 
 U8 = NDArray[np.uint8]
+
+
+class Joints(Protocol):
+    """What stands in a file between its data, and after them: heads and ends of archives.
+
+    Attributes
+    ----------
+    ends
+        Positions in the data section after which something stands, rising; the last one is its end.
+    nbytes
+        Length of all of it together.
+    """
+
+    ends: Sequence[int]
+    nbytes: int
+
+    def after(self, number: int, crc: int) -> bytes:
+        """Return what follows end `number`; each is asked for once, in order.
+
+        Parameters
+        ----------
+        crc
+            CRC-32 of the data since the end before.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +85,22 @@ class FileDraft:
     data_bytes
         Length of the data section.
     ends
-        End of each chunk in it.
+        End of each chunk in it; None: no digests are wanted.
+    joints
+        What the data section is interrupted by; None: nothing.
     """
 
     number: int
     key: str
     header: bytes
     data_bytes: int
-    ends: Sequence[int]
+    ends: Sequence[int] | None = None
+    joints: Joints | None = None
+
+    @property
+    def body_bytes(self) -> int:
+        """Length of what follows the header."""
+        return self.data_bytes + (self.joints.nbytes if self.joints else 0)
 
 
 class FileOutput:
@@ -73,23 +108,44 @@ class FileOutput:
 
     def __init__(self, store: Store, draft: FileDraft) -> None:
         self.draft = draft
-        self._digester = Digester(draft.ends)
+        self._digester = None if draft.ends is None else Digester(draft.ends)
         self._written = 0
-        self._writer: Writer = store.writer(draft.key, len(draft.header) + draft.data_bytes)
+        self._joint, self._crc = 0, 0
+        self._writer: Writer = store.writer(draft.key, len(draft.header) + draft.body_bytes)
         self._writer.write(_aligned(draft.header))
+        self._join()
 
     def append(self, data: U8) -> bool:
         """Write the next stretch; tells whether the file is full."""
         view = data.data
-        self._writer.write(view)
-        self._digester.update(view)
-        self._written += len(view)
+        if self._digester is not None:
+            self._digester.update(view)
+        joints = self.draft.joints
+        while len(view):
+            take = joints.ends[self._joint] - self._written if joints else len(view)
+            part, view = view[:take], view[take:]
+            self._writer.write(part)
+            self._written += len(part)
+            if joints is not None:
+                self._crc = zlib.crc32(part, self._crc)
+                self._join()
         return self._written == self.draft.data_bytes
 
-    def commit(self) -> DigestIndex:
-        """Return the digests when every byte is durable."""
+    def _join(self) -> None:
+        """Write what stands between the data here."""
+        joints = self.draft.joints
+        ends = joints.ends if joints else ()
+        found = []
+        while joints and self._joint < len(ends) and ends[self._joint] == self._written:
+            found.append(joints.after(self._joint, self._crc))
+            self._joint, self._crc = self._joint + 1, 0
+        if found:
+            self._writer.write(memoryview(b"".join(found)))
+
+    def commit(self) -> DigestIndex | None:
+        """Return the digests that are wanted when every byte is durable."""
         self._writer.commit()
-        return self._digester.index()
+        return None if self._digester is None else self._digester.index()
 
     def abort(self) -> None:
         """Give the file up."""
@@ -157,7 +213,7 @@ _ROUND_BYTES = 128 << 20
 _MOST_READERS = 4
 _STALL_S = 900.0
 
-Done = Callable[[FileDraft, DigestIndex, FileSamples], None]
+Done = Callable[[FileDraft, DigestIndex | None, FileSamples], None]
 """Called in the writing thread when a file is durable."""
 
 
@@ -447,6 +503,6 @@ class _Writing:
         self._outputs.append(stretch.file, data)
         self._executor.written(len(data))
 
-    def _done(self, draft: FileDraft, index: DigestIndex) -> None:
+    def _done(self, draft: FileDraft, index: DigestIndex | None) -> None:
         samples = self._samples.pop(draft.number, None)
         self._on_done(draft, index, samples or self._executor.samples(draft.number))

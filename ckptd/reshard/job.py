@@ -46,6 +46,7 @@ __all__ = [
     "find_commit",
     "load_part",
     "missing_files",
+    "safetensors_draft",
     "save_part",
 ]
 
@@ -100,26 +101,37 @@ class FilePlace(Protocol):
     def folder(self) -> str:
         """Folder that holds ``parts/``; ends in "/"."""
 
-    @property
-    def with_digests(self) -> bool:
-        """Whether each data file gets a digest index."""
+    def draft(self, filemap: FileMap, number: int) -> FileDraft:
+        """Return a data file: its key, and what stands around the chunks."""
 
-    def path(self, number: int) -> str:
-        """Key of a data file."""
 
-    def header_entries(
-        self, filemap: FileMap, number: int
-    ) -> list[tuple[str, DType, tuple[int, ...]]]:
-        """Return name, type and shape of each chunk of a file."""
+def safetensors_draft(
+    filemap: FileMap,
+    number: int,
+    key: str,
+    entries: Sequence[tuple[str, DType, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    digests: bool = False,
+) -> FileDraft:
+    """Return a file of safetensors.
 
-    def header_metadata(self, number: int) -> dict[str, str]:
-        """Return what the header says besides."""
+    Parameters
+    ----------
+    entries
+        Name, type and shape of each chunk of the file.
+    metadata
+        What the header says besides.
+    digests
+        Whether it gets a digest index.
+    """
+    header, data_bytes = build_header(entries, metadata)
+    ends = [c.end for c in filemap.chunks(number)] if digests else None
+    return FileDraft(number, key, header, data_bytes, ends)
 
 
 class OwnPlace:
     """A checkpoint of ckptd: step, generation, attempt, and the folder of these."""
-
-    with_digests = True
 
     def __init__(self, step: int, generation: int, attempt: str) -> None:
         self.name = CommitName(step, generation)
@@ -134,15 +146,12 @@ class OwnPlace:
         """Return the entry of a rank that writes no file."""
         return FileEntry(self.path(number), number)
 
-    def header_entries(
-        self, filemap: FileMap, number: int
-    ) -> list[tuple[str, DType, tuple[int, ...]]]:
-        """Return the names that the specification fixes."""
-        return filemap.header_entries(number)
-
-    def header_metadata(self, number: int) -> dict[str, str]:
-        """Return a line about step and rank."""
-        return {"format": "pt", "ckptd": f"step {self.name.step} rank {number}"}
+    def draft(self, filemap: FileMap, number: int) -> FileDraft:
+        """Return the file of a rank, chunks under the names that the specification fixes."""
+        metadata = {"format": "pt", "ckptd": f"step {self.name.step} rank {number}"}
+        entries = filemap.header_entries(number)
+        key = self.path(number)
+        return safetensors_draft(filemap, number, key, entries, metadata, digests=True)
 
 
 def missing_files(store: Store, place: FilePlace, files: Sequence[int]) -> list[int]:
@@ -258,7 +267,7 @@ class Work:
         backoff = Backoff(RetrySpec())
         while todo:
             self._written = self._total - self._bytes(todo)
-            drafts = {f: self._draft(f) for f in todo}
+            drafts = {f: self._place.draft(self._target.filemap, f) for f in todo}
             try:
                 self._executor.run(self._bulk, drafts, self._done, self._count)
                 break
@@ -270,23 +279,15 @@ class Work:
     def _bytes(self, files: Sequence[int]) -> int:
         return sum(self._target.sizes[f] for f in files)
 
-    def _draft(self, number: int) -> FileDraft:
-        filemap = self._target.filemap
-        header, data_bytes = build_header(
-            self._place.header_entries(filemap, number), self._place.header_metadata(number)
-        )
-        ends = [c.end for c in filemap.chunks(number)]
-        return FileDraft(number, self._place.path(number), header, data_bytes, ends)
-
-    def _done(self, draft: FileDraft, index: DigestIndex, samples: FileSamples) -> None:
+    def _done(self, draft: FileDraft, index: DigestIndex | None, samples: FileSamples) -> None:
         digest = ""
-        if self._place.with_digests:
+        if index is not None:
             raw = index.encode()
             digest = digest_hex(raw)
             self._store.put(digests_key(draft.key), raw)
         self._store.sync(draft.key.rpartition("/")[0] + "/" if "/" in draft.key else "")
         slots, values = samples.taken()
-        entry = FileEntry(draft.key, draft.number, len(draft.header), draft.data_bytes, digest)
+        entry = FileEntry(draft.key, draft.number, len(draft.header), draft.body_bytes, digest)
         # Last: whoever finds the part knows that the file is complete.
         part = FilePart(entry, slots, values)
         save_part(self._store, self._place.folder, draft.number, part)

@@ -31,6 +31,7 @@ from ckptd.layout.lay.matching import NameTemplates
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.readers.reader import Array, CheckpointReader, batches
 from ckptd.reshard.layouts import read_text
+from ckptd.reshard.writers.hf import INDEX, index_of, is_model_file, model_file, tied_metadata
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
 from ckptd.types import DTYPES, DType
@@ -178,7 +179,7 @@ def plan_export(
     return ExportPlan(
         tuple(
             # Item sizes falling: every tensor is then aligned to its own.
-            (_file_name(i, len(shards)), tuple(sorted(s, key=lambda x: -x.dtype.itemsize)))
+            (model_file(i, len(shards)), tuple(sorted(s, key=lambda x: -x.dtype.itemsize)))
             for i, s in enumerate(shards)
         ),
         tuple(left_out),
@@ -310,14 +311,6 @@ def _check(reader: CheckpointReader, items: list[Item]) -> None:
         )
 
 
-def _file_name(number: int, count: int) -> str:
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-INDEX = "model.safetensors.index.json"
-_OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 _PARTIAL = ".partial"
 _SLAB_BYTES = 32 << 20
 
@@ -361,7 +354,7 @@ def run_export(
         Reading or writing failed; nothing was replaced.
     """
     folder = Path(folder)
-    old = sorted(n for n in _names(folder) if _OURS.fullmatch(n))
+    old = sorted(n for n in _names(folder) if is_model_file(n))
     if old and not force:
         raise RefusedError(
             "a model is there already",
@@ -384,7 +377,8 @@ def run_export(
             with writing(str(folder / name)):
                 os.replace(folder / (name + _PARTIAL), folder / name)
         store.sync("")
-        store.put(INDEX, _index(plan))
+        weights = {item.name: name for name, items in plan.files for item in items}
+        store.put(INDEX, index_of(weights, plan.nbytes))
     return [ExportedFile(n, len(items), sum(i.nbytes for i in items)) for n, items in plan.files]
 
 
@@ -394,15 +388,6 @@ def _names(folder: Path) -> list[str]:
             return os.listdir(folder)
         except FileNotFoundError:
             return []
-
-
-def _index(plan: ExportPlan) -> bytes:
-    weights = {item.name: name for name, items in plan.files for item in items}
-    document = {
-        "metadata": {"total_size": plan.nbytes},
-        "weight_map": dict(sorted(weights.items())),
-    }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 class _Meter:
@@ -420,10 +405,9 @@ class _Meter:
 def _write_file(
     reader: CheckpointReader, store: LocalStore, key: str, items: Sequence[Item], meter: _Meter
 ) -> None:
-    # Names of tied tensors that are not written again, as safetensors.torch.save_model notes them.
     tied = {alias: item.name for item in items for alias in item.aliases}
     header, data_bytes = build_header(
-        [(item.name, item.dtype, item.shape) for item in items], {**tied, "format": "pt"}
+        [(item.name, item.dtype, item.shape) for item in items], tied_metadata(tied)
     )
     with store.writer(key, len(header) + data_bytes) as writer:
         writer.write(memoryview(header))

@@ -159,10 +159,10 @@ def reshard(
     from ckptd.cli.layouts.resharding import ReshardRun, prepared
 
     memory = size_of(budget, "--budget")
-    most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
+    most = size_of(max_shard_size, "--max-shard-size")
     rules = [r.strip() for r in rule or ()]
     with prepared(source, to, from_, rules, step, allowed=allow or ()) as found:
-        run = ReshardRun(found, shard, memory, most, untie=untie)
+        run = ReshardRun(found, shard, memory, format=format, most=most, untie=untie)
         document = ReshardDocument(
             source=source,
             target=target,

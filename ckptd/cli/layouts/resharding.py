@@ -12,7 +12,6 @@ from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardJob, ReshardShare, check_share
 from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.plan import Target
@@ -28,6 +27,8 @@ from ckptd.reshard.ranks import open_ranks
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
 from ckptd.reshard.source import Stock, open_own
 from ckptd.reshard.verify import Expected, check_duplicates
+from ckptd.reshard.writers.folder import FolderJob, FolderPlace
+from ckptd.reshard.writers.hf import HfPlace
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import StoreSpec
 
@@ -61,19 +62,24 @@ class ReshardRun:
     """One command."""
 
     def __init__(
-        self, prepared: Prepared, shard: str, memory: int, most: int, *, untie: bool = True
+        self,
+        prepared: Prepared,
+        shard: str,
+        memory: int,
+        *,
+        format: str = "ckptd",
+        most: int = 0,
+        untie: bool = True,
     ) -> None:
         self._prepared = prepared
         self._share = check_share(shard)
-        self._is_hf = most > 0
+        self._place = _place_of(prepared, format, most, untie=untie)
         self._target: Target = prepared.assembled.target
         self._expected: Mapping[int, Expected] = prepared.expected
         self._left_out: list[str] = list(prepared.assembled.dropped_objects)
-        if self._is_hf:
-            self._target, self._expected, left_out = hf_target(
-                prepared.assembled, prepared.expected, most, untie=untie
-            )
-            self._left_out += left_out
+        if self._place is not None:
+            self._target, self._expected = self._place.target, self._place.expected
+            self._left_out += self._place.left_out
         self._budget = Budget.of(memory, prepared.stock.source.store)
 
     @property
@@ -143,21 +149,20 @@ class ReshardRun:
             # Without the files of this share nobody commits.
             check_duplicates(self._prepared.stock, self._prepared.assembled.composed.duplicates)
         with progress_bar("resharding") as bar:
-            if self._is_hf:
+            if self._place is not None:
                 if "://" in target:
                     raise UsageError(
-                        "a Hugging Face folder is a local one", where=target, wanted="a path"
+                        "a folder of another format is a local one", where=target, wanted="a path"
                     )
-                hf = HfJob(
+                folder = FolderJob(
                     source,
-                    self._target,
-                    self._expected,
+                    self._place,
                     Path(target),
                     identity=self._prepared.identity,
                     force=force,
                     progress=bar,
                 )
-                return hf.run(self._share, self._budget)
+                return folder.run(self._share, self._budget)
             with spec_of(target).open() as store, StoreSpec(target).open() as bulk:
                 job = ReshardJob(
                     source,
@@ -170,6 +175,15 @@ class ReshardRun:
                     progress=bar,
                 )
                 return job.run(self._share, self._budget)
+
+
+def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> FolderPlace | None:
+    """Return the folder that a format writes; None for a root of ckptd."""
+    match format:
+        case "hf":
+            return HfPlace(prepared.assembled, prepared.expected, most, untie=untie)
+        case _:
+            return None
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from safetensors.numpy import load_file, save_file
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.load.files import check_size
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
 from ckptd.reshard.reports import Resharded
+from ckptd.reshard.writers.folder import FolderJob
+from ckptd.reshard.writers.hf import HfPlace
 from ckptd.store import open_store
 from tests.load.builder import Array
 from tests.readers.opening import foreign_stock
@@ -35,11 +36,9 @@ from tests.reshard.llama import (
 def run(source: Path, folder: Path, share: ReshardShare, *, force: bool = False) -> Resharded:
     with open_store(source) as store:
         found = prepared(store, program(*HF), program(*HF))
-        target, expected, left_out = hf_target(found.assembled, found.expected, 20_000)
-        assert not left_out
-        job = HfJob(
-            found.stock.source, target, expected, folder, identity=found.identity, force=force
-        )
+        place = HfPlace(found.assembled, found.expected, 20_000)
+        assert not place.left_out
+        job = FolderJob(found.stock.source, place, folder, identity=found.identity, force=force)
         return job.run(share, Budget.of(64 << 20, store))
 
 
@@ -82,18 +81,18 @@ def test_shares_and_the_last_one_names_the_files(source: Path, tmp_path: Path) -
 
 def test_death_while_the_files_get_their_names(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
-    real = HfJob._finish
+    real = FolderJob._finish
 
-    def dies(self: HfJob, store: object, place: object) -> None:
+    def dies(self: FolderJob, store: object) -> None:
         partial = sorted(folder.glob("*.partial"))
         partial[0].rename(partial[0].with_suffix(""))
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HfJob, "_finish", dies)
+        patch.setattr(FolderJob, "_finish", dies)
         with pytest.raises(KeyboardInterrupt):
             run(source, folder, ReshardShare())
-    assert HfJob._finish is real
+    assert FolderJob._finish is real
     done = run(source, folder, ReshardShare())
     assert (done.state, done.reused_files) == ("committed", done.files - 1)
     assert models(folder).keys() == values(states=False).keys()
@@ -104,7 +103,7 @@ def test_a_layout_that_cuts_is_refused(source: Path) -> None:
         cut = program("fsdp", "mesh fsdp = dp:2", "use hf.llama", *HF[1:])
         found = prepared(store, cut, program(*HF))
         with pytest.raises(UsageError) as caught:
-            hf_target(found.assembled, {}, 10**9)
+            HfPlace(found.assembled, {}, 10**9)
     assert "whole tensors" in str(caught.value)
 
 

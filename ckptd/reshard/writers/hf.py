@@ -1,0 +1,129 @@
+"""Folders of Hugging Face: whole tensors in few files of safetensors, and an index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ckptd.format.filemap import FileMap
+from ckptd.layout.owners import single_owner
+from ckptd.reshard.execute import FileDraft
+from ckptd.reshard.job import safetensors_draft
+from ckptd.reshard.target import Assembled
+from ckptd.reshard.verify import Expected
+from ckptd.reshard.writers.folder import Selection, whole_tensor
+from ckptd.types import DTYPES
+
+__all__ = ["INDEX", "HfPlace", "index_of", "is_model_file", "model_file", "tied_metadata"]
+
+INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
+
+
+def model_file(number: int, count: int) -> str:
+    """Return the name of a file of a model, as transformers calls it."""
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def is_model_file(name: str) -> bool:
+    """Tell whether a name is that of a file, or of the index, of a model."""
+    return _OURS.fullmatch(name) is not None
+
+
+def index_of(files: Mapping[str, str], total: int) -> bytes:
+    """Return the index: the file of each tensor, and the bytes of all."""
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
+    """Return what the header of a file says: what transformers looks for, and tied names.
+
+    Parameters
+    ----------
+    tied
+        Names of tied tensors that are not written, and the name that each is written under, as
+        ``safetensors.torch.save_model`` notes them.
+    """
+    return {**tied, "format": "pt"}
+
+
+class HfPlace:
+    """The parameters of a target as whole tensors in files of bounded size.
+
+    Parameters
+    ----------
+    assembled, expected
+        What is written, and what the source's witness wants to see.
+    max_shard_bytes
+        A file ends before it would hold more; a larger tensor has a file of its own.
+    untie
+        Write a tensor under each of its names, as a reader of the folder may ask for any.
+
+    Raises
+    ------
+    UsageError
+        ``lay-rule``: the layout cuts a tensor. ``duplicate-name``.
+    """
+
+    def __init__(
+        self,
+        assembled: Assembled,
+        expected: Mapping[int, Expected],
+        max_shard_bytes: int,
+        *,
+        untie: bool = True,
+    ) -> None:
+        chosen = Selection(assembled, expected)
+        links = assembled.composed.links
+        left_out: list[str] = [o.name for o in assembled.target.objects]
+        file, held = 0, 0
+        for number, tensor in enumerate(assembled.target.tensors):
+            is_parameter = number < len(links) and not links[number].key[2]
+            if not is_parameter and number not in assembled.scales:
+                left_out += [tensor.name, *tensor.aliases]
+                continue
+            grid = whole_tensor(assembled, number, "a Hugging Face folder")
+            size = grid.piece(0).numel * DTYPES[tensor.dtype].itemsize
+            names = (tensor.name, *tensor.aliases) if untie else (tensor.name,)
+            left_out += () if untie else tensor.aliases
+            for name in names:
+                if held and held + size > max_shard_bytes:
+                    file, held = file + 1, 0
+                held += size
+                aliases = () if untie else tensor.aliases
+                chosen.add(name, number, grid, single_owner(0), file, aliases)
+        self.target = chosen.target(file + 1)
+        self.expected: Mapping[int, Expected] = chosen.expected
+        self.left_out: Sequence[str] = left_out
+        self.options = f"{max_shard_bytes} {untie}"
+        self._tied: dict[int, dict[str, str]] = {}
+        for entry in self.target.tensors:
+            for alias in entry.aliases:
+                self._tied.setdefault(entry.base, {})[alias] = entry.name
+
+    def name(self, number: int) -> str:
+        """Name of a file when all are complete."""
+        return model_file(number, self.target.world)
+
+    def draft(self, filemap: FileMap, number: int, key: str) -> FileDraft:
+        """Return a file, its tensors by their own names."""
+        entries = [
+            (filemap.tensors[c.tensor].name, filemap.dtypes[c.tensor], c.piece.shape)
+            for c in filemap.chunks(number)
+        ]
+        metadata = tied_metadata(self._tied.get(number, {}))
+        return safetensors_draft(filemap, number, key, entries, metadata)
+
+    def is_mine(self, name: str) -> bool:
+        """Tell whether a file is of a model."""
+        return is_model_file(name)
+
+    def last(self) -> Sequence[tuple[str, bytes]]:
+        """Return the index."""
+        files = {t.name: self.name(t.base) for t in self.target.tensors}
+        return [(INDEX, index_of(files, sum(self.target.sizes)))]
