@@ -14,6 +14,7 @@ from ckptd.readers.base import Foreign, FormatReader, Listing
 from ckptd.readers.hf import END, local_pieces
 from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
+from ckptd.runtime.pauses import no_collection
 from ckptd.store.base import Store
 
 __all__ = ["find_foreign", "rank_files", "split_file"]
@@ -112,9 +113,13 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
 
 @contextmanager
 def _damage(names: Listing) -> Iterator[None]:
-    """Make errors of metadata that no reader expected the error that they are: a net below all."""
+    """Make errors of metadata that no reader expected the error that they are: a net below all.
+
+    Without collections meanwhile: a large pickle is millions of objects that all live on.
+    """
     try:
-        yield
+        with no_collection():
+            yield
     except CkptdError:
         raise
     except (

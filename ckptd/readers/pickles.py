@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ckptd.errors import CkptdError, CorruptError, MismatchError, RefusedError
@@ -101,6 +102,9 @@ class PickledTensor:
     dtype: str
 
 
+_NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+
+
 class PickledObject:
     """What a class made of its arguments, without the class.
 
@@ -111,19 +115,15 @@ class PickledObject:
     args
         What it was called with.
     fields
-        Its attributes.
-    pairs, values
-        Items of a mapping or a list that it is besides.
+        Its attributes. Items of a mapping or a list that it is besides are not kept.
     """
 
-    __slots__ = ("args", "cls", "fields", "pairs", "values")
+    __slots__ = ("args", "cls", "fields")
 
     def __init__(self, cls: str, args: tuple[Any, ...] = ()) -> None:
         self.cls = cls
         self.args = args
-        self.fields: dict[str, Any] = {}
-        self.pairs: list[tuple[Any, Any]] = []
-        self.values: list[Any] = []
+        self.fields: Mapping[str, Any] = _NO_FIELDS
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""
@@ -255,8 +255,9 @@ def counts(values: Any) -> tuple[int, ...]:
     """Return the sizes, offsets or strides of a tensor; `ValueError` for anything else."""
     if not isinstance(values, list | tuple) or len(values) > _MAX_DEPTH:
         raise ValueError("no list of sizes, or too many dimensions")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
-        raise ValueError("a size that is no count")
+    for n in values:
+        if type(n) is not int or not 0 <= n < 1 << 62:
+            raise ValueError("a size that is no count")
     return tuple(values)
 
 
@@ -333,7 +334,8 @@ def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
         raise TypeError("what is called is no global")
     if function in _CALLS and not function.startswith("torch._utils."):
         raise ValueError(f"a tensor of a subclass that {function[:80]} makes")
-    made = _call(function, args)
+    known = _CALLS.get(function)
+    made = PickledObject(function, args) if known is None else known(*args)
     if isinstance(made, PickledObject):
         _build(made, state)
     return made
@@ -380,13 +382,6 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _call(function: Any, args: tuple[Any, ...]) -> Any:
-    if not isinstance(function, GlobalName):
-        raise TypeError("what is called is no global")
-    known = _CALLS.get(function)
-    return PickledObject(function, args) if known is None else known(*args)
-
-
 def _build(made: Any, state: Any) -> None:
     """Set attributes: those of a dict, a list or a tensor are of no interest."""
     if isinstance(made, PickledObject):
@@ -395,9 +390,9 @@ def _build(made: Any, state: Any) -> None:
             if isinstance(part, dict) and not made.fields:
                 made.fields = part
             elif isinstance(part, dict):
-                made.fields = made.fields | part
+                made.fields = {**made.fields, **part}
             elif part is not None:
-                made.fields = made.fields | {"state": state}
+                made.fields = {**made.fields, "state": state}
     elif not isinstance(made, dict | list | tuple | set | PickledTensor):
         raise TypeError(f"{type(made).__name__} has no attributes")
 
@@ -405,8 +400,7 @@ def _build(made: Any, state: Any) -> None:
 _SIMPLE = (str, int, float, bool, bytes, type(None), GlobalName, PickledObject)
 
 
-_SIMPLE_TYPES = frozenset(_SIMPLE)
-_PLAIN_TYPES = _SIMPLE_TYPES - {PickledObject}
+_PLAIN_TYPES = frozenset(_SIMPLE) - {PickledObject}
 _SPREAD = frozenset(
     {"torch.Size", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"}
     | {f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")}
@@ -429,6 +423,9 @@ def _check_key(key: Any) -> None:
             stack += item[: _MAX_DEPTH + 1]
 
 
+_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _EMPTY_TUPLE = 0x94, 0x68, 0x6A, 0x4B, 0x29
+_number4 = struct.Struct("<I").unpack_from
+
 Op: TypeAlias = "Callable[[_Machine], None]"
 
 
@@ -442,7 +439,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] | dict[int, Any] = []  # a dict once numbers do not follow each other
         self.left = self.most = _FREE + len(raw) // 4
         self.globals: dict[str, GlobalName] = {}
         self.done = False
@@ -457,12 +454,33 @@ class _Machine:
         return self.stack.pop()
 
     def _turn(self, table: list[Op]) -> None:
-        for _ in range(_TURN):
-            op = table[self.raw[self.at]]
-            self.at += 1
-            op(self)
-            if self.done:
-                return
+        """Run some opcodes; the most frequent ones stand here, as a call each costs more."""
+        raw, most, at, stack, memo = self.raw, self.most, self.at, self.stack, self.memo
+        try:
+            for _ in range(_TURN):
+                op = raw[at]
+                at += 1
+                if op == _MEMOIZE and type(memo) is list and len(memo) <= most:
+                    memo.append(stack[-1])
+                elif op == _BINGET:
+                    stack.append(memo[raw[at]])
+                    at += 1
+                elif op == _LONG_BINGET:
+                    stack.append(memo[_number4(raw, at)[0]])
+                    at += 4
+                elif op == _BININT1:
+                    stack.append(raw[at])
+                    at += 1
+                elif op == _EMPTY_TUPLE:
+                    stack.append(())
+                else:
+                    self.at = at
+                    table[op](self)
+                    if self.done:
+                        return
+                    at, stack, memo = self.at, self.stack, self.memo
+        finally:
+            self.at = max(self.at, at)
 
     def limits(self, what: str) -> CorruptError:
         """Return the error for a pickle that costs more than its length justifies."""
@@ -532,8 +550,11 @@ class _Machine:
         """Push what a constructor makes."""
         if not isinstance(args, tuple):
             raise TypeError("arguments that are no tuple")
-        if isinstance(function, PickledObject):
-            raise self.unsafe(f"a call of what {function.cls} returned")
+        if type(function) is not GlobalName:
+            if isinstance(function, PickledObject):
+                raise self.unsafe(f"a call of what {function.cls} returned")
+            raise TypeError("what is called is no global")
+        known = _CALLS.get(function)
         copied = 1
         for arg in args:
             if isinstance(arg, str | bytes) and function not in _SPREAD:
@@ -541,7 +562,7 @@ class _Machine:
             elif isinstance(arg, tuple | list | dict | str | bytes | set):
                 copied += len(arg)
         self.spend(copied)
-        self.push(_call(function, args))
+        self.stack.append(PickledObject(function, args) if known is None else known(*args))
 
     # -- numbers and text
 
@@ -598,13 +619,24 @@ class _Machine:
 
     def tuple_of(self, n: int) -> None:
         """Push a tuple of the `n` values on top."""
-        if len(self.stack) < n:
+        stack = self.stack
+        if len(stack) < n:
             raise IndexError("the stack is empty")
         self.spend(1)
-        self.stack[-n:] = [tuple(self.stack[-n:])]
+        items = tuple(stack[-n:])
+        del stack[-n:]
+        stack.append(items)
 
     def op_tuple(self) -> None:
         self.made(tuple(self.pop_mark()))
+
+    def op_empty_dict(self) -> None:
+        self.spend(2)
+        self.stack.append({})
+
+    def op_setitems(self) -> None:
+        items, self.stack = self.stack, self.marks.pop()
+        self.put(items)
 
     def op_dict(self) -> None:
         items = self.pop_mark()
@@ -613,27 +645,22 @@ class _Machine:
 
     def put(self, items: list[Any]) -> None:
         """Set items of the mapping on top, from keys and values in turn."""
-        target = self.stack[-1]
-        keys = items[::2]
-        if not _SIMPLE_TYPES.issuperset(map(type, keys)):
-            for key in keys:
+        target, keys = self.stack[-1], items[::2]
+        for key in keys:
+            if type(key) is not str:
                 _check_key(key)
-        pairs = zip(keys, items[1::2], strict=True)
-        if isinstance(target, dict):
-            target.update(pairs)
-        elif isinstance(target, PickledObject):
-            target.pairs += pairs
-        else:
+        if type(target) is dict:
+            target.update(zip(keys, items[1::2], strict=True))
+        elif not isinstance(target, PickledObject):
             raise TypeError(f"{type(target).__name__} is no mapping")
 
     def extend(self, items: list[Any]) -> None:
         """Append to the list on top."""
         target = self.stack[-1]
-        if isinstance(target, PickledObject):
-            target = target.values
-        if not isinstance(target, list):
+        if isinstance(target, list):
+            target += items
+        elif not isinstance(target, PickledObject):
             raise TypeError(f"{type(target).__name__} is no list")
-        target += items
 
     def op_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -646,9 +673,7 @@ class _Machine:
     def op_additems(self) -> None:
         items = self.pop_mark()
         target = self.stack[-1]
-        if isinstance(target, PickledObject):
-            target.values += items
-        else:
+        if not isinstance(target, PickledObject):
             target |= _hashed(items)
 
     # -- globals and objects
@@ -682,6 +707,9 @@ class _Machine:
     def op_build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
+        if type(made) is PickledObject and not made.fields and type(state) is dict:
+            made.fields = state
+            return
         if isinstance(made, PickledObject) and made.fields:
             self.spend(len(made.fields) + len(state) if isinstance(state, dict | tuple) else 1)
         _build(made, state)
@@ -720,22 +748,12 @@ class _Machine:
         """Put what is on top into the memo."""
         if len(self.memo) > self.most:
             raise self.limits("more memos than its length justifies")
+        if isinstance(self.memo, list):
+            if number == len(self.memo):
+                self.memo.append(self.stack[-1])
+                return
+            self.memo = dict(enumerate(self.memo))
         self.memo[number] = self.stack[-1]
-
-    def op_memoize(self) -> None:
-        number = len(self.memo)
-        if number > self.most:
-            raise self.limits("more memos than its length justifies")
-        self.memo[number] = self.stack[-1]
-
-    def op_binget(self) -> None:
-        self.stack.append(self.memo[self.raw[self.at]])
-        self.at += 1
-
-    def op_long_binget(self) -> None:
-        at = self.at
-        self.at = at + 4
-        self.stack.append(self.memo[int.from_bytes(self.raw[at : self.at], "little")])
 
     def op_pop(self) -> None:
         if self.stack:
@@ -784,11 +802,11 @@ _OPS: dict[bytes, Op] = {
     b"c": _Machine.op_global,
     b"d": _Machine.op_dict,
     b"e": lambda m: m.extend(m.pop_mark()),
-    b"}": lambda m: m.made({}),
+    b"}": _Machine.op_empty_dict,
     b"g": lambda m: m.get(int(m.line())),
-    b"h": _Machine.op_binget,
+    b"h": lambda m: m.get(m.count(1)),
     b"i": _Machine.op_inst,
-    b"j": _Machine.op_long_binget,
+    b"j": lambda m: m.get(m.count(4)),
     b"l": lambda m: m.made(m.pop_mark()),
     b"]": lambda m: m.made([]),
     b"o": _Machine.op_obj,
@@ -798,7 +816,7 @@ _OPS: dict[bytes, Op] = {
     b"s": _Machine.op_setitem,
     b"t": _Machine.op_tuple,
     b")": lambda m: m.stack.append(()),
-    b"u": lambda m: m.put(m.pop_mark()),
+    b"u": _Machine.op_setitems,
     b"G": _Machine.op_binfloat,
     b"B": lambda m: m.push(m.take(m.count(4))),
     b"C": lambda m: m.push(m.take(m.count(1))),
@@ -822,7 +840,7 @@ _OPS: dict[bytes, Op] = {
     b"\x91": lambda m: m.made(_hashed(m.pop_mark())),
     b"\x92": _Machine.op_newobj_ex,
     b"\x93": _Machine.op_stack_global,
-    b"\x94": _Machine.op_memoize,
+    b"\x94": lambda m: m.keep(len(m.memo)),
     b"\x95": _Machine.op_frame,
     b"\x96": lambda m: m.push(m.take(m.count(8))),
     b"\x97": _Machine.op_refuse,

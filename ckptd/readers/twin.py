@@ -273,6 +273,7 @@ class ForeignRoot(ReadOnlyStore):
         known: dict[Hashable, tuple[Grid, list[Cut]]] = {}
         grids: dict[Grid, int] = {}
         owners: dict[Owners, int] = {}
+        by_files: dict[tuple[int, ...], int] = {}
         entries, held = [], []
         for t in tensors.values():
             alike = t.shape, tuple((p.box, p.flat) for p in t.pieces.values())
@@ -281,12 +282,14 @@ class ForeignRoot(ReadOnlyStore):
             grid, cuts = known[alike]
             order = [t.pieces[cut] for cut in cuts]
             held.append(order)
-            owner = Owners.from_array([numbers[p.file] for p in order])
-            number = grids.setdefault(grid, len(grids)), owners.setdefault(owner, len(owners))
+            files = tuple(numbers[p.file] for p in order)
+            if files not in by_files:
+                by_files[files] = owners.setdefault(Owners.from_array(files), len(owners))
+            number = grids.setdefault(grid, len(grids)), by_files[files]
             entries.append(TensorEntry(t.name, t.dtype, t.shape, *number))
         filemap = FileMap(entries, list(grids), list(owners))
         paths = _paths(folder, keys)
-        files = []
+        stored = []
         for i, info in enumerate(infos):
             header, data_bytes = build_header(filemap.header_entries(i), {})
             if data_bytes > info.size * _MAX_SWELL + _FREE_SWELL:
@@ -297,15 +300,15 @@ class ForeignRoot(ReadOnlyStore):
                     wanted=f"{data_bytes} bytes",
                     found=f"{info.size} bytes",
                 )
-            files.append(FileEntry(paths[i], i, len(header), data_bytes))
+            stored.append(FileEntry(paths[i], i, len(header), data_bytes))
             self._data[paths[i]] = _DataFile(info.key, info.size, header, data_bytes)
         self._place(filemap, held, paths)
         manifest = Manifest(
             step,
             1,
             attempt,
-            len(files),
-            tuple(files),
+            len(stored),
+            tuple(stored),
             tuple(map(GridEntry.of, grids)),
             tuple(o.runs for o in owners),
             tuple(entries),

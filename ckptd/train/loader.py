@@ -38,9 +38,9 @@ from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Unheld, hold_or_read
 from ckptd.root.spans import saving, tier_of
+from ckptd.runtime.pauses import no_collection
 from ckptd.save.recover import Candidates, LoadCandidate, find_candidates, finished_files, unpacked
 from ckptd.train.filling import Filling
-from ckptd.train.pauses import no_collection
 from ckptd.train.ranks import Agreement, host_members
 from ckptd.train.recorder.recorder import at_step, phase
 from ckptd.train.state.describe import Describer

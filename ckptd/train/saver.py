@@ -20,6 +20,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.monitor.job import Phase
 from ckptd.root.policy import Keep
+from ckptd.runtime.pauses import no_collection
 from ckptd.save.client import WriterClient, post_failure
 from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
@@ -28,7 +29,6 @@ from ckptd.train.copy import CopySources, Snapshot, copy_steps
 from ckptd.train.cuda import CudaCopies, refuse_capture
 from ckptd.train.feed import CopyStep
 from ckptd.train.gate import Gate
-from ckptd.train.pauses import no_collection
 from ckptd.train.ranks import Agreement
 from ckptd.train.recorder.recorder import at_step, phase
 from ckptd.train.replicas import Samples, replica_digests, shards_in_common

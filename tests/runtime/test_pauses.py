@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from ckptd.train.pauses import no_collection
+from ckptd.runtime.pauses import no_collection
 
 
 def collections() -> int:
