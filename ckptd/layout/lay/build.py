@@ -211,15 +211,21 @@ def on(axis: str, coordinate: int | Literal["last"]) -> tree.On:
 
 
 def only(axis: str, *numbers: int | slice) -> tree.For:
-    """Return ``for axis=numbers``; ``slice(3, None)`` is ``3..``, ``slice(0, 3)`` is ``0..2``."""
+    """Return ``for axis=numbers``; ``slice(3, None)`` is ``3..``, ``slice(0, 3)`` is ``0..2``.
+
+    The ends of a slice may be values: ``slice(0, "dense")`` is ``0..(dense - 1)``.
+    """
     return _checked(tree.For(axis, tuple(map(_range, numbers))))
 
 
 def _range(given: int | slice) -> tree.Range:
     if isinstance(given, int):
-        given = slice(given, given + 1)
-    last = None if given.stop is None else given.stop - 1
-    return tree.Range(given.start or 0, last, given.step or 1)
+        return tree.Range(given, given)
+    first = _value(given.start) if isinstance(given.start, str) else given.start or 0
+    last = given.stop if given.stop is None or isinstance(given.stop, str) else given.stop - 1
+    if isinstance(last, str):
+        last = tree.Arithmetic("-", _value(last), tree.Number(1))
+    return tree.Range(first, last, given.step or 1)
 
 
 def follow_rows(name: NameLike) -> tree.FollowRows:
@@ -330,9 +336,12 @@ def files(name: NameLike) -> tree.Files:
     return _checked(tree.Files(read(FILE_NAME, f'"{name}"') if isinstance(name, str) else name))
 
 
-def stored(params: str = "{name}", states: str = "optim.{name}.{state}") -> tree.Stored:
-    """Return ``stored "params" states "states"``."""
-    return _checked(tree.Stored(params, states))
+def stored(
+    params: str = "{name}", states: str = "optim.{name}.{state}", **renamed: str
+) -> tree.Stored:
+    """Return ``stored "params" states "states"``; `renamed` is what stands behind ``with``."""
+    names = tuple(tree.FollowedState(short, name) for short, name in renamed.items())
+    return _checked(tree.Stored(params, states, names))
 
 
 # --- programs -----------------------------------------------------------------------------------

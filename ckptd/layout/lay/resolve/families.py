@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ckptd.errors import UsageError
+from ckptd.layout.lay.resolve.conditions import numbers_of
 from ckptd.layout.lay.resolve.equation import Family, Tags
 from ckptd.layout.lay.resolve.lets import Lets, atoms_of
-from ckptd.layout.lay.resolve.numbers import numbers_of
 from ckptd.layout.lay.syntax import Atom, Glob, Name, NameIndex, Space, Text, show
 
 __all__ = ["Families"]
@@ -70,7 +70,7 @@ class Families:
                     where=f"{declared.at.file}:{declared.at.line}  space {space.name}",
                     hint="name the axes apart and say their sizes: let h2 = size h",
                 )
-            only = numbers_of(declared.only)
+            only = numbers_of(declared.only, lets)
             strange = [a for a in only if a not in indexes]
             if strange:
                 raise UsageError(

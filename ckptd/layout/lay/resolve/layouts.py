@@ -36,6 +36,7 @@ from ckptd.layout.lay.syntax import (
     File,
     Files,
     Flat,
+    FollowedState,
     Layout,
     Name,
     NameIndex,
@@ -105,7 +106,7 @@ def resolve_all(
         families=families.by_name,
         sizes=sizes.numbers,
         refined={a: lets.dim(Atom(a)) for a in sorted(families.refined)},
-        states=space.states,
+        states=_states(space.states, stored, findings),
         scalars=space.scalars,
         flats=stated.flats,
         pipes=stated.pipes,
@@ -118,6 +119,17 @@ def resolve_all(
         files=stated.files,
     )
     return found, findings
+
+
+def _states(
+    states: Sequence[FollowedState], stored: Stored, findings: list[Finding]
+) -> tuple[FollowedState, ...]:
+    """Return the states of a space with the names that a layout stores them under."""
+    renamed = {s.name: s for s in stored.renamed}
+    for name in renamed.keys() - {s.name for s in states}:
+        message = f"the space has no state {name}"
+        findings.append(Finding("state", message, stored.at, show(stored)))
+    return tuple(renamed.get(s.name, s) for s in states)
 
 
 def _shipped(name: str) -> File:

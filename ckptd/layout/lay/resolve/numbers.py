@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.syntax import For
 
-__all__ = ["ALL", "NONE", "Numbers", "numbers_of"]
+__all__ = ["ALL", "MAX_NUMBERS", "NONE", "Numbers"]
 
-_MAX_LENGTH = 2**16
+MAX_NUMBERS = 2**16
+"""Length of the longest pattern; numbers of ``for`` are below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,47 +74,12 @@ class Numbers:
     def _with(self, other: Numbers, both: Callable[[bool, bool], bool]) -> Numbers:
         start = max(len(self.first), len(other.first))
         period = math.lcm(len(self.cycle), len(other.cycle))
-        if period > _MAX_LENGTH:
+        if period > MAX_NUMBERS:
             message = "the steps of some numbers repeat too late"
-            raise UsageError(message, kind="lay-rule", wanted=f"within {_MAX_LENGTH}", found=period)
+            raise UsageError(message, kind="lay-rule", wanted=f"within {MAX_NUMBERS}", found=period)
         found = tuple(both(self.has(n), other.has(n)) for n in range(start + period))
         return Numbers(found[:start], found[start:])
 
 
 ALL = Numbers((), (True,))
 NONE = Numbers((), (False,))
-
-
-def numbers_of(modifiers: Iterable[object]) -> dict[str, Numbers]:
-    """Return the numbers that ``for`` leaves, by axis; of several all have to hold.
-
-    Raises
-    ------
-    UsageError
-        ``lay-rule``: a number or a step is absurdly high.
-    """
-    out: dict[str, Numbers] = {}
-    for modifier in modifiers:
-        if isinstance(modifier, For):
-            out[modifier.axis] = out.get(modifier.axis, ALL) & _listed(modifier)
-    return out
-
-
-def _listed(modifier: For) -> Numbers:
-    out = NONE
-    for r in modifier.ranges:
-        last = r.first if r.last is None else r.last
-        if max(r.first, last, r.step) >= _MAX_LENGTH:
-            raise UsageError(
-                "a number of 'for' is too high",
-                kind="lay-rule",
-                wanted=f"numbers and steps below {_MAX_LENGTH}",
-                found=max(r.first, last, r.step),
-            )
-        before = (False,) * r.first
-        if r.last is None:
-            out |= Numbers(before, tuple(k == 0 for k in range(r.step)))
-        else:
-            inside = tuple(k % r.step == 0 for k in range(last - r.first + 1))
-            out |= Numbers(before + inside, (False,))
-    return out

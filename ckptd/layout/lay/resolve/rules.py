@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import groupby
 
 from ckptd.errors import UsageError
+from ckptd.layout.lay.resolve.conditions import numbers_of
 from ckptd.layout.lay.resolve.drafts import Draft, has_globs, is_drop, wrapped
 from ckptd.layout.lay.resolve.equation import Equation, Family, Tags
 from ckptd.layout.lay.resolve.families import Families
 from ckptd.layout.lay.resolve.finding import Finding
 from ckptd.layout.lay.resolve.lets import Lets
-from ckptd.layout.lay.resolve.numbers import ALL, Numbers, numbers_of
+from ckptd.layout.lay.resolve.numbers import ALL, Numbers
 from ckptd.layout.lay.resolve.path import paths
 from ckptd.layout.lay.resolve.pattern import covers, encoded
 from ckptd.layout.lay.syntax import (
@@ -158,7 +159,7 @@ class RuleTable:
             family = self._families.find(rule.reference, path.tags, rule.near)
             families[path.tags] = family
             pinned |= self._families.pinned(rule.reference, path.tags, family)
-        only = _only(rule, families.values(), pinned)
+        only = _only(rule, families.values(), pinned, self._lets)
         return Equation(rule.name, families, dims, rule.modifiers, pinned, only, rule.at, rule.text)
 
     def _less(self, equation: Equation) -> Equation:
@@ -213,14 +214,16 @@ class RuleTable:
         families = dict(_derived(self._families, other, dims, suffix))
         modifiers = tuple(m for m in rule.modifiers if not isinstance(m, FollowRows))
         name = _beside(rule.name, other.name) if beginning else rule.name
-        only = _only(replace(rule, name=name), families.values(), other.pinned)
+        only = _only(replace(rule, name=name), families.values(), other.pinned, self._lets)
         only = _both(only, other.only)
         return Equation(name, families, dims, modifiers, other.pinned, only, rule.at, rule.text)
 
 
-def _only(rule: Draft, families: Iterable[Family], pinned: Mapping[str, int]) -> dict[str, Numbers]:
+def _only(
+    rule: Draft, families: Iterable[Family], pinned: Mapping[str, int], lets: Lets
+) -> dict[str, Numbers]:
     """Return the numbers that a rule's names have: its own, and those of all its tensors."""
-    out = numbers_of(rule.modifiers)
+    out = numbers_of(rule.modifiers, lets)
     indexes = {p.axis for p in rule.name.parts if isinstance(p, NameIndex)}
     for axis in out:
         if axis not in indexes:

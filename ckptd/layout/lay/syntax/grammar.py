@@ -116,23 +116,42 @@ def show(node: Shown) -> str:
 
 def _take_range(s: Scanner) -> tree.Range:
     what = "numbers: 5, 0..2, 3.., or 1../2"
-    start, number = s.peek().start, count(what)
-    first = number.take(s)
+    start, end = s.peek().start, _range_end(what)
+    first = end.take(s)
     if not s.accept(".."):
         return tree.Range(first, first)
-    last = number.take(s) if s.peek().kind == "number" else None
+    last = end.take(s) if s.peek().kind == "number" or s.at("(") else None
     step = count("a step: 1../2").take(s) if s.accept("/") else 1
-    if not step or (last is not None and last < first):
+    falls = isinstance(first, int) and isinstance(last, int) and last < first
+    if not step or falls:
         raise s.fail(f"{what}; the last is not below the first", start=start, end=s.pos)
     return tree.Range(first, last, step)
 
 
+def _range_end(what: str) -> Syntax[int | tree.Value]:
+    """Return the piece of a number; or of a value, which stands in parentheses."""
+
+    def take(s: Scanner) -> int | tree.Value:
+        if not s.at("("):
+            return number.take(s)
+        s.open("(")
+        found = VALUE.take(s)
+        s.close(")", "after the value")
+        return found.value if isinstance(found, tree.Number) else found
+
+    def show(end: int | tree.Value) -> str:
+        return show_count(end) if isinstance(end, int) else f"({VALUE.show(end)})"
+
+    number = count(what)
+    return Pair(take, show)
+
+
 def _show_range(found: tree.Range) -> str:
-    first, last, step = map(show_count, (found.first, found.last or 0, found.step))
+    shown = _range_end("").show
     if found.last == found.first and found.step == 1:
-        return first
-    end = "" if found.last is None else last
-    return f"{first}..{end}" + (f"/{step}" if found.step > 1 else "")
+        return shown(found.first)
+    end = "" if found.last is None else shown(found.last)
+    return f"{shown(found.first)}..{end}" + (f"/{found.step}" if found.step > 1 else "")
 
 
 def _take_ranges(s: Scanner) -> tuple[tree.Range, ...]:
@@ -331,7 +350,7 @@ def _take_axis_cuts(s: Scanner) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _take_stored(s: Scanner) -> tuple[str, str]:
+def _take_stored(s: Scanner) -> tuple[str, str, tuple[tree.FollowedState, ...]]:
     params, states = tree.Stored().params, tree.Stored().states
     if s.peek().kind == "string":
         params = s.string("")
@@ -339,14 +358,17 @@ def _take_stored(s: Scanner) -> tuple[str, str]:
         raise s.fail('names in checkpoints: stored "{name}" states "optim.{name}.{state}"')
     if s.accept("states"):
         states = s.string("the names of states in quotes")
-    return params, states
+        if s.accept("with"):
+            return params, states, STATES.take(s)
+    return params, states, ()
 
 
-def _show_stored(found: tuple[str, str]) -> str:
+def _show_stored(found: tuple[str, str, tuple[tree.FollowedState, ...]]) -> str:
     default = tree.Stored()
-    states = "" if found[1] == default.states else f" states {quote(found[1])}"
+    renamed = f" with {STATES.show(found[2])}" if found[2] else ""
+    states = "" if found[1] == default.states and not renamed else f" states {quote(found[1])}"
     params = "" if found[0] == default.params and states else f" {quote(found[0])}"
-    return params + states
+    return params + states + renamed
 
 
 _USE = Form(tree.Use, "use ", Field("name", dotted("the name of a layout or space")))
@@ -390,7 +412,9 @@ STATEMENTS: dict[str, Form[Any]] = {
         ),
     ),
     "files": Form(tree.Files, "files ", Field("name", FILE_NAME)),
-    "stored": Form(tree.Stored, "stored", Field("params states", Pair(_take_stored, _show_stored))),
+    "stored": Form(
+        tree.Stored, "stored", Field("params states renamed", Pair(_take_stored, _show_stored))
+    ),
 }
 """By keyword; besides these there are rules."""
 

@@ -353,10 +353,13 @@ class On(SyntaxNode):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """``3..7``: from the first number to the last, or for ever (``3..``); ``1../2`` every other."""
+    """``3..7``: from the first number to the last, or for ever (``3..``); ``1../2`` every other.
 
-    first: int
-    last: int | None = None
+    An end may be a value of sizes that a ``let`` says: ``0..(dense - 1)``.
+    """
+
+    first: int | Value
+    last: int | Value | None = None
     step: int = 1
 
 
@@ -563,11 +566,13 @@ class Files(SyntaxNode):
 class Stored(SyntaxNode):
     """``stored "model.{name}" states "optim.{name}.{state}"``: names in checkpoints.
 
-    ``{name}`` stands for a rule's name, ``{state}`` for the stored name of a state.
+    ``{name}`` stands for a rule's name, ``{state}`` for the stored name of a state: that of the
+    space, or another one behind ``with``.
     """
 
     params: str = "{name}"
     states: str = "optim.{name}.{state}"
+    renamed: tuple[FollowedState, ...] = ()
 
 
 Statement: TypeAlias = Use | Rule | Default | Flat | Pipe | Object | Files | Stored

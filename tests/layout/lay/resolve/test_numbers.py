@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve import ALL, Numbers
-from ckptd.layout.lay.resolve.numbers import numbers_of
-from ckptd.layout.lay.syntax import For
-from ckptd.layout.lay.syntax.tree import Range
+from ckptd.layout.lay.resolve.conditions import numbers_of
+from ckptd.layout.lay.resolve.lets import Lets
+from ckptd.layout.lay.syntax import For, parse
+from ckptd.layout.lay.syntax.tree import Range, Space
 
 FAR = 200
+NOTHING = Lets()
 
 RANGES = st.one_of(
     st.builds(lambda a, n, s: Range(a, a + n, s), *[st.integers(0, 12)] * 2, st.integers(1, 4)),
@@ -26,6 +28,8 @@ def meant(condition: For) -> set[int]:
     """Return the numbers of a condition below some number, one by one."""
     out: set[int] = set()
     for r in condition.ranges:
+        assert isinstance(r.first, int)
+        assert isinstance(r.last, int | None)
         out |= set(range(r.first, FAR if r.last is None else r.last + 1, r.step))
     return out
 
@@ -36,9 +40,9 @@ def found(numbers: Numbers) -> set[int]:
 
 @given(CONDITIONS, CONDITIONS)
 def test_sets(one: For, two: For) -> None:
-    a, b = (numbers_of([c])["l"] for c in (one, two))
+    a, b = (numbers_of([c], NOTHING)["l"] for c in (one, two))
     assert found(a) == meant(one)
-    assert found(a & b) == meant(one) & meant(two) == found(numbers_of([one, two])["l"])
+    assert found(a & b) == meant(one) & meant(two) == found(numbers_of([one, two], NOTHING)["l"])
     assert found(a | b) == meant(one) | meant(two)
     assert found(a - b) == meant(one) - meant(two)
     assert a.covers(b) == (meant(one) >= meant(two))
@@ -50,7 +54,34 @@ def test_sets(one: For, two: For) -> None:
 
 def test_absurd_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match="too high"):
-        numbers_of([For("l", (Range(10**9, None),))])
+        numbers_of([For("l", (Range(10**9, None),))], NOTHING)
     steps = [For("l", (Range(0, None, n),)) for n in (251, 257, 263)]
     with pytest.raises(UsageError, match="repeat too late"):
-        numbers_of(steps)
+        numbers_of(steps, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dense", "wanted"),
+    [
+        ("(dense)..", 3, [3, 4, 5]),
+        ("0..(dense - 1)", 3, [0, 1, 2]),
+        ("0..(dense - 1)", 0, []),
+        ("(dense)..", 0, [0, 1, 2, 3, 4, 5]),
+        ("[0 (dense + 1)..(2*dense)]", 2, [0, 3, 4]),
+        ("(dense)../2", 1, [1, 3, 5]),
+    ],
+)
+def test_ends_may_be_sizes(numbers: str, dense: int, wanted: list[int]) -> None:
+    file = parse(f"space s {{\n  L{{l}}[h] for l={numbers}\n  let dense = {dense}\n}}\n")
+    space = file.items[0]
+    assert isinstance(space, Space)
+    found = numbers_of(space.families[0].only, Lets.of(space.lets))
+    assert found["l"].below(6) == wanted
+
+
+def test_a_size_that_nothing_says_is_no_end() -> None:
+    file = parse("space s {\n  L{l}[h] for l=(dense)..\n}\n")
+    space = file.items[0]
+    assert isinstance(space, Space)
+    with pytest.raises(UsageError, match="dense"):
+        numbers_of(space.families[0].only, NOTHING)

@@ -290,3 +290,25 @@ def test_defaults_of_defaults_are_refused_when_they_nest_deeply() -> None:
     )
     error = wrong(SPACE + layouts + "layout x on M { use l7 }")
     assert "nest too deeply" in str(error)
+
+
+def test_a_layout_renames_states_of_its_space() -> None:
+    program = """
+space s {
+  W[h]
+  follow m=exp_avg, w=master
+}
+layout a of s on none {
+  stored states "opt.{state}.{name}" with w=param
+  x = W[h]
+}
+layout b of s on none {
+  stored states "{name}.{state}" with z=param
+  x = W[h]
+}
+"""
+    file = parse(program, "t.lay")
+    found = resolve([file], "a")
+    assert [(s.name, s.stored) for s in found.states] == [("m", "exp_avg"), ("w", "param")]
+    with pytest.raises(UsageError, match="the space has no state z"):
+        resolve([file], "b")

@@ -148,3 +148,14 @@ def test_what_no_text_could_say_is_refused(build: Callable[[], object]) -> None:
     with pytest.raises(UsageError) as caught:
         build()
     assert caught.value.kind == "lay-syntax"
+
+
+def test_sizes_as_ends_of_for() -> None:
+    assert show(b.only("l", slice("dense", None))) == "for l=(dense).."
+    assert show(b.only("l", slice(0, "dense"), 9)) == "for l=[0..(dense - 1) 9]"
+
+
+def test_other_names_of_states() -> None:
+    found = b.stored(states="optimizer.state.{state}.{name}", w="param")
+    assert show(found) == 'stored states "optimizer.state.{state}.{name}" with w=param'
+    assert show(b.stored(m="momentum")) == 'stored states "optim.{name}.{state}" with m=momentum'

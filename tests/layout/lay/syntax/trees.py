@@ -97,12 +97,14 @@ NAMES: Strategy = tuples(PARTS, 1, 5).map(_apart)
 
 # --- statements ---------------------------------------------------------------------------------
 
+COMPUTED: Strategy = VALUES.filter(lambda value: not isinstance(value, t.Number))
 RANGES: Strategy = st.one_of(
     NUMBERS.map(lambda k: t.Range(k, k)),
     st.builds(
         lambda a, b, step: t.Range(min(a, b), max(a, b), step), NUMBERS, NUMBERS, st.integers(1, 9)
     ),
     st.builds(lambda k, step: t.Range(k, None, step), NUMBERS, st.integers(1, 9)),
+    st.builds(t.Range, COMPUTED, st.one_of(st.none(), NUMBERS, COMPUTED), st.integers(1, 9)),
 )
 CONDITIONS: Strategy = st.builds(t.For, WORDS, tuples(RANGES, 1))
 
@@ -142,6 +144,7 @@ OBJECTS: Strategy = st.one_of(
     st.builds(t.Object, OBJECT_NAMES, tuples(WORDS), st.sampled_from(["error", "drop", "reseed"])),
     st.builds(t.Object, OBJECT_NAMES, tuples(WORDS), st.just("reduce"), WORDS),
 )
+STATES: Strategy = st.builds(t.FollowedState, WORDS, st.one_of(DOTTED, ANY_TEXT))
 STATEMENTS: Strategy = st.one_of(
     RULES,
     RULES,
@@ -151,7 +154,7 @@ STATEMENTS: Strategy = st.one_of(
     st.builds(t.Pipe, WORDS, tuples(WORDS, 1), ANY_TEXT),
     OBJECTS,
     NAMES.map(t.Files),
-    st.builds(t.Stored, st.one_of(st.just("{name}"), ANY_TEXT), ANY_TEXT),
+    st.builds(t.Stored, st.one_of(st.just("{name}"), ANY_TEXT), ANY_TEXT, tuples(STATES)),
 )
 
 # --- programs -----------------------------------------------------------------------------------
@@ -163,7 +166,6 @@ MESH_AXES: Strategy = st.recursive(
 )
 MESHES: Strategy = st.builds(t.Mesh, WORDS, tuples(MESH_AXES, 1), tuples(MESH_AXES))
 LETS: Strategy = st.builds(t.Let, WORDS, st.one_of(DIMS, VALUES, NAMES))
-STATES: Strategy = st.builds(t.FollowedState, WORDS, st.one_of(DOTTED, ANY_TEXT))
 SCALARS: Strategy = st.builds(t.Scalar, WORDS, st.sampled_from(["param", "group", "global"]))
 FAMILIES: Strategy = st.builds(t.SpaceTensor, NAMES, tuples(WORDS), tuples(CONDITIONS, 0, 2))
 SPACES: Strategy = st.builds(
