@@ -148,12 +148,14 @@ def _flat(names: Listing, model: TorchZip, of_model: str) -> Iterator[ForeignPie
             )
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
-    yield from _weights(names.key(of_model), model, trained)
+    aliases = {one for further in tied.values() for one in further}
+    yield from _weights(names.key(of_model), model, trained | aliases)
     yield from _frozen(names, model, of_model)
+    shares = [] if ranks[0].stage == 3 else _shares(groups, ranks)
     for r in ranks:
         for state, buffers in r.buffers.items():
-            cut = _each if r.stage == 3 else _whole
-            for name, shape, buffer, low, high, first in cut(groups, buffers, r):
+            cut = _each(groups, buffers, r) if r.stage == 3 else _whole(groups, buffers, r, shares)
+            for name, shape, buffer, low, high, first in cut:
                 stored = PickledTensor(
                     buffer.storage, buffer.offset + first, (high - low,), (1,), buffer.dtype
                 )
@@ -196,12 +198,19 @@ def _each(groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank) -> Iterat
             at += take
 
 
-def _whole(groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank) -> Iterator[_Part]:
+def _shares(groups: _Groups, ranks: Sequence[_Rank]) -> list[int]:
+    """Return how much of each group a rank has: the last ones may have left their padding out."""
+    for r in ranks:
+        if len(groups) != len(r.buffers[""]):
+            raise _short(r, f"{len(r.buffers[''])} buffers for {len(groups)} groups")
+    return [max(r.buffers[""][g].shape[0] for r in ranks) for g in range(len(groups))]
+
+
+def _whole(
+    groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank, shares: Sequence[int]
+) -> Iterator[_Part]:
     """Stages 1 and 2: parameters of a group end to end, padded, and cut evenly over the ranks."""
-    if len(groups) != len(buffers):
-        raise _short(r, f"{len(buffers)} buffers for {len(groups)} groups")
-    for group, weights, buffer in zip(groups, r.buffers[""], buffers, strict=True):
-        share = weights.shape[0]
+    for group, share, buffer in zip(groups, shares, buffers, strict=True):
         begin, at = r.rank * share, 0
         for name, shape in group.items():
             n = math.prod(shape)
@@ -276,7 +285,11 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
 
 
 def _weights(key: str, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
-    """Yield what only the model's file holds: buffers, weights that are not trained."""
+    """Yield what only the model's file holds: buffers, weights that are not trained.
+
+    Those that are trained are there too at stages 1 and 2, under all of their names, and of a
+    narrower type.
+    """
     for name, value in named_values(model.value.get("module") or {}, key):
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
             at = TensorAt(model, value, f"{key}: {name}")

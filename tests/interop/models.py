@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODELS", "answer", "build", "load", "save", "values"]
+from ckptd.load.reader import CkptdReader
+
+__all__ = ["MODELS", "answer", "bits", "build", "check", "load", "save"]
 
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 130,
@@ -106,10 +108,18 @@ def answer(folder: Path, like: Path | None = None) -> bytes:
         shutil.copy(like / "config.json", folder)
     with torch.no_grad():
         logits = load(folder)(torch.arange(1, 17).reshape(1, 16)).logits
-    return logits.contiguous().view(torch.uint8).numpy().tobytes()
+    return bits(logits)
 
 
-def values(model: Any) -> dict[str, torch.Tensor]:
-    """Return parameters by name, whole."""
-    found = model.state_dict()
-    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, row by row."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check(reader: CkptdReader, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Compare every tensor that was read with what its library says."""
+    found = reader.tensors(reader.names)
+    assert sorted(reader.names) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert tuple(found[name].shape) == tuple(tensor.shape), name
+        assert found[name].tobytes() == bits(tensor), name

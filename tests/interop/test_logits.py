@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("deepspeed")
-
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
 from tests.interop import worlds
 from tests.interop.models import MODELS, answer
+
+pytestmark = pytest.mark.plugins
 
 PROGRAMS = Path(__file__).parent / "programs.lay"
 FILES = {"llama": "hf.llama", "llama-tied": "hf.llama", "mixtral": "hf.mixtral", "gpt2": "hf.gpt2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +44,37 @@ def save_dcp(source: str, target: str) -> None:
         dcp.save({"model": model.state_dict()}, checkpoint_id=Path(target) / folder.name)
 
 
-def deepspeed_engine(model: Any, stage: int, **more: Any) -> Any:
-    """Return DeepSpeed's engine around a model, with AdamW of torch that decays nothing."""
+def deepspeed_engine(
+    model: Any, stage: int, *, decay: float = 0.0, zero: Mapping[str, Any] = {}, **more: Any
+) -> Any:
+    """Return DeepSpeed's engine around a model, with two groups in AdamW of torch.
+
+    Parameters
+    ----------
+    decay
+        Of the first group; without one, a step without gradients changes nothing.
+    zero, more
+        Further settings, of ``zero_optimization`` and beside it.
+    """
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    stage3 = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4000}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "sub_group_size": 4000,
-        },
+        "zero_optimization": {"stage": stage, **(stage3 if stage == 3 else {}), **zero},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         **more,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
