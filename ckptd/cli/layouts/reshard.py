@@ -56,7 +56,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     Attributes
     ----------
     source, target
-        URLs, or the folder of a Hugging Face target.
+        URLs, or the folder of a target of another format.
     source_layout, target_layout
         Names of the layouts as they are used.
     source_program
@@ -111,7 +111,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
 
 def reshard(
     source: Annotated[str, Parameter(help="ROOT, ROOT@STEP, or a checkpoint of others.")],
-    target: Annotated[str, Parameter(help="Root to write to, or a folder with --format hf.")],
+    target: Annotated[str, Parameter(help="Root to write to, or with --format a folder.")],
     /,
     *,
     to: To,
@@ -120,8 +120,11 @@ def reshard(
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
-        Literal["ckptd", "hf"],
-        Parameter(help="hf: a Hugging Face folder, parameters only."),
+        Literal["ckptd", "hf", "dcp"],
+        Parameter(
+            help="hf: a Hugging Face folder, parameters only. dcp: what"
+            " torch.distributed.checkpoint.load reads, optimizer and objects included."
+        ),
     ] = "ckptd",
     step: Annotated[int, Parameter(help="Step of the target, where the source has none.")] = 0,
     max_shard_size: Annotated[
@@ -146,7 +149,7 @@ def reshard(
             negative="--no-untie",
         ),
     ] = True,
-    force: Annotated[bool, flag("Replace a Hugging Face model that is there.")] = False,
+    force: Annotated[bool, flag("Replace what a folder has, if it is of the same format.")] = False,
     json: Json = False,
 ) -> Reply:
     """Write a checkpoint of one layout as one of another.

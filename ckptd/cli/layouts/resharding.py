@@ -27,6 +27,7 @@ from ckptd.reshard.ranks import open_ranks
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
 from ckptd.reshard.source import Stock, open_own
 from ckptd.reshard.verify import Expected, check_duplicates
+from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.root.catalogue import Catalogue
@@ -182,6 +183,8 @@ def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> Fol
     match format:
         case "hf":
             return HfPlace(prepared.assembled, prepared.expected, most, untie=untie)
+        case "dcp":
+            return DcpPlace(prepared.assembled, prepared.expected)
         case _:
             return None
 

@@ -33,7 +33,7 @@ from ckptd.save.commit import remove_parts
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
 
-__all__ = ["FolderJob", "FolderPlace", "Selection", "whole_tensor"]
+__all__ = ["ChosenTensors", "FolderJob", "FolderPlace", "whole_tensor"]
 
 _PARTIAL = ".partial"
 _OTHERS = re.compile(
@@ -76,7 +76,7 @@ class FolderPlace(Protocol):
         """Return the small files in the order of writing; the last makes it a checkpoint."""
 
 
-class Selection:
+class ChosenTensors:
     """The tensors of a target that a format holds, cut and placed as it wants.
 
     Parameters
@@ -121,11 +121,7 @@ class Selection:
             kind ``duplicate-name``.
         """
         for one in (name, *aliases):
-            if one in self._names:
-                raise UsageError(
-                    "two tensors would have one name", kind="duplicate-name", where=repr(one)
-                )
-            self._names.add(one)
+            self.reserve(one)
         here = len(self._entries)
         if number >= 0:
             self._numbers[here] = number
@@ -143,6 +139,16 @@ class Selection:
             aliases,
         )
         self._entries.append(entry)
+
+    def reserve(self, name: str) -> None:
+        """Refuse a name that something has already; kind ``duplicate-name``."""
+        if name in self._names:
+            raise UsageError(
+                "two tensors or objects would have one name",
+                kind="duplicate-name",
+                where=repr(name),
+            )
+        self._names.add(name)
 
     def target(self, files: int) -> Target:
         """Return what is written, into so many files."""

@@ -13,7 +13,7 @@ from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
-from ckptd.reshard.writers.folder import Selection, whole_tensor
+from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
 from ckptd.types import DTYPES
 
 __all__ = ["INDEX", "HfPlace", "index_of", "is_model_file", "model_file", "tied_metadata"]
@@ -78,7 +78,7 @@ class HfPlace:
         *,
         untie: bool = True,
     ) -> None:
-        chosen = Selection(assembled, expected)
+        chosen = ChosenTensors(assembled, expected)
         links = assembled.composed.links
         left_out: list[str] = [o.name for o in assembled.target.objects]
         file, held = 0, 0

@@ -1,0 +1,178 @@
+"""The state dict that a target stands for: keys of its tensors, and its objects as values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ckptd.errors import CorruptError, UsageError
+from ckptd.format import codec
+from ckptd.format.manifest import ObjectEntry
+from ckptd.layout.lay.resolve import Resolved
+from ckptd.reshard.target import Assembled
+from ckptd.reshard.writers.pickling import as_plain
+
+__all__ = ["KeyPath", "StateKeys", "StateObjects", "nested", "objects_of"]
+
+KeyPath = tuple[str | int, ...]
+"""Keys of nested dicts, and numbers in lists, from the outside in."""
+
+_GROUPS = "param_groups"
+
+
+class StateKeys:
+    """Where tensors of a layout are in a nested state dict.
+
+    ``stored "model.{name}" states "optim.state.{name}.{state}"`` puts a parameter below the key
+    ``model``, under its whole name, and a state below ``optim``, ``state`` and that name.
+    """
+
+    def __init__(self, layout: Resolved) -> None:
+        ends = [s.stored for s in layout.states] + [s.name for s in layout.scalars]
+        states = [layout.state_names.replace("{state}", end) for end in ends]
+        # The longest first, as the name of a state may be the end of another's.
+        self._templates = [
+            *sorted(map(_around, states), key=lambda t: -len(t[0]) - len(t[1])),
+            _around(layout.params),
+        ]
+
+    def path(self, name: str) -> KeyPath:
+        """Return the keys of a tensor."""
+        for before, after in self._templates:
+            inner = len(name) - len(before) - len(after)
+            if inner > 0 and name.startswith(before) and name.endswith(after):
+                above = before[:-1].split(".") if before.endswith(".") else []
+                below = after[1:].split(".") if after.startswith(".") else []
+                whole = name[len(before) if above else 0 : len(name) - (len(after) if below else 0)]
+                return (*above, whole, *below)
+        return (name,)
+
+
+def _around(template: str) -> tuple[str, str]:
+    before, _, after = template.partition("{name}")
+    return before, after
+
+
+def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Return a nested dict of values by their keys; numbers are keys of lists.
+
+    Raises
+    ------
+    UsageError
+        kind ``duplicate-name``: something would be both a value and a dict.
+    """
+    out: dict[str, Any] = {}
+    for path, value in values.items():
+        here: Any = out
+        for key in path[:-1]:
+            here = here.setdefault(key, {}) if isinstance(here, dict) else None
+        if not isinstance(here, dict) or path[-1] in here:
+            name = ".".join(map(str, path))
+            raise UsageError(
+                "a name is a value and the beginning of another name",
+                kind="duplicate-name",
+                where=repr(name),
+            )
+        here[path[-1]] = value
+    return {k: _listed(v) for k, v in out.items()}
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, dict) or not value:
+        return value
+    if all(type(k) is int for k in value):
+        return [_listed(value[k]) for k in sorted(value)]
+    return {k: _listed(v) for k, v in value.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StateObjects:
+    """The objects of a target.
+
+    Attributes
+    ----------
+    values
+        Plain values by their keys.
+    left_out
+        Names of those that are no plain values.
+    """
+
+    values: Mapping[KeyPath, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+
+
+def objects_of(assembled: Assembled, states: str) -> StateObjects:
+    """Return the objects of a target as plain values.
+
+    Groups of an optimizer are as torch has them, ``param_groups`` beside ``state``. A value of each
+    rank is a list of them.
+
+    Parameters
+    ----------
+    states
+        How the target's layout names states.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-object``: an encoded value of the source is damaged.
+    """
+    values: dict[KeyPath, Any] = {}
+    left_out = []
+    for entry in assembled.target.objects:
+        try:
+            value = as_plain(codec.decode(_raw(assembled, entry)))
+        except UsageError:
+            left_out.append(entry.name)
+            continue
+        if entry.kind == "groups" and isinstance(value, list):
+            above = states.partition("{name}")[0].rstrip(".")
+            top = above.removesuffix("state").rstrip(".")
+            keys = tuple(top.split(".")) if top else ()
+            for number, group in enumerate(value):
+                for key, found in group.items():
+                    values[(*keys, _GROUPS, number, str(key))] = found
+        else:
+            values[_keys(entry.name)] = value
+    return StateObjects(values, left_out)
+
+
+def _keys(name: str) -> KeyPath:
+    """Return the keys of an object; numbers only where torch has a list."""
+    found = re.fullmatch(rf"(.*\.)?{_GROUPS}\.([0-9]+)\.(.+)", name, re.ASCII)
+    if found is None:
+        return tuple(name.split("."))
+    above = found[1][:-1].split(".") if found[1] else []
+    return (*above, _GROUPS, int(found[2]), found[3])
+
+
+def _raw(assembled: Assembled, entry: ObjectEntry) -> Any:
+    """Return the encoded value of an object; of one a rank, a list."""
+    target, stock = assembled.target, assembled.composed.stock
+    if not entry.tensor:
+        return entry.value
+    number = next(n for n, t in enumerate(target.tensors) if t.name == entry.tensor)
+    grid = target.grids[target.tensors[number].grid].grid()
+    made = [target.feeds[number](piece).literal for piece in range(grid.npieces)]
+    if all(made):
+        raws = [literal() for literal in made if literal is not None]
+    elif entry.per_rank:
+        found = stock.per_rank(entry.name)
+        raws = [found[rank] for rank in sorted(found)]
+    else:
+        raws = [stock.values([entry.tensor])[entry.tensor].tobytes()]
+    values = [_decoded(raw, entry.name) for raw in raws]
+    return values if entry.per_rank else values[0]
+
+
+def _decoded(raw: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptError(
+            "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
+        ) from None

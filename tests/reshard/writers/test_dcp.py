@@ -1,0 +1,183 @@
+"""Folders for torch.distributed.checkpoint, loaded by torch itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ckptd
+from ckptd.errors import UsageError
+from ckptd.format.manifest import ObjectEntry
+from ckptd.reshard.execute import Budget
+from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.writers.dcp import DcpPlace
+from ckptd.reshard.writers.folder import FolderJob
+from ckptd.store import open_store
+from ckptd.testing.ranks import run_ranks
+from tests.cli.running import Cli
+from tests.reshard.llama import groups, per_rank, prepared, program, save, shapes, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NAMES = 'stored "{name}" states "optim.state.{name}.{state}"'
+
+
+def write(source: Path, folder: Path, *rules: str, share: ReshardShare | None = None) -> DcpPlace:
+    with open_store(source) as store:
+        found = prepared(store, program("fsdp", *rules))
+        place = DcpPlace(found.assembled, found.expected)
+        job = FolderJob(found.stock.source, place, folder, identity=found.identity)
+        job.run(share or ReshardShare(), Budget.of(64 << 20, store))
+    return place
+
+
+def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> None:
+    wanted = values()
+    entry, saved = per_rank("rng", [[1, 2], [3, 4], [5, 6], [7, 8]], "drop")
+    objects = [
+        ObjectEntry("optim.groups", kind="groups", value=groups()),
+        ObjectEntry("extra.note", value={"betas": {"$": "tuple", "v": [0.9, 0.95]}}),
+        entry,
+    ]
+    with open_store(tmp_path / "source") as store:
+        save(store, wanted, objects=objects, extra={"rng": saved})
+    folder = tmp_path / "out"
+    place = write(tmp_path / "source", folder, "mesh fsdp = dp:4", NAMES)
+    assert not place.left_out
+    weights = [n for n in wanted if not n.startswith("optim.")]
+    states = ("exp_avg", "exp_avg_sq", "step")
+    state: dict[str, Any] = {n: torch.full(wanted[n].shape, -1.0) for n in weights}
+    empty = {s: torch.zeros(()) for s in states}
+    moments = {n: {**empty, "exp_avg": torch.zeros(shapes()[n])} for n in shapes()}
+    for n, found in moments.items():
+        found["exp_avg_sq"] = torch.zeros(shapes()[n])
+    state |= {
+        "optim": {"state": moments, "param_groups": [{"lr": 0.0, "params": []} for _ in range(2)]},
+        "extra": {"note": None},
+        "rng": None,
+    }
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    assert all(np.array_equal(state[n].numpy(), wanted[n]) for n in weights)
+    for n in shapes():
+        for s in states:
+            assert np.array_equal(moments[n][s].numpy(), wanted[f"optim.{n}.{s}"]), (n, s)
+    assert state["optim"]["param_groups"] == groups()
+    assert state["extra"]["note"] == {"betas": (0.9, 0.95)}
+    assert state["rng"] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    dcp_to_torch_save(str(folder), str(tmp_path / "whole.pt"))
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert whole["optim"]["param_groups"] == groups()
+    assert torch.equal(whole["lm_head.weight"], state["lm_head.weight"])
+    # And by the readers of others' checkpoints.
+    back = tmp_path / "back"
+    assert cli("verify", str(folder)).code == 0
+    assert cli("cp", str(folder), str(back)).code == 0
+    assert cli("diff", str(folder), str(back)).code == 0
+
+
+class Net(nn.Module):
+    """Two layers, whose sizes nothing divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 14), nn.Linear(14, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 10)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def whole(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {k: whole(v) for k, v in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def load_on_two(folder: str, wanted: Any) -> None:
+    """Load into FSDP2, and into tensor parallelism, as torch's own recipe does."""
+    for axis in ("dp", "tp"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+        torch.manual_seed(9)
+        model = Net()
+        if axis == "tp":
+            parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            fully_shard(model, mesh=mesh)
+        optimizer = trained(model)
+        weights, states = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optim": states}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        weights, states = get_state_dict(model, optimizer)
+        found = whole({"model": weights, "optim": states["state"]})
+        for n, tensor in wanted["model"].items():
+            assert torch.equal(found["model"][n], tensor), (axis, n)
+            for s, value in wanted["optim"][n].items():
+                assert torch.equal(found["optim"][n][s], value), (axis, n, s)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.01]
+
+
+@pytest.mark.dist
+def test_fsdp2_and_tensor_parallelism_load_it(tmp_path: Path, cli: Cli) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = trained(model)
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        ck.save(3, {"model": model, "optim": optimizer})
+    names = 'stored "model.{name}" states "optim.state.{name}.{state}"'
+    args = ["--to", "fsdp", "-e", "mesh fsdp = dp:3", "-e", names, "--format", "dcp"]
+    done = cli("reshard", str(tmp_path / "root"), str(tmp_path / "out"), *args)
+    assert done.code == 0, done
+    weights, states = get_state_dict(model, optimizer)
+    wanted = {"model": weights, "optim": states["state"]}
+    run_ranks(2, load_on_two, str(tmp_path / "out"), wanted, deadline_s=120.0)
+
+
+def test_tied_names_share_items_and_names_that_collide_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    with open_store(tmp_path / "source") as store:
+        save(store, {"embed": rng.standard_normal((8, 4)), "empty": np.zeros((0, 3))})
+    tie = tmp_path / "tied.lay"
+    tie.write_text(
+        "space s { E[v h] Z[z w] }\nlayout t of s on none {\n"
+        "  embed = E[v h]\n  empty = Z[z w]\n  head = E[v h] alias\n}\n"
+    )
+    with open_store(tmp_path / "source") as store:
+        found = prepared(store, program(f"{tie}:t"), program(f"{tie}:t"))
+        place = DcpPlace(found.assembled, found.expected)
+        job = FolderJob(found.stock.source, place, tmp_path / "out", identity="a")
+        job.run(ReshardShare(), Budget.of(64 << 20, store))
+    metadata = dcp.FileSystemReader(str(tmp_path / "out")).read_metadata()
+    spans = {k.fqn: (v.offset, v.length) for k, v in metadata.storage_data.items()}
+    assert spans["embed"] == spans["head"]
+    state = {"embed": torch.zeros(8, 4, dtype=torch.float64), "empty": torch.zeros(0, 3).double()}
+    state["head"] = torch.zeros(8, 4, dtype=torch.float64)
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert torch.equal(state["embed"], state["head"])
+    assert torch.count_nonzero(state["head"]) == 32
+    with open_store(tmp_path / "source2") as store:
+        note = ObjectEntry("a.b", value=1)
+        save(store, {"a.b": np.zeros(3), "c": np.zeros(2)}, objects=[note])
+    with pytest.raises(UsageError) as caught:
+        write(tmp_path / "source2", tmp_path / "no")
+    assert caught.value.kind == "duplicate-name"
