@@ -141,12 +141,10 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
     Where no lease can be written (a full disk, a root that is read-only), it is read without one,
     and the user is warned.
     """
-    if foreign_format(catalogue):
-        yield catalogue.commit(name)  # nobody deletes it by ckptd's rules
-        return
     lease = hold_or_read(catalogue, name, holder=holder)
     if not isinstance(lease, Hold):
-        warn(lease.text)
+        if lease.text:
+            warn(lease.text)
         yield lease.commit
         return
     with renewed(lease, note):

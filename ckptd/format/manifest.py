@@ -19,6 +19,7 @@ from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import Owners
 
 __all__ = [
+    "FOREIGN",
     "FORMAT",
     "OPTIMIZER_CLASS",
     "UNDIGESTED",
@@ -31,6 +32,7 @@ __all__ = [
     "ObjectEntry",
     "TensorEntry",
     "WitnessEntry",
+    "about_foreign",
     "decode_json",
     "decode_manifest",
     "encode_manifest",
@@ -46,6 +48,8 @@ UNDIGESTED = "undigested"
 """Feature of a manifest that stands for foreign files: of them no digests are known."""
 SUPPORTED = frozenset({UNDIGESTED})
 """Features of ``requires`` that this reader knows."""
+FOREIGN = "ckptd.foreign"
+"""Key of the metadata under which a manifest says what it was made from."""
 
 COMPRESS_ABOVE_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30
@@ -317,3 +321,12 @@ def _decompress(raw: bytes, where: str) -> bytes:
 
 def _not_zstd(where: str, error: Exception) -> CorruptError:
     return CorruptError("not zstd", kind="bad-record", where=where, found=str(error)[:200])
+
+
+def about_foreign(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says of the foreign checkpoint whose tensors it has; or {}.
+
+    A copy has them as they were. What is made from it under other names has none of this.
+    """
+    found = manifest.metadata.get(FOREIGN)
+    return found if isinstance(found, dict) else {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ckptd.errors import NotFoundError
-from ckptd.readers.find import find_foreign
+from ckptd.readers.find import find_foreign, split_file
 from ckptd.readers.twin import ForeignRoot
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Store
+from ckptd.root.opening import root_spec
+from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = ["foreign_format", "open_catalogue"]
+__all__ = ["foreign_format", "open_catalogue", "opened"]
 
 
 def open_catalogue(
@@ -47,6 +51,28 @@ def open_catalogue(
             raise
         return Catalogue(found)
     return catalogue
+
+
+@contextmanager
+def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
+    """Open what a job reads besides its root.
+
+    Parameters
+    ----------
+    url, step
+        As for `open_catalogue`; `url` may name a file.
+    like
+        The job's root: its options serve for a store of the same kind.
+
+    Raises
+    ------
+    CkptdError
+        As of `open_catalogue`.
+    """
+    folder, file = split_file(url)
+    same = scheme_of(folder) == scheme_of(like.url)
+    with root_spec(folder, like.options if same else None).open() as store:
+        yield open_catalogue(store, url, file, step)
 
 
 def foreign_format(catalogue: Catalogue) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptd.errors import CorruptError
 from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import ObjectEntry, TensorEntry
+from ckptd.format.manifest import ObjectEntry, TensorEntry, about_foreign
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
 from ckptd.layout.block import box_region
@@ -21,7 +21,6 @@ from ckptd.load.files import PieceLocations, check_headers
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
 from ckptd.readers.reader import Array, CheckpointReader, PerRankValues, TensorInfo
-from ckptd.readers.twin import about_foreign
 from ckptd.readers.words import Layouts, TensorLayout
 from ckptd.root.index import Index
 from ckptd.types import Box

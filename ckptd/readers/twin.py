@@ -27,6 +27,7 @@ from ckptd.format.container import build_header
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import (
+    FOREIGN,
     UNDIGESTED,
     FileEntry,
     GridEntry,
@@ -61,10 +62,7 @@ from ckptd.store.base import (
 )
 from ckptd.types import Box, ByteRange, dtype_of
 
-__all__ = ["FOREIGN", "ForeignRoot", "about_foreign"]
-
-FOREIGN = "ckptd.foreign"
-"""Key of the metadata under which a manifest says what it was made from."""
+__all__ = ["ForeignRoot"]
 
 _MAX_SPAN = 1 << 30
 _MAX_SWELL = 64
@@ -74,15 +72,6 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._=+@,-]")
 
 Cut = tuple[tuple[int, ...], int]
 """Offset of a piece's box, and the first element of its flat range: its name in its tensor."""
-
-
-def about_foreign(manifest: Manifest) -> dict[str, Any]:
-    """Return what a manifest says of the foreign checkpoint whose tensors it has; or {}.
-
-    A copy has them as they were. What is made from it under other names has none of this.
-    """
-    found = manifest.metadata.get(FOREIGN)
-    return found if isinstance(found, dict) else {}
 
 
 class _Tensor:

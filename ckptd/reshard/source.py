@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.format.manifest import UNDIGESTED, ObjectEntry
+from ckptd.format.manifest import FOREIGN, UNDIGESTED, ObjectEntry, about_foreign
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
@@ -19,7 +19,6 @@ from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import read_witness
 from ckptd.readers.reader import PerRankValues
-from ckptd.readers.twin import FOREIGN, about_foreign
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 

@@ -25,7 +25,7 @@ from ckptd.errors import CkptdError, ConflictError, NotFoundError, StoreError
 from ckptd.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.format.records import Commit, Lease, encode_record
 from ckptd.root.index import Index, unmarked
-from ckptd.store.base import Store
+from ckptd.store.base import ReadOnlyStore, Store
 
 __all__ = [
     "Hold",
@@ -157,7 +157,7 @@ class Unheld:
     commit
         Its record.
     text
-        What to say of it.
+        What to say of it; empty where no verb could delete it.
     """
 
     commit: Commit
@@ -178,6 +178,8 @@ def hold_or_read(index: Index, name: CommitName, *, holder: str = "") -> Hold | 
     StoreError
         Its record cannot be read either.
     """
+    if isinstance(index.store, ReadOnlyStore):  # a foreign checkpoint
+        return Unheld(index.commit(name), "")
     try:
         return hold(index, name, holder=holder)
     except StoreError as error:

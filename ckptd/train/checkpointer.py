@@ -9,7 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
@@ -277,7 +277,7 @@ class Checkpointer:
         self._keep = Keep.of(keep) if keep is not None else None
         self._board = board_of(process_group, timeout_s)
         self._timeout_s = timeout_s
-        agreement = Agreement(self._board, timeout_s)
+        agreement = self._agreement = Agreement(self._board, timeout_s)
         self._admission = Admission(when_full, self._board, timeout_s)
         catalogue = Catalogue(self._store)
         tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
@@ -440,6 +440,7 @@ class Checkpointer:
         weights_only: bool = False,
         device: Any = None,
         progress: Callable[[int, int], None] | None = None,
+        source: str | os.PathLike[str] | None = None,
         source_layout: LayoutSpec | None = None,
         allow: Literal["layout"] | None = None,
     ) -> int:
@@ -468,6 +469,10 @@ class Checkpointer:
             Where modules on the meta device get their memory.
         progress
             Called with ``(bytes done, bytes in all)``.
+        source
+            Read this instead of the root: another root, or a folder or file of any format that
+            `ckptd inspect` reads. It is only read, and this job's line does not continue from it.
+            Where it has names of weights alone, they are those of the one module they fit.
         source_layout, allow
             The layout of a checkpoint that was saved without one; needs a checkpointer with one.
             With ``allow="layout"`` it may contradict the program that the checkpoint keeps.
@@ -491,25 +496,39 @@ class Checkpointer:
         self.wait()
         self._connect()
         try:
-            report = self._loader.load(
-                state,
-                step,
-                strict=strict,
-                only=only,
-                rename=rename,
-                weights_only=weights_only,
-                device=device,
-                progress=progress,
-                source_layout=source_layout,
-                allow=allow,
-            )
+            with nullcontext() if source is None else self._elsewhere(source, step) as elsewhere:
+                report = self._loader.load(
+                    state,
+                    step,
+                    strict=strict,
+                    only=only,
+                    rename=rename,
+                    weights_only=weights_only,
+                    device=device,
+                    progress=progress,
+                    source_layout=source_layout,
+                    allow=allow,
+                    elsewhere=elsewhere,
+                )
         except CkptdError as error:
             if error.poisoned:
                 self._poisoned = error
             raise
         self._poisoned = None
+        if source is not None:
+            self._last_load = report
+            return report.step
         self._loaded(report, partly=weights_only or only is not None)
         return report.step
+
+    @contextmanager
+    def _elsewhere(self, source: str | os.PathLike[str], step: int | None) -> Iterator[Catalogue]:
+        """Give another root, or a foreign checkpoint as one, on every rank for the block."""
+        from ckptd.load.opening import opened  # with readers of all formats
+
+        with ExitStack() as stack:
+            there = opened(os.fspath(source), step or 0, like=self._spec)
+            yield self._agreement.on_every_rank(lambda: stack.enter_context(there))
 
     def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
         client = self._client

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,11 +18,19 @@ from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.decoding import converter, json_decoder
-from ckptd.errors import CkptdError, CorruptError, NotFoundError, SaveError, StoreError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    CorruptError,
+    MismatchError,
+    NotFoundError,
+    SaveError,
+    StoreError,
+    UsageError,
+)
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import FileEntry, Manifest
+from ckptd.format.manifest import FileEntry, Manifest, about_foreign
 from ckptd.format.names import DATA, WITNESS, digests_key, file_key, parse_data_folder, rank_of_file
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan, gather
@@ -50,6 +58,7 @@ from ckptd.train.state.restore import (
     SavedState,
     apply_objects,
     check_objects,
+    look,
     match,
     prepare,
     saved_names,
@@ -108,6 +117,8 @@ class LoadSources:
 
     Attributes
     ----------
+    catalogue
+        Of the root.
     store
         Everything that this rank can read from, as one: on rank 0 everything there is, on the
         others what has something of the checkpoint that is tried.
@@ -116,7 +127,7 @@ class LoadSources:
     """
 
     def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._agreement = agreement
         self._near: list[UnionSource] = []
         if near is not None:
@@ -151,7 +162,7 @@ class LoadSources:
             raise NotFoundError(
                 "there is no checkpoint on the line",
                 kind="no-commit",
-                where=self._catalogue.store.url,
+                where=self.catalogue.store.url,
                 hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
             )
         if not found.rooted and self._near:
@@ -168,7 +179,7 @@ class LoadSources:
         with ExitStack() as held:
 
             def take() -> str:
-                lease = hold_or_read(self._catalogue, candidate.name, holder="load")
+                lease = hold_or_read(self.catalogue, candidate.name, holder="load")
                 if isinstance(lease, Unheld):
                     return lease.text
                 held.enter_context(lease)
@@ -199,7 +210,7 @@ class LoadSources:
         self._aimed = candidate
 
     def _unite(self) -> None:
-        root = [UnionSource(self._catalogue.store, tier_of(self._catalogue.store))]
+        root = [UnionSource(self.catalogue.store, tier_of(self.catalogue.store))]
         self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
 
     # -- what there is, on rank 0 ------------------------------------------------------------------
@@ -214,7 +225,7 @@ class LoadSources:
         def find() -> Candidates:
             self._unite()
             near = UnionStore(self._near) if self._near else None
-            return find_candidates(self._catalogue, near, step=step, without_root=without_root)
+            return find_candidates(self.catalogue, near, step=step, without_root=without_root)
 
         former = [s for s in self._near if s.former]
         there = self._asked([s for s in self._near if not s.former])
@@ -250,7 +261,7 @@ class LoadSources:
         newest = max(seen, default=(0, -1))
         if not seen or newest > best or not found.rooted:
             return True
-        return self._catalogue.newest_generation() > best[0]
+        return self.catalogue.newest_generation() > best[0]
 
     def _asked(self, sources: Sequence[UnionSource]) -> list[UnionSource]:
         """Return sources with what they have; those that do not answer are not asked again."""
@@ -277,7 +288,7 @@ class LoadSources:
     def _holders(self, candidate: LoadCandidate) -> tuple[str, dict[str, list[int]]]:
         """Return a checkpoint's folder, and by source the ranks whose data files it has."""
         snapshot = candidate.snapshot
-        folder = (snapshot or self._catalogue.commit(candidate.name)).folder
+        folder = (snapshot or self.catalogue.commit(candidate.name)).folder
         return folder, {
             s.name: [r for k in s.keys if (r := rank_of_file(k, folder)) is not None]
             for s in self._near
@@ -291,8 +302,8 @@ class LoadSources:
     ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
         """Return manifest, tables and witness."""
         if candidate.snapshot is None:
-            commit = self._catalogue.commit(candidate.name)
-            manifest = self._catalogue.manifest_of(commit)
+            commit = self.catalogue.commit(candidate.name)
+            manifest = self.catalogue.manifest_of(commit)
             where = commit.folder + commit.manifest
             filemap = check_manifest(manifest, where, commit.manifest_bytes)
             check_headers(self.store, manifest, filemap)
@@ -469,6 +480,7 @@ class _Options:
     wanted: Callable[[str], bool]
     to_saved: Callable[[str], str]
     to_live: Callable[[str], str]
+    renamed: bool
     weights_only: bool
     device: Any
     progress: Callable[[int, int], None] | None
@@ -516,6 +528,7 @@ class Loader:
         source_layout: LayoutSpec | None = None,
         allow: str | None = None,
         without_root: bool = False,
+        elsewhere: Catalogue | None = None,
     ) -> LoadReport:
         """See `ckptd.train.checkpointer.Checkpointer.load`.
 
@@ -523,6 +536,8 @@ class Loader:
         ----------
         without_root
             Go on with near tiers where the root cannot be read, on every rank alike.
+        elsewhere
+            Read this instead of the root and near tiers.
         """
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
         options = _Options(
@@ -530,6 +545,7 @@ class Loader:
             selector(only),
             _renamer(rename),
             _renamer(inverse),
+            rename is not None,
             weights_only,
             device,
             progress,
@@ -538,7 +554,8 @@ class Loader:
             allow,
         )
         begun = time.monotonic_ns()
-        sources = LoadSources(self._catalogue, self._agreement, self._near)
+        near = self._near if elsewhere is None else None
+        sources = LoadSources(elsewhere or self._catalogue, self._agreement, near)
         left = deque(sources.candidates(step, without_root=without_root))
         skipped: list[tuple[int, str]] = []
         while True:
@@ -568,7 +585,7 @@ class Loader:
                 (sources.unheld,) if sources.unheld else (),
             )
             self._tell(report, begun)
-            if not weights_only and only is None:
+            if not weights_only and only is None and elsewhere is None:
                 at_step(report.step)
             return report
 
@@ -607,7 +624,6 @@ class Loader:
                     hint="give Checkpointer(..., layout=...) the layout of the live state",
                 )
             return None, None
-        from ckptd.train.layout.loading import look  # with Lay: see Checkpointer
         from ckptd.train.layout.program import read_layout
 
         program = None if source is None else read_layout(source)
@@ -621,7 +637,7 @@ class Loader:
         sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
         """Load one checkpoint; all ranks call this, and it fails on all or on none."""
-        rank, root = self._agreement.board.rank, self._catalogue.store
+        rank, root = self._agreement.board.rank, sources.catalogue.store
         with sources.held(candidate), saving(root, candidate.name, "", rank):
             error: CkptdError | None = None
             store = sources.store
@@ -630,6 +646,8 @@ class Loader:
                     manifest, filemap, values, witness = sources.manifest(candidate)
                 with no_collection(), read_ahead(store, self._likely(manifest, options)):
                     saved = SavedState.of(manifest)
+                    if about_foreign(manifest) and not options.renamed:
+                        options = _without_sections(options, state, saved)
                     matching, leaves, plan, filling, laid = self._plan(
                         state, saved, filemap, options, store
                     )
@@ -833,6 +851,43 @@ def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callabl
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)
+
+
+def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedState) -> _Options:
+    """Return options that leave the section out of a live name where the checkpoint has none.
+
+    Files of weights alone have the names of a module's own parameters: there ``model.`` is a part
+    of these, or nothing. A section is left out where that finds more of its names.
+
+    Raises
+    ------
+    MismatchError
+        kind ``mismatch``: the same tensors would fill two sections.
+    """
+    there = saved.names()
+    live = [a for name, leaf in look(state).tensors.items() for a in (name, *leaf.aliases)]
+    bare: dict[str, str] = {}
+    for section in state:
+        start = f"{section}."
+        names = [name for name in live if name.startswith(start)]
+        inner = [n.removeprefix(start) for n in names]
+        if sum(n in there for n in inner) <= sum(n in there for n in names):
+            continue
+        for name, own in zip(inner, names, strict=True):
+            if options.wanted(own) and name in there and bare.setdefault(name, own) != own:
+                raise MismatchError(
+                    "two parts of the state have the names of the checkpoint's tensors",
+                    kind="mismatch",
+                    where=name,
+                    found=f"{bare[name]} and {own}",
+                    hint="only= selects one of them, rename= says which is which",
+                )
+    outer = {own: name for name, own in bare.items()}
+    return replace(
+        options,
+        to_saved=lambda name: outer.get(name, name),
+        to_live=lambda name: bare.get(name, name),
+    )
 
 
 def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:

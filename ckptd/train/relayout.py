@@ -24,11 +24,10 @@ from ckptd.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.live.plan import MovePlan, Roles, make_plan
 from ckptd.live.transport import Transport
 from ckptd.train.layout.binder import JobLayout, Laid, SeenNames
-from ckptd.train.layout.loading import look
 from ckptd.train.layout.program import LayoutSpec, Spelling
 from ckptd.train.ranks import Agreement, board_of
 from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.train.state.restore import apply_objects, prepare
+from ckptd.train.state.restore import apply_objects, look, prepare
 from ckptd.train.state.tensors import as_bytes, dtype_name, local_tensor
 from ckptd.train.transport import TorchTransport
 from ckptd.types import DType, dtype_of

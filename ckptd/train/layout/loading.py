@@ -19,21 +19,11 @@ from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.source import LaidSource
 from ckptd.train.state.describe import Describer
-from ckptd.train.state.flatten import collect
-from ckptd.train.state.leaves import Leaves, SavedNames, Sink, TensorLeaf
+from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.train.state.restore import MAX_LISTED, Matching
-from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["FilledTensor", "LaidLoad", "look"]
-
-
-def look(state: Mapping[str, Any]) -> Leaves:
-    """Return the leaves of a state as it is, without making or encoding anything."""
-    nothing = SavedNames({})
-    sink = Sink(nothing)
-    collect(sink, walk(state, nothing))
-    return sink.leaves
+__all__ = ["FilledTensor", "LaidLoad"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,7 @@ __all__ = [
     "SavedState",
     "apply_objects",
     "check_objects",
+    "look",
     "match",
     "prepare",
     "selector",
@@ -246,6 +247,14 @@ def _near(name: str, names: Iterable[str]) -> str:
     pool = [n for n in names if n.rpartition(".")[2] == tail][:200] or list(names)[:200]
     close = difflib.get_close_matches(name, pool, n=2, cutoff=0.6)
     return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def look(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of a state as it is, without making or encoding anything."""
+    nothing = SavedNames({})
+    sink = Sink(nothing)
+    collect(sink, walk(state, nothing))
+    return sink.leaves
 
 
 def prepare(

@@ -1,0 +1,115 @@
+"""A load from another place: checkpoints of other formats, and other roots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+from ckptd.errors import MismatchError, NotFoundError
+from ckptd.train import Checkpointer
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        self.head = nn.Linear(2, 5, bias=False)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def live(seed: int = 1) -> dict[str, Any]:
+    net = Net(seed)
+    return {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "seen": 3}
+
+
+def write(folder: Path, how: str) -> Net:
+    """Write weights as others do; their names begin with no section, but for "dcp, nested"."""
+    net = Net()
+    values = net.state_dict()
+    folder.mkdir(exist_ok=True)
+    match how:
+        case "hf":
+            save_file(values, folder / "model.safetensors")
+        case "torch":
+            torch.save(values, folder / "weights.pt")
+        case "dcp":
+            dcp.save(values, checkpoint_id=folder, no_dist=True)
+        case "dcp, nested":
+            dcp.save({"model": values, "epoch": 2}, checkpoint_id=folder, no_dist=True)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("how", ["hf", "torch", "dcp", "dcp, nested"])
+def test_weights_of_another_format(tmp_path: Path, how: str) -> None:
+    wanted = write(tmp_path / "step_40", how)
+    state = live()
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        step = ck.load(state, source=tmp_path / "step_40", weights_only=True)
+        assert step == 40
+        assert equal(state["model"], wanted)
+        assert state["seen"] == 3
+        assert ck.latest() is None
+        ck.save(1, state).durable()
+        assert ck.generation == 1
+        assert ck.latest() == 1
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "hf", "hf")
+    state = live()
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError) as caught:
+            ck.load(state, source=tmp_path / "hf")
+        assert "seen: missing" in caught.value.message
+        assert "weights_only=" in str(caught.value.hint)
+        ck.load(state, source=tmp_path / "hf" / "model.safetensors", strict=False)
+        assert ck.last_load is not None
+        assert "seen" in ck.last_load.missing
+        with pytest.raises(NotFoundError):
+            ck.load(state, source=tmp_path / "nothing")
+
+
+def test_two_modules_of_one_kind(tmp_path: Path) -> None:
+    wanted = write(tmp_path / "hf", "hf")
+    state = {"model": Net(1), "ema": Net(2)}
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError, match="two parts"):
+            ck.load(state, source=tmp_path / "hf", weights_only=True)
+        ck.load(state, source=tmp_path / "hf", only="ema.*")
+        assert equal(state["ema"], wanted)
+        assert equal(state["model"], Net(1))
+        ck.load(
+            state,
+            source=tmp_path / "hf",
+            only="model.*",
+            rename=lambda name: name.removeprefix("model."),
+        )
+        assert equal(state["model"], wanted)
+
+
+def test_another_root_is_only_read(tmp_path: Path) -> None:
+    state = live(0)
+    with Checkpointer(str(tmp_path / "a")) as ck:
+        ck.save(7, state).durable()
+    there = sorted(tmp_path.joinpath("a").rglob("*"))
+    new = live(1)
+    with Checkpointer(str(tmp_path / "b")) as ck:
+        assert ck.load(new, source=tmp_path / "a") == 7
+        assert equal(new["model"], state["model"])
+        ck.save(8, new).durable()
+        assert ck.generation == 1
+        assert ck.load(new) == 8
+    assert sorted(p for p in tmp_path.joinpath("a").rglob("*") if "lease" not in str(p)) == [
+        p for p in there if "lease" not in str(p)
+    ]
