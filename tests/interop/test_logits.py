@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,34 @@ import pytest
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
 from tests.interop import worlds
-from tests.interop.models import MODELS, answer
+from tests.interop.models import answer
 
 pytestmark = pytest.mark.plugins
 
 PROGRAMS = Path(__file__).parent / "programs.lay"
-FILES = {"llama": "hf.llama", "llama-tied": "hf.llama", "mixtral": "hf.mixtral", "gpt2": "hf.gpt2"}
-MEMORY = FILES | {"mixtral": f"{PROGRAMS}:memory.mixtral"}
-SIZES = {name: "let n = 4" if name == "gpt2" else "let kv = 2" for name in MODELS}
+
+
+@dataclass(frozen=True)
+class Names:
+    """Layouts of a model: in files, in memory and in Megatron; and a size that files do not say."""
+
+    files: str
+    memory: str
+    megatron: str
+    size: str = "let kv = 2"
+
+
+def own(name: str) -> str:
+    return f"{PROGRAMS}:{name}"
+
+
+NAMES = {
+    "llama": Names("hf.llama", "hf.llama", own("megatron.llama")),
+    "llama-tied": Names("hf.llama", "hf.llama", own("megatron.llama")),
+    "mixtral": Names("hf.mixtral", own("memory.mixtral"), own("megatron.mixtral")),
+    "gpt2": Names("hf.gpt2", "hf.gpt2", own("megatron.gpt2"), "let n = 4"),
+    "qwen3_moe": Names("hf.qwen3_moe", own("memory.qwen3_moe"), own("megatron.qwen3_moe")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +57,41 @@ def zero3(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_root_of_fsdp(models: Path, name: str, tmp_path: Path, cli: Cli) -> None:
-    root, out = str(tmp_path / "root"), tmp_path / "hf"
-    assert not cli(
-        "reshard", str(models / name), root, "--to", "fsdp", "-e", "mesh fsdp = dp:3"
-    ).code
-    assert not cli("export", root, str(out)).code
-    assert answer(out, models / name) == answer(models / name)
+def reshard(cli: Cli, source: Path, target: Path, *options: str) -> None:
+    found = cli("reshard", str(source), str(target), *options)
+    assert not found.code, found.err
 
 
 def to_hf(cli: Cli, source: Path, name: str, target: Path, *options: str) -> None:
     """Convert what has the names of a model in memory to files of Hugging Face."""
-    names = ["--from", MEMORY[name], "--to", FILES[name], "-e", SIZES[name], *options]
-    found = cli("reshard", str(source), str(target), *names, "--format", "hf")
-    assert not found.code, found.err
+    names = ["--from", NAMES[name].memory, "--to", NAMES[name].files, "-e", NAMES[name].size]
+    reshard(cli, source, target, *names, *options, "--format", "hf")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_root_of_fsdp(models: Path, name: str, tmp_path: Path, cli: Cli) -> None:
+    root, out = tmp_path / "root", tmp_path / "hf"
+    reshard(cli, models / name, root, "--to", "fsdp", "-e", "mesh fsdp = dp:3")
+    assert not cli("export", str(root), str(out)).code
+    assert answer(out, models / name) == answer(models / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_root_of_megatron(models: Path, name: str, tmp_path: Path, cli: Cli) -> None:
+    names, root, out = NAMES[name], tmp_path / "root", tmp_path / "hf"
+    options = ["--from", names.files, "--to", names.megatron, "-e", names.size]
+    reshard(cli, models / name, root, *options)
+    reshard(cli, root, out, "--to", names.files, "--format", "hf")
+    assert answer(out, models / name) == answer(models / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_dcp(models: Path, dcp: Path, name: str, tmp_path: Path, cli: Cli) -> None:
     to_hf(cli, dcp / name, name, tmp_path / "hf", "-e", 'from: stored "model.{name}"')
     assert answer(tmp_path / "hf", models / name) == answer(models / name)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_zero_3(models: Path, zero3: Path, name: str, tmp_path: Path, cli: Cli) -> None:
     to_hf(cli, zero3 / name, name, tmp_path / "hf")
     assert answer(tmp_path / "hf", models / name) == answer(models / name)
