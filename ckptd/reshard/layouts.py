@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -264,11 +265,13 @@ class LayoutProgram:
     @property
     def is_recipe(self) -> bool:
         """Whether the layout says how things are cut and names no tensor."""
-        return is_recipe(self._layout())
+        return is_recipe(self._layout(), lambda use: self._used(use.name))
 
     def _layout(self) -> Layout:
-        found = _named(self.file, self.layout)
-        return found or _shipped_layout(self.layout)
+        return self._used(self.layout)
+
+    def _used(self, name: str) -> Layout:
+        return _named(self.file, name) or _shipped_layout(name)
 
     def with_sizes(self, rules: Sequence[str]) -> LayoutProgram:
         """Return the program with those of some statements that fix a size."""
@@ -302,15 +305,18 @@ class LayoutProgram:
         if old not in items:
             items += _companions(self.layout, items)
         items = [i for i in items if i is not old and i != old]
-        return replace(self, file=File((*items, *_overridden(old, statements))))
+        recipe = self.is_recipe
+        return replace(self, file=File((*items, *_overridden(old, statements, recipe=recipe))))
 
 
-def _overridden(old: Layout, statements: Sequence[Statement]) -> tuple[Layout, ...]:
+def _overridden(
+    old: Layout, statements: Sequence[Statement], *, recipe: bool
+) -> tuple[Layout, ...]:
     """Return a layout with further statements, which go before its own.
 
     Rules override those of a layout that is used, so the old rules move to a layout of their own.
     """
-    if is_recipe(old):
+    if recipe:
         return (replace(old, statements=(*statements, *old.statements)),)
     inner = replace(old, name=f"{old.name}.{_GIVEN}")
     # What a layout says besides its rules is not taken over by those that use it.
@@ -381,7 +387,12 @@ def wrapped(recipe: LayoutProgram, base: LayoutProgram) -> LayoutProgram:
         f"{recipe.layout}.{base.layout}", "", old.meshes, (Use(base.layout), *old.statements)
     )
     needed = _reachable(base.file, base.layout)
-    items: list[Item] = [i for i in recipe.file.items if not isinstance(i, Layout | Reshard)]
+    parts = _reachable(recipe.file, recipe.layout) - {recipe.layout}
+    items: list[Item] = [
+        i
+        for i in recipe.file.items
+        if (not isinstance(i, Layout) or i.name in parts) and not isinstance(i, Reshard)
+    ]
     items += _own_companions(recipe, items)
     for item in base.file.items:
         is_other = isinstance(item, Layout) and item.name not in needed
@@ -515,12 +526,11 @@ def read_text(text: str, where: str) -> LayoutProgram:
 NAME = "stored"
 """Of the layout and of its space."""
 
-_PARAMS = "model."
-_STATES = "optim."
 _SHORT = {"exp_avg": "m", "exp_avg_sq": "s", "master": "w"}
 """Short names that recipes speak of."""
+_SPELLINGS = "names."
+"""Begins the names of shipped recipes that say how states are named; the first that fits counts."""
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a dotted name
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Shape = tuple[int, ...]
 
@@ -535,15 +545,13 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutPr
     has_sections
         Whether a name that begins with ``model.`` is in a section of that name.
     """
-    states, scalars, prefix = _states(shapes)
-    if has_sections and not prefix and shapes and all(n.startswith(_PARAMS) for n in shapes):
-        prefix = _PARAMS
-    following = {f"{_STATES}{n.removeprefix(prefix)}." for n in shapes if n.startswith(prefix)}
-    params = {
-        n.removeprefix(prefix): s
-        for n, s in shapes.items()
-        if not ((states or scalars) and n.rpartition(".")[0] + "." in following)
-    }
+    found = _followed(shapes)
+    stored = found.stored
+    if not found.states and has_sections and shapes and all(map(stored.is_param, shapes)):
+        stored = _Spelling(Stored(stored.statement.params))
+    elif not found.states:
+        stored = _Spelling(Stored())
+    params = {stored.bare(n): s for n, s in shapes.items() if n not in found.followers}
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
         atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
@@ -552,23 +560,84 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutPr
     space = Space(
         NAME,
         tuple(families),
-        tuple(FollowedState(_SHORT.get(s, s), s) for s in _with_known(states, scalars)),
-        tuple(Scalar(s) for s in scalars),
+        tuple(FollowedState(_SHORT.get(s, s), s) for s in _with_known(found.states, found.scalars)),
+        tuple(Scalar(s) for s in found.scalars),
     )
-    stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
-    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
+    said = (stored.statement,) if stored.statement != Stored() else ()
+    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*said, *rules)))), NAME)
 
 
-def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str], str]:
-    """Return states and scalars that follow parameters, and what names of parameters begin with.
+@dataclass(frozen=True)
+class _Spelling:
+    """How a ``stored`` statement names parameters and what follows them."""
+
+    statement: Stored
+
+    def is_param(self, name: str) -> bool:
+        """Whether a name may be a parameter's."""
+        return name.startswith(self._before) and name.endswith(self._after)
+
+    def bare(self, name: str) -> str:
+        """Return the name of a parameter as rules have it."""
+        return name.removeprefix(self._before).removesuffix(self._after)
+
+    def follower(self, name: str) -> tuple[str, str] | None:
+        """Return the parameter that a state or a scalar follows, as it is stored, and its name.
+
+        The name is the one that it has in a space.
+        """
+        match = self._states.fullmatch(name)
+        if match is None:
+            return None
+        param = self.statement.params.replace("{name}", match["name"])
+        return param, self._names.get(match["state"], match["state"])
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        long = {short: name for name, short in _SHORT.items()}
+        return {s.stored: long.get(s.name, s.name) for s in self.statement.renamed}
+
+    @property
+    def _before(self) -> str:
+        return self.statement.params.partition("{name}")[0]
+
+    @property
+    def _after(self) -> str:
+        return self.statement.params.partition("{name}")[2]
+
+    @cached_property
+    def _states(self) -> re.Pattern[str]:
+        text = re.escape(self.statement.states)
+        text = text.replace(re.escape("{name}"), "(?P<name>.+)")
+        return re.compile(text.replace(re.escape("{state}"), "(?P<state>[A-Za-z_][A-Za-z0-9_]*)"))
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """Which stored tensors follow others, and what they are called."""
+
+    stored: _Spelling
+    states: list[str] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+    followers: frozenset[str] = frozenset()
+
+
+def _followed(shapes: Mapping[str, Shape]) -> _Followed:
+    """Find the states and scalars that follow parameters, by the first spelling that fits.
 
     None if there is anything else than parameters and what follows them.
     """
-    for prefix in (_PARAMS, ""):
-        found = _following(shapes, prefix)
-        if found is not None:
-            return (*found, prefix)
-    return [], [], ""
+    spellings = _spellings()
+    found = (_following(shapes, spelling) for spelling in spellings)
+    return next((f for f in found if f is not None), _Followed(spellings[0]))
+
+
+@cache
+def _spellings() -> tuple[_Spelling, ...]:
+    """Return the spellings that are shipped."""
+    names = [n for n in library.names() if n.startswith(_SPELLINGS)]
+    said = (s for n in names for s in _shipped_layout(n).statements if isinstance(s, Stored))
+    return tuple(map(_Spelling, said))
 
 
 def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
@@ -578,21 +647,23 @@ def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
     return [*states, *(s for s in _SHORT if s not in states and s not in scalars)]
 
 
-def _following(shapes: Mapping[str, Shape], prefix: str) -> tuple[list[str], list[str]] | None:
+def _following(shapes: Mapping[str, Shape], spelling: _Spelling) -> _Followed | None:
     states: dict[str, None] = {}
     scalars: dict[str, None] = {}
+    followers = set()
     for name, shape in shapes.items():
-        base, _, state = name.removeprefix(_STATES).rpartition(".")
-        param = shapes.get(f"{prefix}{base}")
-        if name.startswith(_STATES) and param is not None and _WORD.fullmatch(state):
+        followed = spelling.follower(name)
+        param = shapes.get(followed[0]) if followed else None
+        if followed is not None and param is not None:
             if shape not in (param, ()):
                 return None
-            (states if shape == param and shape else scalars)[state] = None
-        elif not name.startswith(prefix):
+            (states if shape == param and shape else scalars)[followed[1]] = None
+            followers.add(name)
+        elif not spelling.is_param(name):
             return None
     if not states or states.keys() & scalars.keys():
         return None
-    return list(states), list(scalars)
+    return _Followed(spelling, list(states), list(scalars), frozenset(followers))
 
 
 def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:

@@ -25,6 +25,7 @@ from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
 from ckptd.reshard.compose import Composed, TensorLink
+from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, renamed
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.source import Stock, StockTensor
 
@@ -242,9 +243,8 @@ def _groups(composed: Composed) -> dict[str, tuple[str, dict[str, list[str]]]]:
             renames.setdefault(old, []).append(new)
     for name in composed.dropped:
         renames.setdefault(name, [])
-    before = source.bound.layout.state_names.partition("{name}")[0]
-    after = target.bound.layout.state_names.partition("{name}")[0]
-    return {f"{before}groups": (f"{after}groups", renames)}
+    before, after = (groups_name(form.bound.layout.state_names) for form in (source, target))
+    return {before: (after, renames)}
 
 
 def _add_objects(build: _Builder, carried: Carried) -> None:
@@ -273,9 +273,6 @@ def _add_changed(build: _Builder, changed: Changed) -> None:
 def _made(values: Sequence[bytes], piece: int) -> ChunkFeed:
     """Return what fills a piece of an object that was made anew."""
     return ChunkFeed(literal=lambda: values[piece])
-
-
-Renames = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,7 +334,11 @@ def carry_objects(
     copied: list[tuple[ObjectEntry, StockTensor]] = []
     changed: list[Changed] = []
     dropped: list[str] = []
-    for entry in stock.objects:
+    objects: Sequence[ObjectEntry] = stock.objects
+    for old, (new, renames) in groups.items():
+        if not are_torchs(new):
+            objects = gathered(objects, old, list(renames))
+    for entry in objects:
         if entry.per_rank and world != stock.world:
             on_change = declared.get(entry.name, entry.per_rank)
             if on_change == "drop":
@@ -349,7 +350,7 @@ def carry_objects(
             copied.append((entry, stock.by_name[entry.tensor]))
         elif entry.kind == "groups" and entry.name in groups:
             name, renames = groups[entry.name]
-            value = _renamed(entry, renames)
+            value = renamed(entry, renames)
             entry = msgspec.structs.replace(entry, name=name, value=value)
         entries.append(entry)
     return Carried(entries, copied, changed, dropped)
@@ -390,27 +391,3 @@ def _decoded(raw: bytes, where: str) -> Any:
         raise CorruptError(
             "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
         ) from None
-
-
-# --- groups -------------------------------------------------------------------------------------
-
-
-def _renamed(entry: ObjectEntry, renames: Renames) -> list[dict[str, Any]]:
-    """Return optimizer groups with the target's names; a name belongs to one group."""
-    out: list[dict[str, Any]] = []
-    home: dict[str, int] = {}
-    for number, group in enumerate(entry.value):
-        names: dict[str, None] = {}
-        for old in group["params"]:
-            # What is no tensor of the checkpoint keeps its name.
-            for new in renames.get(old, (old,)):
-                names[new] = None
-                if home.setdefault(new, number) != number:
-                    raise MismatchError(
-                        "parameters of different optimizer groups become one tensor",
-                        kind="lay-fit",
-                        where=f"{entry.name}: {new}",
-                        found=f"{old} is in group {number}, another part in group {home[new]}",
-                    )
-        out.append({**group, "params": sorted(names)})
-    return out

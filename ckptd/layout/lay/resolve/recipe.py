@@ -13,9 +13,25 @@ __all__ = ["is_recipe", "with_recipes"]
 _MAX_MORE = 4096
 
 
-def is_recipe(layout: Layout) -> bool:
-    """Whether a layout names no tensors, neither by rules nor by layouts that it uses."""
-    return not any(isinstance(s, Rule | Use) for s in layout.statements)
+def is_recipe(
+    layout: Layout, find: Callable[[Use], Layout] | None = None, inside: tuple[str, ...] = ()
+) -> bool:
+    """Whether a layout names no tensors, neither by rules nor by layouts that it uses.
+
+    Parameters
+    ----------
+    layout
+        Any layout.
+    find
+        Returns the layout that a ``use`` names; without it a layout that uses any is none.
+    inside
+        Layouts that use this one.
+    """
+    if any(isinstance(s, Rule) for s in layout.statements) or layout.name in inside:
+        return False
+    uses = [s for s in layout.statements if isinstance(s, Use)]
+    inner = (*inside, layout.name)
+    return not uses or (find is not None and all(is_recipe(find(u), find, inner) for u in uses))
 
 
 def with_recipes(layout: Layout, find: Callable[[Use], Layout]) -> Layout:
@@ -34,8 +50,8 @@ def with_recipes(layout: Layout, find: Callable[[Use], Layout]) -> Layout:
     statements: list[Statement] = []
     for statement in layout.statements:
         used = find(statement) if isinstance(statement, Use) else None
-        if used is not None and is_recipe(used):
-            statements += used.statements
+        if used is not None and is_recipe(used, find):
+            statements += with_recipes(used, find).statements
         else:
             statements.append(statement)
         if len(statements) > len(layout.statements) + _MAX_MORE:

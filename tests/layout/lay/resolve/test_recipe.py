@@ -34,7 +34,10 @@ def test_recipes_are_spliced_and_layouts_stay_used() -> None:
 def test_which_of_the_shipped_layouts_are_recipes() -> None:
     layouts = [i for n in library.names() for i in library.load(n).items if isinstance(i, Layout)]
     recipes = {found.name for found in layouts if is_recipe(found)}
-    assert recipes == {"ddp", "fsdp", "zero1", "zero2", "zero3"}
+    assert {n for n in recipes if not n.startswith("names.")} == {
+        *("ddp", "fsdp", "zero1", "zero2", "zero3")
+    }
+    assert sum(n.startswith("names.") for n in recipes) == 5
 
 
 @pytest.mark.parametrize("used", ["use fsdp", "default [_@dp:ceil ...]"])
@@ -52,6 +55,22 @@ def test_flats_of_a_recipe_are_the_layouts_own() -> None:
     assert [show(f) for f in found.flats] == ["flat group(**) @dp of m,s,w end/2*dp"]
 
 
-@pytest.mark.parametrize("name", [n for n in library.names() if "." in n])
+NAMED = [n for n in library.names() if "." in n and not n.startswith("names.")]
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_shipped_layouts_resolve_without_findings(name: str) -> None:
     assert resolve_all([library.load(name)], name)[1] == []
+
+
+def test_recipes_of_recipes() -> None:
+    mine = layout("layout x on M { use fsdp; use names.dcp }")
+    assert not is_recipe(mine)
+    assert is_recipe(mine, find)
+    assert not is_recipe(layout("layout x on M { use fsdp; use hf.llama }"), find)
+    itself = {"x": layout("layout x on M { use y }"), "y": layout("layout y on M { use x }")}
+    assert not is_recipe(itself["x"], lambda use: itself[use.name])
+    inner = {"r": layout("layout r on M { use fsdp }")}
+    outer = layout("layout x on M { use hf.llama; use r }")
+    found = with_recipes(outer, lambda use: inner.get(use.name) or find(use))
+    assert [show(s) for s in found.statements] == ["use hf.llama", "default [_@dp:ceil ...]"]

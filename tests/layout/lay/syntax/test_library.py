@@ -22,6 +22,7 @@ from ckptd.layout.lay.syntax import (
 )
 
 RECIPES = ["fsdp", "ddp", "zero1", "zero2", "zero3"]
+NAMES = [f"names.{n}" for n in ("ckptd", "plain", "dcp", "titan", "megatron")]
 SPACES = [
     "llama",
     "mixtral",
@@ -38,7 +39,7 @@ MODELS += [f"megatron.{n}{k}" for n in ("", "moe.") for k in ("dist", "dist.laye
 
 
 def test_all_promised_layouts_are_there() -> None:
-    assert set(library.names()) == {*RECIPES, *MODELS, *SPACES}
+    assert set(library.names()) == {*RECIPES, *NAMES, *MODELS, *SPACES}
 
 
 @pytest.mark.parametrize("name", library.names())

@@ -1,0 +1,126 @@
+"""Optimizer groups on their way through a reshard.
+
+A group names its parameters, and names change with the layout. A checkpoint of ckptd holds the
+groups of an optimizer as one object; state dicts of torch have ``param_groups`` beside ``state``,
+and a foreign checkpoint holds them value by value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptd.errors import MismatchError
+from ckptd.format.manifest import ObjectEntry
+
+__all__ = ["Renames", "are_torchs", "gathered", "groups_name", "renamed"]
+
+Renames = Mapping[str, Sequence[str]]
+"""The new names of each parameter."""
+
+_STATE = "state."
+_GROUPS = "param_groups."
+_PARAMS = "params"
+_NUMBERED = re.compile(r"([0-9]{1,6})\.([^.]+)(?:\.([0-9]{1,6}))?", re.ASCII)
+
+
+def groups_name(states: str) -> str:
+    """Return the name of the groups object, by the names that a layout gives states."""
+    return re.split(r"\{name\}|\{state\}", states, maxsplit=1)[0] + "groups"
+
+
+def are_torchs(name: str) -> bool:
+    """Whether groups stand beside states as torch has them: ``optim.state``, ``param_groups``."""
+    return name.endswith(f"{_STATE}groups")
+
+
+def gathered(
+    objects: Sequence[ObjectEntry], groups: str, params: Sequence[str]
+) -> Sequence[ObjectEntry]:
+    """Put the values of torch's ``param_groups`` together to the groups of an optimizer.
+
+    They are numbered (``optim.param_groups.0.lr``, with names of parameters in ``params``); in a
+    state dict that was flattened each parameter has its own (``optim.param_groups.NAME.lr``).
+
+    Parameters
+    ----------
+    objects
+        Those of the source.
+    groups
+        The name of the groups object, as `groups_name` gives it for the source.
+    params
+        The names of its parameters, as groups call them.
+
+    Returns
+    -------
+    objects
+        All others, and the groups object; as they were where values do not say whose they are.
+    """
+    above = groups.removesuffix("groups").removesuffix(_STATE) + _GROUPS
+    mine = {o.name.removeprefix(above): o for o in objects if o.name.startswith(above)}
+    if not mine or any(o.tensor for o in mine.values()):
+        return objects
+    values = _numbered(mine) or _flattened(mine, params)
+    if not values:
+        return objects
+    others = [o for o in objects if not o.name.startswith(above)]
+    return [*others, ObjectEntry(groups, values, kind="groups")]
+
+
+def _numbered(values: Mapping[str, ObjectEntry]) -> list[dict[str, Any]] | None:
+    """Return the groups that numbers tell apart; None unless each names its parameters."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, entry in values.items():
+        found = _NUMBERED.fullmatch(name)
+        if found is None or found[3]:
+            return None
+        groups.setdefault(int(found[1]), {})[found[2]] = entry.value
+    out = [groups[n] for n in sorted(groups)]
+    named = all(isinstance(g.get(_PARAMS), list) for g in out)
+    return out if named and all(isinstance(p, str) for g in out for p in g[_PARAMS]) else None
+
+
+def _flattened(
+    values: Mapping[str, ObjectEntry], params: Sequence[str]
+) -> list[dict[str, Any]] | None:
+    """Return groups of the parameters that have the same values; None if one is nobody's."""
+    by_param: dict[str, dict[str, Any]] = {}
+    known = set(params)
+    for name, entry in values.items():
+        param, _, key = name.rpartition(".")
+        if param not in known:
+            return None
+        by_param.setdefault(param, {})[key] = entry.value
+    groups: dict[str, dict[str, Any]] = {}
+    for param, found in by_param.items():
+        group = groups.setdefault(repr(sorted(found.items())), {**found, _PARAMS: []})
+        group[_PARAMS].append(param)
+    return list(groups.values())
+
+
+def renamed(entry: ObjectEntry, renames: Renames) -> list[dict[str, Any]]:
+    """Return optimizer groups with the target's names; a name belongs to one group.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-fit``: parameters of different groups become one tensor.
+    """
+    out: list[dict[str, Any]] = []
+    home: dict[str, int] = {}
+    for number, group in enumerate(entry.value):
+        names: dict[str, None] = {}
+        for old in group[_PARAMS]:
+            # What is no tensor of the checkpoint keeps its name.
+            for new in renames.get(old, (old,)):
+                names[new] = None
+                if home.setdefault(new, number) != number:
+                    raise MismatchError(
+                        "parameters of different optimizer groups become one tensor",
+                        kind="lay-fit",
+                        where=f"{entry.name}: {new}",
+                        found=f"{old} is in group {number}, another part in group {home[new]}",
+                    )
+        out.append({**group, _PARAMS: sorted(names)})
+    return out
