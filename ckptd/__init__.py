@@ -1,7 +1,7 @@
 """Checkpoints for distributed training.
 
-The names below are the whole public Python API of the package root. Those that need torch are
-imported on first use, so that ``import ckptd`` stays fast and works on a machine without torch.
+The names below are the whole public Python API of the package root. Those that need torch or
+zarr are imported on first use: ``import ckptd`` stays fast, and works on a machine without them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ckptd.version import __version__
 if TYPE_CHECKING:
     from ckptd.format.codec import register
     from ckptd.save.tiers import Local, Memory, Peer
+    from ckptd.tools.zarrview import zarr_store
     from ckptd.train import (
         Auto,
         Batches,
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "register",
     "relayout",
+    "zarr_store",
 ]
 
 _TRAIN = frozenset(
@@ -92,7 +94,9 @@ _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
     "Peer": "ckptd.save.tiers",
     "register": "ckptd.format.codec",
     "relayout": "ckptd.train.relayout",
+    "zarr_store": "ckptd.tools.zarrview",
 }
+_EXTRAS = {"torch": ("PyTorch", "train"), "zarr": ("zarr", "zarr")}
 
 
 def __getattr__(name: str) -> object:
@@ -101,11 +105,13 @@ def __getattr__(name: str) -> object:
     try:
         home = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torch":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
             raise
+        called, extra = _EXTRAS[missing]
         raise ImportError(
-            f"ckptd.{name} needs PyTorch, which is not installed: pip install 'ckptd[train]'",
-            name="torch",
+            f"ckptd.{name} needs {called}, which is not installed: pip install 'ckptd[{extra}]'",
+            name=missing,
         ) from error
     value: object = getattr(home, name)
     globals()[name] = value

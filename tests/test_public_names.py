@@ -44,6 +44,7 @@ NAMES = [
     "__version__",
     "register",
     "relayout",
+    "zarr_store",
 ]
 
 FROM_TRAIN = [
@@ -125,10 +126,14 @@ def test_what_most_programs_do_without_is_not_imported() -> None:
         assert not [b for b in brought if b.startswith(name)]
 
 
-def test_without_torch_the_missing_extra_is_named() -> None:
+@pytest.mark.parametrize(
+    ("package", "name", "extra"),
+    [("torch", "Checkpointer", "train"), ("zarr", "zarr_store", "zarr")],
+)
+def test_without_a_package_the_missing_extra_is_named(package: str, name: str, extra: str) -> None:
     # None in sys.modules is how Python itself says that a module cannot be imported.
-    done = python("import sys; sys.modules['torch'] = None; import ckptd; ckptd.Checkpointer")
-    assert "pip install 'ckptd[train]'" in done.stderr
+    done = python(f"import sys; sys.modules[{package!r}] = None; import ckptd; ckptd.{name}")
+    assert f"pip install 'ckptd[{extra}]'" in done.stderr
 
 
 def test_version_from_the_command_line() -> None:

@@ -46,6 +46,7 @@ class Saved:
     grid: Grid
     owners: Sequence[int]
     dtype: str = ""
+    aliases: tuple[str, ...] = ()
 
     @staticmethod
     def whole(values: Array, file: int = 0) -> Saved:
@@ -104,7 +105,12 @@ def build(
     grids, owners = _tables(tensors)
     entries = [
         TensorEntry(
-            n, t.dtype_name, t.values.shape, grids.index(t.grid), owners.index(tuple(t.owners))
+            n,
+            t.dtype_name,
+            t.values.shape,
+            grids.index(t.grid),
+            owners.index(tuple(t.owners)),
+            aliases=t.aliases,
         )
         for n, t in tensors.items()
     ]
