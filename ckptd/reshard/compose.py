@@ -16,6 +16,7 @@ from ckptd.layout.grid import Grid, Piece, whole
 from ckptd.layout.lay.bind import bind_sizes, bind_stored
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Composition, Copy, compose
+from ckptd.layout.lay.local import LaidTensor
 from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.promise import PROMISES, Promise
 from ckptd.layout.lay.regions import box_parts
@@ -47,6 +48,7 @@ __all__ = [
     "TensorLink",
     "alias_names",
     "compose_layouts",
+    "link_of",
     "measured_scales",
     "source_keys",
 ]
@@ -201,13 +203,44 @@ class Composed:
             takes += _takes(self.stock, source, copy, change, link.dtype, link.tensor.name)
         return ChunkFeed(tuple(takes), plan.fills)
 
+    def local_feed(self, rank: int, tensor: LaidTensor, dtype: DType) -> ChunkFeed:
+        """Return what fills a tensor or buffer of a rank of the target.
+
+        Raises
+        ------
+        MismatchError
+            kind ``lay-fit``: it would be quantized on the way.
+        """
+        plan = self.composition.local_tensor(rank, tensor)
+        takes = []
+        for copy in plan.copies:
+            source = self.stock.by_name[copy.source.name]
+            if copy.values is not None and quantized(copy.values.target) is not None:
+                raise MismatchError(
+                    "what a rank holds is not quantized on the way",
+                    kind="lay-fit",
+                    where=tensor.name,
+                    hint="reshard twice: first into a checkpoint of ckptd",
+                )
+            change = self._source_change(source, copy)
+            change = change or change_of(source.dtype, dtype, copy.values, tensor.name)
+            takes += _takes(self.stock, source, copy, change, dtype, tensor.name)
+        return ChunkFeed(tuple(takes), plan.fills)
+
+    def _source_change(self, source: StockTensor, copy: Copy) -> Change | None:
+        """Return the change from quantized values; None where they are none."""
+        if copy.values is None or quantized(copy.values.source) is None:
+            return None
+        key = (copy.source.rule, copy.source.indexes, "")
+        return self.dequantized(key, source, source.grid.piece(copy.piece))
+
     def _change(
         self, link: TensorLink, piece: int, source: StockTensor, copy: Copy
     ) -> Change | None:
         values = copy.values
-        if values is not None and quantized(values.source) is not None:
-            key = (copy.source.rule, copy.source.indexes, "")
-            return self.dequantized(key, source, source.grid.piece(copy.piece))
+        change = self._source_change(source, copy)
+        if change is not None:
+            return change
         if values is not None and quantized(values.target) is not None:
             return self.quantized(link, link.tensor.grid.piece(piece))
         return change_of(source.dtype, link.dtype, values, link.tensor.name)
@@ -568,13 +601,21 @@ def _lost_parts(composition: Composition, links: Sequence[TensorLink]) -> list[s
 
 
 def _links(composition: Composition, stock: Stock) -> list[TensorLink]:
-    links = []
     keys = composition.target.keys()
-    for key in keys:
-        sources = _sources(composition, stock, key)
-        if sources:
-            links.append(_link(composition, key, sources))
-    return links
+    found = (link_of(composition, stock, key) for key in keys)
+    return [link for link in found if link is not None]
+
+
+def link_of(composition: Composition, stock: Stock, key: TensorKey) -> TensorLink | None:
+    """Return where a tensor of the target comes from; None when the source has nothing of it.
+
+    Raises
+    ------
+    MismatchError
+        The source lacks a part of it, or holds its parts in different types.
+    """
+    sources = _sources(composition, stock, key)
+    return _link(composition, key, sources) if sources else None
 
 
 def _sources(

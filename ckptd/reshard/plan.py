@@ -23,6 +23,7 @@ from ckptd.format.witness import WitnessPlan
 from ckptd.layout.block import Block, Fill, piece_regions
 from ckptd.layout.clip import clip, clip_fill
 from ckptd.layout.grid import Grid
+from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.layout.plan import plan_once
 from ckptd.load.files import PieceLocations
@@ -132,6 +133,8 @@ class Target:
     links
         Number of the link that a tensor comes from, by number of the tensor; None: they are the
         same, and what is beyond the last link comes from elsewhere.
+    plan
+        How a piece is filled, by numbers of tensor and piece, where that is no piece of a link's.
     """
 
     world: int
@@ -144,6 +147,7 @@ class Target:
     metadata: dict[str, Any] | None = None
     lay: str = ""
     links: Mapping[int, int] | None = None
+    plan: Callable[[int, int], TargetPlan] | None = None
 
     @cached_property
     def filemap(self) -> FileMap:

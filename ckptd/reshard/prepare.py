@@ -9,7 +9,9 @@ from typing import Literal
 
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.format.digest import BLOCK_BYTES
+from ckptd.format.filemap import ChunkRef
 from ckptd.layout.lay.bind import bind_stored
+from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.resolve import Bound
@@ -273,11 +275,9 @@ def prove_target(composed: Composed, target: Target, files: Sequence[int]) -> Pr
         for chunk in target.filemap.chunks(file):
             chunks += 1
             elements += chunk.piece.numel
-            number = chunk.tensor if target.links is None else target.links.get(chunk.tensor)
-            if number is None or number >= len(composed.links) or not chunk.piece.numel:
+            plan = _plan_of(composed, target, chunk) if chunk.piece.numel else None
+            if plan is None:
                 continue
-            link = composed.links[number]
-            plan = composed.composition.piece(link.key, chunk.piece.index)
             # Layers and states have the same blocks: one proof does for all of them.
             shape = (plan.numel, tuple(c.blocks for c in plan.copies), plan.fills)
             copies += sum(len(c.blocks) for c in plan.copies)
@@ -285,3 +285,13 @@ def prove_target(composed: Composed, target: Target, files: Sequence[int]) -> Pr
                 prove(plan)
                 known.add(shape)
     return Proved(chunks=chunks, elements=elements, copies=copies)
+
+
+def _plan_of(composed: Composed, target: Target, chunk: ChunkRef) -> TargetPlan | None:
+    """Return how a chunk is filled; None for what follows from no layout."""
+    if target.plan is not None:
+        return target.plan(chunk.tensor, chunk.piece.index)
+    number = chunk.tensor if target.links is None else target.links.get(chunk.tensor)
+    if number is None or number >= len(composed.links):
+        return None
+    return composed.composition.piece(composed.links[number].key, chunk.piece.index)

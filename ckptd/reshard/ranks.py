@@ -38,7 +38,7 @@ from ckptd.root.index import Index
 from ckptd.store.base import Store
 from ckptd.types import ByteRange, DType
 
-__all__ = ["open_ranks"]
+__all__ = ["RankFilePattern", "open_ranks", "rank_file_pattern"]
 
 _SLAB_BYTES = 16 << 20
 _MAX_FILES = 1 << 20
@@ -278,8 +278,32 @@ def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
                 yield form.name(rule.global_name(indexes), ""), (rule.number, indexes, "")
 
 
-def _files_of(store: Store, layout: Resolved) -> list[str]:
-    """Return the files whose names are like those of ranks, in folders as well."""
+@dataclass(frozen=True, slots=True)
+class RankFilePattern:
+    """The names that files of ranks have: a regular expression a folder, and one for the file."""
+
+    folders: tuple[str, ...]
+    file: str
+
+    def matches(self, name: str) -> bool:
+        """Tell whether a file may be a rank's."""
+        *folders, file = name.split("/")
+        return len(folders) == len(self.folders) and all(
+            re.fullmatch(expression, part, re.ASCII)
+            for expression, part in zip((*self.folders, self.file), (*folders, file), strict=True)
+        )
+
+    def may_hold(self, folder: str) -> bool:
+        """Tell whether files of ranks may lie in a folder, which ends in "/"."""
+        parts = folder[:-1].split("/")
+        return len(parts) <= len(self.folders) and all(
+            re.fullmatch(expression, part, re.ASCII)
+            for expression, part in zip(self.folders, parts, strict=False)
+        )
+
+
+def rank_file_pattern(layout: Resolved) -> RankFilePattern:
+    """Return the names that the files of a layout's ranks have."""
     expression = "".join(
         re.escape(p.text)
         if isinstance(p, Text)
@@ -288,7 +312,14 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
         else "[^/]*"
         for p in (layout.files.parts if layout.files else ())
     )
-    *folders, last = expression.split("/")
+    *folders, file = expression.split("/")
+    return RankFilePattern(tuple(folders), file)
+
+
+def _files_of(store: Store, layout: Resolved) -> list[str]:
+    """Return the files whose names are like those of ranks, in folders as well."""
+    pattern = rank_file_pattern(layout)
+    folders, last = pattern.folders, pattern.file
     found = [""]
     for part in folders:
         found = [

@@ -120,10 +120,11 @@ def reshard(
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
-        Literal["ckptd", "hf", "dcp"],
+        Literal["ckptd", "hf", "ranks", "dcp"],
         Parameter(
-            help="hf: a Hugging Face folder, parameters only. dcp: what"
-            " torch.distributed.checkpoint.load reads, optimizer and objects included."
+            help="hf: a Hugging Face folder, parameters only. ranks: a file a rank, as the line"
+            " 'files' of the layout says. dcp: what torch.distributed.checkpoint.load reads,"
+            " optimizer and objects included."
         ),
     ] = "ckptd",
     step: Annotated[int, Parameter(help="Step of the target, where the source has none.")] = 0,

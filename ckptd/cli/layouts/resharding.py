@@ -30,6 +30,7 @@ from ckptd.reshard.verify import Expected, check_duplicates
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
+from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import StoreSpec
 
@@ -185,6 +186,8 @@ def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> Fol
             return HfPlace(prepared.assembled, prepared.expected, most, untie=untie)
         case "dcp":
             return DcpPlace(prepared.assembled, prepared.expected)
+        case "ranks":
+            return RanksPlace(prepared.assembled, prepared.expected)
         case _:
             return None
 

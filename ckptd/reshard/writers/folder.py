@@ -32,8 +32,9 @@ from ckptd.reshard.verify import Expected
 from ckptd.save.commit import remove_parts
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
+from ckptd.types import DTYPES
 
-__all__ = ["ChosenTensors", "FolderJob", "FolderPlace", "whole_tensor"]
+__all__ = ["ChosenTensors", "FolderJob", "FolderPlace", "check_safetensors", "whole_tensor"]
 
 _PARTIAL = ".partial"
 _OTHERS = re.compile(
@@ -160,6 +161,12 @@ class ChosenTensors:
             self._feeds,
             links=self._numbers,
         )
+
+
+def check_safetensors(dtype: str, where: str) -> None:
+    """Refuse a type that safetensors has no code for; kind ``dtype``."""
+    if DTYPES[dtype].safetensors is None:
+        raise UsageError("safetensors has no such type", kind="dtype", where=where, found=dtype)
 
 
 def whole_tensor(assembled: Assembled, number: int, what: str) -> Grid:
@@ -305,8 +312,8 @@ class FolderJob:
         for name, _ in reversed(last):
             store.delete([name])
         mine = [n for n in store.children() if self._place.is_mine(n) and n not in names]
-        old = [n for m in mine for n in _below(store, m) if n not in names]
-        store.delete([n for n in old if not n.endswith(_PARTIAL)])
+        old = {n for m in mine for n in _below(store, m) if self._place.is_mine(n)}
+        store.delete(sorted(old - names))
         for number in files:
             path = self._folder / self._place.name(number)
             partial = self._folder / self._partial.path(number)

@@ -13,7 +13,7 @@ from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
-from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
+from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole_tensor
 from ckptd.types import DTYPES
 
 __all__ = ["INDEX", "HfPlace", "index_of", "is_model_file", "model_file", "tied_metadata"]
@@ -67,7 +67,7 @@ class HfPlace:
     Raises
     ------
     UsageError
-        ``lay-rule``: the layout cuts a tensor. ``duplicate-name``.
+        ``lay-rule``: the layout cuts a tensor. ``duplicate-name``. ``dtype``: safetensors lacks it.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class HfPlace:
             if not is_parameter and number not in assembled.scales:
                 left_out += [tensor.name, *tensor.aliases]
                 continue
+            check_safetensors(tensor.dtype, tensor.name)
             grid = whole_tensor(assembled, number, "a Hugging Face folder")
             size = grid.piece(0).numel * DTYPES[tensor.dtype].itemsize
             names = (tensor.name, *tensor.aliases) if untie else (tensor.name,)
