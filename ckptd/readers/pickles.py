@@ -341,6 +341,15 @@ def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     return made
 
 
+def _inner(owner: Any, name: Any) -> Any:
+    """Return the name of a class or constant within a class of torch; nothing is looked up."""
+    if not isinstance(owner, GlobalName) or type(name) is not str or not name.isidentifier():
+        return PickledObject("builtins.getattr", (owner, name))
+    if not owner.startswith("torch.") or "__" in name:
+        return PickledObject("builtins.getattr", (owner, name))
+    return GlobalName(f"{owner}.{name}"[:_MAX_PATH])
+
+
 def _mapping(*args: Any) -> dict[Any, Any]:
     pairs = next((a for a in args if isinstance(a, list | tuple | dict)), ())
     items = list(pairs.items() if isinstance(pairs, dict) else pairs)
@@ -371,6 +380,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": _mapping,
     "collections.Counter": _mapping,
+    "builtins.getattr": _inner,
     "builtins.dict": _mapping,
     "builtins.list": lambda items=(): list(items),
     "builtins.tuple": lambda items=(): tuple(items),

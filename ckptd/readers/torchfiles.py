@@ -42,7 +42,7 @@ PART = re.compile(r"^shard-([0-9]{5})-")
 """How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_AXES = 64
-_REFUSED = ("ShardedTensor", "_rebuild_sharded_tensor", "_rebuild_qtensor")
+_REFUSED = ("_rebuild_sharded_tensor", "_rebuild_qtensor")
 
 
 class TorchReader:
@@ -65,9 +65,9 @@ class TorchReader:
         for file in files:
             found = load_torch(names, file)
             for name, value in named_values(found.value, names.key(file)):
-                piece = _piece(names, file, found, name, value, ranks.get(file))
-                if piece is not None:
-                    pieces.append(piece)
+                parts = _parts(names, file, found, name, value, ranks.get(file))
+                if parts is not None:
+                    pieces += parts
                     continue
                 try:
                     kept = json_value(value)
@@ -190,11 +190,18 @@ def _check_ranks(ranks: Mapping[str, int], names: Listing) -> None:
             )
 
 
-def _piece(
+def _parts(
     names: Listing, file: str, found: TorchZip, name: str, value: Any, rank: int | None
-) -> ForeignPiece | None:
-    """Return the part of a tensor that a value is; None for what is no tensor."""
+) -> list[ForeignPiece] | None:
+    """Return the parts of a tensor that a value is; None for what is no tensor."""
     where = f"{names.key(file)}: {name}"
+    key = names.key(file)
+    if isinstance(value, PickledObject) and _is_sharded(value):
+        shape, shards = _shards(value, rank, where)
+        return [
+            ForeignPiece(name, t.dtype, shape, box, key, TensorAt(found, t, where, part))
+            for box, t, part in shards
+        ]
     if isinstance(value, PickledObject):
         if value.short in _REFUSED:
             raise RefusedError(
@@ -221,8 +228,7 @@ def _piece(
     else:
         return None
     at = TensorAt(found, local, where, part)
-    key = names.key(file)
-    return ForeignPiece(name, local.dtype, shape, box, key, at)
+    return [ForeignPiece(name, local.dtype, shape, box, key, at)]
 
 
 def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool) -> None:
@@ -277,6 +283,56 @@ def _twice(first: ForeignPiece, piece: ForeignPiece, what: str, ranks: bool) -> 
     )
 
 
+# -- sharded tensors, of FSDP1 ---------------------------------------------------------------------
+
+
+def _is_sharded(value: PickledObject) -> bool:
+    """Whether a value is a `ShardedTensor`, which torch pickles as a subclass with a state."""
+    made = value.args[0] if value.short == "_rebuild_wrapper_subclass" and value.args else value.cls
+    return isinstance(made, str) and made.rpartition(".")[2] == "ShardedTensor"
+
+
+def _shards(
+    value: PickledObject, rank: int | None, where: str
+) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor, tuple[Any, ...]]]]:
+    """Return the shape of a sharded tensor, and each shard of this rank with its place."""
+    try:
+        local, metadata, group, *_ = value.fields["state"]
+        shape = counts(metadata.fields["size"])
+        said = group.fields["global_rank"]
+        counts((said,))
+        shards = []
+        for shard in local:
+            about, tensor = shard.fields["metadata"], shard.fields["tensor"]
+            box = Box(counts(about.fields["shard_offsets"]), counts(about.fields["shard_sizes"]))
+            if not isinstance(tensor, PickledTensor) or tensor.shape != box.shape:
+                raise ValueError(f"a shard of another shape than {box.shape}")
+            if len(box.offset) != len(shape) or len(box.shape) != len(shape):
+                raise ValueError("a shard of another number of dimensions")
+            shards.append((box, tensor, (box.offset, said)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "not a sharded tensor that this reads",
+            kind="bad-pickle",
+            where=where,
+            found=f"{type(error).__name__}: {error}"[:200],
+        ) from None
+    _check_rank(said, rank, where)
+    return shape, shards
+
+
+def _check_rank(said: int, rank: int | None, where: str) -> None:
+    """Check that a file is of the rank that its name says."""
+    if rank is not None and said != rank:
+        raise MismatchError(
+            "a file was renamed, or is of another job: its tensors are another rank's",
+            kind="bad-pieces",
+            where=where,
+            wanted=f"rank {rank}, as its name says",
+            found=f"rank {said}",
+        )
+
+
 # -- DTensors --------------------------------------------------------------------------------------
 
 
@@ -302,14 +358,8 @@ def _box(
         raise CorruptError(
             "not a DTensor that this reads", kind="bad-pickle", where=where, found=str(error)[:200]
         ) from None
-    if rank is not None and said is not None and said != rank:
-        raise MismatchError(
-            "a file was renamed, or is of another job: its tensors are another rank's",
-            kind="bad-pieces",
-            where=where,
-            wanted=f"rank {rank}, as its name says",
-            found=f"rank {said}",
-        )
+    if said is not None:
+        _check_rank(said, rank, where)
     rank = said if rank is None else rank
     return shape, _cut(shape, extents, here, splits, where), (*here, rank)
 

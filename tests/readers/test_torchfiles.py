@@ -115,6 +115,53 @@ def test_dtensors_of_fsdp_over_tensor_parallel(ranks: Path) -> None:
     assert "state.0.exp_avg" in reader.names
 
 
+@pytest.fixture
+def fsdp1(foreign: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(foreign / "fsdp1" / "sharded", tmp_path / "sharded"))
+
+
+def test_sharded_tensors_of_fsdp1(fsdp1: Path) -> None:
+    reader = open_reader(fsdp1)
+    wanted = np.load(fsdp1 / "expected.npz")
+    assert len(wanted) == 15
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert reader.layout("0.weight").words == "rows / 4 (2+2+2+1)"
+    assert reader.objects()["param_groups.0.lr"] == 0.01
+
+
+def test_flat_parameters_of_fsdp1(foreign: Path) -> None:
+    folder = foreign / "fsdp1" / "local"
+    wanted, found = np.load(folder / "expected.npz"), open_reader(folder).tensor("0._flat_param")
+    flat = np.concatenate([wanted["0.weight"].reshape(-1), wanted["0.bias"]])
+    assert found.tobytes() == flat.tobytes()
+
+
+def test_sharded_tensors_of_other_ranks(fsdp1: Path) -> None:
+    file = "model_world_size_4_rank_{}.pt".format
+    one, two = fsdp1 / file(1), fsdp1 / file(2)
+    kept = one.read_bytes()
+    shutil.copy(two, one)
+    error = fails(fsdp1)
+    assert (error.kind, error.found) == ("bad-pieces", "rank 2")
+    one.write_bytes(kept)
+    two.unlink()
+    assert fails(fsdp1).kind == "missing-file"
+    for name in (1, 3):
+        fsdp1.joinpath(file(name)).rename(fsdp1 / f"w{name}.pt")
+    for path in fsdp1.glob("*world*"):
+        path.unlink()
+    assert fails(fsdp1).kind == "bad-pieces"  # holes: nothing else says how many ranks there were
+
+
+@pytest.mark.parametrize("state", [None, (), ([], None, None), ([3], PickledObject("m"), None)])
+def test_sharded_tensors_that_are_none(state: object) -> None:
+    value = PickledObject("torch.distributed._shard.sharded_tensor.api.ShardedTensor")
+    value.fields = {"state": state}
+    with pytest.raises(CkptdError) as caught:
+        torchfiles._shards(value, 0, "x")
+    assert caught.value.kind == "bad-pickle"
+
+
 def test_a_missing_rank(ranks: Path) -> None:
     (ranks / VERL.format(3)).unlink()
     assert fails(ranks).kind == "missing-file"
