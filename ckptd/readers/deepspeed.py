@@ -73,7 +73,7 @@ class DeepSpeedReader:
             pieces = list(_flat(names, model, first))
         steps = objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
-        return Foreign(pieces, objects, left_out, step=step)
+        return Foreign(pieces, objects, left_out, step=step, has_sections=False)
 
 
 def _tagged(names: Listing) -> Listing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _BESIDE = re.compile(
     r"training_args\.bin|rng_state.*|scheduler\.(pt|bin)|random_states_.*|.*_rng.*"
 )
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
+_OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
 _SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
 PART = re.compile(r"^shard-([0-9]{5})-")
@@ -59,15 +60,20 @@ class TorchReader:
         files, unread = _chosen(names)
         ranks = {f: int(match[1]) for f in files if (match := _RANK.search(f))}
         _check_ranks(ranks, names)
+        sections = _sections(ranks)
+        has_sections = False
         pieces: list[ForeignPiece] = []
         objects: dict[str, Any] = {}
         left_out: dict[str, None] = {}
         for file in files:
             found = load_torch(names, file)
-            for name, value in named_values(found.value, names.key(file)):
+            for own, value in named_values(found.value, names.key(file)):
+                name = sections.get(file, "") + own
                 parts = _parts(names, file, found, name, value, ranks.get(file))
                 if parts is not None:
                     pieces += parts
+                    top = isinstance(found.value, dict) and own in found.value
+                    has_sections |= file not in sections and not top
                     continue
                 try:
                     kept = json_value(value)
@@ -78,7 +84,17 @@ class TorchReader:
         _check_replicas(names, pieces, bool(ranks))
         objects = {name: value for name, value in objects.items() if name not in left_out}
         step = step_of(names, *files[:1])
-        return Foreign(pieces, objects, list(left_out), unread, step)
+        return Foreign(pieces, objects, list(left_out), unread, step, has_sections=has_sections)
+
+
+def _sections(ranks: Iterable[str]) -> Mapping[str, str]:
+    """Return what names begin with in the optimizer's files, where each rank has others beside.
+
+    Else states by number, ``state.0.exp_avg``, were taken for weights of the model.
+    """
+    if len({_RANK.sub("", file) for file in ranks}) < 2:
+        return {}
+    return {file: "optim." for file in ranks if _OPTIMIZER.search(file)}
 
 
 def candidates(names: Listing) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ckptd.errors import CkptdError
+from ckptd.tools.export import plan_export
 from tests.readers.opening import fails, open_reader
 
 TAG = "global_step2"
@@ -35,6 +36,11 @@ def test_stage_3_is_read_bit_by_bit(zero3: Path) -> None:
         assert reader.commit.step == 2
         assert reader.objects()["seen"] == 7
         assert reader.layout("up.weight").words == "flat ranges / 2"
+        # Nothing has to be said for an export: names of weights are their own.
+        plan = plan_export(reader)
+        assert [item.name for _, items in plan.files for item in items] == [
+            n for n in reader.names if not n.startswith("optim.")
+        ]
 
 
 def test_a_missing_rank(zero3: Path) -> None:

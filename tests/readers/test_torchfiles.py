@@ -112,7 +112,34 @@ def test_dtensors_of_fsdp_over_tensor_parallel(ranks: Path) -> None:
     assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
     assert reader.layout("layers.0.up.weight").words == "rows / 4 (6+5+6+5)"
     assert reader.layout("layers.0.down.weight").words == "grid 2 x 2"
-    assert "state.0.exp_avg" in reader.names
+    assert "optim.state.0.exp_avg" in reader.names
+
+
+def test_weights_of_ranks_are_exported_without_the_optimizer(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Cli(capsys)("export", str(ranks), str(tmp_path / "hf"))
+    assert found.code == 0, found.err
+    values = load_file(tmp_path / "hf" / "model.safetensors")
+    wanted = np.load(ranks / "expected.npz")
+    assert sorted(values) == sorted(wanted)
+    assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+@pytest.mark.parametrize(
+    ("state", "sections"),
+    [
+        ({"model.w": torch.ones(2), "lm_head.w": torch.ones(3)}, False),
+        ({"model": {"w": torch.ones(2)}, "step": 3}, True),
+        ({"model": {"w": torch.ones(2)}, "beside": torch.ones(1)}, True),
+        ({"model.w": torch.ones(2), "step": 3}, False),
+    ],
+)
+def test_names_at_the_top_are_the_weights_own(
+    state: dict[str, Any], sections: bool, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    assert open_reader(tmp_path).has_sections is sections
 
 
 @pytest.fixture
