@@ -36,6 +36,7 @@ __all__ = [
     "decode_json",
     "decode_manifest",
     "encode_manifest",
+    "foreign_sizes",
 ]
 
 T = TypeVar("T")
@@ -330,3 +331,10 @@ def about_foreign(manifest: Manifest) -> dict[str, Any]:
     """
     found = manifest.metadata.get(FOREIGN)
     return found if isinstance(found, dict) else {}
+
+
+def foreign_sizes(manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of axes that a foreign checkpoint hints at; metadata is anybody's."""
+    found = about_foreign(manifest).get("sizes")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(k): v for k, v in pairs if type(v) is int and v > 0}

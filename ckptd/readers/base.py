@@ -88,9 +88,10 @@ class Foreign:
     step
         Of training; None where nothing tells.
     lay
-        A layout program for its names; empty for none.
+        A hint: the layout program of its names, as a checkpoint keeps one; empty for none. It is
+        used where the user names no layout.
     sizes
-        Sizes of axes that shapes alone do not tell.
+        Hints as well: sizes of axes that shapes alone do not tell.
     has_sections
         Whether names may begin with a section of a state; else ``model.`` is a part of weights'
         own names.

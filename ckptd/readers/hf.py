@@ -14,6 +14,7 @@ from ckptd.errors import CorruptError
 from ckptd.format.container import Chunk, header_bytes, parse_header
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, missing, step_of
+from ckptd.readers.hints import config_hints
 from ckptd.readers.torchfiles import PART, candidates, check_shards, file_index
 from ckptd.readers.zips import Extent
 from ckptd.types import Box
@@ -23,8 +24,6 @@ __all__ = ["HfReader", "local_pieces"]
 END = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
 _SHAPES = "shapes follow from the files that are there: bring those of all ranks"
-_CONFIG = "config.json"
-_MAX_CONFIG_BYTES = 1 << 22
 
 
 class HfReader:
@@ -50,11 +49,13 @@ class HfReader:
         headers = {file: read_header_of(names, file) for file in files}
         _check_index(names, where, weights, headers)
         unread = [f for f in names.ending(END) if f not in headers] if weights else []
+        lay, sizes = config_hints(names)
         return Foreign(
             list(_pieces(names, headers)),
             unread=[*unread, *candidates(names)],
             step=step_of(names),
-            sizes=_sizes(names),
+            lay=lay,
+            sizes=sizes,
             has_sections=False,
         )
 
@@ -157,19 +158,3 @@ def _pieces(names: Listing, headers: Mapping[str, _Header]) -> Iterator[ForeignP
             box = Box(offsets.get(name) or (0,) * len(chunk.shape), chunk.shape)
             at = Extent(length + chunk.start)
             yield ForeignPiece(name, CODES[chunk.code], shapes[name], box, key, at)
-
-
-def _sizes(names: Listing) -> dict[str, int]:
-    """Return what shapes do not say: how many groups of heads there are, and how wide one is."""
-    if _CONFIG not in names.names:
-        return {}
-    try:
-        config = parse_json(names.read(_CONFIG, _MAX_CONFIG_BYTES))
-        heads = config.get("num_attention_heads", config.get("n_head"))
-        groups = config.get("num_key_value_heads", heads)
-        hidden = config.get("hidden_size", config.get("n_embd"))
-        width = config.get("head_dim") or (hidden // heads if hidden and heads else None)
-    except (CorruptError, ValueError, TypeError, AttributeError, ZeroDivisionError):
-        return {}
-    found = {"kv": groups, "hd": width}
-    return {k: v for k, v in found.items() if type(v) is int and 0 < v < 1 << 31}

@@ -14,6 +14,7 @@ from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, Listing, json_value, step_of
 from ckptd.readers.dcp import METADATA, read_items
+from ckptd.readers.hints import megatron_hints
 from ckptd.readers.pickles import named_values
 from ckptd.readers.torchfiles import load_torch
 
@@ -71,14 +72,16 @@ class MegatronReader:
             )
         found = read_items(names, lambda name: _EXTRA not in name)
         objects, left_out = dict(found.objects), list(found.left_out)
-        step = step_of(names)
+        step, common = step_of(names), None
         if _COMMON in names.names:
             common = load_torch(names, _COMMON).value
             for name, value in named_values(common, names.key(_COMMON)):
                 _keep(objects, left_out, name, value)
             iteration = objects.get("iteration")
             step = iteration if type(iteration) is int and 0 <= iteration <= MAX_STEP else step
-        return Foreign(found.pieces, objects, left_out, step=step)
+        pieces = list(found.pieces)
+        lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
+        return Foreign(pieces, objects, left_out, step=step, lay=lay, sizes=sizes)
 
 
 def _legacy(names: Listing) -> list[str]:

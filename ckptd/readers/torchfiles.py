@@ -15,6 +15,7 @@ from typing import Any
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
+from ckptd.readers.hints import config_hints
 from ckptd.readers.pickles import PickledObject, PickledTensor, counts, named_values
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import DTYPES, Box
@@ -32,6 +33,8 @@ __all__ = [
 
 _ENDS = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
+_MODEL = "pytorch_model"
+"""Begins the names of files that transformers writes beside ``config.json``."""
 _BESIDE = re.compile(
     r"training_args\.bin|rng_state.*|scheduler\.(pt|bin)|random_states_.*|.*_rng.*"
 )
@@ -84,7 +87,11 @@ class TorchReader:
         _check_replicas(names, pieces, bool(ranks))
         objects = {name: value for name, value in objects.items() if name not in left_out}
         step = step_of(names, *files[:1])
-        return Foreign(pieces, objects, list(left_out), unread, step, has_sections=has_sections)
+        of_model = all(f.startswith(_MODEL) for f in files)
+        lay, sizes = config_hints(names) if of_model else ("", {})
+        return Foreign(
+            pieces, objects, list(left_out), unread, step, lay, sizes, has_sections=has_sections
+        )
 
 
 def _sections(ranks: Iterable[str]) -> Mapping[str, str]:
@@ -94,7 +101,7 @@ def _sections(ranks: Iterable[str]) -> Mapping[str, str]:
     """
     if len({_RANK.sub("", file) for file in ranks}) < 2:
         return {}
-    return {file: "optimizer." for file in ranks if _OPTIMIZER.search(file)}
+    return {file: "optim." for file in ranks if _OPTIMIZER.search(file)}
 
 
 def candidates(names: Listing) -> list[str]:

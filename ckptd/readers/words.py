@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +14,18 @@ from ckptd.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 
-__all__ = ["Layouts", "TensorLayout", "object_text", "ranks_text", "value_text"]
+__all__ = [
+    "TITLE",
+    "Layouts",
+    "TensorLayout",
+    "hint_text",
+    "object_text",
+    "ranks_text",
+    "value_text",
+]
+
+TITLE = re.compile(r"# layout (\S+)\n")
+"""Begins the program that a manifest keeps, with the name of the layout in it."""
 
 _MOST_SIZES = 6
 _MOST_GROUPS = 4
@@ -231,3 +243,10 @@ def _pairs(pairs: list[Any], depth: int) -> str:
 
 def _key(raw: Any) -> str:
     return raw if isinstance(raw, str) else value_text(raw)
+
+
+def hint_text(lay: str, sizes: Mapping[str, int]) -> str:
+    """Return a kept program's name and sizes that are known besides, for people; or ""."""
+    title = TITLE.match(lay)
+    said = [f"{axis}={n}" for axis, n in sizes.items()]
+    return " ".join([*([title[1]] if title else []), *said])

@@ -47,6 +47,7 @@ __all__ = [
     "Duplicate",
     "TensorLink",
     "alias_names",
+    "bind_to",
     "compose_layouts",
     "link_of",
     "measured_scales",
@@ -299,6 +300,18 @@ class Composed:
         return self._scales[name]
 
 
+def bind_to(source: Resolved, stock: Stock) -> Bound:
+    """Bind a layout to the tensors of a source.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: it does not fit them.
+    """
+    sizes = {a: n for a, n in stock.sizes.items() if a not in source.sizes}
+    return bind_stored(source, _named_shapes(source, stock), sizes)
+
+
 def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Composed:
     """Combine two layouts over a source.
 
@@ -310,7 +323,7 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     UsageError
         A layout is wrong by itself.
     """
-    bound = bind_stored(source, _named_shapes(source, stock), stock.sizes)
+    bound = bind_to(source, stock)
     held = {f.name for e in bound.layout.equations for f in e.families.values()}
     raise_first(check(source))
     raise_first(check(target))

@@ -51,6 +51,7 @@ from ckptd.layout.lay.syntax import (
     read_toml,
     show,
 )
+from ckptd.readers.words import TITLE
 from ckptd.reshard.elements import find
 from ckptd.types import Box
 
@@ -229,7 +230,6 @@ def _said(reading: _Reading | None, rule: RuleForm) -> str:
 Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 
 MAX_BYTES = 1 << 20
-_TITLE = re.compile(r"# layout (\S+)\n")
 _ENDS = (".lay", ".toml")
 _GIVEN = "given"
 
@@ -516,7 +516,7 @@ def read_text(text: str, where: str) -> LayoutProgram:
     UsageError
         ``lay-syntax``, ``lay-rule``: it is something else.
     """
-    title = _TITLE.match(text)
+    title = TITLE.match(text)
     file = parse(text, where)
     if title is not None:
         return LayoutProgram(file, title[1])

@@ -10,16 +10,23 @@ from typing import Literal
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import ChunkRef
-from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.syntax import show
 from ckptd.load.plan import BlockLine
-from ckptd.reshard.compose import Composed, TensorLink, compose_layouts
+from ckptd.readers.words import hint_text
+from ckptd.reshard.compose import Composed, TensorLink, bind_to, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
-from ckptd.reshard.layouts import LayoutProgram, compare, infer, other_sizes, read_text, wrapped
+from ckptd.reshard.layouts import (
+    LayoutProgram,
+    compare,
+    infer,
+    other_sizes,
+    read_text,
+    wrapped,
+)
 from ckptd.reshard.plan import Target
 from ckptd.reshard.reading import BlockCache
 from ckptd.reshard.reports import Costs, Proved, RuleReport, SourceProgram
@@ -64,10 +71,17 @@ class Prepared:
 
 
 def source_program(stock: Stock, given: LayoutProgram | None) -> LayoutProgram:
-    """Return the source's program: the one given, the one it keeps, or one made from its names."""
+    """Return the source's program: the one given, the one it keeps, or one made from its names.
+
+    What a reader of foreign files made of hints counts as kept.
+    """
     if given is not None:
         return given
-    return _kept(stock) if stock.lay else infer(stock.shapes, has_sections=stock.has_sections)
+    return _kept(stock) if stock.lay else _inferred(stock)
+
+
+def _inferred(stock: Stock) -> LayoutProgram:
+    return infer(stock.shapes, has_sections=stock.has_sections)
 
 
 def _kept(stock: Stock) -> LayoutProgram:
@@ -120,6 +134,8 @@ def prepare(
     RefusedError
         kind ``lossy``: values would change, or something would be left out.
     """
+    hint = _fitting_hint(stock, source, rules, is_recipe=target.is_recipe)
+    source = source if hint is None or not hint.note else _inferred(stock)
     resolved = source.resolve()
     given = source
     if target.is_recipe:
@@ -132,7 +148,9 @@ def prepare(
         target = wrapped(target, source)
     composed = compose_layouts(resolved, target.resolve(), stock)
     used = composed.composition.source.bound
-    if source is not given:
+    if hint is not None:
+        read_with = hint
+    elif source is not given:
         read_with = SourceProgram(kept="unused")
     else:
         read_with = _checked(stock, source, used, rules, allowed=allow_layout)
@@ -141,6 +159,43 @@ def prepare(
     closed = target.closed(composed.composition.target.bound)
     assembled = assemble_target(composed, closed.text)
     return Prepared(stock, source, target, assembled, read_with)
+
+
+def _fitting_hint(
+    stock: Stock, source: LayoutProgram, rules: Sequence[str], *, is_recipe: bool
+) -> SourceProgram | None:
+    """Say how the program that a reader made of hints fits; None where another one is used.
+
+    A recipe cuts whatever is there, so it needs no program that fits.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-fit``: the hint does not fit the files.
+    """
+    if not (stock.lay and stock.hinted):
+        return None
+    kept = _kept(stock)
+    if source.text != kept.with_rules(rules).text:
+        return None
+    sizes = {n: size for n, size in stock.sizes.items() if n not in source.resolve().sizes}
+    said = hint_text(stock.lay, sizes)
+    try:
+        bind_to(source.resolve(), stock)
+    except CkptdError as error:
+        if is_recipe and not rules:
+            note = f"{said}, does not fit: {error.message}"
+            return SourceProgram(kept="hint", hinted=True, note=note)
+        raise MismatchError(
+            "the files of the source hint at a layout that does not describe them, or not in full",
+            kind="lay-fit",
+            where=error.where,
+            wanted=f"{said}, as the files hint",
+            found=error.message,
+            hint="say what it lacks or has wrong: -e 'let ...', -e 'from: ...'; or another layout:"
+            " --from LAYOUT",
+        ) from error
+    return SourceProgram(kept="hint", hinted=True)
 
 
 def _checked(
@@ -158,13 +213,15 @@ def _checked(
         bound = _fitting(stock, changed, kept)
     except CkptdError as error:
         # Whoever gives a program for a checkpoint may well do so because of that.
-        return SourceProgram(kept="unreadable", note=error.message)
+        return SourceProgram(kept="unreadable", hinted=stock.hinted, note=error.message)
     found = compare(bound, used, stock.shapes, "leave --from out; or --allow layout")
     wrong = found.difference
-    if wrong is not None and not allowed:
+    # Hints are a guess: the user's word goes before them.
+    if wrong is not None and not allowed and not stock.hinted:
         raise wrong
     alike: Literal["agrees", "unlike"] = "agrees" if found.compared else "unlike"
     return SourceProgram(
+        hinted=stock.hinted,
         kept=alike if wrong is None else "differs",
         compared=found.compared,
         tensors=found.tensors,
@@ -176,9 +233,9 @@ def _checked(
 def _fitting(stock: Stock, changed: LayoutProgram, kept: LayoutProgram) -> Bound:
     """Bind the kept program, with the user's sizes where they fit the source."""
     try:
-        return bind_stored(changed.resolve(), stock.shapes, stock.sizes)
+        return bind_to(changed.resolve(), stock)
     except CkptdError:
-        return bind_stored(kept.resolve(), stock.shapes, stock.sizes)
+        return bind_to(kept.resolve(), stock)
 
 
 def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:

@@ -19,7 +19,11 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
         same of all that they say in the same logical tensors. ``unlike``: they have no logical
         tensor in common, so nothing was compared. ``differs``: they contradict each other, and the
         user insists. ``unreadable``: the kept program cannot be understood, or does not fit.
-        ``unused``: a recipe cuts the stored tensors, whatever they are.
+        ``unused``: a recipe cuts the stored tensors, whatever they are. ``hint``: it is foreign,
+        and read with the layout that its files hint at; or, where that does not fit and a recipe
+        needs none, with none, and `note` says why.
+    hinted
+        The kept program is what a reader of foreign files made of what they hint at.
     compared, tensors
         How many stored tensors were compared, of how many that are read.
     sizes
@@ -28,7 +32,8 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
         The first contradiction, or what is wrong with the kept program.
     """
 
-    kept: Literal["none", "same", "agrees", "unlike", "differs", "unreadable", "unused"]
+    kept: Literal["none", "same", "agrees", "unlike", "differs", "unreadable", "unused", "hint"]
+    hinted: bool = False
     compared: int = 0
     tensors: int = 0
     sizes: tuple[str, ...] = ()

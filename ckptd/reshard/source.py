@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.format.manifest import FOREIGN, UNDIGESTED, ObjectEntry, about_foreign
+from ckptd.format.manifest import FOREIGN, UNDIGESTED, ObjectEntry, about_foreign, foreign_sizes
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
@@ -76,8 +76,10 @@ class Stock:
         Its plan and values, where it has one that can be compared value by value.
     lay
         The program that it keeps, or empty.
+    hinted
+        Whether a reader of foreign files made that of what they say.
     sizes
-        Sizes of axes that its shapes alone do not say.
+        Sizes of axes that its shapes alone do not say; a program's own go before them.
     locate
         Where pieces are not files' own: returns the takes for copies out of a piece, by name of the
         tensor, number of the piece, blocks and type of the target.
@@ -100,6 +102,7 @@ class Stock:
     witness: tuple[WitnessPlan, Witness] | None = None
     witness_note: str = ""
     lay: str = ""
+    hinted: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     locate: Callable[[str, int, Sequence[Block], DType], Sequence[Take]] | None = None
     unread: Sequence[str] = ()
@@ -160,17 +163,12 @@ def open_own(reader: CkptdReader) -> Stock:
         witness=witness,
         witness_note=note,
         lay=manifest.lay,
-        sizes=_sizes(about.get("sizes")),
+        hinted=bool(about and manifest.lay),
+        sizes=foreign_sizes(manifest),
         # Those files are beside the foreign checkpoint, not beside a copy of it.
         unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
         has_sections=reader.has_sections,
     )
-
-
-def _sizes(found: object) -> dict[str, int]:
-    """Return sizes that a foreign checkpoint says; metadata is anybody's."""
-    pairs = found.items() if isinstance(found, dict) else ()
-    return {str(k): v for k, v in pairs if type(v) is int and v > 0}
 
 
 def _names(found: object) -> list[str]:

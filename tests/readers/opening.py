@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.load.reader import CkptdReader
@@ -12,6 +16,9 @@ from ckptd.readers.find import find_foreign
 from ckptd.reshard.source import Stock, open_own
 from ckptd.root.index import Index
 from ckptd.store import Store, open_store
+
+MODELS = Path(__file__).parents[1] / "layout" / "lay" / "models" / "models.json"
+"""Names, shapes and configurations that Hugging Face transformers saved."""
 
 
 def open_reader(folder: Path, only: str = "") -> CkptdReader:
@@ -39,3 +46,14 @@ def fails(folder: Path) -> CkptdError:
         reader = open_reader(folder)
         reader.tensors(reader.names)
     return caught.value
+
+
+def write_model(folder: Path, name: str = "llama") -> dict[str, np.ndarray[Any, Any]]:
+    """Write a model as transformers saves it, with random values; return these."""
+    model = json.loads(MODELS.read_text())["models"][name]
+    draw = np.random.default_rng(5)
+    values = {n: draw.standard_normal(s, np.float32) for n, s in model["shapes"].items()}
+    folder.mkdir()
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model["config"]))
+    return values

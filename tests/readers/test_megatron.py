@@ -31,12 +31,15 @@ def test_a_model_of_tp2_pp2(foreign: Path) -> None:
     reader.tensors(reader.names)
 
 
-def test_to_hugging_face(foreign: Path, tmp_path: Path, cli: Cli) -> None:
-    layout = str(foreign / "megatron-tp2pp2" / "dist.lay")
+@pytest.mark.parametrize("source", ["dist.lay", "megatron.dist", ""])
+def test_to_hugging_face(foreign: Path, tmp_path: Path, cli: Cli, source: str) -> None:
+    """By a program, by a shipped layout, or by the one that the files hint at."""
+    layout = str(foreign / "megatron-tp2pp2" / source) if source == "dist.lay" else source
+    said = ["--from", layout] if source else []
+    said += [] if source == "dist.lay" else ["-e", "let kv = 2"]
+    said += ["-e", "let v = 128"] if source == "megatron.dist" else []
     target = str(tmp_path / "hf")
-    found = cli(
-        "reshard", str(foreign / MODEL), target, "--from", layout, "--to", "hf.llama", "--format=hf"
-    )
+    found = cli("reshard", str(foreign / MODEL), target, "--to", "hf.llama", "--format=hf", *said)
     assert found.code == 0, found.err
     wanted = np.load(foreign / "megatron-tp2pp2" / "expected-hf.npz")
     values = load_file(tmp_path / "hf" / "model.safetensors")
@@ -47,9 +50,14 @@ def test_to_hugging_face(foreign: Path, tmp_path: Path, cli: Cli) -> None:
 def test_weights_and_moments_of_the_distributed_optimizer(
     foreign: Path, tmp_path: Path, cli: Cli
 ) -> None:
+    """By a program of 22 lines; the shipped layouts do the same, and there and back."""
     layout = str(foreign / "megatron-tp2pp2-opt" / "opt.lay")
-    target = str(tmp_path / "root")
+    target, other, back = (str(tmp_path / n) for n in ("root", "other", "back"))
     source = str(foreign / OPTIMIZER)
+    shipped = cli("reshard", source, other, "--to", "hf.llama", "-e", "let kv = 2")
+    assert shipped.code == 0, shipped.err
+    assert cli("reshard", other, back, "--to", "megatron.dist").code == 0
+    assert cli("diff", source, back).code == 0
     found = cli("reshard", source, target, "--from", f"{layout}:dist", "--to", f"{layout}:hf")
     assert found.code == 0, found.err
     wanted = np.load(foreign / "megatron-tp2pp2-opt" / "expected-hf.npz")

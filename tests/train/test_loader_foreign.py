@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ckptd.errors import MismatchError, NotFoundError
 from ckptd.train import Checkpointer
+from tests.readers.opening import write_model
 
 
 class Net(nn.Module):
@@ -113,3 +115,23 @@ def test_another_root_is_only_read(tmp_path: Path) -> None:
     assert sorted(p for p in tmp_path.joinpath("a").rglob("*") if "lease" not in str(p)) == [
         p for p in there if "lease" not in str(p)
     ]
+
+
+def test_a_job_of_another_layout_needs_none_for_the_source(tmp_path: Path) -> None:
+    """The files hint at theirs; where that is wrong the job's own counts, as without any."""
+    wanted = write_model(tmp_path / "llama")
+    fused = [torch.empty(48, 24) for _ in range(3)]
+    names = (f"decoder.layers.{i}.self_attention.linear_qkv.weight" for i in range(3))
+    state = {"model": dict(zip(names, fused, strict=True))}
+    sizes = "let kv = 2\nlet rep = 2\nmesh M = pp:1 dp:1 tp:1\n"
+    layout = f"{sizes}layout job on M {{ use megatron.gpt }}"
+    name = "model.layers.1.self_attn.{}_proj.weight"
+    q, k, v = (torch.from_numpy(wanted[name.format(x)]).reshape(2, -1, 6, 24) for x in "qkv")
+    with Checkpointer(str(tmp_path / "root"), layout=layout) as ck:
+        ck.load(state, source=tmp_path / "llama", strict=False)
+        assert torch.equal(fused[1], torch.cat([q, k, v], 1).reshape(48, 24))
+        config = tmp_path / "llama" / "config.json"
+        wrong = {**json.loads(config.read_text()), "num_key_value_heads": 3}
+        config.write_text(json.dumps(wrong))
+        with pytest.raises(MismatchError, match="no rule of this layout has any"):
+            ck.load(state, source=tmp_path / "llama", strict=False)

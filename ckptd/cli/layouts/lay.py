@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from cyclopts import App, Parameter
 
@@ -46,11 +46,14 @@ class CheckDocument(Document, frozen=True, kw_only=True, tag="lay check"):
         What was checked.
     findings
         severity (``error`` or ``warning``), code, file, line, column, rule, message, notes.
+    hint
+        The layout and the sizes that foreign files hint at; empty for none.
     """
 
     program: str
     layouts: tuple[str, ...]
     findings: tuple[dict[str, Any], ...]
+    hint: str = ""
 
 
 class FmtDocument(Document, frozen=True, kw_only=True, tag="lay fmt"):
@@ -102,15 +105,21 @@ def check(
     from ckptd.layout.lay.resolve import render
 
     read, names = _programs(program, rule or ())
-    shapes = _shapes(against) if against else None
+    found = _observed(against) if against else None
     findings = []
     for name in names:
-        findings += check_program([read.file], name, observed=shapes)
+        if found is None:
+            findings += check_program([read.file], name)
+        else:
+            sizes = _unsaid(found.sizes, read, name)
+            findings += check_program([read.file], name, observed=found.shapes, sizes=sizes)
     findings = list(dict.fromkeys(findings))
     errors = sum(1 for f in findings if f.severity == "error")
 
     def show_findings(document: CheckDocument) -> None:
         layouts = ", ".join(document.layouts)
+        if document.hint:
+            note(f"the files hint at {document.hint}")
         if not findings:
             print(f"{layouts}: good")
             return
@@ -118,7 +127,10 @@ def check(
         print(f"{layouts}: {errors} errors, {len(findings) - errors} warnings")
 
     document = CheckDocument(
-        program=program, layouts=tuple(names), findings=tuple(f.to_dict() for f in findings)
+        program=program,
+        layouts=tuple(names),
+        findings=tuple(f.to_dict() for f in findings),
+        hint=found.hint if found else "",
     )
     return Reply(document, show_findings, 1 if errors else 0)
 
@@ -136,12 +148,32 @@ def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
     return read, names
 
 
-def _shapes(against: str) -> Mapping[str, Shape]:
-    """Return the shapes of stored tensors."""
+class _Observed(NamedTuple):
+    """Shapes of stored tensors, and what foreign files hint at."""
+
+    shapes: Mapping[str, Shape]
+    sizes: Mapping[str, int]
+    hint: str
+
+
+def _observed(against: str) -> _Observed:
     from ckptd.cli.layouts.resharding import open_stock
+    from ckptd.readers.words import hint_text
 
     with open_stock(against, 0) as stock:
-        return dict(stock.shapes)
+        hint = hint_text(stock.lay if stock.hinted else "", stock.sizes)
+        return _Observed(dict(stock.shapes), dict(stock.sizes), hint)
+
+
+def _unsaid(sizes: Mapping[str, int], read: Any, layout: str) -> dict[str, int]:
+    """Return the sizes that a layout does not say itself."""
+    from ckptd.layout.lay.resolve import resolve_all
+
+    try:
+        own = resolve_all([read.file], layout)[0].sizes
+    except UsageError:
+        own = {}  # the check says what is wrong
+    return {axis: n for axis, n in sizes.items() if axis not in own}
 
 
 @lay.command
@@ -197,7 +229,11 @@ def show(
 
     read = read_program(program, "PROGRAM", lambda run: run.target).with_rules(rule or ())
     resolved = read.resolve()
-    bound = bind_stored(resolved, _shapes(against)) if against else bind_sizes(resolved, {})
+    if against is not None:
+        seen = _observed(against)
+        bound = bind_stored(resolved, seen.shapes, _unsaid(seen.sizes, read, resolved.name))
+    else:
+        bound = bind_sizes(resolved, {})
     found = picture(StoredForm(bound), tensor)
     if svg is not None:
         svg.write_text(drawing(found), encoding="utf-8")

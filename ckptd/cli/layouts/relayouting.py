@@ -199,7 +199,7 @@ def model_of(checkpoint: str, program: str | None, shape: Shape) -> Iterator[Mod
                 own = infer(stock.shapes)
                 named = wrapped(named, own)
             yield Model(stock, own, named if named.resolve().mesh is not None else None)
-        elif stock.lay:
+        elif stock.lay and not stock.hinted:
             yield Model(stock, own, own if own.resolve().mesh is not None else None)
         else:
             yield Model(stock, own, _from_tensors(stock, shape))

@@ -213,7 +213,9 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         )
     for text in d.source_program.sizes:
         note(text)
-    if d.costs is None and d.source_program.kept in _TOLD:
+    # Where hints are other logical tensors, or do not fit, the user has said so.
+    told = ("differs", "hint") if d.source_program.hinted else _TOLD
+    if d.costs is None and d.source_program.kept in told:
         note(f"the source was {_source(d)}")
     if d.dropped:
         note(f"left out: {_counted(d.dropped)}")
@@ -235,6 +237,7 @@ def _source(d: ReshardDocument) -> str:
     """Say which program the source is read with, and whether its own one agrees."""
     p = d.source_program
     by = f"read with {d.source_layout}"
+    kept = "layout that its files hint at" if p.hinted else "kept program"
     match p.kept:
         case "none":
             return f"{by}; it keeps no program to compare with"
@@ -242,15 +245,19 @@ def _source(d: ReshardDocument) -> str:
             return f"{by}, the program that it keeps"
         case "agrees":
             number = "all" if p.compared == p.tensors else f"{p.compared} of"
-            return f"{by}, which agrees with the kept program on {number} {p.tensors} tensors"
+            return f"{by}, which agrees with the {kept} on {number} {p.tensors} tensors"
         case "unlike":
-            return f"{by}; the kept program has other logical tensors: nothing was compared"
+            return f"{by}; the {kept} has other logical tensors: nothing was compared"
         case "differs":
-            return f"{by}, which contradicts the kept program: {p.note}"
+            return f"{by}, which contradicts the {kept}: {p.note}"
         case "unused":
             return "its stored tensors, whatever they are: a recipe cuts them"
+        case "hint" if p.note:
+            return f"{by}; the {kept}, {p.note}"
+        case "hint":
+            return f"{by}, as its files hint"
         case "unreadable":
-            return f"{by}; the kept program was not compared: {p.note}"
+            return f"{by}; the {kept} was not compared: {p.note}"
 
 
 def _show_rules(d: ReshardDocument) -> None:

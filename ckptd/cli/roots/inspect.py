@@ -25,12 +25,12 @@ from ckptd.cli.output import (
 from ckptd.cli.output import time_text as when
 from ckptd.cli.roots.ls import metadata_text
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.format.manifest import ObjectEntry
+from ckptd.format.manifest import ObjectEntry, foreign_sizes
 from ckptd.format.names import CommitName
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.reader import TensorInfo
-from ckptd.readers.words import TensorLayout, object_text, ranks_text
+from ckptd.readers.words import TensorLayout, hint_text, object_text, ranks_text
 from ckptd.root.catalogue import Catalogue
 
 __all__ = [
@@ -154,6 +154,9 @@ class InspectDocument(Document, frozen=True, kw_only=True, tag="inspect"):
         The rest of the checkpoint.
     witness
         Kind of the witness; null when there is none.
+    layout
+        Name of the layout whose program it keeps, or which foreign files hint at, with the sizes
+        that these hint at; empty for none.
     """
 
     root: str
@@ -170,6 +173,7 @@ class InspectDocument(Document, frozen=True, kw_only=True, tag="inspect"):
     files: tuple[FileRow, ...]
     meshes: tuple[MeshRow, ...]
     witness: str | None
+    layout: str = ""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -247,6 +251,7 @@ def describe(
             for m in manifest.meshes
         ),
         witness=manifest.witness.kind if manifest.witness else None,
+        layout=hint_text(manifest.lay, foreign_sizes(manifest)),
     )
 
 
@@ -320,6 +325,8 @@ def _show(document: InspectDocument, depth: int | None, full: bool, *, objects: 
     )
     if d.metadata:
         print(f"metadata: {metadata_text(d.metadata, _TEXT_WIDTH)}")
+    if d.layout:
+        print(f"layout: {d.layout}")
     total = size_text(sum(t.bytes for t in d.tensors))
     print(f"\ntensors: {len(d.tensors)}, {total}")
     if d.tensors:

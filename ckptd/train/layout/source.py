@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.filemap import FileMap
+from ckptd.format.manifest import about_foreign, foreign_sizes
 from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.copies import Composition, compose
 from ckptd.layout.lay.local import LaidTensor
@@ -32,6 +33,8 @@ _log = logging.getLogger("ckptd")
 def source_program(saved: SavedState, given: LayoutProgram | None, job: JobLayout) -> LayoutProgram:
     """Return the program of a checkpoint: the one given, the one it keeps, or the job's own.
 
+    What foreign files hint at counts as kept if it fits.
+
     Raises
     ------
     UsageError
@@ -41,8 +44,19 @@ def source_program(saved: SavedState, given: LayoutProgram | None, job: JobLayou
         return given
     manifest = saved.manifest
     if manifest.lay:
-        return read_text(manifest.lay, f"the program of step {manifest.step}")
+        kept = read_text(manifest.lay, f"the program of step {manifest.step}")
+        if not about_foreign(manifest) or _fits(kept, saved):
+            return kept
     return job.program
+
+
+def _fits(hint: LayoutProgram, saved: SavedState) -> bool:
+    try:
+        _Fitted.of(hint, saved)
+    except CkptdError as error:
+        _log.warning("the files hint at %s, which does not fit: %s", hint.layout, error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,9 @@ class _Fitted:
         names = _sorted(everything, NameTemplates(resolved), Matcher(resolved, stored=True))
         table = saved.manifest.tensors
         shapes = {n: table[i].shape for n, i in names.tensors.items()}
-        return cls(bind_stored(resolved, shapes), spelling, names)
+        sizes = foreign_sizes(saved.manifest)
+        unsaid = {axis: n for axis, n in sizes.items() if axis not in resolved.sizes}
+        return cls(bind_stored(resolved, shapes, unsaid), spelling, names)
 
 
 class LaidSource:
@@ -130,8 +146,8 @@ class LaidSource:
             kind ``lay-kept``: they take an element for two different ones.
         """
         manifest = self.saved.manifest
-        if not manifest.lay:
-            return
+        if not manifest.lay or about_foreign(manifest):
+            return  # a hint is a guess, and the user's word goes before it
         try:
             kept = read_text(manifest.lay, f"the program of step {manifest.step}")
             bound = _Fitted.of(kept, self.saved).bound

@@ -1,0 +1,135 @@
+"""What the files of a model say of its layout: a shipped one by name, and sizes that shapes hide.
+
+A hint is a program as a checkpoint keeps it: the line ``# layout NAME``, and statements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptd.errors import CorruptError
+from ckptd.format.strictjson import parse_json
+from ckptd.readers.base import Listing
+from ckptd.readers.pickles import PickledObject
+
+__all__ = ["LAYOUTS", "Hints", "config_hints", "megatron_hints"]
+
+LAYOUTS: Mapping[str, str] = {
+    "deepseek_v3": "hf.deepseek_v3",
+    "gpt2": "hf.gpt2",
+    "gpt_neox": "hf.neox",
+    "gpt_oss": "hf.gpt_oss",
+    "llama": "hf.llama",
+    "mistral": "hf.llama",
+    "mixtral": "hf.mixtral",
+    "qwen2": "hf.qwen2",
+    "qwen3": "hf.qwen3",
+    "qwen3_moe": "hf.qwen3_moe",
+}
+"""Shipped layouts by the ``model_type`` of a configuration."""
+
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 22
+_HEADS_ARE_N = ("deepseek_v3", "gpt2", "gpt_neox")
+_WITH_BIASES = ("gpt_oss", "gpt2", "gpt_neox", "qwen2")
+
+Hints = tuple[str, dict[str, int]]
+"""A program, or "" for none, and sizes."""
+
+
+def config_hints(names: Listing) -> Hints:
+    """Return what the ``config.json`` of a model of Hugging Face says.
+
+    There is no program for what no shipped layout has: quantized weights, biases that a model of
+    this type has not by default, other mixes of dense layers and experts.
+    """
+    if _CONFIG not in names.names:
+        return "", {}
+    try:
+        config = parse_json(names.read(_CONFIG, _MAX_CONFIG_BYTES))
+        kind = config.get("model_type")
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        groups = config.get("num_key_value_heads") or heads
+        hidden = config.get("hidden_size", config.get("n_embd"))
+        width = config.get("head_dim") or (hidden // heads if hidden and heads else None)
+        program = _program(config, LAYOUTS.get(kind, "")) if isinstance(kind, str) else ""
+    except (CorruptError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        return "", {}
+    sizes = {"kv": groups, "hd": width, **({"n": heads} if kind in _HEADS_ARE_N else {})}
+    return program, _counts(sizes)
+
+
+def _program(config: Mapping[str, Any], layout: str) -> str:
+    kind = config["model_type"]
+    biases = config.get("attention_bias") and kind not in _WITH_BIASES
+    if not layout or biases or config.get("mlp_bias") or config.get("quantization_config"):
+        return ""
+    if kind == "qwen3_moe" and (config.get("mlp_only_layers") or _steps(config) != 1):
+        return ""
+    if kind != "deepseek_v3":
+        return _text(layout)
+    dense, main = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
+    found = _counts({"main": main})
+    if not found or type(dense) is not int or dense < 0 or not config.get("q_lora_rank"):
+        return ""
+    return _text(layout, dense=dense, **found)
+
+
+def _steps(config: Mapping[str, Any]) -> object:
+    return config.get("decoder_sparse_step", 1)
+
+
+_DIST = ("megatron.dist", "megatron.moe.dist")
+_NUMBERED = re.compile(r"decoder\.layers\.[0-9]+\.")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ARGS = "args"
+_STRANGE = (
+    *("bias", "q_layernorm", "k_layernorm", "linear_q_", "linear_kv_", "shared_experts"),
+    *("optimizer.distributed.", "chained_"),
+)
+"""Parts of names that no shipped layout has: latent attention, buckets without names."""
+_DENSE_NORM = "linear_fc1.layer_norm_weight"
+"""Where Megatron's own layers keep the norm before experts."""
+
+
+def megatron_hints(shapes: Mapping[str, tuple[int, ...]], common: object) -> Hints:
+    """Return what names, and the arguments of the job that wrote, say of a torch_dist.
+
+    Words that the vocabulary was filled up with are known where the arguments say them; else all
+    rows count.
+
+    Parameters
+    ----------
+    shapes
+        Of all tensors.
+    common
+        The common state.
+    """
+    experts = any(".experts." in n for n in shapes)
+    layout = _DIST[experts]
+    if any(n.endswith((".weight_w", ".weight_v")) for n in shapes):
+        layout += ".single"
+    elif any(map(_NUMBERED.match, shapes)):
+        layout += ".layers"
+    rows = shapes.get(_EMBEDDING, ())[:1]
+    strange = (*_STRANGE, _DENSE_NORM) if experts else _STRANGE
+    if not rows or any(part in name for name in shapes for part in strange):
+        return "", {}
+    args = common.get(_ARGS) if isinstance(common, dict) else None
+    said = args.fields if isinstance(args, PickledObject) else {}
+    grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
+    words = said.get("vocab_size")
+    padded = type(words) is int and 0 < words <= rows[0]
+    found = {"kv": said.get(grouped), "hd": said.get("kv_channels")}
+    found["v"] = words if padded else rows[0]
+    return _text(layout, vpad=rows[0]), _counts(found)
+
+
+def _text(layout: str, **lets: int) -> str:
+    return "".join([f"# layout {layout}\n", *(f"let {k} = {v}\n" for k, v in lets.items())])
+
+
+def _counts(found: Mapping[str, object]) -> dict[str, int]:
+    return {k: v for k, v in found.items() if type(v) is int and 0 < v < 1 << 31}
