@@ -101,7 +101,7 @@ def _sections(ranks: Iterable[str]) -> Mapping[str, str]:
     """
     if len({_RANK.sub("", file) for file in ranks}) < 2:
         return {}
-    return {file: "optim." for file in ranks if _OPTIMIZER.search(file)}
+    return {file: "optimizer." for file in ranks if _OPTIMIZER.search(file)}
 
 
 def candidates(names: Listing) -> list[str]:

@@ -52,7 +52,7 @@ EVERYTHING = "."
 """The section that is the whole checkpoint."""
 
 _DEFAULT_SECTION = "model"
-_STATES = "optim."
+_STATES = ("optim.", "optimizer.")
 _CAST = ("float64", "float32", "bfloat16", "float16")
 _MOST_NAMED = 8
 
@@ -190,7 +190,7 @@ def plan_export(
 def _states(reader: CheckpointReader) -> Callable[[str], bool]:
     """Return what tells the names of optimizer state from those of weights."""
     groups = [o.name for o in reader.entries if o.kind == "groups"]
-    prefixes = tuple({_STATES, *(n.removesuffix("groups") for n in groups if n != "groups")})
+    prefixes = tuple({*_STATES, *(n.removesuffix("groups") for n in groups if n != "groups")})
     layout = _layout(reader)
     templates = None if layout is None else NameTemplates(layout)
 

@@ -112,7 +112,7 @@ def test_dtensors_of_fsdp_over_tensor_parallel(ranks: Path) -> None:
     assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
     assert reader.layout("layers.0.up.weight").words == "rows / 4 (6+5+6+5)"
     assert reader.layout("layers.0.down.weight").words == "grid 2 x 2"
-    assert "optim.state.0.exp_avg" in reader.names
+    assert "optimizer.state.0.exp_avg" in reader.names
 
 
 def test_weights_of_ranks_are_exported_without_the_optimizer(
@@ -151,9 +151,10 @@ def test_sharded_tensors_of_fsdp1(fsdp1: Path) -> None:
     reader = open_reader(fsdp1)
     wanted = np.load(fsdp1 / "expected.npz")
     assert len(wanted) == 15
-    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    named = {f"optimizer.{n}" if n.startswith("state.") else n: wanted[n] for n in wanted}
+    assert all(reader.tensor(n).tobytes() == named[n].tobytes() for n in named)
     assert reader.layout("0.weight").words == "rows / 4 (2+2+2+1)"
-    assert reader.objects()["param_groups.0.lr"] == 0.01
+    assert reader.objects()["optimizer.param_groups.0.lr"] == 0.01
 
 
 def test_flat_parameters_of_fsdp1(foreign: Path) -> None:
