@@ -3,7 +3,8 @@
 A rank of ZeRO holds parts of parameters end to end in flat buffers, group by group; the files of
 the model say which parameters in which order. Stage 3 cuts each parameter over the ranks; stages 1
 and 2 cut the whole buffer. Tensors are the 32-bit weights under the names of parameters, and their
-states as ``optim.NAME.STATE``.
+states as ``optim.NAME.STATE``, counters of steps too; groups of the optimizer are values as torch
+has them, ``optim.param_groups.0.lr``, whose ``params`` are names.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.names import MAX_STEP
+from ckptd.layout.grid import strides_of
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
 from ckptd.readers.pickles import PickledTensor, counts, named_values
 from ckptd.readers.torchfiles import TensorAt, load_torch
@@ -28,6 +30,7 @@ _LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _UNIVERSAL = "zero/"
+_OPTIMIZER = "optimizer_state.pt"
 _MOST_GROUPS = 4096
 _SKIPPED = ("optimizer_state_dict", "module", "param_shapes", "optimizer", "buffer_names")
 
@@ -68,9 +71,12 @@ class DeepSpeedReader:
         model = load_torch(names, first)
         objects, left_out = _objects(model.value, names.key(first))
         if _UNIVERSAL in names.names:
-            pieces = list(_universal(names))
+            pieces, optimizer = _universal(names, model, first)
         else:
-            pieces = list(_flat(names, model, first))
+            pieces, optimizer = _flat(names, model, first)
+        if optimizer is not None:
+            pieces += _steps(model.value, names, optimizer)
+            _add_groups(objects, left_out, model.value, names, optimizer)
         steps = objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
         return Foreign(pieces, objects, left_out, step=step, has_sections=False)
@@ -98,8 +104,14 @@ def _objects(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
 # -- the universal form ----------------------------------------------------------------------------
 
 
-def _universal(names: Listing) -> Iterator[ForeignPiece]:
+def _universal(
+    names: Listing, model: TorchZip, of_model: str
+) -> tuple[list[ForeignPiece], _Optimizer | None]:
     zero = names.inside(_UNIVERSAL)
+    groups = _groups(model.value, names) if "param_shapes" in model.value else []
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    whole: dict[str, ForeignPiece] = {}
+    trained: set[str] = set()
     for folder in zero.folders:
         parameter = zero.inside(folder)
         for file in parameter.ending(".pt"):
@@ -108,11 +120,102 @@ def _universal(names: Listing) -> Iterator[ForeignPiece]:
             if not isinstance(value, PickledTensor):
                 continue
             state, name = file.removesuffix(".pt"), folder.removesuffix("/")
-            name = name if state == "fp32" else f"optim.{name}.{state}"
-            key = parameter.key(file)
-            at = TensorAt(found, value, key)
-            box = Box.whole(value.shape)
-            yield ForeignPiece(name, value.dtype, value.shape, box, key, at)
+            key, shape = parameter.key(file), shapes.get(name, value.shape)
+            if value.shape and value.shape != shape:
+                # Stage 3 leaves them flat.
+                if value.strides != (1,) or value.shape[0] != math.prod(shape):
+                    raise MismatchError(
+                        "a file and the shapes of parameters disagree",
+                        kind="bad-pieces",
+                        where=key,
+                        wanted=shape,
+                        found=value.shape,
+                    )
+                strides = strides_of(shape)
+                value = PickledTensor(value.storage, value.offset, shape, strides, value.dtype)
+            if state != "fp32":
+                trained.add(name)
+                name = f"optim.{name}.{state}"
+            at, box = TensorAt(found, value, key), Box.whole(value.shape)
+            whole[name] = ForeignPiece(name, value.dtype, value.shape, box, key, at)
+    # A tied weight has a folder of its own at stages 1 and 2, with values of a narrower type.
+    for name, aliases in _tied(model.value, trained, names.where).items():
+        whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
+    # What has no folder is where the ranks left it.
+    rest = (*_weights(names.key(of_model), model, whole), *_frozen(names, model, of_model))
+    pieces = [*whole.values(), *(p for p in rest if p.name not in whole)]
+    optimizer = None
+    if _OPTIMIZER in zero.names:
+        optimizer = _Optimizer.of(load_torch(zero, _OPTIMIZER), zero.key(_OPTIMIZER))
+    return pieces, optimizer
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """States and groups of torch's optimizer in a file; a state is that of a group of shapes."""
+
+    key: str
+    found: TorchZip
+    states: Sequence[Any]
+    groups: Sequence[Any]
+
+    @classmethod
+    def of(cls, found: TorchZip, key: str) -> _Optimizer:
+        """Take it from the file of a rank, or the one of the universal form."""
+        top = found.value if isinstance(found.value, dict) else {}
+        state = top.get("optimizer_state_dict", top)
+        for inner in ("base_optimizer_state", "optimizer_state_dict"):
+            if isinstance(state, dict) and inner in state:
+                state = state[inner]
+        state = state if isinstance(state, dict) else {"state": state}
+        states, groups = state.get("state"), state.get("param_groups")
+        states = list(states.values()) if isinstance(states, dict) else states
+        return cls(
+            key,
+            found,
+            states if isinstance(states, list) else (),
+            groups if isinstance(groups, list) else (),
+        )
+
+
+def _steps(value: Any, names: Listing, optimizer: _Optimizer) -> Iterator[ForeignPiece]:
+    """Yield the counter of steps of each parameter, which a group of shapes shares."""
+    for group, state in zip(_groups(value, names), optimizer.states, strict=False):
+        step = state.get("step") if isinstance(state, dict) else None
+        if not isinstance(step, PickledTensor) or step.shape:
+            continue
+        for name in group:
+            at = TensorAt(optimizer.found, step, f"{optimizer.key}: step")
+            box = Box.whole(())
+            yield ForeignPiece(f"optim.{name}.step", step.dtype, (), box, optimizer.key, at)
+
+
+def _add_groups(
+    objects: dict[str, Any],
+    left_out: list[str],
+    value: Any,
+    names: Listing,
+    optimizer: _Optimizer,
+) -> None:
+    """Add the settings of each group as torch's state has them, and names of its parameters."""
+    shapes = _groups(value, names)
+    for number, group in enumerate(optimizer.groups):
+        held = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(held, list) or not all(
+            type(i) is int and 0 <= i < len(shapes) for i in held
+        ):
+            left_out.append(f"optim.param_groups.{number}")
+            continue
+        params = sorted({name for i in held for name in shapes[i]})
+        for key, one in {**group, "params": params}.items():
+            name = f"optim.param_groups.{number}.{key}"
+            try:
+                objects[name] = json_value(one)
+            except MismatchError:
+                left_out.append(name)
 
 
 # -- flat buffers ----------------------------------------------------------------------------------
@@ -130,12 +233,13 @@ class _Rank:
     buffers: Mapping[str, Sequence[PickledTensor]]
 
 
-def _flat(names: Listing, model: TorchZip, of_model: str) -> Iterator[ForeignPiece]:
+def _flat(
+    names: Listing, model: TorchZip, of_model: str
+) -> tuple[list[ForeignPiece], _Optimizer | None]:
     groups = _groups(model.value, names)
     files = {int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n))}
     if not files:
-        yield from _weights(names.key(of_model), model, ())
-        return
+        return list(_weights(names.key(of_model), model, ())), None
     ranks = [_rank(names, rank, file) for rank, file in sorted(files.items())]
     for r in ranks:
         if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
@@ -149,8 +253,8 @@ def _flat(names: Listing, model: TorchZip, of_model: str) -> Iterator[ForeignPie
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
     aliases = {one for further in tied.values() for one in further}
-    yield from _weights(names.key(of_model), model, trained | aliases)
-    yield from _frozen(names, model, of_model)
+    pieces = list(_weights(names.key(of_model), model, trained | aliases))
+    pieces += _frozen(names, model, of_model)
     shares = [] if ranks[0].stage == 3 else _shares(groups, ranks)
     for r in ranks:
         for state, buffers in r.buffers.items():
@@ -163,7 +267,8 @@ def _flat(names: Listing, model: TorchZip, of_model: str) -> Iterator[ForeignPie
                 box, dtype = Box.whole(shape), buffer.dtype
                 for one in (name, *tied.get(name, ())) if not state else (name,):
                     full = f"optim.{one}.{state}" if state else one
-                    yield ForeignPiece(full, dtype, shape, box, r.key, at, (low, high))
+                    pieces.append(ForeignPiece(full, dtype, shape, box, r.key, at, (low, high)))
+    return pieces, _Optimizer.of(ranks[0].found, ranks[0].key)
 
 
 _Groups = Sequence[Mapping[str, tuple[int, ...]]]

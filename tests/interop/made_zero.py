@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.interop.worlds import deepspeed_engine, quiet
 
-__all__ = ["train_and_save"]
+__all__ = ["TAG", "train_and_save"]
 
 TAG = "global_step2"
+CLIENT = {"seen": 7, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 
 
 class Net(nn.Module):
@@ -55,7 +56,7 @@ def train_and_save(
         # DeepSpeed links states to parameters after the step of the first group alone.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    engine.save_checkpoint(folder, tag=TAG, client_state={"seen": 7})
+    engine.save_checkpoint(folder, tag=TAG, client_state=CLIENT)
     out: dict[str, torch.Tensor] = {"table": net.table}
     for name, parameter in net.named_parameters():
         if not parameter.requires_grad:
@@ -66,5 +67,6 @@ def train_and_save(
         for state in ("exp_avg", "exp_avg_sq"):
             found = safe_get_full_optimizer_state(parameter, state)
             out[f"optim.{name}.{state}"] = found.clone()
+        out[f"optim.{name}.step"] = torch.tensor(2.0)
     out["head.weight"] = out["embed.weight"]
     return out

@@ -18,6 +18,8 @@ TAG = "global_step2"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 SHAPES = [{"a.weight": (5, 3), "b.weight": (7,)}, {"a.bias": (4,), "n": ()}]
 RANKS = 3
+GROUPS = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [7]}]
+"""Of torch's optimizer; the second one says what is not there."""
 
 
 @pytest.fixture
@@ -29,12 +31,17 @@ def test_stage_3_is_read_bit_by_bit(zero3: Path) -> None:
     wanted = np.load(zero3 / "expected.npz")
     for folder in (zero3, zero3 / TAG):
         reader = open_reader(folder)
-        assert sorted(reader.names) == sorted(wanted)
         found = reader.tensors(reader.names)
+        steps = {f"optim.{n}.step" for n in found if f"optim.{n}.exp_avg" in found}
+        assert set(found) == {*wanted, *steps}
+        assert [found[n].tolist() for n in steps] == [2.0] * 7
         assert all(found[n].tobytes() == wanted[n].tobytes() for n in wanted)
         assert all(found[n].shape == wanted[n].shape for n in wanted)
         assert reader.commit.step == 2
         assert reader.objects()["seen"] == 7
+        groups = [reader.objects()[f"optim.param_groups.{i}.params"] for i in range(2)]
+        assert groups[1] == ["norm.bias", "norm.weight", "up.bias"]
+        assert reader.objects()["optim.param_groups.1.betas"] == (0.9, 0.999)
         assert reader.layout("up.weight").words == "flat ranges / 2"
         # Nothing has to be said for an export: names of weights are their own.
         plan = plan_export(reader)
@@ -105,7 +112,7 @@ def write(
             "zero_stage": stage,
             "partition_count": [RANKS, RANKS],
             "single_partition_of_fp32_groups": parts,
-            "base_optimizer_state": {"state": state, "param_groups": []},
+            "base_optimizer_state": {"state": state, "param_groups": GROUPS},
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / OPTIM.format(rank))
     return weights
@@ -124,8 +131,13 @@ def test_stages_1_and_2(tmp_path: Path, stage: int, lean: bool) -> None:
             assert found[f"optim.{name}.{state}"].tobytes() == (tensor * factor).numpy().tobytes()
     assert found["tied"].tobytes() == weights["a.weight"].numpy().tobytes()
     assert found["frozen"].tolist() == [0, 1, 2]
-    assert len(found) == 3 * len(weights) + 2
+    steps = [found[f"optim.{name}.step"].tolist() for name in weights]
+    assert steps == [9.0] * len(weights)
+    assert len(found) == 4 * len(weights) + 2
     assert reader.commit.step == 9
+    assert reader.objects()["optim.param_groups.0.lr"] == 0.1
+    assert reader.objects()["optim.param_groups.0.params"] == ["a.weight", "b.weight"]
+    assert "optim.param_groups.1" in reader.manifest.metadata["ckptd.foreign"]["left_out"]
 
 
 def test_a_rank_too_many(tmp_path: Path) -> None:
@@ -168,17 +180,31 @@ def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
 # -- the universal form ----------------------------------------------------------------------------
 
 
-def test_the_universal_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_universal_form(tmp_path: Path, flat: bool) -> None:
+    """Stage 3 leaves its parameters flat, and in the model's file what is not trained."""
     weights = whole()
-    torch.save({"module": {}, "global_steps": 9}, tmp_path / "mp_rank_00_model_states.pt")
+    model: dict[str, Any] = {"module": {"table": torch.arange(3.0)}, "global_steps": 9}
+    if flat:
+        model["param_shapes"] = [{n: torch.Size(s) for n, s in g.items()} for g in SHAPES]
+        model["shared_params"] = {"tied": "a.weight"}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     for name, tensor in weights.items():
         folder = tmp_path / "zero" / name
         folder.mkdir(parents=True)
         for state, factor in (("fp32", 1), ("exp_avg", 2)):
-            torch.save({"param": tensor * factor, "cat_dim": 0}, folder / f"{state}.pt")
+            value = (tensor * factor).reshape(-1) if flat else tensor * factor
+            torch.save(value if flat else {"param": value, "cat_dim": 0}, folder / f"{state}.pt")
         torch.save(9, folder / "step.pt")
     reader = open_reader(tmp_path)
     for name, tensor in weights.items():
-        assert reader.tensor(name).tobytes() == tensor.numpy().tobytes()
-        assert reader.tensor(f"optim.{name}.exp_avg").tobytes() == (tensor * 2).numpy().tobytes()
-    assert len(reader.names) == 2 * len(weights)
+        found = reader.tensors([name, f"optim.{name}.exp_avg"])
+        assert [t.shape for t in found.values()] == [tuple(tensor.shape)] * 2
+        assert found[name].tobytes() == tensor.numpy().tobytes()
+        assert found[f"optim.{name}.exp_avg"].tobytes() == (tensor * 2).numpy().tobytes()
+    assert reader.tensor("table").tolist() == [0, 1, 2]
+    assert len(reader.names) == 2 * len(weights) + 1 + flat
+    if flat:
+        assert reader.tensor("tied").tobytes() == weights["a.weight"].numpy().tobytes()
+        torch.save(torch.ones(3), tmp_path / "zero" / "a.weight" / "fp32.pt")
+        assert fails(tmp_path).kind == "bad-pieces"
