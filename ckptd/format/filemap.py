@@ -185,8 +185,7 @@ class FileMap:
         file are tabulated once.
         """
         weights = np.zeros(len(self._groups) or 1, dtype=np.int64)
-        self._asked += 1
-        table = self._table if self._asked > _TABULATE_AFTER else None
+        table = self._tabulated()
         if table is None:
             for i, (_, _, _, itemsize) in enumerate(self._groups):
                 weights[i] = itemsize * int(self._pieces(i, file)[1][-1])
@@ -195,6 +194,11 @@ class FileMap:
         lo, hi = np.searchsorted(files, (file, file + 1))
         np.add.at(weights, groups[lo:hi], sizes[lo:hi])
         return weights
+
+    def _tabulated(self) -> tuple[I64, I64, I64] | None:
+        """Return the table once several files were asked for; None before, or if there is none."""
+        self._asked += 1
+        return self._table if self._asked > _TABULATE_AFTER else None
 
     @cached_property
     def _table(self) -> tuple[I64, I64, I64] | None:
@@ -261,24 +265,31 @@ class FileMap:
     def all_data_bytes(self, nfiles: int) -> I64:
         """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces."""
         total = np.zeros(nfiles, dtype=np.int64)
-        tensors = np.bincount(self._group_of, minlength=len(self._groups))
         known, files = -1, np.empty(0, dtype=np.int64)
         for i in sorted(range(len(self._groups)), key=lambda i: self._groups[i][1::-1]):
             grid, owners, base, itemsize = self._groups[i]
             if owners != known:
                 known, files = owners, self.owners[owners].array()
             held = files != ABSENT
-            weight = int(tensors[i]) * itemsize
+            weight = int(self._tensors_of[i]) * itemsize
             np.add.at(total, files[held] + base, self.numels(grid)[held] * weight)
         return total
 
     def nchunks(self, file: int) -> int:
         """Number of chunks of `file`."""
-        tensors = np.bincount(self._group_of, minlength=len(self._groups))
+        table = self._tabulated()
+        if table is not None:
+            lo, hi = np.searchsorted(table[0], (file, file + 1))
+            return int(self._tensors_of[table[1][lo:hi]].sum())
         return sum(
             int(n) * len(self._pieces(i, file)[0])
-            for i, n in zip(range(len(self._groups)), tensors, strict=False)
+            for i, n in zip(range(len(self._groups)), self._tensors_of, strict=False)
         )
+
+    @cached_property
+    def _tensors_of(self) -> I64:
+        """Number of tensors of each group."""
+        return np.bincount(self._group_of, minlength=len(self._groups))
 
     def locate(self, tensor: int, piece: int) -> tuple[int, int, int]:
         """Return ``(file, start, end)`` of a piece; the file is `ABSENT` when no rank holds it."""
@@ -294,19 +305,17 @@ class FileMap:
         """Return every chunk of `file`, in file order."""
         out: list[ChunkRef] = []
         position = 0
-        for tensor in map(int, self.order):
-            grid, itemsize = self.grid_of(tensor), self.dtypes[tensor].itemsize
-            for p in self._pieces(int(self._group_of[tensor]), file)[0]:
-                piece = grid.piece(int(p))
-                end = position + piece.numel * itemsize
-                out.append(ChunkRef(tensor, piece, position, end))
-                position = end
+        for tensor, number in zip(*(v.tolist() for v in self.chunk_numbers(file)), strict=True):
+            piece = self.grid_of(tensor).piece(number)
+            end = position + piece.numel * self.dtypes[tensor].itemsize
+            out.append(ChunkRef(tensor, piece, position, end))
+            position = end
         return out
 
     def chunk_numbers(self, file: int) -> tuple[I64, I64]:
         """Return tensor and piece of every chunk of `file`, in file order."""
         here: I64 = np.arange(len(self._groups))
-        if self._table is not None:  # most groups are one scalar each, in one file
+        if self._table is not None:  # most groups are one scalar each, or tensors of one file
             lo, hi = np.searchsorted(self._table[0], (file, file + 1))
             here = np.unique(self._table[1][lo:hi])
         held = [self._pieces(group, file)[0] for group in here.tolist()]
@@ -339,9 +348,9 @@ class FileMap:
     def total_chunks(self) -> int:
         """Number of chunks in all files, in work that grows with the tables and not with pieces."""
         present = [sum(n for first, _, n in o.runs if first != ABSENT) for o in self.owners]
-        tensors = np.bincount(self._group_of, minlength=len(self._groups)).tolist()
         return sum(
-            n * present[owners] for n, (_, owners, _, _) in zip(tensors, self._groups, strict=False)
+            n * present[owners]
+            for n, (_, owners, _, _) in zip(self._tensors_of.tolist(), self._groups, strict=False)
         )
 
     @cached_property

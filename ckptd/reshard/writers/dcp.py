@@ -146,14 +146,16 @@ class DcpPlace:
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the objects, and the metadata."""
-        values = {path: torch_file(value) for path, value in self._objects.items()}
-        starts = list(accumulate((_aligned(len(raw)) for raw in values.values()), initial=0))
-        file = b"".join(raw.ljust(_aligned(len(raw)), b"\0") for raw in values.values())
-        spans = {
-            path: (start, len(raw))
-            for (path, raw), start in zip(values.items(), starts, strict=False)
-        }
-        last = [(_OBJECTS, file)] if file else []
+        spans: dict[KeyPath, tuple[int, int]] = {}
+        known: dict[bytes, tuple[int, int]] = {}
+        file = bytearray()
+        for path, value in self._objects.items():
+            raw = torch_file(value)
+            if raw not in known:  # settings of a group are often the same for all parameters
+                known[raw] = len(file), len(raw)
+                file += raw.ljust(_aligned(len(raw)), b"\0")
+            spans[path] = known[raw]
+        last = [(_OBJECTS, bytes(file))] if file else []
         return [*last, (_METADATA, self._metadata(spans))]
 
     def _metadata(self, objects: Mapping[KeyPath, tuple[int, int]]) -> bytes:

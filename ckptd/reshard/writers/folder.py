@@ -40,7 +40,7 @@ _PARTIAL = ".partial"
 _OTHERS = re.compile(
     r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?"
     r"|\.metadata|.*\.distcp"
-    r"|latest|latest_universal|latest_checkpointed_iteration\.txt|zero/|.*model_states\.pt"
+    r"|latest|latest_universal|global_step[0-9]+_universal/|latest_checkpointed_iteration\.txt|zero/|.*model_states\.pt"
 )
 """Names that a checkpoint of some format has."""
 
@@ -286,8 +286,13 @@ class FolderJob:
         """Refuse a folder with a checkpoint, unless it is ours that was killed as it got names."""
         if (self._folder / self._partial.folder / PARTS).exists():
             return
-        found = [n for n in store.children() if n == ROOT_MARKER or _OTHERS.fullmatch(n)]
-        found += [n for n in store.children() if n not in found and self._place.is_mine(n)]
+        found = [
+            name
+            for name in store.children()
+            if name == ROOT_MARKER or _OTHERS.fullmatch(name) or self._place.is_mine(name)
+            # A folder of files that never got their names is no checkpoint.
+            if not all(n.endswith(_PARTIAL) for n in _below(store, name))
+        ]
         others = [n for n in found if n == ROOT_MARKER or not self._place.is_mine(n)]
         if others:
             raise RefusedError(
@@ -313,12 +318,12 @@ class FolderJob:
             store.delete([name])
         mine = [n for n in store.children() if self._place.is_mine(n) and n not in names]
         old = {n for m in mine for n in _below(store, m) if self._place.is_mine(n)}
-        store.delete(sorted(old - names))
+        store.delete(sorted(n for n in old - names if not n.endswith(_PARTIAL)))
         for number in files:
             path = self._folder / self._place.name(number)
             partial = self._folder / self._partial.path(number)
             with writing(str(path)):
-                if partial.exists():
+                if partial.exists() or not path.exists():
                     os.replace(partial, path)
         store.sync("")
         for name, raw in last:

@@ -16,12 +16,13 @@ from ckptd.layout.lay.resolve import Resolved
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain
 
-__all__ = ["KeyPath", "StateKeys", "StateObjects", "nested", "objects_of"]
+__all__ = ["KeyPath", "StateKeys", "StateObjects", "nested", "objects_of", "split_groups"]
 
 KeyPath = tuple[str | int, ...]
 """Keys of nested dicts, and numbers in lists, from the outside in."""
 
-_GROUPS = "param_groups"
+_GROUPS, _PARAMS = "param_groups", "params"
+_TITAN = "optimizer.state.{name}.{state}"
 
 
 class StateKeys:
@@ -108,8 +109,9 @@ class StateObjects:
 def objects_of(assembled: Assembled, states: str) -> StateObjects:
     """Return the objects of a target as plain values.
 
-    Groups of an optimizer are as torch has them, ``param_groups`` beside ``state``. A value of each
-    rank is a list of them.
+    Groups of an optimizer are as torch has them, ``param_groups`` beside ``state``; where states
+    are named as torchtitan's, which flattens groups, each parameter has settings of its own. A
+    value of each rank is a list of them.
 
     Parameters
     ----------
@@ -130,15 +132,45 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
             left_out.append(entry.name)
             continue
         if entry.kind == "groups" and isinstance(value, list):
-            above = states.partition("{name}")[0].rstrip(".")
-            top = above.removesuffix("state").rstrip(".")
-            keys = tuple(top.split(".")) if top else ()
-            for number, group in enumerate(value):
-                for key, found in group.items():
-                    values[(*keys, _GROUPS, number, str(key))] = found
+            values |= _groups(value, states)
         else:
             values[_keys(entry.name)] = value
     return StateObjects(values, left_out)
+
+
+def _groups(groups: Sequence[dict[str, Any]], states: str) -> dict[KeyPath, Any]:
+    """Return the settings of an optimizer's groups by their keys."""
+    above = states.partition("{name}")[0].rstrip(".")
+    top = above.removesuffix("state").rstrip(".")
+    keys = tuple(top.split(".")) if top else ()
+    if states != _TITAN:
+        return {
+            (*keys, _GROUPS, number, str(key)): value
+            for number, group in enumerate(groups)
+            for key, value in group.items()
+        }
+    return {
+        (*keys, f"{_GROUPS}.{param}.{key}"): value
+        for group in groups
+        for param in group[_PARAMS]
+        for key, value in group.items()
+        if key != _PARAMS
+    }
+
+
+def split_groups(
+    values: Mapping[KeyPath, Any],
+) -> tuple[list[dict[str, Any]], dict[KeyPath, Any]]:
+    """Return the groups of an optimizer, in order, and the other values."""
+    groups: dict[int, dict[str, Any]] = {}
+    others: dict[KeyPath, Any] = {}
+    for path, value in values.items():
+        number = path[-2] if len(path) > 2 and path[-3] == _GROUPS else None
+        if isinstance(number, int):
+            groups.setdefault(number, {})[str(path[-1])] = value
+        else:
+            others[path] = value
+    return [groups[n] for n in sorted(groups)], others
 
 
 def _keys(name: str) -> KeyPath:

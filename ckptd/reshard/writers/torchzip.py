@@ -173,6 +173,10 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> TorchFrame:
     return TorchFrame(StorageTensor("0", dtype, shape), [size])
 
 
-def torch_file(value: Any) -> bytes:
-    """Return a whole file of plain values."""
-    return TorchFrame(value).head
+def torch_file(value: Any, storages: Sequence[bytes] = ()) -> bytes:
+    """Return a whole file of plain values, and small storages that they refer to."""
+    joints = TorchJoints(TorchFrame(value, [len(raw) for raw in storages]))
+    parts = [joints.head]
+    for number, raw in enumerate(storages):
+        parts += [raw, joints.after(number, zlib.crc32(raw))]
+    return b"".join(parts)

@@ -87,6 +87,22 @@ def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> N
     assert cli("diff", str(folder), str(back)).code == 0
 
 
+def test_torchtitan_asks_for_the_settings_of_each_parameter(tmp_path: Path) -> None:
+    with open_store(tmp_path / "source") as store:
+        objects = [ObjectEntry("optim.groups", kind="groups", value=groups())]
+        save(store, values(), objects=objects)
+    write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:2", "use names.titan")
+    state: dict[str, Any] = {
+        "optimizer": {
+            "state.lm_head.weight.step": torch.zeros(()),
+            "param_groups.lm_head.weight.lr": 0.0,
+            "param_groups.model.norm.weight.lr": 0.0,
+        }
+    }
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert list(state["optimizer"].values()) == [7, 0.1, 0.2]
+
+
 class Net(nn.Module):
     """Two layers, whose sizes nothing divides."""
 
@@ -144,8 +160,7 @@ def test_fsdp2_and_tensor_parallelism_load_it(tmp_path: Path, cli: Cli) -> None:
     optimizer = trained(model)
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         ck.save(3, {"model": model, "optim": optimizer})
-    names = 'stored "model.{name}" states "optim.state.{name}.{state}"'
-    args = ["--to", "fsdp", "-e", "mesh fsdp = dp:3", "-e", names, "--format", "dcp"]
+    args = ["--to", "fsdp", "-e", "mesh fsdp = dp:3", "-e", "use names.dcp", "--format", "dcp"]
     done = cli("reshard", str(tmp_path / "root"), str(tmp_path / "out"), *args)
     assert done.code == 0, done
     weights, states = get_state_dict(model, optimizer)

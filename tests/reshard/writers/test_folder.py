@@ -20,6 +20,7 @@ from ckptd.reshard.writers import folder as folders
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
+from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.store import open_store
 from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.store.fault import Fault
@@ -41,6 +42,8 @@ def job(kind: str, source: Path, out: Path, *, force: bool = False) -> Iterator[
         place: FolderPlace
         if kind == "dcp":
             place = DcpPlace(found.assembled, found.expected)
+        elif kind == "universal":
+            place = UniversalPlace(found.assembled, found.expected)
         else:
             place = HfPlace(found.assembled, found.expected, 100)
         source_of = found.stock.source
@@ -67,6 +70,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def tensors(folder: Path) -> dict[str, Array]:
+    if any(folder.glob("global_step*")):
+        if not (folder / "latest_universal").exists():
+            raise NotFoundError("DeepSpeed looks for latest_universal")
+        folder = folder / (folder / "latest_universal").read_text()
     reader = open_reader(folder)
     return reader.tensors(reader.names)
 
@@ -76,7 +83,7 @@ def same(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
 
 
 @sampled(3)
-@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("kind", ["hf", "dcp", "universal"])
 def test_death_at_every_operation(
     kind: str, every: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,180 @@
+"""DeepSpeed's universal folder, which ``load_universal`` loads on any number of ranks.
+
+Each parameter has a folder with a file for its 32-bit weight and one for each of its states, whole.
+What counts for all is in ``zero/optimizer_state.pt`` and in the file of the model, which DeepSpeed
+calls another way for stage 3: both names are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ckptd.errors import UsageError
+from ckptd.format.filemap import FileMap
+from ckptd.layout.grid import whole
+from ckptd.layout.lay.matching import NameTemplates
+from ckptd.layout.owners import single_owner
+from ckptd.reshard.execute import FileDraft
+from ckptd.reshard.plan import ChunkFeed
+from ckptd.reshard.target import Assembled
+from ckptd.reshard.verify import Expected
+from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
+from ckptd.reshard.writers.pickling import StorageTensor
+from ckptd.reshard.writers.states import nested, objects_of, split_groups
+from ckptd.reshard.writers.torchzip import TorchFrame, TorchJoints, torch_file
+from ckptd.store.base import is_segment
+
+__all__ = ["UniversalPlace"]
+
+_LATEST = "latest_universal"
+_WEIGHT, _STEP = "fp32", "step"
+_TAG = re.compile(r"global_step[0-9]+_universal/(.*)", re.DOTALL)
+_VERSION = "0.19.8"
+"""The DeepSpeed whose form this is; it refuses files without one."""
+_UNIVERSAL_VERSION = 0.4
+_MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+_OPTIMIZER = "optimizer_state.pt"
+_LEAST_GROUPS = 64
+"""DeepSpeed loads as many groups of its optimizer as it finds settings for, so there are empty ones
+for groups that the source does not know: they keep their settings."""
+
+
+class UniversalPlace:
+    """Parameters and states of a target, a file each.
+
+    A state that the layout calls ``fp32`` is the weight, where there is one.
+
+    Parameters
+    ----------
+    assembled, expected
+        What is written, and what the source's witness wants to see.
+
+    Raises
+    ------
+    UsageError
+        kind ``lay-rule``: the layout cuts a tensor. kind ``bad-key``: a name is none of a folder.
+        kind ``duplicate-name``.
+    """
+
+    def __init__(self, assembled: Assembled, expected: Mapping[int, Expected]) -> None:
+        composed = assembled.composed
+        layout = composed.composition.target.bound.layout
+        states = composed.composition.target.states
+        templates = NameTemplates(layout)
+        objects = objects_of(assembled, layout.state_names)
+        self._groups, values = split_groups(objects.values)
+        self._common = nested(values)
+        steps = self._common.get("global_steps")
+        self._step = steps if type(steps) is int and steps >= 0 else composed.stock.step
+        self._top = f"global_step{self._step}_universal/"
+        encoded = {o.tensor for o in assembled.target.objects}
+        tables: dict[str, dict[str, int]] = {}
+        names: dict[str, tuple[str, ...]] = {}
+        left_out = [*objects.left_out]
+        for number, tensor in enumerate(assembled.target.tensors):
+            if tensor.name in encoded:
+                continue
+            taken = templates.take(tensor.name)
+            name = taken.name if taken else tensor.name
+            file = _WEIGHT
+            if taken and taken.scalar:
+                file = taken.state
+            elif taken and taken.state:
+                file = states[taken.state]
+            elif taken:
+                others = [t.name for a in tensor.aliases if (t := templates.take(a))]
+                names[name] = (name, *others)
+            found = tables.setdefault(name, {})
+            if file == _WEIGHT and file in found:  # a weight of 32 bits, and what was made of it
+                kept = number if taken and taken.state else found[file]
+                left_out.append(assembled.target.tensors[found[file] + number - kept].name)
+                number = kept
+            found[file] = number
+        self._paths: list[str] = []
+        chosen = ChosenTensors(assembled, expected)
+        self._raw_step = np.float32(self._updates()).tobytes()
+        for name, files in tables.items():
+            for one in names.get(name, (name,)):
+                self._add(chosen, assembled, one, files)
+        self.target = chosen.target(len(self._paths))
+        self.expected: Mapping[int, Expected] = chosen.expected
+        self.left_out: Sequence[str] = left_out
+        self.options = self._top
+
+    def _updates(self) -> int:
+        """Return how many times the optimizer has stepped, where no parameter tells."""
+        skipped = self._common.get("skipped_steps")
+        return max(0, self._step - (skipped if type(skipped) is int else 0))
+
+    def _add(
+        self, chosen: ChosenTensors, assembled: Assembled, name: str, files: Mapping[str, int]
+    ) -> None:
+        """Add the files of a parameter."""
+        if not is_segment(name) or name == _OPTIMIZER:
+            raise UsageError(
+                "a parameter's name is no name of a folder",
+                kind="bad-key",
+                where=name[:200],
+                wanted="letters, digits and ._=+@,%-",
+                hint="rename it in the target's layout",
+            )
+        for file, number in files.items():
+            grid = whole_tensor(assembled, number, "a universal folder")
+            if not is_segment(f"{file}.pt"):
+                raise UsageError("a state's name is none of a file", kind="bad-key", where=file)
+            path = f"{name}/{file}.pt"
+            chosen.add(path, number, grid, single_owner(0), len(self._paths))
+            self._paths.append(path)
+        if len(files) > 1 and _STEP not in files:
+            feed = ChunkFeed(literal=lambda: self._raw_step)
+            path = f"{name}/{_STEP}.pt"
+            base = len(self._paths)
+            chosen.add(
+                path, -1, whole(()), single_owner(0), base, (), lambda piece: feed, "float32"
+            )
+            self._paths.append(path)
+
+    def name(self, number: int) -> str:
+        """Return the name of a file."""
+        return f"{self._top}zero/{self._paths[number]}"
+
+    def draft(self, filemap: FileMap, number: int, key: str) -> FileDraft:
+        """Return a file: its tensor below the key ``param``, but for the number of steps."""
+        tensor = self.target.tensors[number]
+        stored = StorageTensor("0", tensor.dtype, tensor.shape)
+        is_step = self._paths[number].endswith(f"/{_STEP}.pt")
+        value = stored if is_step else {"param": stored}
+        frame = TorchFrame(value, [self.target.sizes[number]])
+        return FileDraft(number, key, frame.head, frame.ends[-1], joints=TorchJoints(frame))
+
+    def is_mine(self, name: str) -> bool:
+        """Tell whether a file, or a folder, is of a universal checkpoint."""
+        return name == _LATEST or _TAG.fullmatch(name) is not None
+
+    def last(self) -> Sequence[tuple[str, bytes]]:
+        """Return what counts for all, and the name of the folder."""
+        step = StorageTensor("0", "float32", ())
+        groups = [*self._groups, *({} for _ in range(_LEAST_GROUPS - len(self._groups)))]
+        optimizer = {
+            "ds_version": _VERSION,
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+        }
+        model = self._common | {
+            "module": {},
+            "mp_world_size": 1,
+            "dp_world_size": 1,
+            "global_steps": self._step,
+            "skipped_steps": self._common.get("skipped_steps", 0),
+            "ds_version": _VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION},
+        }
+        raw = torch_file(model)
+        return [
+            (f"{self._top}zero/{_OPTIMIZER}", torch_file(optimizer, [self._raw_step])),
+            *((self._top + name, raw) for name in _MODELS),
+            (_LATEST, self._top[:-1].encode()),
+        ]
