@@ -7,40 +7,43 @@ out of that. Replicas are compared, combined or chosen, as the rules say.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.clip import clip, restride
-from ckptd.layout.grid import strides_of
+from ckptd.layout.grid import Axis, Grid, strides_of
 from ckptd.layout.lay.bind import bind_ranks
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
 from ckptd.layout.lay.matching import Matcher, NameTemplates
+from ckptd.layout.lay.replicated import ReplicatedPart, ReplicatedParts
 from ckptd.layout.lay.resolve import MeshShape, Resolved
-from ckptd.layout.lay.ruleform import RuleForm, Who
+from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
-from ckptd.layout.lay.syntax import Average, NameIndex, Replicas, Text, show_name
+from ckptd.layout.lay.syntax import Average, NameIndex, Text, show_name
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import rank_files
-from ckptd.reshard.plan import Take
+from ckptd.reshard.plan import ChunkFeed, Take
+from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.root.index import Index
 from ckptd.store.base import Store
-from ckptd.types import ByteRange, DType
+from ckptd.types import DType
 
 __all__ = ["RankFilePattern", "open_ranks", "rank_file_pattern"]
 
-_SLAB_BYTES = 16 << 20
+_MOST_COMPARED = 4096
+"""Parts of tensors that are read and compared side by side; each costs a few hundred bytes."""
 _MAX_FILES = 1 << 20
 
 _Where = tuple[int, tuple[LocalPiece, ...]]
@@ -124,55 +127,127 @@ class _Ranks:
             for block in blocks
             for one in restride(_shifted(block, skip), found.box.shape, strides, base)
         ]
-        out = [
+        return Take(number, 0, tuple(b for one in moved for b in self._in_file(one, parts)))
+
+    def _in_file(self, block: Block, parts: Sequence[LocalPiece]) -> list[Block]:
+        """Return a copy out of a rank-local tensor as copies out of the tensor of a file."""
+        return [
             _shifted(inside, part.at - part.lo)
-            for one in moved
             for part in parts
-            for inside in clip(one, "source", part.lo, part.hi)
+            for inside in clip(block, "source", part.lo, part.hi)
         ]
-        return Take(number, 0, tuple(out))
 
     # -- replicas ------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        """Compare local tensors that different files hold as replicas of one another.
+        """Compare what several files hold of one tensor, a whole one or a part.
 
         Raises
         ------
         CorruptError
             kind ``replicas-differ``: names the tensor and two of its ranks.
         """
-        groups: dict[tuple[TensorKey, Who], dict[int, int]] = {}
-        for rank, held in enumerate(self.places):
-            for key, (number, _) in held.items():
-                rule = self.form.rules[key[0]]
-                free = (Average, Replicas)
-                if any(
-                    isinstance(m, free) and getattr(m, "kind", "") != "same"
-                    for m in rule.equation.modifiers
-                ):
-                    continue
-                flat = self.form.packing.flat_of(*key)
-                who = rule.who(self.form.mesh.coordinates(rank))
-                if flat is None:
-                    groups.setdefault((key, who), {}).setdefault(number, rank)
-        for found in groups.values():
-            if len(found) > 1:
-                self._compare(found)
+        held: list[_Replica] = []
+        for found in self._replicas():
+            held += found
+            if len(held) >= _MOST_COMPARED:
+                self._compare(held)
+                held = []
+        self._compare(held)
 
-    def _compare(self, found: Mapping[int, int]) -> None:
-        numbers = list(found)
-        digests = {n: _digest(self.source, n) for n in numbers}
-        for number in numbers[1:]:
-            if digests[number] != digests[numbers[0]]:
+    def _replicas(self) -> Iterator[list[_Replica]]:
+        """Yield what files hold of a part of a tensor, where several files hold it."""
+        parts = ReplicatedParts(self.form)
+        for key in dict.fromkeys(k for held in self.places for k in held):
+            for part in parts.of_tensor(key):
+                # A file may be that of several ranks.
+                ranks = {self.places[r][key][0]: r for r in reversed(part.ranks.tolist())}
+                if len(ranks) > 1:
+                    yield [self._replica(parts, key, part, ranks[n]) for n in sorted(ranks)]
+
+    def _replica(
+        self, parts: ReplicatedParts, key: TensorKey, part: ReplicatedPart, rank: int
+    ) -> _Replica:
+        number, pieces = self.places[rank][key]
+        rule = self.form.rules[key[0]]
+        who = rule.who(self.form.mesh.coordinates(rank))
+        strides = strides_of(rule.local_shape(who))
+        blocks = []
+        for region in flat_regions(parts.boxes(rule, who)[part.cell], part.lo, part.hi):
+            start = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
+            block = Block(region.box.shape, start, strides, region.start, region.strides)
+            blocks += self._in_file(block, pieces)
+        return _Replica(
+            (key, part.cell, part.lo), rank, part.hi - part.lo, Take(number, 0, tuple(blocks))
+        )
+
+    def _compare(self, held: Sequence[_Replica]) -> None:
+        first: dict[object, tuple[_Replica, bytes]] = {}
+        for mine, digest in zip(held, self._digests(held), strict=True):
+            other, wanted = first.setdefault(mine.what, (mine, digest))
+            if digest != wanted:
                 raise CorruptError(
                     "replicas differ between ranks",
                     kind="replicas-differ",
-                    where=self.source.filemap.tensors[number].name,
-                    wanted=f"what rank {found[numbers[0]]} holds",
-                    found=f"other values on rank {found[number]}",
+                    where=self._shown(mine),
+                    wanted=f"what rank {other.rank} holds",
+                    found=f"other values on rank {mine.rank}",
                     hint="if they may differ, say so in the rule: any, or avg(axis)",
                 )
+
+    def _shown(self, replica: _Replica) -> str:
+        name = self.source.filemap.tensors[replica.take.tensor].name
+        (number, indexes, state), cell, _ = replica.what
+        rule = self.form.rules[number]
+        of = self.form.name(rule.global_name(indexes), state)
+        inside = "" if name.endswith(f": {of}") else f", in it {of}"
+        if rule.grid.ncells > 1:
+            box = rule.grid.cell_box(cell)
+            ranges = ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True))
+            inside = f", in it {of}[{ranges}]"
+        return name + inside
+
+    def _digests(self, held: Sequence[_Replica]) -> Iterator[bytes]:
+        """Yield the digest of each replica's bytes, reading all of them in the order of files."""
+        if not held:
+            return
+        reader = ValueReader(
+            self.source,
+            [
+                (
+                    self.source.filemap.dtypes[r.take.tensor].name,
+                    Grid((Axis(((r.numel, 1),)),)),
+                    partial(_feed, ChunkFeed((r.take,))),
+                )
+                for r in held
+            ],
+        )
+        states = [xxhash.xxh3_128() for _ in held]
+        chunks = reader.chunks
+        starts = np.array([c.start for c in chunks], dtype=np.int64)
+        for part in reader.parts():
+            memory = np.zeros(part.hi - part.lo, dtype=np.uint8)
+            reader.read(part, memory)
+            first = max(0, int(np.searchsorted(starts, part.lo, "right")) - 1)
+            for chunk in chunks[first : int(np.searchsorted(starts, part.hi, "left"))]:
+                lo, hi = max(chunk.start, part.lo), min(chunk.end, part.hi)
+                if lo < hi:
+                    states[chunk.tensor].update(memory[lo - part.lo : hi - part.lo].data)
+        for state in states:
+            yield state.digest()
+
+
+class _Replica(NamedTuple):
+    """What a rank holds of a part of a tensor: tensor, cell and where in it; how to read it."""
+
+    what: tuple[TensorKey, int, int]
+    rank: int
+    numel: int
+    take: Take
+
+
+def _feed(found: ChunkFeed, piece: int) -> ChunkFeed:
+    return found
 
 
 def _shifted(block: Block, shift: int) -> Block:
@@ -183,18 +258,6 @@ def _shifted(block: Block, shift: int) -> Block:
         block.target_start,
         block.target_strides,
     )
-
-
-def _digest(source: PieceLocations, number: int) -> bytes:
-    file, start = source.of(number, 0)
-    entry, tensor = source.files[file], source.manifest.tensors[number]
-    state = xxhash.xxh3_128()
-    begin = entry.data_start + start
-    end = begin + math.prod(tensor.shape) * source.filemap.dtypes[number].itemsize
-    for at in range(begin, end, _SLAB_BYTES):
-        slab = ByteRange(at, min(at + _SLAB_BYTES, end))
-        state.update(source.store.get(entry.path, slab))
-    return state.digest()
 
 
 def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
@@ -228,9 +291,11 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     form = StoredForm(bind_ranks(layout, shapes))
     places: list[dict[TensorKey, _Where]] = []
     dtypes: dict[TensorKey, DType] = {}
+    absent: dict[TensorKey, tuple[int, str]] = {}
+    described: set[int] = set()
     for rank, file in enumerate(files):
         held: dict[TensorKey, _Where] = {}
-        for key, where, local in _held(form, rank, headers[file]):
+        for key, where, local in _held(form, rank, headers[file], absent, described):
             held[key] = where
             dtype = dtypes.setdefault(key, local.dtype)
             if dtype is not local.dtype:
@@ -242,10 +307,11 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
                     found=local.dtype.name,
                 )
         places.append(held)
+    _check_none_absent(absent, places, [keys_of[f] for f in files])
     keys = {name: key for name, key in _names(form) if key in dtypes}
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
-    _check_all_held(headers, keys_of, files, places, layout)
+    _check_all_described(headers, keys_of, files, described, layout)
     return _stock(ranks, dtypes, step, reader.commit.manifest_digest)
 
 
@@ -343,11 +409,11 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
     return sorted(keys)
 
 
-def _check_all_held(
+def _check_all_described(
     headers: Sequence[Mapping[str, _Local]],
     paths: Sequence[str],
     files: Sequence[int],
-    places: Sequence[Mapping[TensorKey, _Where]],
+    described: Collection[int],
     layout: Resolved,
 ) -> None:
     """Every file is some rank's, and every tensor of it is what the layout says or leaves out.
@@ -366,12 +432,11 @@ def _check_all_held(
             found=f"{len(headers)} files",
             hint="make the mesh as large as the job was: -e 'from: mesh ...'",
         )
-    held = {number for mine in places for number, _ in mine.values()}
     drops, templates = Matcher(layout, stored=False), NameTemplates(layout)
     mesh = layout.mesh or MeshShape(1, {}, {})
     lost = []
     for file, local in ((f, t) for f, tensors in enumerate(headers) for t in tensors.values()):
-        if local.number in held:
+        if local.number in described:
             continue
         undressed = templates.take(local.name)
         ranks = [r for r, f in enumerate(files) if f == file]
@@ -393,6 +458,24 @@ def _check_all_held(
         )
 
 
+def _check_none_absent(
+    absent: Mapping[TensorKey, tuple[int, str]],
+    places: Sequence[Mapping[TensorKey, _Where]],
+    paths: Sequence[str],
+) -> None:
+    """A tensor is in the files of all ranks that hold it by the layout, or in none."""
+    for rank, held in enumerate(places):
+        for key in held.keys() & absent.keys():
+            lacking, name = absent[key]
+            raise MismatchError(
+                "a tensor is missing in the file of a rank that holds it by the layout",
+                kind="lay-cover",
+                where=f"{paths[lacking]}: {name}",
+                wanted=f"what rank {lacking} holds of it; rank {rank} has its own in {paths[rank]}",
+                hint="if this rank does not hold it, the rule says so: on AXIS=NUMBER",
+            )
+
+
 def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str]) -> int:
     if layout.files is None:
         raise UsageError("the layout does not say which file is whose", kind="lay-rule")
@@ -405,14 +488,27 @@ def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str])
 
 
 def _held(
-    form: StoredForm, rank: int, tensors: Mapping[str, _Local]
+    form: StoredForm,
+    rank: int,
+    tensors: Mapping[str, _Local],
+    absent: dict[TensorKey, tuple[int, str]],
+    described: set[int],
 ) -> Iterator[tuple[TensorKey, _Where, _Local]]:
-    """Yield what a rank holds of each stored tensor. A tensor that is not there is passed over."""
+    """Yield what a rank holds of each stored tensor.
+
+    What it lacks of them is put into `absent`, and into `described` the numbers of all tensors of
+    its file that the layout knows: some are nothing but padding.
+    """
     found: dict[TensorKey, tuple[_Local, list[LocalPiece]]] = {}
     for tensor in local_tensors(form, rank):
         local = tensors.get(tensor.name)
         if local is None:
+            for piece in tensor.pieces:
+                if piece.hi > piece.lo:
+                    key = (piece.rule, piece.indexes, tensor.state)
+                    absent.setdefault(key, (rank, tensor.name))
             continue
+        described.add(local.number)
         if local.shape != tensor.shape:
             raise MismatchError(
                 "a rank's tensor has another shape than the layout says",

@@ -225,13 +225,39 @@ class Packing:
         """
         axis = self.layout.flats[flat].split[0]
         rank -= self.mesh.coordinates(rank)[axis] * self.mesh.strides[axis]
-        key = (flat, rank, self.alike(state))
+        coordinates = self.mesh.coordinates(rank)
+        at = tuple(coordinates[a] for a in self._telling(flat))
+        key = (flat, at, self.alike(state))
         if key not in self._buffers:
             self._buffers[key] = self._packed(flat, state, rank)
         return self._buffers[key]
 
     @cached_property
-    def _buffers(self) -> dict[tuple[int, int, tuple[bool, ...]], Buffer]:
+    def _buffers(self) -> dict[tuple[int, tuple[int, ...], tuple[bool, ...]], Buffer]:
+        return {}
+
+    def alike_ranks(self, flat: int, ranks: Ints) -> list[Ints]:
+        """Return some ranks in groups that pack the same tensors in the same shapes by one flat."""
+        number = np.zeros(len(ranks), dtype=np.int64)
+        for axis in self._telling(flat):
+            extent = self.mesh.extents[axis]
+            number = number * extent + ranks // self.mesh.strides[axis] % extent
+        order = np.argsort(number, kind="stable")
+        firsts = np.flatnonzero(np.diff(number[order])) + 1
+        return [r for r in np.split(ranks[order], firsts) if len(r)]
+
+    def _telling(self, flat: int) -> tuple[str, ...]:
+        """Return the rank axes by which what ranks pack by a flat differs."""
+        if flat not in self._known_telling:
+            rules = range(len(self.rules))
+            states = ("", *(s.name for s in self.layout.states))
+            packed = (r for r in rules if any(flat in self._candidates(r, s) for s in states))
+            axes = {a for r in packed for a in self.rules[r].axes}
+            self._known_telling[flat] = tuple(sorted(axes | set(self._deciding)))
+        return self._known_telling[flat]
+
+    @cached_property
+    def _known_telling(self) -> dict[int, tuple[str, ...]]:
         return {}
 
     def packed_flats(self, state: str, rank: int) -> list[int]:
