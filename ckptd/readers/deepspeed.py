@@ -2,9 +2,11 @@
 
 A rank of ZeRO holds parts of parameters end to end in flat buffers, group by group; the files of
 the model say which parameters in which order. Stage 3 cuts each parameter over the ranks; stages 1
-and 2 cut the whole buffer. Tensors are the 32-bit weights under the names of parameters, and their
-states as ``optim.NAME.STATE``, counters of steps too; groups of the optimizer are values as torch
-has them, ``optim.param_groups.0.lr``, whose ``params`` are names.
+and 2 cut the whole buffer. A stage of a pipeline is a model of its own, with files of its own; the
+experts of a rank are a group whose buffer only the ranks with the same experts share. Tensors are
+the 32-bit weights under the names of parameters, and their states as ``optim.NAME.STATE``, counters
+of steps too; groups of the optimizer are values as torch has them, ``optim.param_groups.0.lr``,
+whose ``params`` are names.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.names import MAX_STEP
 from ckptd.layout.grid import strides_of
-from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
+from ckptd.readers.base import (
+    MAX_NAMES,
+    Foreign,
+    ForeignPiece,
+    Listing,
+    json_value,
+    missing,
+    step_of,
+)
 from ckptd.readers.pickles import PickledTensor, counts, named_values
 from ckptd.readers.torchfiles import TensorAt, load_torch
 from ckptd.readers.zips import TorchZip
@@ -29,6 +41,10 @@ __all__ = ["DeepSpeedReader"]
 _LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]+)(?:-model_([0-9]+))?-model_states\.pt")
+_EXPERT_FILE = re.compile(r"(?:layer_([0-9]+)_)?expert_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+_EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)([0-9]+)(?=\.)")
+_TIED = "tied_modules."
 _UNIVERSAL = "zero/"
 _OPTIMIZER = "optimizer_state.pt"
 _MOST_GROUPS = 4096
@@ -51,35 +67,122 @@ class DeepSpeedReader:
         """Read the pickles of all files."""
         if not any(_MODEL.fullmatch(n) for n in names.names):
             names = _tagged(names)
+        models: dict[int, str] = {}
         for name in names.names:
-            if re.match(r"layer_[0-9]+.*model_(01-)?states\.pt|.*_expert_", name):
-                raise RefusedError(
-                    "pipelines and experts of DeepSpeed are not read",
-                    kind="unreadable-format",
-                    where=names.key(name),
-                )
-        models = {n: m for n in names.names if (m := _MODEL.fullmatch(n))}
-        parallel = sorted({int(m[2]) for m in models.values()})
-        if parallel != [0]:
-            raise RefusedError(
-                "tensor parallelism of DeepSpeed is not read",
-                kind="unreadable-format",
-                where=names.where,
-                found=f"mp ranks {parallel[:8]}",
-            )
-        first = min(models)
-        model = load_torch(names, first)
-        objects, left_out = _objects(model.value, names.key(first))
+            if match := _MODEL.fullmatch(name):
+                models.setdefault(int(match[2]), name)
+        sets = [_Model(names, mp, file) for mp, file in sorted(models.items())]
+        objects, left_out = _objects(sets[0].value, names.key(sets[0].file))
+        cut = _is_cut(sets, names)
         if _UNIVERSAL in names.names:
-            pieces, optimizer = _universal(names, model, first)
+            pieces, optimizers = _universal(names, sets, cut)
         else:
-            pieces, optimizer = _flat(names, model, first)
-        if optimizer is not None:
-            pieces += _steps(model.value, names, optimizer)
-            _add_groups(objects, left_out, model.value, names, optimizer)
+            if cut or any(one.value.get("ds_autoep_layers") for one in sets):
+                raise RefusedError(
+                    "tensor parallelism and AutoEP of DeepSpeed are not read",
+                    kind="unreadable-format",
+                    where=names.where,
+                    found=f"mp ranks {[one.mp for one in sets][:8]}",
+                    hint="ds_to_universal.py joins the parts, and its folder is read; or ckptd "
+                    "reshard --from LAYOUT, with a line 'files' in the layout, reads the weights",
+                )
+            _check_files(sets, names)
+            pieces, optimizers = _all(names, sets)
+        _add_groups(objects, left_out, optimizers)
         steps = objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
-        return Foreign(pieces, objects, left_out, step=step, has_sections=False)
+        unread = [n for n in names.names if n.startswith("expp_rank_")]
+        return Foreign(pieces, objects, left_out, unread, step, has_sections=False)
+
+
+class _Model:
+    """A file of the model, one for each stage of a pipeline and each part of tensor parallelism."""
+
+    def __init__(self, names: Listing, mp: int, file: str) -> None:
+        self.names = names
+        self.mp = mp
+        self.file = file
+        self.key = names.key(file)
+        self.found = load_torch(names, file)
+        self.value = self.found.value if isinstance(self.found.value, dict) else {}
+        self.optim: dict[int, str] = {
+            int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n)) and int(m[2]) == mp
+        }
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether it says the shapes of its parameters."""
+        return self.value.get("param_shapes") is not None
+
+    @cached_property
+    def groups(self) -> list[dict[str, tuple[int, ...]]]:
+        """Shapes of parameters by name, group by group; of experts those of the first rank."""
+        return _groups(self.value, self.names)
+
+
+def _is_cut(sets: Sequence[_Model], names: Listing) -> bool:
+    """Whether there is tensor parallelism: files of several models have parameters of one name."""
+    every = [m for n in names.names if (m := _EXPERT_FILE.fullmatch(n))]
+    layers = {m[2] for n in names.names if (m := _LAYER.fullmatch(n)) and m[2]}
+    if len(layers) > 1 or any(int(m[3]) for m in every):
+        return True
+    seen: set[str] = set()
+    for one in sets:
+        module = one.value.get("module")
+        mine = {n for group in one.groups for n in group} if one.has_shapes else set()
+        mine |= set(map(str, module)) if isinstance(module, dict) else set()
+        if any(not name.startswith(_TIED) for name in mine & seen):
+            return True
+        seen |= mine
+    return False
+
+
+def _check_files(sets: Sequence[_Model], names: Listing) -> None:
+    """Check that files of all stages, and of all experts of each layer, are there."""
+    world = sets[0].value.get("mp_world_size")
+    found = [one.mp for one in sets]
+    if type(world) is int and 0 < world <= MAX_NAMES:
+        gone = sorted(set(range(world)) - set(found))
+        if gone or len(found) != world:
+            raise missing(names.key(f"mp_rank_{gone[0] if gone else world:02d}_model_states.pt"))
+    experts: dict[int, set[int]] = {}
+    for name in names.names:
+        if (match := _EXPERT_FILE.fullmatch(name)) and match[1]:
+            experts.setdefault(int(match[1]), set()).add(int(match[2]))
+    of = sets[0].value.get("num_experts")
+    of = of if isinstance(of, list) and len(of) == len(experts) else [0] * len(experts)
+    for (layer, there), number in zip(sorted(experts.items()), of, strict=True):
+        wanted = number if type(number) is int and 0 < number <= MAX_NAMES else max(there) + 1
+        gone = sorted(set(range(wanted)) - there)
+        if gone:
+            raise missing(names.key(f"layer_{layer}_expert_{gone[0]}_mp_rank_00_model_states.pt"))
+
+
+def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], list[_Optimizer]]:
+    """Return what all files hold. What stages of a pipeline share counts once."""
+    owner: dict[str, int] = {}
+    pieces: list[ForeignPiece] = []
+    optimizers = []
+    for one in sets:
+        optimizer, found = _flat(names, one)
+        if optimizer is not None:
+            optimizers.append(optimizer)
+            found += _steps(optimizer)
+        pieces += [p for p in found if owner.setdefault(p.name, one.mp) == one.mp]
+    return pieces + [p for p in _files(names) if p.name not in owner], optimizers
+
+
+def _files(names: Listing) -> Iterator[ForeignPiece]:
+    """Yield the weights in files of layers and of experts, which are the model's own."""
+    for file in names.names:
+        layer = _LAYER.fullmatch(file)
+        if layer or _EXPERT_FILE.fullmatch(file):
+            found, key = load_torch(names, file), names.key(file)
+            prefix = f"{int(layer[1])}." if layer else ""
+            for name, value in named_values(found.value, key):
+                if isinstance(value, PickledTensor):
+                    at, box = TensorAt(found, value, f"{key}: {name}"), Box.whole(value.shape)
+                    yield ForeignPiece(prefix + name, value.dtype, value.shape, box, key, at)
 
 
 def _tagged(names: Listing) -> Listing:
@@ -105,11 +208,15 @@ def _objects(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _universal(
-    names: Listing, model: TorchZip, of_model: str
-) -> tuple[list[ForeignPiece], _Optimizer | None]:
+    names: Listing, sets: Sequence[_Model], cut: bool
+) -> tuple[list[ForeignPiece], list[_Optimizer]]:
+    """Return what the folders of parameters hold, which are whole.
+
+    With `cut` the files of models have parts, and say nothing of whole ones.
+    """
     zero = names.inside(_UNIVERSAL)
-    groups = _groups(model.value, names) if "param_shapes" in model.value else []
-    shapes = {name: shape for group in groups for name, shape in group.items()}
+    every = [one.groups for one in sets if one.has_shapes]
+    shapes = {} if cut else {n: shape for groups in every for g in groups for n, shape in g.items()}
     whole: dict[str, ForeignPiece] = {}
     trained: set[str] = set()
     for folder in zero.folders:
@@ -139,15 +246,21 @@ def _universal(
             at, box = TensorAt(found, value, key), Box.whole(value.shape)
             whole[name] = ForeignPiece(name, value.dtype, value.shape, box, key, at)
     # A tied weight has a folder of its own at stages 1 and 2, with values of a narrower type.
-    for name, aliases in _tied(model.value, trained, names.where).items():
+    for name, aliases in _tied(sets[0].value, trained, names.where).items():
         whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
     # What has no folder is where the ranks left it.
-    rest = (*_weights(names.key(of_model), model, whole), *_frozen(names, model, of_model))
-    pieces = [*whole.values(), *(p for p in rest if p.name not in whole)]
-    optimizer = None
-    if _OPTIMIZER in zero.names:
-        optimizer = _Optimizer.of(load_torch(zero, _OPTIMIZER), zero.key(_OPTIMIZER))
-    return pieces, optimizer
+    for one in () if cut else sets:
+        for piece in (*_weights(one, whole), *_frozen(names, one), *_files(names)):
+            if piece.name not in whole:
+                whole[piece.name] = piece
+    pieces, optimizers = list(whole.values()), []
+    if _OPTIMIZER in zero.names and every:
+        alike = zip_longest(*every, fillvalue={})
+        held = [list(dict.fromkeys(name for group in one for name in group)) for one in alike]
+        key = zero.key(_OPTIMIZER)
+        optimizers = [_Optimizer.of(load_torch(zero, _OPTIMIZER), key, held)]
+        pieces += _steps(optimizers[0])
+    return pieces, optimizers
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -159,11 +272,12 @@ class _Optimizer:
 
     key: str
     found: TorchZip
+    names: Sequence[Sequence[str]]
     states: Sequence[Any]
     groups: Sequence[Any]
 
     @classmethod
-    def of(cls, found: TorchZip, key: str) -> _Optimizer:
+    def of(cls, found: TorchZip, key: str, names: Sequence[Sequence[str]]) -> _Optimizer:
         """Take it from the file of a rank, or the one of the universal form."""
         top = found.value if isinstance(found.value, dict) else {}
         state = top.get("optimizer_state_dict", top)
@@ -176,46 +290,49 @@ class _Optimizer:
         return cls(
             key,
             found,
+            names,
             states if isinstance(states, list) else (),
             groups if isinstance(groups, list) else (),
         )
 
 
-def _steps(value: Any, names: Listing, optimizer: _Optimizer) -> Iterator[ForeignPiece]:
+def _steps(optimizer: _Optimizer) -> Iterator[ForeignPiece]:
     """Yield the counter of steps of each parameter, which a group of shapes shares."""
-    for group, state in zip(_groups(value, names), optimizer.states, strict=False):
+    for names, state in zip(optimizer.names, optimizer.states, strict=False):
         step = state.get("step") if isinstance(state, dict) else None
         if not isinstance(step, PickledTensor) or step.shape:
             continue
-        for name in group:
+        for name in names:
             at = TensorAt(optimizer.found, step, f"{optimizer.key}: step")
             box = Box.whole(())
             yield ForeignPiece(f"optim.{name}.step", step.dtype, (), box, optimizer.key, at)
 
 
 def _add_groups(
-    objects: dict[str, Any],
-    left_out: list[str],
-    value: Any,
-    names: Listing,
-    optimizer: _Optimizer,
+    objects: dict[str, Any], left_out: list[str], optimizers: Sequence[_Optimizer]
 ) -> None:
-    """Add the settings of each group as torch's state has them, and names of its parameters."""
-    shapes = _groups(value, names)
-    for number, group in enumerate(optimizer.groups):
-        held = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(held, list) or not all(
-            type(i) is int and 0 <= i < len(shapes) for i in held
-        ):
-            left_out.append(f"optim.param_groups.{number}")
-            continue
-        params = sorted({name for i in held for name in shapes[i]})
-        for key, one in {**group, "params": params}.items():
-            name = f"optim.param_groups.{number}.{key}"
-            try:
-                objects[name] = json_value(one)
-            except MismatchError:
-                left_out.append(name)
+    """Add the settings of each group as torch's state has them, and names of its parameters.
+
+    Stages of a pipeline have the same groups, each with parameters of its own.
+    """
+    for number, group in enumerate(optimizers[0].groups if optimizers else ()):
+        params: set[str] = set()
+        for one in optimizers:
+            mine = one.groups[number] if number < len(one.groups) else None
+            held = mine.get("params") if isinstance(mine, dict) else None
+            if not isinstance(held, list) or not all(
+                type(i) is int and 0 <= i < len(one.names) for i in held
+            ):
+                left_out.append(f"optim.param_groups.{number}")
+                break
+            params |= {name for i in held for name in one.names[i]}
+        else:
+            for key, value in {**group, "params": sorted(params)}.items():
+                name = f"optim.param_groups.{number}.{key}"
+                try:
+                    objects[name] = json_value(value)
+                except MismatchError:
+                    left_out.append(name)
 
 
 # -- flat buffers ----------------------------------------------------------------------------------
@@ -223,24 +340,40 @@ def _add_groups(
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The optimizer's file of a rank: buffers by state (empty: the weights), one a group."""
+    """The optimizer's file of a rank.
+
+    Attributes
+    ----------
+    world
+        Number of ranks.
+    counts
+        How many of them share a group's buffer.
+    buffers
+        By state (empty: the weights), one a group.
+    pads
+        What follows each parameter in its buffer, one table a group; or nothing.
+    mapping
+        Where each parameter begins in the rank's share, and how many elements of it are there, as
+        the rank says; one table a group, or nothing.
+    """
 
     rank: int
     key: str
     found: TorchZip
     stage: int
     world: int
+    counts: Sequence[int]
     buffers: Mapping[str, Sequence[PickledTensor]]
+    pads: Sequence[Sequence[int]]
+    mapping: Sequence[Mapping[str, tuple[int, int]]]
 
 
-def _flat(
-    names: Listing, model: TorchZip, of_model: str
-) -> tuple[list[ForeignPiece], _Optimizer | None]:
-    groups = _groups(model.value, names)
-    files = {int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n))}
-    if not files:
-        return list(_weights(names.key(of_model), model, ())), None
-    ranks = [_rank(names, rank, file) for rank, file in sorted(files.items())]
+def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[ForeignPiece]]:
+    """Return what one model and its ranks hold."""
+    if not model.optim:
+        return None, list(_weights(model, ()))
+    groups = model.groups
+    ranks = [_rank(names, rank, file) for rank, file in sorted(model.optim.items())]
     for r in ranks:
         if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
             raise CorruptError(
@@ -252,79 +385,136 @@ def _flat(
             )
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
-    aliases = {one for further in tied.values() for one in further}
-    pieces = list(_weights(names.key(of_model), model, trained | aliases))
-    pieces += _frozen(names, model, of_model)
-    shares = [] if ranks[0].stage == 3 else _shares(groups, ranks)
-    for r in ranks:
-        for state, buffers in r.buffers.items():
-            cut = _each(groups, buffers, r) if r.stage == 3 else _whole(groups, buffers, r, shares)
-            for name, shape, buffer, low, high, first in cut:
-                stored = PickledTensor(
-                    buffer.storage, buffer.offset + first, (high - low,), (1,), buffer.dtype
-                )
-                at = TensorAt(r.found, stored, f"{r.key}: {name}")
-                box, dtype = Box.whole(shape), buffer.dtype
-                for one in (name, *tied.get(name, ())) if not state else (name,):
-                    full = f"optim.{one}.{state}" if state else one
-                    pieces.append(ForeignPiece(full, dtype, shape, box, r.key, at, (low, high)))
-    return pieces, _Optimizer.of(ranks[0].found, ranks[0].key)
+    pieces = list(_weights(model, trained | {one for more in tied.values() for one in more}))
+    pieces += _frozen(names, model)
+    whole: list[dict[str, None]] = [{} for _ in groups]
+    parts = _each(groups, ranks) if ranks[0].stage == 3 else _whole(model, ranks)
+    for r, number, state, name, shape, buffer, low, high, first in parts:
+        whole[number][name] = None
+        stored = PickledTensor(
+            buffer.storage, buffer.offset + first, (high - low,), (1,), buffer.dtype
+        )
+        at = TensorAt(r.found, stored, f"{r.key}: {name}")
+        box, dtype = Box.whole(shape), buffer.dtype
+        for one in (name, *tied.get(name, ())) if not state else (name,):
+            full = f"optim.{one}.{state}" if state else one
+            pieces.append(ForeignPiece(full, dtype, shape, box, r.key, at, (low, high)))
+    return _Optimizer.of(ranks[0].found, ranks[0].key, [list(g) for g in whole]), pieces
 
 
 _Groups = Sequence[Mapping[str, tuple[int, ...]]]
-_Part = tuple[str, tuple[int, ...], PickledTensor, int, int, int]
-"""Name, shape, buffer, range of the parameter's elements, where it begins in the buffer."""
+_Part = tuple["_Rank", int, str, str, tuple[int, ...], PickledTensor, int, int, int]
+"""Rank, group, state, name, shape, buffer, range of the elements, where it begins there."""
 
 
-def _each(groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank) -> Iterator[_Part]:
+def _each(groups: _Groups, ranks: Sequence[_Rank]) -> Iterator[_Part]:
     """Stage 3: each rank has the same share of each parameter, rounded up.
 
     Buffers of sub groups follow each other; a share may lie in two of them.
     """
-    left, at = list(buffers), 0
-    for name, shape in (item for group in groups for item in group.items()):
-        n = math.prod(shape)
-        share = -(-n // r.world)
-        low, end = min(r.rank * share, n), min((r.rank + 1) * share, n)
-        skip = share - (end - low)
-        while low < end or skip:
-            if not left:
-                raise _short(r, name)
-            room = left[0].shape[0] - at
-            if not room:
-                left, at = left[1:], 0
-                continue
-            take = min(room, end - low or skip)
-            if low < end:
-                yield name, shape, left[0], low, low + take, at
-                low += take
-            else:
-                skip -= take
-            at += take
-
-
-def _shares(groups: _Groups, ranks: Sequence[_Rank]) -> list[int]:
-    """Return how much of each group a rank has: the last ones may have left their padding out."""
     for r in ranks:
-        if len(groups) != len(r.buffers[""]):
-            raise _short(r, f"{len(r.buffers[''])} buffers for {len(groups)} groups")
-    return [max(r.buffers[""][g].shape[0] for r in ranks) for g in range(len(groups))]
+        for state, buffers in r.buffers.items():
+            left, at = list(buffers), 0
+            for number, name, shape in (
+                (i, *item) for i, group in enumerate(groups) for item in group.items()
+            ):
+                n = math.prod(shape)
+                share = -(-n // r.world)
+                low, end = min(r.rank * share, n), min((r.rank + 1) * share, n)
+                skip = share - (end - low)
+                while low < end or skip:
+                    if not left:
+                        raise _short(r, name)
+                    room = left[0].shape[0] - at
+                    if not room:
+                        left, at = left[1:], 0
+                        continue
+                    take = min(room, end - low or skip)
+                    if low < end:
+                        yield r, number, state, name, shape, left[0], low, low + take, at
+                        low += take
+                    else:
+                        skip -= take
+                    at += take
 
 
-def _whole(
-    groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank, shares: Sequence[int]
-) -> Iterator[_Part]:
-    """Stages 1 and 2: parameters of a group end to end, padded, and cut evenly over the ranks."""
-    for group, share, buffer in zip(groups, shares, buffers, strict=True):
-        begin, at = r.rank * share, 0
-        for name, shape in group.items():
-            n = math.prod(shape)
-            low, high = max(at, begin), min(at + n, begin + share)
-            if high > low:
-                if high - begin > buffer.shape[0]:
-                    raise _short(r, name)
-                yield name, shape, buffer, low - at, high - at, low - begin
-            at += n
+def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
+    """Stages 1 and 2: parameters of a group end to end, cut evenly over the ranks that share it.
+
+    The last rank's weights are saved without what pads the buffer.
+    """
+    for r in ranks:
+        for buffers in r.buffers.values():
+            if len(model.groups) != len(buffers):
+                raise _short(r, f"{len(buffers)} buffers for {len(model.groups)} groups")
+    for number, group in enumerate(model.groups):
+        size = max(r.buffers[""][number].shape[0] for r in ranks)
+        orders = list(_orders(group, ranks, number))
+        fits = [o for o in orders if all(_agrees(*s, group, number, size) for s in o)]
+        if not fits:
+            raise _short(ranks[0], f"group {number}: param_slice_mappings say otherwise")
+        for r, index, shift in fits[0]:
+            for local, shape, low, high, at in _held(group, r, index, number, size):
+                name = _shifted(local, shift)
+                for state, buffers in r.buffers.items():
+                    if at + high - low > buffers[number].shape[0]:
+                        raise _short(r, name)
+                    yield r, number, state, name, shape, buffers[number], low, high, at
+
+
+def _shifted(name: str, by: int) -> str:
+    """Return a local name with the number that its expert has among all."""
+    return _EXPERT.sub(lambda m: str(int(m[1]) + by), name)
+
+
+_Sharer = tuple["_Rank", int, int]
+"""A rank, which share of a group's buffer it has, and what to add to the numbers of experts."""
+
+
+def _orders(
+    group: Mapping[str, tuple[int, ...]], ranks: Sequence[_Rank], number: int
+) -> Iterator[list[_Sharer]]:
+    """Yield who may have which share of a group's buffer; of experts there are two ways.
+
+    Experts have local numbers in names: of four on two ranks, both have 0 and 1. Neighbours have
+    different experts by default; with ``use_data_before_expert_parallelism`` they share them.
+    """
+    local = {int(m[1]) for name in group if (m := _EXPERT.search(name))}
+    if not local:
+        yield [(r, i, 0) for i, r in enumerate(ranks)]
+        return
+    shares = ranks[0].counts[number] if number < len(ranks[0].counts) else 0
+    if not shares or len(ranks) % shares or local != set(range(len(local))):
+        raise _short(ranks[0], f"{sorted(local)[:8]} are the experts of {len(ranks)} ranks")
+    apart = len(ranks) // shares
+    yield [(r, i // apart, i % apart * len(local)) for i, r in enumerate(ranks)]
+    yield [(r, i % shares, i // shares * len(local)) for i, r in enumerate(ranks)]
+
+
+def _held(
+    group: Mapping[str, tuple[int, ...]], r: _Rank, index: int, number: int, size: int
+) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
+    """Yield ``(name, shape, range of its elements, where it begins in the share)``."""
+    begin, at = index * size, 0
+    pads = r.pads[number] if r.pads else [0] * len(group)
+    if len(pads) != len(group):
+        raise _short(r, f"group {number}: {len(pads)} paddings for {len(group)} parameters")
+    for (name, shape), pad in zip(group.items(), pads, strict=True):
+        n = math.prod(shape)
+        low, high = max(at, begin), min(at + n, begin + size)
+        if high > low:
+            yield name, shape, low - at, high - at, low - begin
+        at += n + pad
+
+
+def _agrees(
+    r: _Rank, index: int, shift: int, group: Mapping[str, tuple[int, ...]], number: int, size: int
+) -> bool:
+    """Whether a rank says that its share holds what follows from the shapes, if it says so."""
+    if not r.mapping:
+        return True
+    held = _held(group, r, index, number, size)
+    return r.mapping[number] == {name: (at, high - low) for name, _, low, high, at in held}
 
 
 def _short(r: _Rank, name: str) -> CorruptError:
@@ -353,14 +543,19 @@ def _groups(value: Any, names: Listing) -> list[dict[str, tuple[int, ...]]]:
     return out
 
 
+def _address(value: Any) -> tuple[int, int]:
+    start, numel = counts((value.fields["start"], value.fields["numel"]))
+    return start, numel
+
+
 def _rank(names: Listing, rank: int, file: str) -> _Rank:
     found, key = load_torch(names, file), names.key(file)
     try:
         state = found.value["optimizer_state_dict"]
         stage = state["zero_stage"]
         stage = int(stage if type(stage) is int else stage.args[0])
-        world = state["partition_count"]
-        (world,) = counts([world if type(world) is int else max(counts(world))])
+        count = state["partition_count"]
+        shares = counts([count]) if type(count) is int else counts(count)
         if stage == 3:
             weights = state["fp32_flat_groups"]
             base = state["optimizer_state_dict"]["state"]
@@ -379,6 +574,13 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
             raise ValueError("a buffer that is not flat")
         if any(len(some) != len(weights) for some in buffers.values()):
             raise ValueError("states and weights have different numbers of buffers")
+        pads = [counts(p) for p in state.get("param_alignment_paddings") or ()]
+        mapping = [
+            {str(k): _address(v) for k, v in table.items()}
+            for table in state.get("param_slice_mappings") or ()
+        ]
+        if not {len(pads), len(mapping)} <= {0, len(weights)} and stage < 3:
+            raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CorruptError(
             "not the optimizer's file of a rank of ZeRO",
@@ -386,26 +588,28 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
             where=key,
             found=f"{type(error).__name__}: {error}"[:200],
         ) from None
-    return _Rank(rank, key, found, stage, world, buffers)
+    return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping)
 
 
-def _weights(key: str, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
+def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
     """Yield what only the model's file holds: buffers, weights that are not trained.
 
     Those that are trained are there too at stages 1 and 2, under all of their names, and of a
     narrower type.
     """
+    key = model.key
     for name, value in named_values(model.value.get("module") or {}, key):
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
-            at = TensorAt(model, value, f"{key}: {name}")
+            at = TensorAt(model.found, value, f"{key}: {name}")
             yield ForeignPiece(name, value.dtype, value.shape, Box.whole(value.shape), key, at)
 
 
-def _frozen(names: Listing, model: TorchZip, first: str) -> Iterator[ForeignPiece]:
+def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
     """Yield the shares of parameters that stage 3 cuts and nobody trains."""
-    files = {int(m[1]): n for n in names.names if (m := _MODEL.fullmatch(n)) and m[1]}
+    every = ((n, _MODEL.fullmatch(n)) for n in names.names)
+    files = {int(m[1]): n for n, m in every if m and m[1] and int(m[2]) == model.mp}
     for rank, file in sorted(files.items()):
-        found = model if file == first else load_torch(names, file)
+        found = model.found if file == model.file else load_torch(names, file)
         key = names.key(file)
         fragments = _table(found.value, "frozen_param_fragments", key)
         frozen = _table(found.value, "frozen_param_shapes", key)

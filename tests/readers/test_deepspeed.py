@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ml_dtypes import bfloat16
 
 from ckptd.errors import CkptdError
 from ckptd.tools.export import plan_export
@@ -62,14 +65,89 @@ def test_a_folder_that_latest_names_and_is_not_there(zero3: Path) -> None:
     assert fails(zero3).kind == "missing-file"
 
 
-def test_pipelines_and_experts_are_refused(zero3: Path) -> None:
-    path = zero3 / TAG / "layer_00-model_states.pt"
-    torch.save({}, path)
-    assert fails(zero3).kind == "unreadable-format"
-    path.rename(zero3 / TAG / "expp_rank_0_mp_rank_00_optim_states.pt")
-    open_reader(zero3)
-    torch.save({}, zero3 / TAG / "layer_0_expert_0_mp_rank_00_model_states.pt")
-    assert fails(zero3).kind == "unreadable-format"
+# -- experts and pipelines -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sample(foreign: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: Path(shutil.copytree(foreign / "deepspeed" / name, tmp_path / name))
+
+
+SAMPLES = ["moe0-fp32", "moe1-bf16", "moe2-fp32", "moeshared2-fp32", "pipe0-fp32", "pipe1-bf16"]
+"""In "moeshared" neighbours have the same experts, elsewhere different ones."""
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_experts_and_pipelines(foreign: Path, name: str) -> None:
+    """32-bit weights, which rounded are the parameters that each rank had."""
+    wanted = np.load(foreign / "deepspeed" / name / "expected.npz")
+    reader = open_reader(foreign / "deepspeed" / name)
+    found = reader.tensors(reader.names)
+    # Without ZeRO, layers that share weights have them by the names of the layers alone.
+    names = [n for n in wanted.files if name != "pipe0-fp32" or "tied" not in n]
+    assert len(names) >= 6
+    for one in names:
+        value = found[one]
+        rounded = value.astype(bfloat16) if "bf16" in name else value
+        assert rounded.astype(np.float32).tobytes() == wanted[one].tobytes(), one
+        if "0-" not in name:
+            assert found[f"optim.{one}.exp_avg"].shape == value.shape
+            assert found[f"optim.{one}.step"] == 2
+            assert value.dtype == np.float32
+    assert reader.commit.step == 2
+
+
+def test_a_pipeline_as_deepspeed_itself_joins_it(foreign: Path) -> None:
+    """Weights, moments, steps and groups are those that `ds_to_universal.py` made of the ranks."""
+    ranks, joined = (
+        open_reader(foreign / "deepspeed" / name) for name in ("pipe1-bf16", "pipe1-universal")
+    )
+    names = [n for n in joined.names if not n.startswith(("0.", "4."))]
+    assert len(names) == 28
+    found, wanted = ranks.tensors(names), joined.tensors(names)
+    assert all(found[n].tobytes() == wanted[n].tobytes() for n in names)
+    groups = "optim.param_groups.0.params"
+    assert ranks.objects()[groups] == joined.objects()[groups]
+    assert len(ranks.objects()[groups]) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("moe1-bf16", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        ("moe2-fp32", "zero_pp_rank_3_mp_rank_00_optim_states.pt"),
+        ("pipe0-fp32", "mp_rank_01_model_states.pt"),
+        ("pipe1-bf16", "mp_rank_00_model_states.pt"),
+        ("pipe1-bf16", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+    ],
+)
+def test_a_file_of_a_stage_or_an_expert_is_missing(
+    sample: Callable[[str], Path], name: str, file: str
+) -> None:
+    folder = sample(name)
+    (folder / TAG / file).unlink()
+    assert fails(folder).kind == "missing-file"
+
+
+def test_tensor_parallelism_is_refused(sample: Callable[[str], Path]) -> None:
+    folder = sample("moe0-fp32") / TAG
+    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
+    error = fails(folder)
+    assert error.kind == "unreadable-format"
+    assert "ds_to_universal" in str(error.hint)
+    (folder / "mp_rank_01_model_states.pt").rename(folder / "layer_01-model_01-model_states.pt")
+    shutil.copy(
+        folder / "layer_01-model_01-model_states.pt", folder / "layer_01-model_00-model_states.pt"
+    )
+    assert fails(folder).kind == "unreadable-format"
+
+
+def test_parameters_that_are_aligned(tmp_path: Path) -> None:
+    """`parameter_alignment` leaves gaps between the parameters of a buffer."""
+    weights = write(tmp_path, align=4)
+    reader = open_reader(tmp_path / TAG)
+    for name, tensor in weights.items():
+        assert reader.tensor(name).tobytes() == tensor.numpy().tobytes(), name
 
 
 # -- stages 1 and 2 --------------------------------------------------------------------------------
@@ -80,8 +158,12 @@ def whole() -> dict[str, torch.Tensor]:
     return {n: torch.randn(s, generator=rng) for g in SHAPES for n, s in g.items()}
 
 
+def pad(n: int) -> torch.Tensor:
+    return torch.full((n,), float("nan"))
+
+
 def write(
-    folder: Path, stage: int = 2, *, lean: bool = False, **more: Any
+    folder: Path, stage: int = 2, *, lean: bool = False, align: int = 1, **more: Any
 ) -> dict[str, torch.Tensor]:
     """Write as DeepSpeed does: groups end to end, padded to the ranks, cut evenly.
 
@@ -99,9 +181,12 @@ def write(
     model = {"module": module, "param_shapes": shapes, "global_steps": 9, **more}
     torch.save(model, folder / "mp_rank_00_model_states.pt")
     for rank in range(RANKS):
-        parts, state = [], {}
+        parts, state, gaps = [], {}, []
         for number, group in enumerate(SHAPES):
-            flat = torch.cat([weights[n].reshape(-1) for n in group])
+            pads = [0 if n == [*group][-1] else -math.prod(s) % align for n, s in group.items()]
+            padded = zip(group, pads, strict=True)
+            flat = torch.cat([t for n, p in padded for t in (weights[n].reshape(-1), pad(p))])
+            gaps.append(pads)
             share = -(-len(flat) // RANKS)
             if not lean:
                 flat = torch.nn.functional.pad(flat, (0, share * RANKS - len(flat)))
@@ -113,6 +198,7 @@ def write(
             "partition_count": [RANKS, RANKS],
             "single_partition_of_fp32_groups": parts,
             "base_optimizer_state": {"state": state, "param_groups": GROUPS},
+            **({"param_alignment_paddings": gaps} if align > 1 else {}),
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / OPTIM.format(rank))
     return weights
