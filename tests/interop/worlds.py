@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,13 @@ def save_dcp(source: str, target: str) -> None:
 
 
 def deepspeed_engine(
-    model: Any, stage: int, *, decay: float = 0.0, zero: Mapping[str, Any] = {}, **more: Any
+    model: Any,
+    stage: int,
+    *,
+    decay: float = 0.0,
+    groups: Sequence[dict[str, Any]] = (),
+    zero: Mapping[str, Any] = {},
+    **more: Any,
 ) -> Any:
     """Return DeepSpeed's engine around a model, with two groups in AdamW of torch.
 
@@ -53,6 +59,8 @@ def deepspeed_engine(
     ----------
     decay
         Of the first group; without one, a step without gradients changes nothing.
+    groups
+        Of parameters, in place of the two.
     zero, more
         Further settings, of ``zero_optimization`` and beside it.
     """
@@ -70,7 +78,7 @@ def deepspeed_engine(
         **more,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups = groups or [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
