@@ -105,8 +105,7 @@ def deepspeed(run: Run) -> list[float]:
         model, stage, groups=_groups(model, lr=lr), gradient_clipping=0.0, **options
     )
     if run.source:
-        path = Path(run.source)
-        found, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        found, _ = engine.load_checkpoint(run.source)
         assert found is not None
     losses = []
     for step in _steps(run):

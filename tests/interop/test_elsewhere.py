@@ -64,3 +64,16 @@ def test_from_zero_3_on_2_to_fsdp2_on_3(tmp_path: Path, cli: Cli, loader: str) -
     options = {"checkpointer": loader == "checkpointer"}
     there = Run(str(tmp_path / "c"), source=target, begun=SAVED, options=options)
     same(run(3, elsewhere.fsdp2, there), whole)
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_from_fsdp2_with_tp_on_4_to_zero_2_on_2(tmp_path: Path, cli: Cli, stage: int) -> None:
+    whole = run(4, elsewhere.fsdp2_tp, Run(str(tmp_path / "a")))
+    left = killed(4, elsewhere.fsdp2_tp, tmp_path / "b", {})
+    target = str(tmp_path / "target")
+    to = ["--to", "ddp", "-e", "use names.plain", "--format", "universal"]
+    found = cli("reshard", str(left), target, *to)
+    assert found.code == 0, found.err
+    options = {"stage": stage, "checkpoint": {"load_universal": True}}
+    there = Run(str(tmp_path / "c"), source=target, begun=SAVED, options=options)
+    same(run(2, elsewhere.deepspeed, there), whole)
