@@ -6,16 +6,20 @@ Names are Megatron's own, layers stacked (``decoder.layers.mlp.linear_fc1.weight
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
-from ckptd.readers.base import Foreign, Listing, json_value, step_of
+from ckptd.readers.base import MAX_NAMES, Foreign, Listing, json_value, missing, step_of
 from ckptd.readers.dcp import METADATA, read_items
 from ckptd.readers.hints import megatron_hints
-from ckptd.readers.pickles import named_values
+from ckptd.readers.pickles import PickledObject, named_values
 from ckptd.readers.torchfiles import load_torch
 
 __all__ = ["MegatronReader"]
@@ -41,15 +45,16 @@ class MegatronReader:
 
     def open(self, names: Listing) -> Foreign:
         """Read both metadata files, and the common state."""
-        if _legacy(names):
+        folders = _legacy(names)
+        if folders:
             raise RefusedError(
-                "a checkpoint of Megatron in its legacy form, a folder a rank",
+                "a checkpoint of Megatron in its legacy form, a folder a rank, needs a layout",
                 kind="unreadable-format",
                 where=names.where,
                 wanted="torch_dist",
-                found=", ".join(_legacy(names)[:4]),
-                hint="load and save it with --ckpt-convert-format torch_dist, or "
-                "ckptd reshard --from LAYOUT, with a line 'files' in the layout",
+                found=", ".join(folders[:4]),
+                hint=f"{_command(names, folders)}; or load and save it with "
+                "--ckpt-convert-format torch_dist",
             )
         try:
             about = parse_json(names.read(_METADATA, _MAX_BYTES))
@@ -90,6 +95,38 @@ def _legacy(names: Listing) -> list[str]:
     if len(folders) < 2 or METADATA in names.names:
         return []
     return folders if any(n in _WEIGHTS for n in names.inside(folders[0]).names) else []
+
+
+def _command(names: Listing, folders: Sequence[str]) -> str:
+    """Return the command that reads the legacy form, as far as names and arguments tell.
+
+    Raises
+    ------
+    CorruptError
+        kind ``missing-file``: there is no folder for one of the ranks.
+    """
+    places = [tuple(map(int, f.rstrip("/").split("_")[2:])) for f in folders]
+    sizes = [max(numbers) + 1 for numbers in zip(*places, strict=False)]
+    if math.prod(sizes) != len(places):
+        whole = product(*map(range, sizes)) if math.prod(sizes) <= MAX_NAMES else ()
+        gone = next((place for place in whole if place not in set(places)), sizes)
+        raise missing(names.key(f"mp_rank_{'_'.join(map(str, gone))}/"), "bring those of all ranks")
+    inside = names.inside(folders[0])
+    file = next(n for n in _WEIGHTS if n in inside.names)
+    value = load_torch(inside, file).value
+    args = value.get("args") if isinstance(value, dict) else None
+    said = args.fields if isinstance(args, PickledObject) else {}
+    if len(sizes) > 2 or said.get("num_experts") or "model0" in value:
+        return "ckptd reshard --from LAYOUT, with a line 'files' in the layout"
+    grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
+    tp, pp = (*sizes, 1)[:2]
+    lets = {"kv": said.get(grouped), "hd": said.get("kv_channels"), "v": said.get("vocab_size")}
+    axes = "_".join(("{tp:02}", "{pp:03}")[: len(sizes)])
+    words = [f"from: mesh megatron_gpt = pp:{pp} dp:1 tp:{tp}"]
+    words += [f"let {k} = {v}" for k, v in lets.items() if type(v) is int and 0 < v < 1 << 31]
+    words += [f'from: files "mp_rank_{axes}/{file}"', 'from: stored "model.{name}"']
+    given = "".join(f" -e {shlex.quote(word)}" for word in words)
+    return f"ckptd reshard {shlex.quote(names.where)} OUT --from megatron.gpt{given}"
 
 
 def _keep(objects: dict[str, Any], left_out: list[str], name: str, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import shutil
 from pathlib import Path
 
@@ -79,12 +81,58 @@ def test_other_forms_are_refused(foreign: Path, tmp_path: Path) -> None:
     assert fails(folder).kind == "bad-json"
 
 
-def test_the_legacy_form_is_refused_by_name(tmp_path: Path) -> None:
-    for rank in range(2):
-        folder = tmp_path / "iter_0000010" / f"mp_rank_{rank:02}_000"
-        folder.mkdir(parents=True)
-        torch.save({"model": {"w": torch.ones(3)}}, folder / "model_optim_rng.pt")
-    for place in (tmp_path, tmp_path / "iter_0000010"):
+TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""What layers of Transformer Engine call the norms that Megatron's own layers have apart."""
+
+
+def write_legacy(sample: Path, folder: Path) -> None:
+    """Write the parameters of TP2 PP2 as Megatron's legacy form, its vocabulary filled up."""
+    args = argparse.Namespace(
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=4,
+        vocab_size=128,
+        num_experts=None,
+    )
+    ranks = {
+        tuple(int(part[2:]) for part in path.stem.split("_")[2:]): dict(np.load(path))
+        for path in sample.glob("local_rank*_pp*_tp*.npz")
+    }
+    for (pp, tp), values in ranks.items():
+        model = {}
+        for name, value in values.items():
+            if name.startswith(("embedding", "output")):
+                both = np.concatenate([ranks[pp, 0][name], ranks[pp, 1][name]])
+                value = both if tp == 0 else np.zeros_like(both)
+            for ours, theirs in TE_NAMES.items():
+                name = name.replace(ours, theirs)
+            model[name] = torch.from_numpy(value)
+        there = folder / f"mp_rank_{tp:02}_{pp:03}"
+        there.mkdir(parents=True)
+        torch.save({"model": model, "args": args, "iteration": 7}, there / "model_optim_rng.pt")
+
+
+def test_the_legacy_form_names_the_command_that_reads_it(
+    foreign: Path, tmp_path: Path, cli: Cli
+) -> None:
+    sample, folder = foreign / "megatron-tp2pp2", tmp_path / "iter_0000007"
+    write_legacy(sample, folder)
+    for place in (tmp_path, folder):
         error = fails(place)
         assert error.kind == "unreadable-format"
         assert "--ckpt-convert-format" in str(error.hint)
+    command, _, _ = str(error.hint).partition(";")
+    words = [w.replace("OUT", str(tmp_path / "hf")) for w in shlex.split(command)[1:]]
+    found = cli(*words, "--to", "hf.llama", "--format", "hf")
+    assert found.code == 0, found.err
+    wanted = np.load(sample / "expected-hf.npz")
+    values = load_file(tmp_path / "hf" / "model.safetensors")
+    assert sorted(values) == sorted(wanted)
+    assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
+    shutil.rmtree(folder / "mp_rank_01_000")
+    error = fails(folder)
+    assert (error.kind, error.where) == ("missing-file", "mp_rank_1_0/")
