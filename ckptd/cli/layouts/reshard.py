@@ -120,11 +120,12 @@ def reshard(
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
-        Literal["ckptd", "hf", "ranks", "dcp", "universal"],
+        Literal["ckptd", "hf", "ranks", "dcp", "universal", "torch_dist"],
         Parameter(
             help="hf: a Hugging Face folder, parameters only. ranks: a file a rank, as the line"
             " 'files' of the layout says. dcp: what torch.distributed.checkpoint.load reads,"
             " optimizer and objects included. universal: what load_universal of DeepSpeed reads."
+            " torch_dist: what dist_checkpointing of Megatron-core reads."
         ),
     ] = "ckptd",
     step: Annotated[int, Parameter(help="Step of the target, where the source has none.")] = 0,

@@ -31,6 +31,7 @@ from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.reshard.writers.rankfiles import RanksPlace
+from ckptd.reshard.writers.torchdist import TorchDistPlace
 from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import StoreSpec
@@ -191,6 +192,8 @@ def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> Fol
             return RanksPlace(prepared.assembled, prepared.expected)
         case "universal":
             return UniversalPlace(prepared.assembled, prepared.expected)
+        case "torch_dist":
+            return TorchDistPlace(prepared.assembled, prepared.expected)
         case _:
             return None
 

@@ -19,7 +19,7 @@ from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors
 from ckptd.reshard.writers.pickling import Global, Made, dump
-from ckptd.reshard.writers.states import KeyPath, StateKeys, objects_of
+from ckptd.reshard.writers.states import KeyPath, StateKeys, StateObjects, objects_of
 from ckptd.reshard.writers.torchzip import (
     ALIGN,
     TorchFrame,
@@ -29,12 +29,13 @@ from ckptd.reshard.writers.torchzip import (
 )
 from ckptd.types import Box
 
-__all__ = ["DcpPlace"]
+__all__ = ["COMMON", "MARK", "DcpPlace"]
 
 _METADATA = ".metadata"
 _END = ".distcp"
 _OBJECTS = f"__0_1{_END}"
-_OF_MEGATRON = ("metadata.json", "common.pt")
+MARK, COMMON = "metadata.json", "common.pt"
+"""What Megatron-core puts beside."""
 _VERSION = "1.0.0"
 _CLASSES, _FILES = (
     "torch.distributed.checkpoint.metadata",
@@ -89,6 +90,10 @@ class DcpPlace:
     ----------
     assembled, expected
         What is written, and what the source's witness wants to see.
+    objects
+        Values beside the tensors; those of the target if left out.
+    keys
+        Say in the metadata where each name is in the nested state dict.
 
     Raises
     ------
@@ -96,7 +101,14 @@ class DcpPlace:
         kind ``duplicate-name``: two tensors, or further names of them, are called alike.
     """
 
-    def __init__(self, assembled: Assembled, expected: Mapping[int, Expected]) -> None:
+    def __init__(
+        self,
+        assembled: Assembled,
+        expected: Mapping[int, Expected],
+        objects: StateObjects | None = None,
+        *,
+        keys: bool = True,
+    ) -> None:
         whole = assembled.target
         layout = assembled.composed.composition.target.bound.layout
         encoded = {o.tensor for o in whole.objects}
@@ -105,7 +117,7 @@ class DcpPlace:
             if t.name not in encoded:
                 grid, owners = whole.grids[t.grid].grid(), Owners(whole.owners[t.owners])
                 chosen.add(t.name, number, grid, owners, t.base, t.aliases)
-        objects = objects_of(assembled, layout.state_names)
+        objects = objects or objects_of(assembled, layout.state_names)
         for path in objects.values:
             chosen.reserve(".".join(map(str, path)))
         self.target = chosen.target(whole.world)
@@ -113,7 +125,7 @@ class DcpPlace:
         self.left_out = objects.left_out
         self.options = ""
         self._objects = objects.values
-        self._keys = StateKeys(layout)
+        self._keys = StateKeys(layout) if keys else None
 
     def name(self, number: int) -> str:
         """Return the name of a rank's file."""
@@ -142,7 +154,7 @@ class DcpPlace:
 
     def is_mine(self, name: str) -> bool:
         """Tell whether a file is of such a folder, or what Megatron puts beside."""
-        return name == _METADATA or name.endswith(_END) or name in _OF_MEGATRON
+        return name == _METADATA or name.endswith(_END) or name in (MARK, COMMON)
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the objects, and the metadata."""
@@ -181,17 +193,19 @@ class DcpPlace:
             )
             for name in (tensor.name, *tensor.aliases):
                 entries[name] = entry
-                paths[name] = self._keys.path(name)
+                if self._keys is not None:
+                    paths[name] = self._keys.path(name)
         for path, (start, length) in objects.items():
             name = ".".join(map(str, path))
             entries[name] = Made(Global(_CLASSES, "BytesStorageMetadata"))
             stored[_index(name, None, None)] = _stored(_OBJECTS, start, length)
-            paths[name] = path
+            if self._keys is not None:
+                paths[name] = path
         about = _record("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
         found = _record(
             "Metadata",
             state_dict_metadata=entries,
-            planner_data=paths,
+            planner_data=paths or None,
             storage_data=stored,
             storage_meta=about,
             version=_VERSION,

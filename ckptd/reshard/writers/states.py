@@ -13,6 +13,7 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format import codec
 from ckptd.format.manifest import ObjectEntry
 from ckptd.layout.lay.resolve import Resolved
+from ckptd.reshard.groups import groups_name
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain
 
@@ -135,13 +136,27 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
             values |= _groups(value, states)
         else:
             values[_keys(entry.name)] = value
-    return StateObjects(values, left_out)
+    return StateObjects(_with_tuples(values), left_out)
+
+
+def _with_tuples(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Put settings of a group together that a reader found one by one: ``betas.0``, ``betas.1``."""
+    out: dict[KeyPath, Any] = {}
+    parts: dict[KeyPath, dict[int, Any]] = {}
+    for path, value in values.items():
+        found = re.fullmatch(r"(.+)\.([0-9]{1,6})", str(path[-1]), re.ASCII)
+        if found is None or len(path) < 3 or path[-3] != _GROUPS:
+            out[path] = value
+        else:
+            parts.setdefault((*path[:-1], found[1]), {})[int(found[2])] = value
+    for path, items in parts.items():
+        out[path] = tuple(items[n] for n in sorted(items))
+    return out
 
 
 def _groups(groups: Sequence[dict[str, Any]], states: str) -> dict[KeyPath, Any]:
     """Return the settings of an optimizer's groups by their keys."""
-    above = states.partition("{name}")[0].rstrip(".")
-    top = above.removesuffix("state").rstrip(".")
+    top = groups_name(states).removesuffix("groups").rstrip(".").removesuffix("state").rstrip(".")
     keys = tuple(top.split(".")) if top else ()
     if states != _TITAN:
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
-from ckptd.reshard.writers.pickling import StorageTensor
+from ckptd.reshard.writers.pickling import Global, Made, StorageTensor
 from ckptd.reshard.writers.states import nested, objects_of, split_groups
 from ckptd.reshard.writers.torchzip import TorchFrame, TorchJoints, torch_file
 from ckptd.store.base import is_segment
@@ -37,9 +38,9 @@ _VERSION = "0.19.8"
 _UNIVERSAL_VERSION = 0.4
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _OPTIMIZER = "optimizer_state.pt"
-_LEAST_GROUPS = 64
-"""DeepSpeed loads as many groups of its optimizer as it finds settings for, so there are empty ones
-for groups that the source does not know: they keep their settings."""
+_UNKNOWN_GROUPS = 64
+"""DeepSpeed loads as many groups of its optimizer as it finds settings for: where the source knows
+none there are so many empty ones, and the engine's keep their own."""
 
 
 class UniversalPlace:
@@ -93,6 +94,12 @@ class UniversalPlace:
                 left_out.append(assembled.target.tensors[found[file] + number - kept].name)
                 number = kept
             found[file] = number
+        self._tied = {alias: name for name, some in names.items() for alias in some[1:]}
+        self._shapes = {
+            name: assembled.target.tensors[files[_WEIGHT]].shape
+            for name, files in tables.items()
+            if _WEIGHT in files and len(files) > 1
+        }
         self._paths: list[str] = []
         chosen = ChosenTensors(assembled, expected)
         self._raw_step = np.float32(self._updates()).tobytes()
@@ -157,14 +164,20 @@ class UniversalPlace:
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return what counts for all, and the name of the folder."""
         step = StorageTensor("0", "float32", ())
-        groups = [*self._groups, *({} for _ in range(_LEAST_GROUPS - len(self._groups)))]
+        groups: list[dict[str, Any]] = [
+            {**group, "params": [number]} for number, group in enumerate(self._groups)
+        ] or [{} for _ in range(_UNKNOWN_GROUPS)]
+        shapes = self._shapes_by_group()
+        states = {number: {"step": step} for number in range(len(shapes))}
         optimizer = {
             "ds_version": _VERSION,
             "param_groups": groups,
-            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+            "optimizer_state_dict": {"state": states, "param_groups": groups},
         }
         model = self._common | {
             "module": {},
+            "param_shapes": shapes,
+            "shared_params": self._tied,
             "mp_world_size": 1,
             "dp_world_size": 1,
             "global_steps": self._step,
@@ -178,3 +191,15 @@ class UniversalPlace:
             *((self._top + name, raw) for name in _MODELS),
             (_LATEST, self._top[:-1].encode()),
         ]
+
+    def _shapes_by_group(self) -> list[dict[str, Made]]:
+        """Return the shapes of what is trained, a table a group; without groups, one for all."""
+        left = {
+            name: Made(Global("torch", "Size"), (shape,)) for name, shape in self._shapes.items()
+        }
+        out: list[dict[str, Made]] = []
+        for group in self._groups:
+            held = group.get("params")
+            names = [n for n in held if n in left] if isinstance(held, list) else []
+            out.append({name: left.pop(name) for name in names})
+        return [*out, left] if left or not out else out

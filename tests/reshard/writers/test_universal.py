@@ -66,7 +66,7 @@ def test_weights_states_steps_groups_and_objects(tmp_path: Path) -> None:
             assert np.array_equal(array(zero / f"{state}.pt"), wanted[f"optim.{name}.{state}"])
     optimizer = load(top / "zero/optimizer_state.pt")
     assert isinstance(optimizer, dict)
-    assert optimizer["param_groups"][:3] == [*groups(), {}]
+    assert [g["lr"] for g in optimizer["param_groups"]] == [0.1, 0.2]
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         model = load(top / name)
         assert isinstance(model, dict)
@@ -80,6 +80,9 @@ def test_weights_states_steps_groups_and_objects(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[n], wanted[n]) for n in wanted)
     assert reader.commit.step == 5
+    for number, group in enumerate(groups()):
+        for key, value in group.items():
+            assert reader.objects()[f"optim.param_groups.{number}.{key}"] == value
 
 
 def test_master_weights_go_first_and_steps_follow_from_the_job(tmp_path: Path) -> None:
