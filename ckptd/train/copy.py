@@ -359,33 +359,33 @@ class Snapshot:
             name = self._steps[number].name
             if name in self._live.shared and not self._live.is_copied(number, self._slot):
                 self._unsteady.append(name)
-        if self._samples is not None:
-            for leaf in self._common("cpu", late=False):
-                self._samples(leaf.tensor)
+        self._sample_on_host(late=False)
         if (self._live.mixed or self._samples is not None) and (devices := self._devices()):
             self._begin_on(devices)
 
-    def _common(self, kind: str, *, late: bool) -> list[TensorLeaf]:
-        """Return the leaves that other ranks hold as well, on devices of a kind or not of CUDA."""
-        return [
-            leaf
+    def _common(self, kind: str, *, late: bool) -> list[torch.Tensor]:
+        """Return what other ranks hold as well, on devices of a kind or not of CUDA."""
+        if self._samples is None:
+            return []
+        tensors = {
+            id(leaf.tensor): leaf.tensor  # several may lie in one buffer
             for leaf in self._live.leaves.values()
-            if self._samples is not None
-            and self._samples.wants(leaf.tensor)
+            if self._samples.wants(leaf.tensor)
             and (leaf.tensor.device.type == "cuda") == (kind == "cuda")
             and self._live.is_held(leaf) == late
-        ]
+        }
+        return [v for t in tensors.values() for v in self._samples.views(t)]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
         """Return what is on CUDA devices, without the steps."""
         found = {x.device: OnDevice() for x in self._locals.values() if x.is_cuda}
         if self._samples is not None:
             for late in (False, True):
-                for leaf in self._common("cuda", late=late):
-                    local = local_tensor(leaf.tensor)
+                for tensor in self._common("cuda", late=late):
+                    local = local_tensor(tensor)
                     part = found.setdefault(local.device, OnDevice())
                     common = part.common_late if late else part.common_early
-                    common.append((leaf.tensor, local))
+                    common.append((tensor, local))
         return found
 
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
@@ -417,13 +417,13 @@ class Snapshot:
         late, most = self._live.late_on_host, len(self._steps)
         groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
         if self._samples is not None:
-            groups.append(CopyGroup(lane, (), self._sample_late))
+            groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(late=True)))
         return groups
 
-    def _sample_late(self) -> None:
+    def _sample_on_host(self, *, late: bool) -> None:
         if self._samples is not None:
-            for leaf in self._common("cpu", late=True):
-                self._samples(leaf.tensor)
+            for tensor in self._common("cpu", late=late):
+                self._samples(tensor)
 
     def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
         def report(front: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -68,12 +69,24 @@ class Samples:
     shards
         The tensors among those with meshes that will be asked for; None: those that several ranks
         of their own mesh hold.
+    views
+        Views of what other ranks hold too, by the id of the tensor, where a layout says that; of
+        other tensors whole ones are asked for.
     """
 
-    def __init__(self, shards: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        shards: Iterable[torch.Tensor] | None = None,
+        views: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    ) -> None:
         # With the tensor itself, so that its id stays its own.
         self._known: dict[int, tuple[torch.Tensor, str]] = {}
         self._shards = None if shards is None else {id(t) for t in shards}
+        self._views = views or {}
+
+    def views(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the tensors that will be asked for in place of one of a state."""
+        return self._views.get(id(tensor), (tensor,))
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Return whether several ranks may hold the same values of it."""
@@ -108,7 +121,7 @@ def replica_digests(
     tensors: Mapping[str, TensorLeaf],
     objects: Mapping[str, ObjectLeaf],
     holders: ReplicaHolders,
-    known: Mapping[tuple[str, Shared], Mapping[str, str]] | None = None,
+    known: Mapping[Shared, Mapping[str, str]] | None = None,
     sample: Samples | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
     """Digest what this rank holds in common with others, one table for each set of holders.
@@ -118,7 +131,7 @@ def replica_digests(
     holders
         Says that; what no other rank has is not digested.
     known
-        Tables that a layout makes, by group and holders; they hold all plain tensors then, and
+        Tables that a layout makes, by holders; they hold all plain tensors then, and
         `tensors` are left to those with meshes of their own.
     sample
         Digests that are taken already.
@@ -144,17 +157,12 @@ def replica_digests(
         shared = holders.tensor(name)
         if not shared.alone:
             tables.setdefault(shared, {})[name] = sample(held.tensor)
-    named: list[tuple[str, bool, Mapping[str, str]]] = [
-        (shared.key, shared.first, table) for shared, table in tables.items()
-    ]
-    for (group, shared), laid in (known or {}).items():
-        named.append((f"{group}:{shared.key}", shared.first, laid))
     replicas, blobs = [], []
-    for key, first, table in named:
+    for shared, table in chain(tables.items(), (known or {}).items()):
         body = msgspec.json.encode(table, order="sorted")
         digest = digest_hex(body)
-        replicas.append((key, digest))
-        blobs.append(Blob(digest, body, first))
+        replicas.append((shared.key, digest))
+        blobs.append(Blob(digest, body, shared.first))
     return tuple(replicas), tuple(blobs)
 
 

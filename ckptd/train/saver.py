@@ -365,9 +365,7 @@ class Saver:
             return (), ()
         known = None
         if laid is not None and not laid.job.whole:
-            from ckptd.train.layout.saving import replica_tables
-
-            known = replica_tables(laid, holders, samples)
+            known = laid.replica_tables(holders, samples)
         return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
     def _copy(
@@ -401,7 +399,8 @@ class Saver:
         holders = self._planner.holders
         samples = None
         if holders is not None:
-            samples = Samples(shards_in_common(leaves.tensors, holders).values())
+            shards = shards_in_common(leaves.tensors, holders).values()
+            samples = Samples(shards, None if laid is None else laid.views(holders))
         try:
             with events.span("enqueue"):
                 snapshot = Snapshot(

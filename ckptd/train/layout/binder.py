@@ -22,6 +22,7 @@ from ckptd.layout.lay.bind import bind_ranks, bind_stored
 from ckptd.layout.lay.local import LaidTensor, local_tensors
 from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.places import free_ranges
+from ckptd.layout.lay.replicated import ReplicatedParts
 from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
 from ckptd.reshard.layouts import LayoutProgram
@@ -164,6 +165,11 @@ class JobLayout:
     def writers(self) -> Writers:
         """Who writes what of the stored tensors."""
         return Writers(self.form)
+
+    @cached_property
+    def replicated(self) -> ReplicatedParts:
+        """Which parts of the stored tensors several ranks hold."""
+        return ReplicatedParts(self.form)
 
     @cached_property
     def local(self) -> Mapping[str, LaidTensor]:

@@ -7,20 +7,24 @@ objects, are saved as without one; what follows a parameter gets the parameter's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
 
 from ckptd.errors import MismatchError, UsageError
+from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import ChunkRef
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.block import flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.local import LocalPiece
+from ckptd.layout.lay.replicated import ReplicatedPart
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, local_cells
-from ckptd.layout.lay.syntax import Replicas
 from ckptd.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
@@ -30,7 +34,7 @@ from ckptd.train.state.leaves import Leaves, ObjectLeaf, TensorLeaf
 from ckptd.train.state.tensors import is_dtensor
 from ckptd.types import Box
 
-__all__ = ["LaidLeaves", "LeafPart", "laid_leaves", "replica_tables"]
+__all__ = ["LaidLeaves", "LeafPart", "laid_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,18 @@ class LeafPart:
     stored: StoredTensor
     leaf: TensorLeaf
     piece: LocalPiece
+
+
+class _Replica(NamedTuple):
+    """What this rank and others hold of a tensor: its name, which ranks, and where it lies here.
+
+    `tensor` is the id of the tensor that the views are of.
+    """
+
+    name: str
+    shared: Shared
+    tensor: int
+    views: Sequence[torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -72,6 +88,7 @@ class LaidLeaves:
     leaves: Leaves
     parts: dict[str, LeafPart] = field(default_factory=dict)
     followers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _found_replicas: list[_Replica] | None = None
 
     @property
     def sources(self) -> Mapping[str, TensorLeaf]:
@@ -124,6 +141,102 @@ class LaidLeaves:
                 rule.grid.cell_box(cell).offset: box for cell, box in local_cells(rule, who)
             }
         return found
+
+    # --- replicas -------------------------------------------------------------------------------
+
+    def views(self, holders: ReplicaHolders) -> Mapping[int, Sequence[torch.Tensor]]:
+        """Return what other ranks hold of the layout's tensors, by the id of this rank's tensor."""
+        out: dict[int, list[torch.Tensor]] = {id(p.leaf.tensor): [] for p in self.parts.values()}
+        for found in self._replicas(holders):
+            out[found.tensor] += found.views
+        return out
+
+    def replica_tables(
+        self, holders: ReplicaHolders, sample: Samples
+    ) -> dict[Shared, dict[str, str]]:
+        """Return digests by name, for each group of ranks that hold the same.
+
+        Of a tensor of the layout these are the ranks that hold a part of it, whatever else they
+        hold. A tensor that the layout does not name is the same on all ranks that have it, on
+        whatever stage they are: were it not, one would be saved and the others lost. `sample` gives
+        the digests.
+        """
+        tables: dict[Shared, dict[str, str]] = {}
+        for found in self._replicas(holders):
+            digests = "".join(map(sample, found.views))
+            if len(found.views) > 1:
+                digests = digest_hex(digests.encode())[:16]
+            tables.setdefault(found.shared, {})[found.name] = digests
+        for name, leaf in self.leaves.tensors.items():
+            if is_dtensor(leaf.tensor):
+                continue
+            shared = holders.tensor(name)
+            group = "plain"
+            if name in self.followers:
+                group = self._group(self.job.form.rules[self.followers[name][0]].axes)
+            if not shared.alone:
+                here = replace(shared, key=f"{group}:{shared.key}")
+                tables.setdefault(here, {})[name] = sample(leaf.tensor)
+        return tables
+
+    def _replicas(self, holders: ReplicaHolders) -> list[_Replica]:
+        # Once a save: digests are found again by the views that they were taken of.
+        if self._found_replicas is None:
+            self._found_replicas = [
+                found
+                for name, part in self.parts.items()
+                if not (shared := holders.tensor(name)).alone
+                for found in self._replicas_of(name, part, shared)
+            ]
+        return self._found_replicas
+
+    def _replicas_of(self, name: str, part: LeafPart, shared: Shared) -> Iterator[_Replica]:
+        """Yield what groups of ranks hold of one tensor."""
+        key = (part.stored.rule, part.stored.indexes, part.stored.state)
+        groups: dict[str, list[ReplicatedPart]] = {}
+        for found in self.job.replicated.of_rank(key, self.job.rank):
+            groups.setdefault(found.group, []).append(found)
+        for group, parts in groups.items():
+            first = int(parts[0].ranks[0]) == self.job.rank
+            views = list(chain.from_iterable(self._views(part, p) for p in parts))
+            if len(groups) == 1 and self._is_whole(part, parts):
+                views = [part.leaf.tensor]
+            here = Shared(f"lay:{group}:{shared.key}", first, False)
+            yield _Replica(name, here, id(part.leaf.tensor), views)
+
+    def _is_whole(self, part: LeafPart, parts: Sequence[ReplicatedPart]) -> bool:
+        """Whether all ranks of a group hold the whole of the same tensor, and nothing beside."""
+        mesh, rule = self.job.form.mesh, self.job.form.rules[part.stored.rule]
+        ranks = parts[0].ranks
+        at = self.job.coordinates
+        return (
+            self.job.form.packing.flat_of(rule.number, part.stored.indexes, part.stored.state)
+            is None
+            and sum(p.hi - p.lo for p in parts) == part.piece.hi - part.piece.lo
+            and all((ranks // mesh.strides[a] % mesh.extents[a] == at[a]).all() for a in rule.axes)
+        )
+
+    def _views(self, part: LeafPart, found: ReplicatedPart) -> Iterator[torch.Tensor]:
+        """Yield views of a part of a tensor: the same shapes on all ranks that hold it."""
+        rule = self.job.form.rules[part.stored.rule]
+        who = rule.who(self.job.coordinates)
+        box = self.job.replicated.boxes(rule, who)[found.cell]
+        tensor = part.leaf.tensor.detach()
+        flat = self.job.form.packing.flat_of(rule.number, part.stored.indexes, part.stored.state)
+        if flat is None:
+            ends = zip(box.offset, box.shape, strict=True)
+            yield tensor[tuple(slice(o, o + n) for o, n in ends)]
+            return
+        strides, step = strides_of(rule.local_shape(who)), tensor.stride(0)
+        for region in flat_regions(box, found.lo, found.hi):
+            at = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
+            start = tensor.storage_offset() + (at - part.piece.lo + part.piece.at) * step
+            yield tensor.as_strided(region.box.shape, [s * step for s in strides], start)
+
+    def _group(self, axes: frozenset[str]) -> str:
+        """Name the ranks that agree with this one on some axes."""
+        at = sorted((a, c) for a, c in self.job.coordinates.items() if a in axes)
+        return "lay:" + ",".join(f"{a}={c}" for a, c in at)
 
     @cached_property
     def _places(self) -> dict[int, Mapping[tuple[int, ...], Box]]:
@@ -238,60 +351,3 @@ def _objects(job: JobLayout, leaves: Leaves) -> dict[str, ObjectLeaf]:
 
 def _renamed(group: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**group, "params": sorted(names.get(p, p) for p in group["params"])}
-
-
-def replica_tables(
-    laid: LaidLeaves, holders: ReplicaHolders, sample: Samples
-) -> dict[tuple[str, Shared], dict[str, str]]:
-    """Return digests by name, for each group of ranks that hold the same.
-
-    Ranks at the same coordinates of all axes that cut a tensor hold the same of it. A tensor that
-    the layout does not name is the same on all ranks that have it, on whatever stage they are:
-    were it not, one would be saved and the others lost. `sample` gives the digests.
-    """
-    job = laid.job
-    tables: dict[tuple[str, Shared], dict[str, str]] = {}
-    for name, part in laid.parts.items():
-        rule = job.form.rules[part.stored.rule]
-        if not _takes_any(rule):
-            group = _group(laid, rule.axes | _flat_axes(laid, part))
-            shared = holders.tensor(name)
-            if not shared.alone:
-                tables.setdefault((group, shared), {})[name] = sample(part.leaf.tensor)
-    for name, leaf in laid.leaves.tensors.items():
-        if is_dtensor(leaf.tensor):
-            continue
-        if name in laid.followers:
-            rule = job.form.rules[laid.followers[name][0]]
-            group = _group(laid, rule.axes)
-        else:
-            group = "plain"
-        shared = holders.tensor(name)
-        if not shared.alone:
-            tables.setdefault((group, shared), {})[name] = sample(leaf.tensor)
-    return tables
-
-
-def _takes_any(rule: RuleForm) -> bool:
-    return any(isinstance(m, Replicas) and m.kind == "any" for m in rule.equation.modifiers)
-
-
-def _flat_axes(laid: LaidLeaves, part: LeafPart) -> frozenset[str]:
-    """Return the axis that the part's buffer is cut over, and those that cut what it packs."""
-    form = laid.job.form
-    stored = part.stored
-    flat = form.packing.flat_of(stored.rule, stored.indexes, stored.state)
-    if flat is None:
-        return frozenset()
-    axes = {form.bound.layout.flats[flat].split[0]}
-    if form.bound.layout.flats[flat].group.kind != "each":
-        # The digest is the whole buffer's, with everything that is in it.
-        packed = form.packing.buffers(flat, stored.state, laid.job.rank).tensors
-        axes |= {a for rule, _ in packed for a in form.rules[rule].axes}
-    return frozenset(axes)
-
-
-def _group(laid: LaidLeaves, axes: frozenset[str]) -> str:
-    """Name the ranks that agree with this one on some axes."""
-    at = sorted((a, c) for a, c in laid.job.coordinates.items() if a in axes)
-    return "lay:" + ",".join(f"{a}={c}" for a, c in at)

@@ -1,0 +1,169 @@
+"""Replicas under a layout, compared at a save: whole tensors, parts of fused ones, buffers."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckptd
+from ckptd.errors import SaveError
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.reshard.layouts import LayoutProgram
+from ckptd.save.structure import ReplicaHolders, Shared
+from ckptd.testing.ranks import run_ranks
+from ckptd.train.layout.binder import JobLayout
+from ckptd.train.layout.program import Spelling
+from ckptd.train.layout.saving import LaidLeaves, LeafPart
+from ckptd.train.replicas import Samples
+from ckptd.train.state.leaves import Leaves, TensorLeaf
+from tests.layout.lay.agreement.brute import Brute
+from tests.layout.lay.agreement.brute_holders import holdings, loosened
+from tests.layout.lay.agreement.programs_random import pair
+
+PROGRAMS = 30
+Tables = dict[tuple[str, str], str]
+
+
+class AllHold:
+    """Holders by the structure: all ranks, of each name."""
+
+    def tensor(self, name: str) -> Shared:
+        return Shared("all", first=False, alone=False)
+
+
+def tables(form: StoredForm, rank: int, tensors: dict[str, torch.Tensor]) -> Tables:
+    """Return the digests of what a rank of a job holds in common with others."""
+    job = JobLayout(cast("LayoutProgram", None), form, Spelling(), rank)
+    kept = {r.number for r in form.stored_rules}
+    laid = LaidLeaves(job, Leaves())
+    for found in job.local.values():
+        tensor = tensors[found.name]
+        leaf = TensorLeaf(found.name, tensor, "", "tensor", "", tensor)
+        for piece in found.pieces:
+            if piece.rule in kept:
+                stored = form.tensor(piece.rule, piece.indexes, found.state)
+                laid.parts[stored.name] = LeafPart(stored, leaf, piece)
+    holders = cast("ReplicaHolders", AllHold())
+    found_tables = laid.replica_tables(holders, Samples(views=laid.views(holders)))
+    return {(s.key, n): d for s, table in found_tables.items() for n, d in table.items()}
+
+
+def apart(ranks: list[Tables]) -> bool:
+    """Whether ranks of one group say different things."""
+    seen: dict[str, set[tuple[tuple[str, str], ...]]] = defaultdict(set)
+    for table in ranks:
+        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for (group, name), digest in table.items():
+            groups[group].append((name, digest))
+        for group, found in groups.items():
+            seen[group].add(tuple(sorted(found)))
+    return any(len(found) > 1 for found in seen.values())
+
+
+@pytest.mark.slow
+def test_no_element_of_one_replica_is_changed_unseen() -> None:
+    tried = partial = packed = 0
+    for seed in range(PROGRAMS):
+        rng = random.Random(seed)
+        drawn = pair(rng)
+        for bound in (loosened(rng, drawn.source), loosened(rng, drawn.target)):
+            if bound.layout.mesh is None:
+                continue
+            form, brute = StoredForm(bound), Brute(bound)
+            copies = {r.number for r in form.rules} - {r.number for r in form.stored_rules}
+            held = [h for h in holdings(bound) if h.piece.rule not in copies]
+            shared = [(h, [p for p, r in h.holders.items() if len(r) > 1]) for h in held]
+            several = sorted(
+                ((h, found) for h, found in shared if found),
+                key=lambda pair: len(set(pair[0].holders.values())) > 1,
+            )
+            ranks = [
+                {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
+                for r in range(form.mesh.world)
+            ]
+            good = [tables(form, r, tensors) for r, tensors in enumerate(ranks)]
+            assert not apart(good), f"seed {seed}\n{drawn}"
+            for one, found in [several[-1], rng.choice(several)] if several else []:
+                name = one.tensor.name
+                wrong = ranks[one.rank][name].clone()
+                wrong.view(-1)[rng.choice(found)] += 0.5
+                changed = tables(form, one.rank, {**ranks[one.rank], name: wrong})
+                mixed = [changed if r == one.rank else t for r, t in enumerate(good)]
+                assert apart(mixed), f"seed {seed}, {name} of rank {one.rank}\n{drawn}"
+                tried += 1
+                partial += len(set(one.holders.values())) > 1
+                packed += name.startswith("flat.")
+    assert tried > 50
+    assert min(partial, packed) >= 4, (partial, packed)
+
+
+PROGRAM = """
+mesh A = tp:4=(tk:2 tr:2)
+mesh B = dp:2 sp:2
+let kv = 2
+let rep = 2
+let hd = 50
+space s {
+  a.q[kv rep hd h] a.k[kv hd h] n[h] w[f h]
+  follow m=exp_avg
+}
+layout columns of s on A {
+  qk = a[h (q:((kv rep)@tp hd)|k:(kv@tk hd))]
+  n = n[h]
+  w = w[f@tp h]
+}
+layout packed of s on B {
+  qk = a[(q:(kv rep hd)|k:(kv hd)) h]
+  n = n[h]
+  w = w[f@sp h]
+  flat bucket 100000 @dp of m end/dp
+}
+"""
+WIDTH = 60
+
+
+def fused(rank: int, drift: float) -> dict[str, object]:
+    k = torch.full((50, WIDTH), float(rank // 2) + drift)
+    qk = torch.cat([torch.ones(50, WIDTH), k]).t()
+    w = torch.full((1, WIDTH), float(rank))
+    return {"model": {"qk": qk, "n": torch.ones(WIDTH), "w": w}}
+
+
+def packed(rank: int, drift: float) -> dict[str, object]:
+    dp, sp = divmod(rank, 2)
+    qk, w = torch.ones(300, WIDTH), torch.full((2, WIDTH), float(sp))
+    n = torch.full((WIDTH,), drift)
+    m = torch.cat([t.reshape(-1) for t in (qk, n, w)]).view(2, -1)[dp].clone()
+    return {"model": {"qk": qk, "n": torch.ones(WIDTH), "w": w}, "optim": {"flat.0.m": m}}
+
+
+def save_drifted(root: str) -> list[str]:
+    """Save a state, and then one with another value of what another rank holds too."""
+    rank = dist.get_rank()
+    said = []
+    for layout, make in (("columns", fused), ("packed", packed)):
+        text = f"# layout {layout}\n{PROGRAM}"
+        with ckptd.Checkpointer(f"{root}/{layout}", layout=text, timeout_s=60.0) as ck:
+            for step, drift in ((1, 0.0), (2, float(rank == 3))):
+                handle = ck.save(step, make(rank, drift))
+                assert handle is not None
+                try:
+                    handle.durable(100)
+                    said.append("")
+                except SaveError as error:
+                    said.append(f"{layout}: {error.kind} {error.where}")
+    return said
+
+
+@pytest.mark.dist
+def test_what_differs_in_parts_of_tensors_is_named(tmp_path: Path) -> None:
+    """A head in a fused tensor, and a norm in a buffer that has other tensors too."""
+    for said in run_ranks(4, save_drifted, str(tmp_path), deadline_s=200.0):
+        wrong = ["columns: replicas-differ model.qk", "packed: replicas-differ optim.n.exp_avg"]
+        assert said == ["", wrong[0], "", wrong[1]]
