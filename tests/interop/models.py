@@ -11,7 +11,7 @@ import torch
 
 from ckptd.load.reader import CkptdReader
 
-__all__ = ["MODELS", "answer", "bits", "build", "check", "load", "save"]
+__all__ = ["MODELS", "answer", "bits", "blank", "build", "check", "load", "save"]
 
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 130,
@@ -92,6 +92,15 @@ def load(folder: Path) -> Any:
     )
     assert not any(said.values()), said
     return model.eval()
+
+
+def blank(folder: Path) -> Any:
+    """Return a model of the configuration in a folder, with other weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(11)
+    config = AutoConfig.from_pretrained(folder)
+    return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
 def answer(folder: Path, like: Path | None = None) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.cli.main import run
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
 from tests.interop import worlds
@@ -33,7 +34,7 @@ def own(name: str) -> str:
 
 NAMES = {
     "llama": Names("hf.llama", "hf.llama", own("megatron.llama")),
-    "llama-tied": Names("hf.llama", "hf.llama", own("megatron.llama")),
+    "llama-tied": Names("hf.llama", own("memory.tied"), own("megatron.llama")),
     "mixtral": Names("hf.mixtral", own("memory.mixtral"), own("megatron.mixtral")),
     "gpt2": Names("hf.gpt2", "hf.gpt2", own("megatron.gpt2"), "let n = 4"),
     "qwen3_moe": Names("hf.qwen3_moe", own("memory.qwen3_moe"), own("megatron.qwen3_moe")),
@@ -62,6 +63,31 @@ def reshard(cli: Cli, source: Path, target: Path, *options: str) -> None:
     assert not found.code, found.err
 
 
+@pytest.fixture(scope="module")
+def reloaded(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models in DCP, as they were written here, loaded by torch and saved ``again``."""
+    folder = tmp_path_factory.mktemp("reloaded")
+    for name, names in NAMES.items():
+        command = ["reshard", str(models / name), str(folder / "first" / name)]
+        to = ["--from", names.files, "--to", names.memory, "-e", names.size, "-e", "use names.dcp"]
+        assert run([*command, *to, "--format", "dcp"]) == 0
+    places = (str(models), str(folder / "first"), str(folder / "again"))
+    run_ranks(2, worlds.reload_dcp, *places, deadline_s=280.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zeroed(models: Path, zero3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of ZeRO-3 in its universal form, loaded by engines of three ranks and saved."""
+    folder = tmp_path_factory.mktemp("zeroed")
+    for name in NAMES:
+        command = ["reshard", str(zero3 / name), str(folder / "first" / name)]
+        assert run([*command, "--to", "ddp", "-e", "use names.plain", "--format", "universal"]) == 0
+    places = (str(models), str(folder / "first"), str(folder / "again"), 3)
+    run_ranks(3, worlds.reload_zero, *places, deadline_s=280.0, env={"DS_ACCELERATOR": "cpu"})
+    return folder
+
+
 def to_hf(cli: Cli, source: Path, name: str, target: Path, *options: str) -> None:
     """Convert what has the names of a model in memory to files of Hugging Face."""
     names = ["--from", NAMES[name].memory, "--to", NAMES[name].files, "-e", NAMES[name].size]
@@ -86,6 +112,17 @@ def test_a_root_of_megatron(models: Path, name: str, tmp_path: Path, cli: Cli) -
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_files_of_ranks_of_megatron(models: Path, name: str, tmp_path: Path, cli: Cli) -> None:
+    names, ranks, out = NAMES[name], tmp_path / "ranks", tmp_path / "hf"
+    there = ["--from", names.files, "--to", names.megatron]
+    reshard(cli, models / name, ranks, *there, "-e", names.size, "--format", "ranks")
+    assert len(list(ranks.glob("*/model.safetensors"))) == 2
+    back = ["--from", names.megatron, "--to", names.files]
+    reshard(cli, ranks, out, *back, "-e", names.size, "-e", "let v = 130", "--format", "hf")
+    assert answer(out, models / name) == answer(models / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_dcp(models: Path, dcp: Path, name: str, tmp_path: Path, cli: Cli) -> None:
     to_hf(cli, dcp / name, name, tmp_path / "hf", "-e", 'from: stored "model.{name}"')
     assert answer(tmp_path / "hf", models / name) == answer(models / name)
@@ -95,3 +132,18 @@ def test_dcp(models: Path, dcp: Path, name: str, tmp_path: Path, cli: Cli) -> No
 def test_zero_3(models: Path, zero3: Path, name: str, tmp_path: Path, cli: Cli) -> None:
     to_hf(cli, zero3 / name, name, tmp_path / "hf")
     assert answer(tmp_path / "hf", models / name) == answer(models / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dcp_that_torch_loads(models: Path, reloaded: Path, name: str, cli: Cli) -> None:
+    """Written here, loaded by `dcp.load` into FSDP2 on two ranks, saved again, and read here."""
+    out = reloaded / "hf" / name
+    to_hf(cli, reloaded / "again" / name, name, out, "-e", 'from: stored "model.{name}"')
+    assert answer(out, models / name) == answer(models / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_3_that_deepspeed_loads(models: Path, zeroed: Path, name: str, cli: Cli) -> None:
+    """Of two ranks, then of three by the universal form that is written here."""
+    to_hf(cli, zeroed / "again" / name, name, zeroed / "hf" / name)
+    assert answer(zeroed / "hf" / name, models / name) == answer(models / name)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.interop.models import load
+from tests.interop.models import blank, load
 
-__all__ = ["deepspeed_engine", "save_dcp", "save_zero", "sharded"]
+__all__ = ["deepspeed_engine", "quiet", "reload_dcp", "reload_zero", "save_dcp", "save_zero"]
 
 
 def quiet() -> None:
@@ -41,6 +41,19 @@ def save_dcp(source: str, target: str) -> None:
     quiet()
     for folder in sorted(Path(source).iterdir()):
         model = sharded(load(folder))
+        dcp.save({"model": model.state_dict()}, checkpoint_id=Path(target) / folder.name)
+
+
+def reload_dcp(models: str, source: str, target: str) -> None:
+    """Load every checkpoint of DCP into a model with other weights, and save that by DCP."""
+    import torch.distributed.checkpoint as dcp
+
+    quiet()
+    for folder in sorted(Path(source).iterdir()):
+        model = sharded(blank(Path(models) / folder.name))
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
         dcp.save({"model": model.state_dict()}, checkpoint_id=Path(target) / folder.name)
 
 
@@ -87,10 +100,29 @@ def deepspeed_engine(
 
 
 def save_zero(source: str, target: str, stage: int) -> None:
-    """Load every model of a folder, and save it as DeepSpeed's engine does."""
+    """Load every model of a folder, and save it with moments as DeepSpeed's engine does."""
     quiet()
     for folder in sorted(Path(source).iterdir()):
         model = load(folder)
         half = {"bf16": {"enabled": True}} if model.dtype == torch.bfloat16 else {}
         engine = deepspeed_engine(model, stage, **half)
+        # A step makes the moments; at this rate it leaves the weights as they are.
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        engine.backward(engine(torch.arange(1, 9).reshape(1, 8)).logits.float().pow(2).mean())
+        engine.step()
+        engine.save_checkpoint(str(Path(target) / folder.name), tag="global_step0")
+
+
+def reload_zero(models: str, source: str, target: str, stage: int) -> None:
+    """Load every universal checkpoint into an engine with other weights, and save that."""
+    quiet()
+    for folder in sorted(Path(source).iterdir()):
+        model = blank(Path(models) / folder.name)
+        more: dict[str, Any] = {"checkpoint": {"load_universal": True}}
+        if model.dtype == torch.bfloat16:
+            more["bf16"] = {"enabled": True}
+        engine = deepspeed_engine(model, stage, **more)
+        found, _ = engine.load_checkpoint(str(folder))
+        assert found is not None
         engine.save_checkpoint(str(Path(target) / folder.name), tag="global_step0")
