@@ -295,19 +295,27 @@ def flat(
     how: tree.How | Literal["even", "ceil", "bal"] = tree.EVEN,
     group: NameLike | None = None,
     bucket: int | None = None,
+    parts: int | None = None,
     order: tree.Order = "module",
     start: ValueLike = 1,
     end: ValueLike = 1,
+    called: NameLike | None = None,
 ) -> tree.Flat:
-    """Return ``flat each @axis of states``, or with `group` or `bucket` a buffer of several."""
+    """Return ``flat each @axis of states``, or with `group` or `bucket` a buffer of several.
+
+    With `parts`, perhaps of a `group`, each rank has its parts of several end to end; 0: of all.
+    """
     kind = tree.FlatGroup("each")
-    if bucket is not None:
+    if parts is not None:
+        kind = tree.FlatGroup("parts", None if group is None else _name(group), parts)
+    elif bucket is not None:
         kind = tree.FlatGroup("bucket", elements=bucket)
     elif group is not None:
         kind = tree.FlatGroup("group", _name(group))
     cut = (axis, _how(how))
+    name = None if called is None else _name(called)
     return _checked(
-        tree.Flat(kind, cut, tuple(states), order, _value(start), _value(end), modifiers)
+        tree.Flat(kind, cut, tuple(states), order, _value(start), _value(end), modifiers, name)
     )
 
 

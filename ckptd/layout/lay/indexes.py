@@ -15,7 +15,10 @@ from ckptd.layout.lay.held import held
 from ckptd.layout.lay.resolve import Resolved, ValueScope, stage_parts
 from ckptd.layout.lay.syntax import Atom, Dim, Glob, Name, NameIndex, Split, Text, show
 
-__all__ = ["IndexCut", "index_cut", "write_name"]
+__all__ = ["BUFFER", "IndexCut", "index_cut", "write_name"]
+
+BUFFER = "buffer"
+"""Index in the name of buffers that stands for the number of a buffer on its rank."""
 
 
 @dataclass(frozen=True)

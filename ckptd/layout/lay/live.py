@@ -175,12 +175,18 @@ class RankTensors:
         for part, start, found in cut_flat(whole, axis):
             coordinate = int(whose[part])
             name = own_name
+            ahead = 0
             if form.bound.layout.flats[flat].group.kind != "each":
                 # Ranks that share a buffer may have others before it.
-                first = form.packing.first_buffer(flat, state, rank + coordinate * stride)
-                name = f"flat.{first + slot.buffer}.{state or 'params'}"
+                holder = rank + coordinate * stride
+                buffer = form.packing.buffers(flat, state, rank)
+                number = buffer.numbers[rule.number, indexes]
+                row = buffer.rows[number]
+                ahead = form.packing.on_one(flat, state, holder).ahead[number]
+                first = form.packing.first_buffer(flat, state, holder)
+                name = form.buffer_name(flat, first + row, state, buffer.groups[row])
             # The range's place in the part of the buffer that its rank holds.
-            at = slot.offset + start - int(starts[coordinate])
+            at = ahead + slot.offset + start - int(starts[coordinate])
             yield coordinate, name, _moved(found, at - start)
 
     def stride(self, rule: RuleForm, indexes: tuple[int, ...], state: str) -> int:

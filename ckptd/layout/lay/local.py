@@ -39,7 +39,8 @@ class LaidTensor:
     Attributes
     ----------
     name
-        Its name on the rank: local numbers after ``#``, ``flat.<number>.<state>`` for buffers.
+        Its name on the rank: local numbers after ``#``, for buffers ``flat.<number>.<state>``,
+        or what their flat says.
     shape
         Its shape on the rank.
     state
@@ -106,22 +107,23 @@ def _share(
 
 def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Iterator[LaidTensor]:
     """Yield a rank's part of its buffers, numbered over all flats."""
-    number = 0
+    first = 0
     for flat in flats:
         buffer = form.packing.buffers(flat, state, rank)
-        parts = [_part(form, flat, n, rank) for n in buffer.packed.lengths]
-        pieces: list[list[LocalPiece]] = [[] for _ in parts]
-        for (rule, indexes), slot in zip(buffer.tensors, buffer.packed.slots, strict=True):
-            start, stop = parts[slot.buffer]
+        mine = form.packing.on_one(flat, state, rank)
+        pieces: list[list[LocalPiece]] = [[] for _ in mine.lengths]
+        packed = zip(buffer.tensors, buffer.packed.slots, buffer.rows, mine.ahead, strict=True)
+        for (rule, indexes), slot, row, ahead in packed:
+            start, stop = _part(form, flat, slot.length, rank)
             lo = max(0, start - slot.offset)
             hi = min(slot.numel, stop - slot.offset)
             if lo < hi:
-                at = slot.offset + lo - start
-                pieces[slot.buffer].append(LocalPiece(rule, indexes, lo, hi, at))
-        for (start, stop), found in zip(parts, pieces, strict=True):
-            name = f"flat.{number}.{state or 'params'}"
-            yield LaidTensor(name, (stop - start,), state, tuple(found))
-            number += 1
+                at = ahead + slot.offset + lo - start
+                pieces[row].append(LocalPiece(rule, indexes, lo, hi, at))
+        for row, (length, found) in enumerate(zip(mine.lengths, pieces, strict=True)):
+            name = form.buffer_name(flat, first + row, state, buffer.groups[row])
+            yield LaidTensor(name, (length,), state, tuple(found))
+        first += len(mine.lengths)
 
 
 def _part(form: StoredForm, flat: int, length: int, rank: int) -> tuple[int, int]:

@@ -15,9 +15,18 @@ from functools import cached_property
 from ckptd.errors import UsageError
 from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.resolve import Equation, Lookup, Numbers, Resolved, found_regex
-from ckptd.layout.lay.syntax import Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
+from ckptd.layout.lay.syntax import Flat, Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
 
-__all__ = ["Match", "Matcher", "NameTemplates", "Undressed", "alike", "holds", "stored_name"]
+__all__ = [
+    "BufferNames",
+    "Match",
+    "Matcher",
+    "NameTemplates",
+    "Undressed",
+    "alike",
+    "holds",
+    "stored_name",
+]
 
 _NUMBERS = re.compile("[0-9]+")
 _MAX_COMPARED = 20_000_000
@@ -288,3 +297,34 @@ def _around(template: str) -> tuple[str, str]:
     """Return what stands before and after the name in a template."""
     before, _, after = template.partition("{name}")
     return before, after
+
+
+class BufferNames:
+    """The names that buffers of a layout's flats have on ranks."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        texts = {_BUFFER} if any(f.called is None for f in resolved.flats) else set()
+        for flat in resolved.flats:
+            if flat.called is not None:
+                texts |= set(_called(flat.called, flat, resolved))
+        self._any = re.compile("|".join(sorted(texts))) if texts else None
+
+    def __contains__(self, name: str) -> bool:
+        return self._any is not None and self._any.fullmatch(name) is not None
+
+
+_BUFFER = r"flat\.[0-9]+\.[^.]+"
+
+
+def _called(name: Name, flat: Flat, resolved: Resolved) -> Iterator[str]:
+    """Yield an expression for the buffers of each state."""
+    inner = "".join(re.escape(p.text) if isinstance(p, Text) else "[0-9]+" for p in name.parts)
+    for state in ("", *(s.name for s in resolved.states)):
+        if "*" not in flat.states and (state or "params") not in flat.states:
+            continue
+        template = resolved.params
+        if state:
+            stored = next(s.stored for s in resolved.states if s.name == state)
+            template = resolved.state_names.replace("{state}", stored)
+        before, after = _around(template)
+        yield re.escape(before) + inner + re.escape(after)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,15 +34,49 @@ _Tensor = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Tensors that share buffers, and where they lie."""
+    """Tensors that share buffers, and where they lie.
+
+    Attributes
+    ----------
+    tensors
+        In order.
+    packed
+        Where they lie in whole buffers. Of ``flat parts`` each has one for itself.
+    rows
+        The number of the buffer that each lies in on a rank.
+    groups
+        What tells the group of each buffer from others: the numbers in its names.
+    """
 
     tensors: tuple[_Tensor, ...]
     packed: Packed
+    rows: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...]
 
     @cached_property
     def places(self) -> Mapping[_Tensor, FlatSlot]:
         """Slot of each tensor."""
         return dict(zip(self.tensors, self.packed.slots, strict=True))
+
+    @cached_property
+    def numbers(self) -> Mapping[_Tensor, int]:
+        """Place of each tensor in the order."""
+        return {tensor: i for i, tensor in enumerate(self.tensors)}
+
+
+class RankBuffers(NamedTuple):
+    """What one rank has of the buffers of a flat.
+
+    Attributes
+    ----------
+    lengths
+        Of each buffer.
+    ahead
+        For each tensor, how much of its buffer lies before the rank's part of where it is packed.
+    """
+
+    lengths: tuple[int, ...]
+    ahead: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +295,39 @@ class Packing:
     def _known_telling(self) -> dict[int, tuple[str, ...]]:
         return {}
 
+    def on_one(self, flat: int, state: str, rank: int) -> RankBuffers:
+        """Return how long a rank's buffers are, and what lies before a tensor in them.
+
+        Raises
+        ------
+        UsageError, MismatchError
+            As `buffers`; or a buffer cannot be cut so.
+        """
+        buffer = self.buffers(flat, state, rank)
+        at = self.mesh.coordinates(rank)[self.layout.flats[flat].split[0]]
+        # A buffer is kept for all ranks that pack the same.
+        key = (id(buffer), at)
+        if key in self._on_one:
+            return self._on_one[key]
+        if self.layout.flats[flat].group.kind != "parts":
+            shares = (self._share(flat, n, at) for n in buffer.packed.lengths)
+            self._on_one[key] = RankBuffers(tuple(shares), (0,) * len(buffer.tensors))
+        else:
+            rows, ahead = [0] * len(buffer.groups), []
+            for row, slot in zip(buffer.rows, buffer.packed.slots, strict=True):
+                ahead.append(rows[row])
+                rows[row] += self._share(flat, slot.length, at)
+            self._on_one[key] = RankBuffers(tuple(rows), tuple(ahead))
+        return self._on_one[key]
+
+    @cached_property
+    def _on_one(self) -> dict[tuple[int, int], RankBuffers]:
+        return {}
+
+    def _share(self, flat: int, length: int, at: int) -> int:
+        starts = self.starts(flat, length)
+        return int(starts[at + 1] - starts[at])
+
     def packed_flats(self, state: str, rank: int) -> list[int]:
         """Return the flats that pack several tensors of a state in one buffer, on a rank."""
         # A list of tensors is kept for all ranks that have the same.
@@ -279,7 +347,7 @@ class Packing:
     def first_buffer(self, flat: int, state: str, rank: int) -> int:
         """Return the number of a flat's first buffer among all of a state on a rank."""
         before = (f for f in self.packed_flats(state, rank) if f < flat)
-        return sum(len(self.buffers(f, state, rank).packed.lengths) for f in before)
+        return sum(len(self.buffers(f, state, rank).groups) for f in before)
 
     def alike(self, state: str) -> tuple[bool, ...]:
         """Return which flats speak of a state: states that are alike in that are packed alike."""
@@ -298,24 +366,45 @@ class Packing:
         tensors = [t for t in self.on_rank(rank) if self.flat_of(*t, state) == number]
         if flat.order == "reverse":
             tensors.reverse()
-        if flat.group.kind == "group":
-            order = {t: self.group(number, *t) for t in tensors}
-            seen = {g: i for i, g in enumerate(dict.fromkeys(order.values()))}
-            tensors.sort(key=lambda t: seen[order[t]])
-            groups = [list(g) for _, g in groupby(tensors, order.get)]
-        else:
-            groups = [tensors]
+        names = {t: self.group(number, *t) or () for t in tensors}
+        seen = {g: i for i, g in enumerate(dict.fromkeys(names.values()))}
+        tensors.sort(key=lambda t: seen[names[t]])
+        groups = [list(g) for _, g in groupby(tensors, names.get)]
         if flat.order == "robin":
             hands = self.scope.extent(flat.split[0])
             groups = [[t for k in range(hands) for t in g[k::hands]] for g in groups]
             tensors = [t for g in groups for t in g]
-        limit = {"each": 0, "bucket": max(1, flat.group.elements), "group": None}[flat.group.kind]
+        bucket = max(1, flat.group.elements)
+        limit = {"each": 0, "parts": 0, "bucket": bucket, "group": None}[flat.group.kind]
         start, end = (evaluate(v, self.scope) for v in (flat.start, flat.end))
         packed = [
             pack(tuple(self.numel(t, coordinates) for t in group), limit, start, end)
             for group in groups
         ]
-        return Buffer(tuple(tensors), _joined(packed))
+        rows: list[int] = []
+        keys: list[tuple[str, ...]] = []
+        for group, found in zip(groups, packed, strict=True):
+            mine = [s.buffer for s in found.slots]
+            if flat.group.kind == "parts":
+                mine = self._parts(number, found)
+            rows += [len(keys) + n for n in mine]
+            count = max(mine) + 1 if flat.group.kind == "parts" and mine else len(found.lengths)
+            keys += [names[group[0]] if group else ()] * count
+        return Buffer(tuple(tensors), _joined(packed), tuple(rows), tuple(keys))
+
+    def _parts(self, flat: int, packed: Packed) -> list[int]:
+        """Return the number of each tensor's buffer, where those are made of ranks' parts.
+
+        A buffer is full for all ranks when it is full for the first, so they have as many.
+        """
+        limit = self.layout.flats[flat].group.elements
+        rows, row, held = [], 0, 0
+        for slot in packed.slots:
+            rows.append(row)
+            held += self._share(flat, slot.length, 0)
+            if limit and held >= limit:
+                row, held = row + 1, 0
+        return rows
 
     def numel(self, tensor: _Tensor, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements of a rank-local tensor."""

@@ -8,7 +8,7 @@ once per rule; layers and states share them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -18,10 +18,11 @@ import numpy as np
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.lay.flats import cell_cuts, flat_axis, shares
+from ckptd.layout.lay.indexes import BUFFER, write_name
 from ckptd.layout.lay.packing import Packing
 from ckptd.layout.lay.resolve import Bound, Ints, MeshShape, ValueScope, scope_of
 from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.syntax import Alias, Dim
+from ckptd.layout.lay.syntax import Alias, Dim, NameIndex
 from ckptd.layout.owners import Owners
 from ckptd.types import Box
 
@@ -130,6 +131,28 @@ class StoredForm:
             return layout.params.replace("{name}", base)
         stored = layout.state_names.replace("{state}", self.states[state])
         return stored.replace("{name}", base)
+
+    def buffer_name(self, flat: int, number: int, state: str, group: Sequence[str] = ()) -> str:
+        """Return what a buffer is called on a rank.
+
+        Parameters
+        ----------
+        flat
+            Number of the flat that packs it.
+        number
+            Of the buffer, on the rank.
+        state
+            Short name, or empty.
+        group
+            The numbers of its group, in the order of the pattern's indexes.
+        """
+        found = self.bound.layout.flats[flat]
+        if found.called is None:
+            return f"flat.{number}.{state or 'params'}"
+        parts = found.group.name.parts if found.group.name else ()
+        axes = [p.axis for p in parts if isinstance(p, NameIndex)]
+        numbers = {a: int(n) for a, n in zip(axes, group, strict=True)}
+        return self.name(write_name(found.called, {**numbers, BUFFER: number}), state)
 
     def keys(self) -> Iterator[TensorKey]:
         """Yield all stored tensors' keys: rule by rule, index by index, state by state."""

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ckptd.errors import MismatchError
+from ckptd.layout.lay.flats import shares
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
 
@@ -23,7 +24,8 @@ class Row(NamedTuple):
     name
         The tensor's name on the rank.
     start, end
-        Its elements in the whole buffer, over all ranks of the flat's axis.
+        Its elements in the whole buffer, over all ranks of the axis; of ``flat parts``, which
+        has no whole buffer, the rank's own.
     """
 
     buffer: int
@@ -48,9 +50,17 @@ def bucket_table(form: StoredForm, rank: int, state: str) -> tuple[Row, ...]:
     for flat in form.packing.packed_flats(state, rank):
         first = form.packing.first_buffer(flat, state, rank)
         found = form.packing.buffers(flat, state, rank)
-        for (rule, indexes), slot in zip(found.tensors, found.packed.slots, strict=True):
+        mine = form.packing.on_one(flat, state, rank)
+        at = form.mesh.coordinates(rank)[form.bound.layout.flats[flat].split[0]]
+        apart = form.bound.layout.flats[flat].group.kind == "parts"
+        packed = zip(found.tensors, found.packed.slots, found.rows, mine.ahead, strict=True)
+        for (rule, indexes), slot, row, ahead in packed:
             name = form.rules[rule].local_name(indexes)
-            out.append(Row(first + slot.buffer, name, slot.offset, slot.offset + slot.numel))
+            start, end = slot.offset, slot.offset + slot.numel
+            if apart:
+                starts = shares(slot.numel, slot.offset, form.packing.starts(flat, slot.length))
+                start, end = ahead, ahead + int(starts[at + 1] - starts[at])
+            out.append(Row(first + row, name, start, end))
     return tuple(out)
 
 

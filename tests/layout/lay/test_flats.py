@@ -150,3 +150,61 @@ def test_groups() -> None:
         (1, "layers.1.w"),
     ]
     assert [t.name for t in local_tensors(form, 0)][:3] == ["emb", "flat.0.params", "flat.1.params"]
+
+
+PARTS = """
+mesh M = pp:2 dp:2
+space s { L{l}.w[f h] L{l}.n[h] follow m=exp_avg }
+layout z of s on M {
+  stored "flat.{name}" states "state.{name}.{state}"
+  layers.{#l@pp}.w = L{l}.w[f h]
+  layers.{#l@pp}.n = L{l}.n[h]
+  FLAT
+}
+"""
+
+
+def held(flat: str, rank: int) -> dict[str, list[tuple[int, int, int, int]]]:
+    """Return by buffer which layer's elements ``[lo, hi)`` lie where; w has 15 and n has 3."""
+    form = StoredForm(bound(PARTS.replace("FLAT", flat), "z", l=4, f=5, h=3))
+    return {
+        t.name: [(p.indexes[0], p.lo, p.hi, p.at) for p in t.pieces]
+        for t in local_tensors(form, rank)
+    }
+
+
+def test_parts_of_several_tensors_lie_end_to_end() -> None:
+    """Each is filled to an even number of elements; 8 of w and 2 of n are a rank's."""
+    first = [(0, 0, 8, 0), (0, 0, 2, 8), (1, 0, 8, 10), (1, 0, 2, 18)]
+    other = [(0, 8, 15, 0), (0, 2, 3, 8), (1, 8, 15, 10), (1, 2, 3, 18)]
+    flat = 'flat parts @dp of * end/dp as "{buffer}"'
+    assert held(flat, 0) == {"flat.0": first, "state.0.exp_avg": first}
+    assert held(flat, 1)["flat.0"] == other
+    assert held(flat, 3)["flat.0"] == [(i + 2, *rest) for i, *rest in other]
+
+
+def test_buffers_of_parts_are_closed_when_the_first_rank_s_is_full() -> None:
+    """Without filling, the second rank has 7 and 1 elements, and as many buffers."""
+    flat = "flat parts 9 @dp:ceil of params"
+    assert held(flat, 0)["flat.0.params"] == [(0, 0, 8, 0), (0, 0, 2, 8)]
+    assert held(flat, 1)["flat.0.params"] == [(0, 8, 15, 0), (0, 2, 3, 7)]
+    assert held(flat, 1)["flat.1.params"] == [(1, 8, 15, 0), (1, 2, 3, 7)]
+    assert held(flat.replace("9", "8"), 1)["flat.1.params"] == [(0, 2, 3, 0), (1, 8, 15, 1)]
+
+
+def test_parts_of_some_come_before_those_of_the_rest() -> None:
+    how = '@dp of * end/dp as "{buffer}"'
+    flats = f"flat parts(**.n) {how}; flat parts {how}"
+    assert held(flats, 0)["flat.0"] == [(0, 0, 2, 0), (1, 0, 2, 2)]
+    assert held(flats, 0)["flat.1"] == [(0, 0, 8, 0), (1, 0, 8, 8)]
+    by_layer = 'flat parts(layers.{u}.*) @dp of params end/dp as "{u}.of.{buffer}"'
+    assert list(held(by_layer, 2))[:2] == ["flat.2.of.0", "flat.3.of.1"]
+
+
+def test_the_table_of_parts_is_the_rank_s_own() -> None:
+    form = StoredForm(bound(PARTS.replace("FLAT", "flat parts @dp:ceil of m"), "z", l=4, f=5, h=3))
+    assert bucket_table(form, 1, "m")[:3] == (
+        Row(0, "layers.0.w", 0, 7),
+        Row(0, "layers.0.n", 7, 8),
+        Row(0, "layers.1.w", 8, 15),
+    )

@@ -12,7 +12,14 @@ from typing import TypeAlias
 
 from ckptd.layout.lay.held import split_axes
 from ckptd.layout.lay.indexes import IndexCut
-from ckptd.layout.lay.matching import Match, Matcher, NameTemplates, holds, stored_name
+from ckptd.layout.lay.matching import (
+    BufferNames,
+    Match,
+    Matcher,
+    NameTemplates,
+    holds,
+    stored_name,
+)
 from ckptd.layout.lay.resolve import Equation, Finding, MeshShape, Resolved
 from ckptd.layout.lay.syntax import NameIndex, show
 
@@ -32,7 +39,6 @@ Coordinates: TypeAlias = tuple[tuple[str, int], ...]
 
 Numbers: TypeAlias = tuple[tuple[str, int], ...]
 
-_FLAT = re.compile(r"flat\.[0-9]+\.[^.]+")
 _DIGITS = re.compile("[0-9]+")
 
 _MAX_KINDS = 20
@@ -162,11 +168,12 @@ def from_ranks(
     templates = NameTemplates(resolved)
     mesh = resolved.mesh or MeshShape(1, {}, {})
     packed = {s for flat in resolved.flats for s in flat.states}
+    buffers = BufferNames(resolved)
     axes = [axes_of(e) for e in resolved.equations]
     for rank in out.ranks:
         coordinates = mesh.coordinates(rank)
         for name, shape in ranks[rank].items():
-            if resolved.flats and _FLAT.fullmatch(name):
+            if name in buffers:
                 out.buffers.setdefault(rank, {})[name] = math.prod(shape)
                 continue
             seen = SeenTensor(tuple(shape), name, rank)
@@ -197,7 +204,9 @@ def _matched(
     """Return the rule of a name, as a parameter's or a state's; -1 for scalars."""
     undressed = templates.take(name)
     if undressed is None:
-        return None
+        # Neither a parameter nor a state: only a rule that leaves it out can be meant.
+        found = matcher.match(name, coordinates)
+        return found if found is not None and found.equation < 0 else None
     if undressed.scalar:
         return Match(-1, (), ())
     found = matcher.match(undressed.name, coordinates)

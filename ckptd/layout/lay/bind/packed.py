@@ -84,10 +84,9 @@ def _lengths(form: StoredForm, rank: int) -> Mapping[str, int]:
     for state in form.states:
         number = 0
         for flat in form.packing.packed_flats(state, rank):
-            axis = form.bound.layout.flats[flat].split[0]
-            at = form.mesh.coordinates(rank)[axis]
-            for length in form.packing.buffers(flat, state, rank).packed.lengths:
-                starts = form.packing.starts(flat, length)
-                out[f"flat.{number}.{state or 'params'}"] = int(starts[at + 1] - starts[at])
+            groups = form.packing.buffers(flat, state, rank).groups
+            lengths = form.packing.on_one(flat, state, rank).lengths
+            for length, group in zip(lengths, groups, strict=True):
+                out[form.buffer_name(flat, number, state, group)] = length
                 number += 1
     return out

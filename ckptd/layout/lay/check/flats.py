@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, UsageError
+from ckptd.layout.lay.indexes import BUFFER
 from ckptd.layout.lay.resolve import Bound, Finding, has_globs
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import show
@@ -43,10 +44,27 @@ def _wrong(form: StoredForm, rank: int) -> Iterator[tuple[int, CkptdError]]:
     for number in range(len(form.bound.layout.flats)):
         try:
             for state in form.states:
-                for length in form.packing.buffers(number, state, rank).packed.lengths:
-                    form.packing.starts(number, length)
+                form.packing.on_one(number, state, rank)
+                _check_names(form, number, state, rank)
         except CkptdError as error:
             yield number, error
+
+
+def _check_names(form: StoredForm, flat: int, state: str, rank: int) -> None:
+    """Raise `UsageError` where two buffers of a rank have one name, whichever flats they are of."""
+    names: dict[str, int] = {}
+    for other in form.packing.packed_flats(state, rank):
+        if other > flat:
+            break
+        first = form.packing.first_buffer(other, state, rank)
+        for row, group in enumerate(form.packing.buffers(other, state, rank).groups):
+            name = form.buffer_name(other, first + row, state, group)
+            if names.setdefault(name, first + row) != first + row and other == flat:
+                raise UsageError(
+                    "two buffers of a rank have one name",
+                    found=name,
+                    hint=f"{{{BUFFER}}} in the name is the number of a buffer on the rank",
+                )
 
 
 def _said(error: CkptdError) -> dict[str, object]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptd.layout.lay.indexes import BUFFER
 from ckptd.layout.lay.resolve import Finding, MeshShape, Resolved
-from ckptd.layout.lay.syntax import Flat, NameIndex, Object, Pipe, show
+from ckptd.layout.lay.syntax import Flat, Name, NameIndex, Object, Pipe, Text, show
 
 __all__ = ["statement_findings"]
 
@@ -36,11 +37,28 @@ def _flat(flat: Flat, resolved: Resolved, mesh: MeshShape) -> Iterator[Finding]:
         yield _finding(flat, f"there is no mesh axis {axis}")
     elif axis in mesh.local:
         yield _finding(flat, f"{axis} is a local axis: all its parts lie on the same rank")
+    if flat.called is not None:
+        yield from _called(flat, flat.called)
     known = {s.name for s in resolved.states} | {"params", "*"}
     for state in flat.states:
         if state not in known:
             names = ", ".join(sorted(known - {"*"}))
             yield _finding(flat, f"there is no state {state}; the space has {names}")
+
+
+def _called(flat: Flat, called: Name) -> Iterator[Finding]:
+    """Yield what is wrong with the name of a flat's buffers."""
+    if flat.group.kind == "each":
+        yield _finding(flat, "each tensor is a buffer and keeps its name: leave 'as' out")
+        return
+    parts = flat.group.name.parts if flat.group.name else ()
+    known = {p.axis for p in parts if isinstance(p, NameIndex)} | {BUFFER}
+    names = ", ".join(f"{{{n}}}" for n in sorted(known))
+    for part in called.parts:
+        index = isinstance(part, NameIndex) and part.axis in known and not part.splits
+        if not isinstance(part, Text) and not index:
+            message = f"{show(part)} is nothing in the name of a buffer: there is {names}"
+            yield _finding(flat, message)
 
 
 def _pipe(pipe: Pipe, resolved: Resolved) -> Iterator[Finding]:

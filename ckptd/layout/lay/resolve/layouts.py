@@ -220,7 +220,9 @@ def _flat(flat: Flat, lets: Lets) -> Flat:
         group = replace(group, name=lets.name(group.name))
     axis, how = flat.split
     start, end = lets.value(flat.start), lets.value(flat.end)
-    return replace(flat, group=group, split=(axis, lets.how(how)), start=start, end=end)
+    called = None if flat.called is None else lets.name(flat.called)
+    cut = axis, lets.how(how)
+    return replace(flat, group=group, split=cut, start=start, end=end, called=called)
 
 
 def _names(value: Value) -> set[str]:

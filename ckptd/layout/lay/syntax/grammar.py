@@ -310,22 +310,26 @@ def _take_group(s: Scanner) -> tuple[str, tree.Name | None, int]:
         return kind, None, _BUCKET.take(s)
     if kind == "each":
         return kind, None, 0
-    s.open("(", "and the names that share a buffer")
-    found = NAME.take(s)
-    s.close(")")
-    return kind, found, 0
+    found = None
+    if kind == "group" or s.at("("):
+        s.open("(", "and the names that share a buffer")
+        found = NAME.take(s)
+        s.close(")")
+    full = kind == "parts" and s.peek().kind == "number"
+    return kind, found, _BUCKET.take(s) if full else 0
 
 
 def _show_group(group: tuple[str, tree.Name | None, int]) -> str:
     kind, found, elements = group
-    if kind == "bucket":
-        return f"bucket {show_count(elements)}"
-    return f"group({show_name(found)})" if found else kind
+    names = f"({show_name(found)})" if found else ""
+    full = kind == "bucket" or (kind == "parts" and elements)
+    return f"{kind}{names}{f' {show_count(elements)}' if full else ''}"
 
 
-_GROUP_KIND = one_of("group", "each", "bucket", behind=" after flat")
+_GROUP_KIND = one_of("group", "each", "bucket", "parts", behind=" after flat")
 _BUCKET = count("the number of elements of a bucket")
 _GROUP = Form(tree.FlatGroup, Field("kind name elements", Pair(_take_group, _show_group)))
+_CALLED = Pair(NAME.take, lambda found: show_name(found, quoted=True))
 _SOME_STATES = separated(word("a state: params, m, s, w or *"), ",")
 _STATES_OF = Pair(lambda s: ("*",) if s.accept("*") else _SOME_STATES.take(s), ",".join)
 
@@ -387,6 +391,7 @@ STATEMENTS: dict[str, Form[Any]] = {
             OptionalParts(" order ", Field("order", one_of("module", "reverse", "robin"))),
             OptionalParts(" start", Marks("/", "after start"), Field("start", VALUE)),
             OptionalParts(" end", Marks("/", "after end"), Field("end", VALUE)),
+            OptionalParts(" as ", Field("called", _CALLED)),
         ),
         _TAIL,
     ),

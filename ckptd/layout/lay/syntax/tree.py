@@ -495,13 +495,14 @@ class Default(SyntaxNode):
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """What one buffer packs: ``each`` tensor alone, a ``group`` by name, or a ``bucket``.
+    """What a buffer packs: ``each`` tensor alone, a ``group`` by name, a ``bucket``, ``parts``.
 
     A bucket is closed once it holds `elements` or more. Names with the same index values that
-    match `name` are one group.
+    match `name` are one group. Of ``parts`` each rank has its part of each tensor, end to end; with
+    `elements` a buffer is closed once that of the first rank holds so many.
     """
 
-    kind: Literal["each", "group", "bucket"]
+    kind: Literal["each", "group", "bucket", "parts"]
     name: Name | None = None
     elements: int = 0
 
@@ -525,6 +526,9 @@ class Flat(SyntaxNode):
         turn to as many hands as the mesh axis is long, hand after hand.
     start, end
         Each tensor starts at a multiple of `start` elements, a buffer ends at a multiple of `end`.
+    called
+        What buffers are called on ranks; None for ``flat.<number>.<state>``. The indexes of the
+        group stand for its numbers, ``{buffer}`` for the number of the buffer on the rank.
     """
 
     group: FlatGroup
@@ -534,6 +538,7 @@ class Flat(SyntaxNode):
     start: Value = UNIT
     end: Value = UNIT
     modifiers: tuple[Modifier, ...] = ()
+    called: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)

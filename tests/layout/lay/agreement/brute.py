@@ -301,14 +301,36 @@ class Brute(Sequences):
                 else:
                     packed.setdefault(flat, []).append(tensor)
             buffers = [
-                self._share(self._buffer(group, flat), flat, place)
+                (flat, group)
                 for number in sorted(packed)
                 for flat in [self.layout.flats[number]]
                 for group in self._groups(packed[number], flat)
             ]
-            for i, cells in enumerate(buffers):
-                _put(out, f"flat.{i}.{state or 'params'}", state, cells)
+            for i, (flat, group) in enumerate(buffers):
+                if flat.group.kind == "parts":
+                    mine = [self._share(self._buffer([t], flat), flat, place) for t in group]
+                    cells = np.concatenate(mine)
+                else:
+                    cells = self._share(self._buffer(group, flat), flat, place)
+                _put(out, self._called(flat, group, i, state), state, cells)
         return out
+
+    def _called(self, flat: Flat, group: list[Tensor], number: int, state: str) -> str:
+        """Return the name of a buffer on a rank."""
+        if flat.called is None:
+            return f"flat.{number}.{state or 'params'}"
+        known = {"buffer": str(number)}
+        if flat.group.name is not None:
+            indexes = [p.axis for p in flat.group.name.parts if isinstance(p, NameIndex)]
+            found = _matched(flat.group.name, group[0].long_name)
+            assert found is not None
+            known |= dict(zip(indexes, found, strict=True))
+        text = "".join(
+            p.text if isinstance(p, Text) else known[p.axis]
+            for p in flat.called.parts
+            if isinstance(p, Text | NameIndex)
+        )
+        return self._dressed(text, state)
 
     def _tensors(self, rank: int) -> list[Tensor]:
         """Return what a rank holds before flats, in the order of modules."""
@@ -449,12 +471,16 @@ class Brute(Sequences):
     def _groups(self, tensors: list[Tensor], flat: Flat) -> list[list[Tensor]]:
         """Return the tensors of each buffer."""
         ordered = tensors[::-1] if flat.order == "reverse" else list(tensors)
-        if flat.group.kind == "group":
-            assert flat.group.name is not None
+        if flat.group.name is not None:
             groups: dict[object, list[Tensor]] = {}
             for t in ordered:
                 groups.setdefault(_matched(flat.group.name, t.long_name), []).append(t)
-            return [self._dealt(g, flat) for g in groups.values()]
+            dealt = [self._dealt(g, flat) for g in groups.values()]
+            if flat.group.kind == "parts":
+                return [row for g in dealt for row in self._rows(g, flat)]
+            return dealt
+        if flat.group.kind == "parts":
+            return self._rows(self._dealt(ordered, flat), flat)
         ordered = self._dealt(ordered, flat)
         buckets: list[list[Tensor]] = []
         for t in ordered:
@@ -462,6 +488,20 @@ class Brute(Sequences):
                 buckets.append([])
             buckets[-1].append(t)
         return buckets
+
+    def _rows(self, tensors: list[Tensor], flat: Flat) -> list[list[Tensor]]:
+        """Return the tensors of each buffer of parts: it is full when the first rank's is."""
+        axis, how = flat.split
+        rows: list[list[Tensor]] = []
+        held = flat.group.elements
+        for t in tensors:
+            if not rows or (flat.group.elements and held >= flat.group.elements):
+                rows.append([])
+                held = 0
+            rows[-1].append(t)
+            whole = self._buffer([t], flat)
+            held += len(whole[self.deal(len(whole), how, self.mesh.extents[axis])[0]])
+        return rows
 
     def _dealt(self, tensors: list[Tensor], flat: Flat) -> list[Tensor]:
         """Deal tensors out in turn, one hand for each coordinate, and put the hands together."""

@@ -333,6 +333,9 @@ def _flats(flat: Flat, axes: list[str]) -> Iterator[Flat]:
         yield replace(flat, group=group)
     if flat.group.kind == "bucket":
         yield replace(flat, group=replace(flat.group, elements=1))
+        yield replace(flat, group=replace(flat.group, kind="parts"))
+    if flat.group.kind == "parts":
+        yield replace(flat, group=replace(flat.group, elements=0 if flat.group.elements else 8))
     for k in range(len(flat.states)):
         if len(flat.states) > 1:
             yield replace(flat, states=(*flat.states[:k], *flat.states[k + 1 :]))

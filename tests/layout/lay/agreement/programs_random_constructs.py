@@ -35,9 +35,9 @@ _CONSTRUCTS = """
     inside of a product, one, refined axis, its parts, no dimensions, index, whole stack, index
     split, index split twice, local number, virtual stages, pipe, pipe over virtual stages, on,
     for, the same name for others, tensors of some numbers, alias, replicas, flat each, flat
-    group, flat group by index, flat bucket, two flats, flat of params, flat of states, flat of
-    all, reverse, robin, start, end, grain of a flat, two meshes, axis seen as finer ones, split
-    over a finer axis, no mesh, one rank, states
+    group, flat group by index, flat bucket, flat parts, parts until full, named buffers, two
+    flats, flat of params, flat of states, flat of all, reverse, robin, start, end, grain of a flat,
+    two meshes, axis seen as finer ones, split over a finer axis, no mesh, one rank, states
 """
 CONSTRUCTS = tuple(" ".join(c.split()) for c in _CONSTRUCTS.split(","))
 
@@ -77,6 +77,8 @@ def _in_layout(layout: Resolved) -> Iterator[str]:
             if name and any(isinstance(p, NameIndex) for p in name.parts)
             else ""
         )
+        yield "named buffers" if flat.called is not None else ""
+        yield "parts until full" if flat.group.kind == "parts" and flat.group.elements else ""
         yield flat.order if flat.order != "module" else ""
         yield "start" if flat.start != UNIT else ""
         yield "end" if flat.end != UNIT else ""

@@ -463,13 +463,19 @@ class LayoutMaker:
         if rng.random() < 0.5:
             end = Arithmetic("lcm", Size(axis), Number(rng.choice([1, 2, 4])))
             how = Even()
-        kinds: list[Literal["each", "group", "bucket"]] = ["each", "group", "bucket"]
+        kinds: list[Literal["each", "group", "bucket", "parts"]]
+        kinds = ["each", "group", "bucket", "parts"]
         kind = rng.choice([*kinds, *kinds[1:]])
+        some = kind == "parts" and rng.random() < 0.5
+        limit = kind == "bucket" or (kind == "parts" and rng.random() < 0.5)
         group = FlatGroup(
             kind,
-            self.pattern() if kind == "group" else None,
-            rng.choice([1, 20, 60, 200]) if kind == "bucket" else 0,
+            self.pattern() if kind == "group" or some else None,
+            rng.choice([1, 20, 60, 200]) if limit else 0,
         )
+        called = None
+        if kind != "each" and rng.random() < 0.3:
+            called = Name((Text(f"packed{len(self.flats)}."), NameIndex("buffer")))
         return Flat(
             group,
             (axis, how),
@@ -477,6 +483,7 @@ class LayoutMaker:
             rng.choice(["module", "reverse", "robin"]),
             Number(rng.choice([1, 1, 2, 4, 5])),
             end,
+            called=called,
         )
 
     def pattern(self) -> Name:

@@ -80,6 +80,9 @@ def program(
         ("a = E[v h] on pp=0; a = alias E on pp=0", "shadowed", "never used"),
         ("a = E[v h]; flat each @dq of m", "statement", "no mesh axis dq"),
         ("a = E[v h]; flat each @dp of w", "statement", "no state w"),
+        ("a = E[v h]; flat each @dp of m as x", "statement", "keeps its name"),
+        ('a = E[v h]; flat group(**) @dp of m as "x.{l}"', "statement", "there is {buffer}"),
+        ('a = E[v h]; flat parts @dp of m as "x.*"', "statement", "there is {buffer}"),
         ("a = E[v h]; obj r[zz] on-change drop", "statement", "no mesh axis zz"),
         ('a = E[v h]; stored "x"', "stored", "lacks {name}"),
         ('a = E[v h]; stored states "{name}"', "stored", "lacks {state}"),
@@ -178,6 +181,13 @@ def test_a_pipe_that_no_name_follows_is_a_warning() -> None:
         ("a = E[v h]; flat each @dp of m", {"v": 3, "h": 1}, "flat", "found: 3"),
         ("a = E[v h]; flat group(**) @dp:[1 2] of m", {"v": 2, "h": 2}, "flat", "add up to 4"),
         ("a = E[v h]; flat each @dp:ceil of m start/0", {"v": 2, "h": 2}, "flat", "start 0"),
+        ("a = E[v h]; flat parts @dp of m", {"v": 3, "h": 1}, "flat", "found: 3"),
+        (
+            "a = E[v h]; b = nf[h]; flat bucket 1 @dp:ceil of m as x",
+            {"v": 2, "h": 2},
+            "flat",
+            "one name",
+        ),
     ],
 )
 def test_what_is_wrong_with_sizes(rules: str, sizes: dict[str, int], code: str, says: str) -> None:

@@ -155,6 +155,14 @@ def test_sizes_as_ends_of_for() -> None:
     assert show(b.only("l", slice(0, "dense"), 9)) == "for l=[0..(dense - 1) 9]"
 
 
+def test_parts_and_names_of_buffers() -> None:
+    found = b.flat("dp", parts=400, end="dp", called="{buffer}")
+    assert show(found) == 'flat parts 400 @dp of * end/dp as "{buffer}"'
+    assert show(b.flat("dp", parts=0, group="**.n")) == "flat parts(**.n) @dp of *"
+    named = b.flat("dp", group="layers.{u}.**", called="layers.{u}.flat")
+    assert show(named) == 'flat group(layers.{u}.**) @dp of * as "layers.{u}.flat"'
+
+
 def test_other_names_of_states() -> None:
     found = b.stored(states="optimizer.state.{state}.{name}", w="param")
     assert show(found) == 'stored states "optimizer.state.{state}.{name}" with w=param'

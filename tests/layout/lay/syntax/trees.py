@@ -128,6 +128,7 @@ GROUPS: Strategy = st.one_of(
     st.just(t.FlatGroup("each")),
     NAMES.map(lambda name: t.FlatGroup("group", name)),
     NUMBERS.map(lambda size: t.FlatGroup("bucket", elements=size)),
+    st.builds(t.FlatGroup, st.just("parts"), st.one_of(st.none(), NAMES), NUMBERS),
 )
 FLATS: Strategy = st.builds(
     t.Flat,
@@ -138,6 +139,7 @@ FLATS: Strategy = st.builds(
     VALUES,
     VALUES,
     MODS,
+    st.one_of(st.none(), NAMES),
 )
 OBJECT_NAMES = st.one_of(DOTTED, ANY_TEXT)
 OBJECTS: Strategy = st.one_of(
