@@ -191,7 +191,6 @@ class _Planner(dcp.DefaultLoadPlanner):
         if len(shape) != len(part.shape) or (shape != part.shape and not part.padded):
             raise MismatchError(
                 "a tensor has another shape in the checkpoint",
-                kind="shape",
                 where=part.name,
                 wanted=list(part.shape),
                 found=list(shape),

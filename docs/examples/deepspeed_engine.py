@@ -1,0 +1,78 @@
+"""Checkpoints of DeepSpeed in a root of ckptd: all of its files are there, or none.
+
+    engine, *_ = deepspeed.initialize(...)
+    engine.checkpoint_engine = files = CkptdEngine("s3://bucket/run")
+    if files.place(folder):
+        engine.load_checkpoint(folder)
+    ...
+    engine.save_checkpoint(folder)
+
+The folder has names of files then and a file ``latest``, and no data.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from ckptd.save import BoxRoot
+from ckptd.types import Box
+from ckptd_dcp import CkptdWriter
+
+TAG = "global_step"
+
+
+class CkptdEngine(CheckpointEngine):  # type: ignore[misc]
+    """Puts every file that DeepSpeed saves into one checkpoint of ckptd, as bytes."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.files = url, dict[str, torch.Tensor]()
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint."""
+        self.files = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take a file of this rank."""
+        body = io.BytesIO()
+        torch.save(state_dict, body)
+        name = "/".join(Path(path).parts[-2:])  # the tag, which has the step, and the file
+        self.files[name] = torch.frombuffer(body.getbuffer(), dtype=torch.uint8)
+        Path(path).touch()
+
+    def commit(self, info: Any) -> bool:
+        """Save the files of all ranks; the checkpoint exists on return."""
+        step = int(info.tag.removeprefix(TAG))
+        dcp.save(self.files, storage_writer=CkptdWriter(self.url, step, fresh_line=False))
+        self.files = {}
+        return True
+
+    def place(self, folder: str, step: int | None = None) -> bool:
+        """Make what DeepSpeed looks for before it loads: the names of a checkpoint's files.
+
+        Returns whether there is a checkpoint.
+        """
+        with BoxRoot(self.url) as root:
+            step = root.latest() if step is None else step
+            if step is None:
+                return False
+            with root.open(step) as checkpoint:
+                for name in checkpoint.infos:
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.touch()
+        Path(folder, "latest").write_text(f"{TAG}{step}")
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file of a checkpoint, compared with its digests, as DeepSpeed reads its own."""
+        tag, name = Path(path).parts[-2:]
+        with BoxRoot(self.url) as root, root.open(int(tag.removeprefix(TAG))) as checkpoint:
+            whole = Box.whole(checkpoint.info(f"{tag}/{name}").shape)
+            (body,) = checkpoint.read([(f"{tag}/{name}", whole)])
+        return torch.load(io.BytesIO(body.tobytes()), map_location, weights_only=False)
