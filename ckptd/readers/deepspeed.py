@@ -31,7 +31,7 @@ from ckptd.readers.base import (
     missing,
     step_of,
 )
-from ckptd.readers.pickles import PickledTensor, counts, named_values
+from ckptd.readers.pickles import PickledTensor, counts, named_values, short_text
 from ckptd.readers.torchfiles import TensorAt, load_torch
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
@@ -58,36 +58,35 @@ class DeepSpeedReader:
 
     def recognise(self, names: Listing) -> int:
         """Return 100 for the folder of a tag, or the one above it."""
-        if any(_MODEL.fullmatch(n) for n in names.names):
+        if any(_MODEL.fullmatch(n) or _OPTIM.fullmatch(n) for n in names.names):
             return 100
         below = (names.inside(f) for f in names.folders if f.startswith("global_step"))
         return 100 if _LATEST in names.names and any(map(self.recognise, below)) else 0
 
     def open(self, names: Listing) -> Foreign:
         """Read the pickles of all files."""
-        if not any(_MODEL.fullmatch(n) for n in names.names):
+        if not any(_MODEL.fullmatch(n) or _OPTIM.fullmatch(n) for n in names.names):
             names = _tagged(names)
         models: dict[int, str] = {}
         for name in names.names:
             if match := _MODEL.fullmatch(name):
                 models.setdefault(int(match[2]), name)
+        if not models:
+            raise missing(names.key("mp_rank_00_model_states.pt"))
         sets = [_Model(names, mp, file) for mp, file in sorted(models.items())]
         objects, left_out = _objects(sets[0].value, names.key(sets[0].file))
-        cut = _is_cut(sets, names)
-        if _UNIVERSAL in names.names:
-            pieces, optimizers = _universal(names, sets, cut)
-        else:
-            if cut or any(one.value.get("ds_autoep_layers") for one in sets):
-                raise RefusedError(
-                    "tensor parallelism and AutoEP of DeepSpeed are not read",
-                    kind="unreadable-format",
-                    where=names.where,
-                    found=f"mp ranks {[one.mp for one in sets][:8]}",
-                    hint="ds_to_universal.py joins the parts, and its folder is read; or ckptd "
-                    "reshard --from LAYOUT, with a line 'files' in the layout, reads the weights",
-                )
-            _check_files(sets, names)
-            pieces, optimizers = _all(names, sets)
+        cut, universal = _is_cut(sets, names), _UNIVERSAL in names.names
+        if not universal and (cut or any(one.value.get("ds_autoep_layers") for one in sets)):
+            raise RefusedError(
+                "tensor parallelism and AutoEP of DeepSpeed are not read",
+                kind="unreadable-format",
+                where=names.where,
+                found=f"mp ranks {[one.mp for one in sets][:8]}",
+                hint="ds_to_universal.py joins the parts, and its folder is read; or ckptd reshard "
+                "--from LAYOUT, with a line 'files' in the layout, reads the weights",
+            )
+        _check_files(sets, names)
+        pieces, optimizers = _universal(names, sets, cut) if universal else _all(names, sets)
         _add_groups(objects, left_out, optimizers)
         steps = objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
@@ -138,7 +137,9 @@ def _is_cut(sets: Sequence[_Model], names: Listing) -> bool:
 
 
 def _check_files(sets: Sequence[_Model], names: Listing) -> None:
-    """Check that files of all stages, and of all experts of each layer, are there."""
+    """Check that files of all stages and of all experts are there, and of one step."""
+    for one in sets:
+        _check_step(sets[0].value.get("global_steps"), one.value.get("global_steps"), one.key)
     world = sets[0].value.get("mp_world_size")
     found = [one.mp for one in sets]
     if type(world) is int and 0 < world <= MAX_NAMES:
@@ -156,6 +157,18 @@ def _check_files(sets: Sequence[_Model], names: Listing) -> None:
         gone = sorted(set(range(wanted)) - there)
         if gone:
             raise missing(names.key(f"layer_{layer}_expert_{gone[0]}_mp_rank_00_model_states.pt"))
+
+
+def _check_step(wanted: Any, found: Any, where: str) -> None:
+    if wanted != found:
+        raise MismatchError(
+            "files are of different steps",
+            kind="bad-pieces",
+            where=where,
+            wanted=short_text(wanted),
+            found=short_text(found),
+            hint="bring the files of all ranks, of one save",
+        )
 
 
 def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], list[_Optimizer]]:
@@ -245,6 +258,16 @@ def _universal(
                 name = f"optim.{name}.{state}"
             at, box = TensorAt(found, value, key), Box.whole(value.shape)
             whole[name] = ForeignPiece(name, value.dtype, value.shape, box, key, at)
+        if folder.removesuffix("/") not in whole:
+            raise missing(parameter.key("fp32.pt"))
+    states = {n.rpartition(".")[2] for n in whole if n.startswith("optim.")}
+    for name in trained:
+        gone = sorted(s for s in states if f"optim.{name}.{s}" not in whole)
+        if gone:
+            raise missing(zero.key(f"{name}/{gone[0]}.pt"))
+    for name in shapes:
+        if name not in whole:
+            raise missing(zero.key(f"{name}/fp32.pt"))
     # A tied weight has a folder of its own at stages 1 and 2, with values of a narrower type.
     for name, aliases in _tied(sets[0].value, trained, names.where).items():
         whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
@@ -306,6 +329,17 @@ def _steps(optimizer: _Optimizer) -> Iterator[ForeignPiece]:
             at = TensorAt(optimizer.found, step, f"{optimizer.key}: step")
             box = Box.whole(())
             yield ForeignPiece(f"optim.{name}.step", step.dtype, (), box, optimizer.key, at)
+
+
+def _mark(r: _Rank) -> Any:
+    """Return what tells a rank's counter of steps from others, unread; None for unknown."""
+    for state in _Optimizer.of(r.found, r.key, ()).states:
+        step = state.get("step") if isinstance(state, dict) else None
+        if not isinstance(step, PickledTensor):
+            return step
+        crc, _ = r.found.checksum(step.storage.key)
+        return f"a counter with the checksum {crc:08x}" if crc and step.storage.numel == 1 else None
+    return None
 
 
 def _add_groups(
@@ -383,6 +417,7 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
                 wanted=f"{r.world} ranks, as {r.key} says",
                 found=f"{len(ranks)} files",
             )
+        _check_step(_mark(ranks[0]), _mark(r), r.key)
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
     pieces = list(_weights(model, trained | {one for more in tied.values() for one in more}))
@@ -611,6 +646,8 @@ def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
     for rank, file in sorted(files.items()):
         found = model.found if file == model.file else load_torch(names, file)
         key = names.key(file)
+        if isinstance(found.value, dict):
+            _check_step(model.value.get("global_steps"), found.value.get("global_steps"), key)
         fragments = _table(found.value, "frozen_param_fragments", key)
         frozen = _table(found.value, "frozen_param_shapes", key)
         shapes = _groups({"param_shapes": frozen}, names)[0]

@@ -233,6 +233,18 @@ def test_a_rank_too_many(tmp_path: Path) -> None:
     assert fails(files).kind == "missing-file"
 
 
+def test_files_of_different_steps(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / TAG / OPTIM.format(1)
+    value = torch.load(path)
+    for group in value["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        group["step"] += 2
+    torch.save(value, path)
+    error = fails(tmp_path / TAG)
+    assert (error.kind, error.where) == ("bad-pieces", path.name)
+    assert "different steps" in error.message
+
+
 def test_shapes_that_are_too_large_for_the_buffers(tmp_path: Path) -> None:
     write(tmp_path, param_shapes=[{"a.weight": torch.Size([50, 3])}, {"a.bias": torch.Size([4])}])
     assert fails(tmp_path / TAG).kind == "bad-pieces"

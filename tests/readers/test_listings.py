@@ -1,0 +1,117 @@
+"""Folders that lack a file, or have a wrong one: an error, or the values that were there before."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.errors import CkptdError
+from tests.readers.opening import open_reader
+
+FOLDERS = {
+    "dcp": "dcp/dcp-fsdp2-tp",
+    "dcp, safetensors": "dcp/dcp-safetensors",
+    "dcp, FSDP1": "dcp/fsdp1-sharded",
+    "ranks": "dcp/torch-save-dtensor",
+    "ranks, FSDP1": "fsdp1/sharded",
+    "megatron": "megatron-tp2pp2-opt/optim-fully_reshardable",
+    "zero 1, experts": "deepspeed/moe1-bf16/global_step2",
+    "zero 1, pipeline": "deepspeed/pipe1-bf16/global_step2",
+    "zero 3": "deepspeed/zero3-fp32/global_step2",
+    "universal": "deepspeed/pipe1-universal",
+}
+KINDS = {
+    *("missing-file", "truncated", "bad-zip", "bad-size", "bad-pieces", "bad-header"),
+    *("bad-pickle", "bad-json", "no-tensors", "missing-tensor", "not-found"),
+}
+
+
+def values_in(folder: Path) -> dict[str, bytes]:
+    reader = open_reader(folder)
+    return {name: value.tobytes() for name, value in reader.tensors(reader.names).items()}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".npz")
+
+
+def outcome(folder: Path, before: dict[str, bytes]) -> str:
+    """Return the kind of error; else whether values are as before, some are gone, or are others."""
+    try:
+        found = values_in(folder)
+    except CkptdError as error:
+        return error.kind
+    if any(before.get(name) != value for name, value in found.items()):
+        return "wrong"
+    return "same" if found.keys() == before.keys() else "gone"
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[None]:
+    kept = path.read_bytes()
+    path.unlink()
+    yield
+    path.write_bytes(kept)
+
+
+@contextmanager
+def halved(path: Path) -> Iterator[None]:
+    kept = path.read_bytes()
+    path.write_bytes(kept[: len(kept) // 2])
+    yield
+    path.write_bytes(kept)
+
+
+@contextmanager
+def swapped(path: Path, other: Path) -> Iterator[None]:
+    one, two = path.read_bytes(), other.read_bytes()
+    path.write_bytes(two)
+    other.write_bytes(one)
+    yield
+    path.write_bytes(one)
+    other.write_bytes(two)
+
+
+WITHOUT = {
+    # Two layers of a pipeline that are one: what they share has a name of its own.
+    ("zero 1, pipeline", "layer_00-model_states.pt"): "gone",
+    ("zero 1, pipeline", "layer_04-model_states.pt"): "gone",
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_is_missing_or_short(name: str, foreign: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(foreign / FOLDERS[name], tmp_path / "x"))
+    before = values_in(folder)
+    seen = 0
+    for path in files_of(folder):
+        with removed(path):
+            found = outcome(folder, before)
+            assert found in ("same", WITHOUT.get((name, path.name)), *KINDS), path.name
+            seen += found not in ("same", "gone")
+        with halved(path):
+            assert outcome(folder, before) in KINDS, path.name
+    assert seen >= len(files_of(folder)) // 3
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("ranks", "model_world_size_4_rank_{}.pt"),
+        ("ranks, FSDP1", "model_world_size_4_rank_{}.pt"),
+        ("zero 1, experts", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
+        ("zero 1, pipeline", "bf16_zero_pp_rank_{}_mp_rank_01_optim_states.pt"),
+        ("zero 1, pipeline", "mp_rank_0{}_model_states.pt"),
+        ("dcp, safetensors", "__{}_0.distcp"),
+    ],
+)
+def test_files_that_were_renumbered(name: str, pattern: str, foreign: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(foreign / FOLDERS[name], tmp_path / "x"))
+    before = values_in(folder)
+    with swapped(folder / pattern.format(0), folder / pattern.format(1)):
+        assert outcome(folder, before) in KINDS
+    assert outcome(folder, before) == "same"
