@@ -476,7 +476,9 @@ def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:
             if not holder.has(at):
                 continue
             name = form.name(holder.global_name(at), "")
-            out[name] = (*out.get(name, ()), form.name(rule.global_name(indexes), ""))
+            further = form.name(rule.global_name(indexes), "")
+            if further not in (name, *out.get(name, ())):  # other stages may have it under its name
+                out[name] = (*out.get(name, ()), further)
     return out
 
 

@@ -159,17 +159,29 @@ class _Ranks:
         """Yield what files hold of a part of a tensor, where several files hold it."""
         parts = ReplicatedParts(self.form)
         for key in dict.fromkeys(k for held in self.places for k in held):
-            for part in parts.of_tensor(key):
+            # Copies that are cut alike are compared with the tensor.
+            for part in () if key[0] in parts.originals else parts.of_tensor(key):
                 # A file may be that of several ranks.
-                ranks = {self.places[r][key][0]: r for r in reversed(part.ranks.tolist())}
-                if len(ranks) > 1:
-                    yield [self._replica(parts, key, part, ranks[n]) for n in sorted(ranks)]
+                found = {
+                    self.places[rank][mine][0]: (mine, rank)
+                    for rule, ranks in reversed(part.holders)
+                    for mine in [(rule, *key[1:])]
+                    for rank in reversed(ranks.tolist())
+                    if mine in self.places[rank]
+                }
+                if len(found) > 1:
+                    yield [self._replica(parts, key, part, *found[n]) for n in sorted(found)]
 
     def _replica(
-        self, parts: ReplicatedParts, key: TensorKey, part: ReplicatedPart, rank: int
+        self,
+        parts: ReplicatedParts,
+        key: TensorKey,
+        part: ReplicatedPart,
+        mine: TensorKey,
+        rank: int,
     ) -> _Replica:
-        number, pieces = self.places[rank][key]
-        rule = self.form.rules[key[0]]
+        number, pieces = self.places[rank][mine]
+        rule = self.form.rules[mine[0]]
         who = rule.who(self.form.mesh.coordinates(rank))
         strides = strides_of(rule.local_shape(who))
         blocks = []
@@ -177,14 +189,23 @@ class _Ranks:
             start = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
             block = Block(region.box.shape, start, strides, region.start, region.strides)
             blocks += self._in_file(block, pieces)
-        return _Replica(
-            (key, part.cell, part.lo), rank, part.hi - part.lo, Take(number, 0, tuple(blocks))
-        )
+        what, take = (key, part.cell, part.lo), Take(number, 0, tuple(blocks))
+        return _Replica(what, mine, rank, part.hi - part.lo, take)
 
     def _compare(self, held: Sequence[_Replica]) -> None:
         first: dict[object, tuple[_Replica, bytes]] = {}
         for mine, digest in zip(held, self._digests(held), strict=True):
             other, wanted = first.setdefault(mine.what, (mine, digest))
+            if digest != wanted and mine.of[0] != other.of[0]:
+                raise CorruptError(
+                    "a copy of a tensor is not equal to it",
+                    kind="replicas-differ",
+                    where=self._shown(mine),
+                    wanted=f"what {self._shown(other)} holds",
+                    found="other values",
+                    hint="if it is a tensor of its own, give it a rule of its own in the source's"
+                    " layout, in place of the alias",
+                )
             if digest != wanted:
                 raise CorruptError(
                     "replicas differ between ranks",
@@ -197,7 +218,7 @@ class _Ranks:
 
     def _shown(self, replica: _Replica) -> str:
         name = self.source.filemap.tensors[replica.take.tensor].name
-        (number, indexes, state), cell, _ = replica.what
+        (number, indexes, state), (_, cell, _) = replica.of, replica.what
         rule = self.form.rules[number]
         of = self.form.name(rule.global_name(indexes), state)
         inside = "" if name.endswith(f": {of}") else f", in it {of}"
@@ -238,9 +259,13 @@ class _Ranks:
 
 
 class _Replica(NamedTuple):
-    """What a rank holds of a part of a tensor: tensor, cell and where in it; how to read it."""
+    """What a rank holds of a part of a tensor: tensor, cell and where in it; how to read it.
+
+    `of` is the tensor, or a copy of it.
+    """
 
     what: tuple[TensorKey, int, int]
+    of: TensorKey
     rank: int
     numel: int
     take: Take
@@ -341,7 +366,9 @@ def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
     for rule in form.rules:
         if rule.number not in stored:
             for indexes in rule.tensors():
-                yield form.name(rule.global_name(indexes), ""), (rule.number, indexes, "")
+                name = form.name(rule.global_name(indexes), "")
+                if name not in form.by_name:  # else another stage has its copy under the same name
+                    yield name, (rule.number, indexes, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,3 +305,32 @@ def test_files_of_zero3_are_parts_end_to_end(foreign: Path, tmp_path: Path, cli:
     assert len(held[0]) == 12
     assert held[0].keys() == held[1].keys()
     assert all(held[0][n].tobytes() == held[1][n].tobytes() for n in held[0])
+
+
+TIED = """
+mesh P = pp:2 tp:2
+space t { S[v h] }
+layout stages of t on P {
+  files "r{pp}_{tp}.safetensors"
+  words = S[v@tp h] on pp=0
+  words = alias S on pp=1
+}
+layout full of t on none { words = S[v h] }
+"""
+
+
+def test_a_copy_that_another_stage_has_under_the_same_name(tmp_path: Path) -> None:
+    """It is compared with the tensor, and both layouts are written."""
+    words = np.arange(12, dtype=np.float32).reshape(4, 3)
+    (tmp_path / "a").mkdir()
+    for pp in range(2):
+        for tp in range(2):
+            save_file({"words": words[2 * tp :][:2]}, tmp_path / "a" / f"r{pp}_{tp}.safetensors")
+    assert np.array_equal(reshard(tmp_path, TIED, "stages", "full")["words"], words)
+    (tmp_path / "b").rename(tmp_path / "whole")
+    assert np.array_equal(reshard(tmp_path, TIED, "stages", "stages")["words"], words)
+    save_file({"words": words[2:] + 1}, tmp_path / "a" / "r1_1.safetensors")
+    with pytest.raises(CorruptError) as caught:
+        reshard(tmp_path, TIED, "stages", "full")
+    assert caught.value.kind == "replicas-differ"
+    assert caught.value.where == "r1_1.safetensors: words, in it words[2:4, 0:3]"

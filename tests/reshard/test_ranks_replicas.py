@@ -103,7 +103,7 @@ def test_no_byte_of_one_replica_is_changed_unseen(tmp_path: Path) -> None:
                 partial += len(set(one.holders.values())) > 1
                 packed += name.startswith("flat.")
     assert tried > 30
-    assert min(partial, packed) >= 3, (partial, packed)
+    assert min(partial, packed) >= 2, (partial, packed)
 
 
 HEADS = """

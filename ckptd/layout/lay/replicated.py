@@ -2,8 +2,8 @@
 
 A mesh axis that a rule does not mention holds replicas of the whole tensor. One that cuts some
 branches of a sum holds replicas of the others; and ranks that pack a tensor into buffers of
-different lengths have ranges of it in common. All of these are ranges of cells of the stored
-tensor's grid.
+different lengths have ranges of it in common. An alias that is cut as the rule that it copies is
+one more holder. All of these are ranges of cells of the stored tensor's grid.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ class ReplicatedPart(NamedTuple):
     lo, hi
         Row-major elements of the cell.
     ranks
-        Rising.
+        All of them, rising.
     group
         The same text for the same ranks.
+    holders
+        Number of a rule, and the ranks that hold the part by it, rising: the rule of the tensor,
+        and aliases.
     """
 
     cell: int
@@ -52,6 +55,7 @@ class ReplicatedPart(NamedTuple):
     hi: int
     ranks: Ints
     group: str
+    holders: tuple[tuple[int, Ints], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +84,38 @@ class ReplicatedParts:
                 yield from self._parts(key, cell, axes)
 
     def of_rank(self, key: TensorKey, rank: int) -> Iterator[ReplicatedPart]:
-        """Yield the parts of a tensor that one rank and others hold."""
-        rule, axes = self.form.rules[key[0]], self._apart(key)
-        if axes is not None and not self._unique(rule, axes):
-            for cell in self.boxes(rule, rule.who(self.form.mesh.coordinates(rank))):
-                for part in self._parts(key, cell, axes):
-                    at = int(np.searchsorted(part.ranks, rank))
-                    if at < len(part.ranks) and part.ranks[at] == rank:
-                        yield part
+        """Yield the parts of a tensor that a rank and others hold; the tensor may be an alias's."""
+        rule = self.form.rules[key[0]]
+        original = (self.originals.get(rule.number, rule.number), *key[1:])
+        axes = self._apart(original)
+        if axes is None or self._apart(key) is None or self._unique(rule, axes):
+            return
+        for cell in self.boxes(rule, rule.who(self.form.mesh.coordinates(rank))):
+            for part in self._parts(original, cell, axes):
+                if any(n == rule.number and _has(ranks, rank) for n, ranks in part.holders):
+                    yield part
+
+    @cached_property
+    def originals(self) -> dict[int, int]:
+        """Number of the rule that an alias copies, where both are cut alike.
+
+        Rules whose replicas are chosen or combined are left out.
+        """
+        stored = {r.number for r in self.form.stored_rules}
+        return {
+            copy.number: original.number
+            for copy in self.form.rules
+            if copy.number not in stored and _are_checked(copy)
+            for original in self.form.stored_rules
+            if _is_copy(copy, original) and _are_checked(original)
+        }
+
+    @cached_property
+    def _copies(self) -> dict[int, list[RuleForm]]:
+        out: dict[int, list[RuleForm]] = {}
+        for copy, original in self.originals.items():
+            out.setdefault(original, []).append(self.form.rules[copy])
+        return out
 
     def boxes(self, rule: RuleForm, who: Who) -> dict[int, Box]:
         """Return where the cells that a rank holds lie in its tensor as it is without flats."""
@@ -125,8 +153,11 @@ class ReplicatedParts:
         key = (rule.number, tuple(axes))
         if key not in self._known_unique:
             free = free_ranges(self.form.mesh, rule.axes | set(axes)) if rule.plain else None
-            self._known_unique[key] = free == [] and all(
-                len(np.unique(h.cells[1])) == len(h.cells[1]) for h in rule.held
+            alone = rule.number not in self._copies and rule.number not in self.originals
+            self._known_unique[key] = (
+                alone
+                and free == []
+                and all(len(np.unique(h.cells[1])) == len(h.cells[1]) for h in rule.held)
             )
         return self._known_unique[key]
 
@@ -137,54 +168,102 @@ class ReplicatedParts:
     def _parts(
         self, key: TensorKey, cell: int, axes: tuple[str, ...]
     ) -> tuple[ReplicatedPart, ...]:
-        rule = self.form.rules[key[0]]
-        flat = self.form.packing.flat_of(*key)
-        name: object = (rule.number, tuple(rule.fixed(key[1]).items()), cell, axes)
-        if flat is not None:
-            name = (key[:2], self.form.packing.alike(key[2]), cell, axes)
+        rules = self._rules(key)
+        flats = [self.form.packing.flat_of(r.number, *key[1:]) for r in rules]
+        name: object = (cell, axes, *((r.number, *r.fixed(key[1]).items()) for r in rules))
+        if any(f is not None for f in flats):
+            name = (cell, axes, key[:2], self.form.packing.alike(key[2]))
         found = self._cells.get(name)
         if found is None:
-            found = tuple(self._all_parts(rule, key, cell, axes, flat))
+            found = tuple(self._all_parts(rules, flats, key, cell, axes))
             self._cells.put(name, found, weight=1 + sum(len(p.ranks) for p in found))
         return found
 
+    def _rules(self, key: TensorKey) -> list[RuleForm]:
+        """Return the rule of a tensor, and the aliases that have a copy of it."""
+        copies = (c for c in self._copies.get(key[0], ()) if c.has(key[1]))
+        return [self.form.rules[key[0]], *copies]
+
     def _all_parts(
-        self, rule: RuleForm, key: TensorKey, cell: int, axes: tuple[str, ...], flat: int | None
+        self,
+        rules: Sequence[RuleForm],
+        flats: Sequence[int | None],
+        key: TensorKey,
+        cell: int,
+        axes: tuple[str, ...],
     ) -> Iterator[ReplicatedPart]:
-        at = tuple(int(i) for i in np.unravel_index(cell, rule.grid.cell_shape))
-        holders = holders_of(rule, key[1], at, axes).all()
-        if flat is None:
-            ranges = [(0, rule.grid.cell_box(cell).numel, holders)]
-        else:
-            ranges = list(self._ranges(rule, key, cell, flat, holders))
-            axes = axes[1:]
+        numel = rules[0].grid.cell_box(cell).numel
+        at = tuple(int(i) for i in np.unravel_index(cell, rules[0].grid.cell_shape))
+        cuts: list[_Cut] = []
+        for rule, flat in zip(rules, flats, strict=True):
+            mine = (rule.number, *key[1:])
+            apart = axes if rule is rules[0] else self._apart(mine) or ()
+            holders = holders_of(rule, key[1], at, apart).all()
+            if flat is None:
+                cuts.append(_Cut(rule.number, np.array([0, numel]), holders, 0))
+            else:
+                cuts += self._cuts(rule, mine, cell, flat, holders)
+        ends = np.unique(np.concatenate([c.ends for c in cuts])).tolist()
         shifts = [0]
-        for axis in axes:
+        for axis in axes if flats[0] is None else axes[1:]:
             steps = range(self.form.mesh.extents[axis])
             shifts = [s + i * self.form.mesh.strides[axis] for s in shifts for i in steps]
-        for lo, hi, ranks in ranges:
-            for shift in shifts if len(ranks) > 1 and hi > lo else ():
-                mine = np.sort(ranks) + shift
-                yield ReplicatedPart(cell, lo, hi, mine, xxhash.xxh3_64_hexdigest(mine.data))
+        for lo, hi in pairwise(ends):
+            by_rule: dict[int, list[Ints]] = {}
+            for cut in cuts:
+                part = int(np.searchsorted(cut.ends, lo, "right")) - 1
+                by_rule.setdefault(cut.rule, []).append(cut.ranks + part * cut.stride)
+            for shift in shifts:
+                pairs = [(n, np.sort(np.concatenate(r)) + shift) for n, r in by_rule.items()]
+                ranks = np.unique(np.concatenate([r for _, r in pairs]))
+                if sum(len(r) for _, r in pairs) > 1:
+                    group = xxhash.xxh3_64_hexdigest(ranks.data)
+                    yield ReplicatedPart(cell, lo, hi, ranks, group, tuple(pairs))
 
-    def _ranges(
+    def _cuts(
         self, rule: RuleForm, key: TensorKey, cell: int, flat: int, holders: Ints
-    ) -> Iterator[tuple[int, int, Ints]]:
-        """Yield the ranges of a cell that holders have in their parts of buffers, and who has each.
+    ) -> Iterator[_Cut]:
+        """Yield how ranks cut a cell that lies in their buffers.
 
-        Ranks that pack different tensors may cut the cell in different places.
+        Ranks that pack different tensors may cut it in different places.
         """
         packing = self.form.packing
         stride = self.form.mesh.strides[self._flat_axis(flat)]
-        cuts: list[tuple[Ints, Ints]] = []
         for ranks in packing.alike_ranks(flat, holders):
-            first = int(ranks[0])
-            slot = packing.slot(flat, rule.number, key[1], key[2], first)
-            who = rule.who(self.form.mesh.coordinates(first))
+            slot = packing.slot(flat, *key, int(ranks[0]))
+            who = rule.who(self.form.mesh.coordinates(int(ranks[0])))
             starts = shares(slot.numel, slot.offset, packing.starts(flat, slot.length))
             box = self.boxes(rule, who)[cell]
-            cuts.append((cell_cuts(box, rule.local_shape(who), starts), ranks))
-        ends = np.unique(np.concatenate([c for c, _ in cuts])) if cuts else ()
-        for lo, hi in pairwise(map(int, ends)):
-            found = [r + (int(np.searchsorted(c, lo, "right")) - 1) * stride for c, r in cuts]
-            yield lo, hi, np.concatenate(found)
+            yield _Cut(rule.number, cell_cuts(box, rule.local_shape(who), starts), ranks, stride)
+
+
+class _Cut(NamedTuple):
+    """A cell's cut over some ranks, and those `stride` apart: where the part of each begins."""
+
+    rule: int
+    ends: Ints
+    ranks: Ints
+    stride: int
+
+
+def _has(ranks: Ints, rank: int) -> bool:
+    at = int(np.searchsorted(ranks, rank))
+    return at < len(ranks) and int(ranks[at]) == rank
+
+
+def _are_checked(rule: RuleForm) -> bool:
+    """Whether all replicas of a rule are equal: none is chosen, and none combined."""
+    return not any(
+        isinstance(m, Average) or (isinstance(m, Replicas) and m.kind == "any")
+        for m in rule.equation.modifiers
+    )
+
+
+def _is_copy(copy: RuleForm, original: RuleForm) -> bool:
+    """Whether the tensors of two rules are cut alike and hold the same."""
+    a, b = copy.equation, original.equation
+    return (a.dims, dict(a.families), dict(a.pinned)) == (
+        b.dims,
+        dict(b.families),
+        dict(b.pinned),
+    ) and copy.indexes == original.indexes

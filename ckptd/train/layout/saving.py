@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptd.errors import MismatchError, UsageError
+from ckptd.errors import MismatchError, SaveError, UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import ChunkRef
 from ckptd.format.manifest import GridEntry, TensorEntry
@@ -24,7 +24,7 @@ from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.replicated import ReplicatedPart
 from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.stored import StoredTensor, local_cells
+from ckptd.layout.lay.stored import StoredTensor, TensorKey, local_cells
 from ckptd.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
@@ -48,12 +48,17 @@ class LeafPart:
     leaf
         The rank-local tensor or buffer.
     piece
-        What lies in it.
+        What lies in it: of the tensor, or of a copy of it.
     """
 
     stored: StoredTensor
     leaf: TensorLeaf
     piece: LocalPiece
+
+    @property
+    def key(self) -> TensorKey:
+        """Rule, indexes and state of what the leaf has."""
+        return self.piece.rule, self.piece.indexes, self.stored.state
 
 
 class _Replica(NamedTuple):
@@ -82,18 +87,25 @@ class LaidLeaves:
         What lies in stored tensors, by their names.
     followers
         Numbers that follow a parameter: the parameter's rule and indexes by name in checkpoints.
+    copies
+        What lies in copies of stored tensors, which are compared and not saved.
     """
 
     job: JobLayout
     leaves: Leaves
     parts: dict[str, LeafPart] = field(default_factory=dict)
     followers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    copies: list[LeafPart] = field(default_factory=list)
     _found_replicas: list[_Replica] | None = None
 
     @property
     def sources(self) -> Mapping[str, TensorLeaf]:
-        """The leaf that each tensor of the checkpoint is copied from, by its name there."""
-        return self.leaves.tensors | {n: p.leaf for n, p in self.parts.items()}
+        """The leaf that each tensor of the checkpoint is copied from, by its name there.
+
+        Leaves that are only compared are there too, by names that no tensor has.
+        """
+        own = {n: p.leaf for n, p in self.parts.items()}
+        return self.leaves.tensors | own | {f"copy {n}": p.leaf for n, p in enumerate(self.copies)}
 
     def structure(self, bare: Structure) -> Structure:
         """Add the stored tensors to the structure of everything else."""
@@ -146,7 +158,8 @@ class LaidLeaves:
 
     def views(self, holders: ReplicaHolders) -> Mapping[int, Sequence[torch.Tensor]]:
         """Return what other ranks hold of the layout's tensors, by the id of this rank's tensor."""
-        out: dict[int, list[torch.Tensor]] = {id(p.leaf.tensor): [] for p in self.parts.values()}
+        parts = chain(self.parts.values(), self.copies)
+        out: dict[int, list[torch.Tensor]] = {id(p.leaf.tensor): [] for p in parts}
         for found in self._replicas(holders):
             out[found.tensor] += found.views
         return out
@@ -160,13 +173,26 @@ class LaidLeaves:
         hold. A tensor that the layout does not name is the same on all ranks that have it, on
         whatever stage they are: were it not, one would be saved and the others lost. `sample` gives
         the digests.
+
+        Raises
+        ------
+        SaveError
+            kind ``replicas-differ``: this rank has a copy of a tensor that differs from it.
         """
         tables: dict[Shared, dict[str, str]] = {}
         for found in self._replicas(holders):
             digests = "".join(map(sample, found.views))
             if len(found.views) > 1:
                 digests = digest_hex(digests.encode())[:16]
-            tables.setdefault(found.shared, {})[found.name] = digests
+            seen = tables.setdefault(found.shared, {}).setdefault(found.name, digests)
+            if seen != digests:
+                raise SaveError(
+                    "a copy of a tensor is not equal to it",
+                    kind="replicas-differ",
+                    where=f"{found.name} on rank {self.job.rank}",
+                    wanted="one value under all names that are aliases by the layout",
+                    hint="if it is a tensor of its own, give it a rule of its own, without alias",
+                )
         for name, leaf in self.leaves.tensors.items():
             if is_dtensor(leaf.tensor):
                 continue
@@ -182,47 +208,52 @@ class LaidLeaves:
     def _replicas(self, holders: ReplicaHolders) -> list[_Replica]:
         # Once a save: digests are found again by the views that they were taken of.
         if self._found_replicas is None:
-            self._found_replicas = [
-                found
-                for name, part in self.parts.items()
-                if not (shared := holders.tensor(name)).alone
-                for found in self._replicas_of(name, part, shared)
-            ]
+            copied = {p.stored.name for p in self.copies}
+            self._found_replicas = []
+            for name, part in self.parts.items():
+                shared = holders.tensor(name)
+                # Ranks that have only a copy do not have the name.
+                if name in copied:
+                    self._found_replicas += self._replicas_of(name, part, name)
+                elif not shared.alone:
+                    self._found_replicas += self._replicas_of(name, part, shared.key)
+            for part in self.copies:
+                name = part.stored.name
+                self._found_replicas += self._replicas_of(name, part, name)
         return self._found_replicas
 
-    def _replicas_of(self, name: str, part: LeafPart, shared: Shared) -> Iterator[_Replica]:
-        """Yield what groups of ranks hold of one tensor."""
-        key = (part.stored.rule, part.stored.indexes, part.stored.state)
+    def _replicas_of(self, name: str, part: LeafPart, key: str) -> Iterator[_Replica]:
+        """Yield what groups of ranks hold of one tensor; `key` tells groups of the same ranks."""
         groups: dict[str, list[ReplicatedPart]] = {}
-        for found in self.job.replicated.of_rank(key, self.job.rank):
+        for found in self.job.replicated.of_rank(part.key, self.job.rank):
             groups.setdefault(found.group, []).append(found)
         for group, parts in groups.items():
             first = int(parts[0].ranks[0]) == self.job.rank
             views = list(chain.from_iterable(self._views(part, p) for p in parts))
             if len(groups) == 1 and self._is_whole(part, parts):
                 views = [part.leaf.tensor]
-            here = Shared(f"lay:{group}:{shared.key}", first, False)
+            here = Shared(f"lay:{group}:{key}", first, False)
             yield _Replica(name, here, id(part.leaf.tensor), views)
 
     def _is_whole(self, part: LeafPart, parts: Sequence[ReplicatedPart]) -> bool:
         """Whether all ranks of a group hold the whole of the same tensor, and nothing beside."""
-        mesh, rule = self.job.form.mesh, self.job.form.rules[part.stored.rule]
+        mesh, rule = self.job.form.mesh, self.job.form.rules[part.piece.rule]
         ranks = parts[0].ranks
         at = self.job.coordinates
         return (
-            self.job.form.packing.flat_of(rule.number, part.stored.indexes, part.stored.state)
-            is None
+            self.job.form.packing.flat_of(*part.key) is None
+            and len(parts[0].holders) == 1
             and sum(p.hi - p.lo for p in parts) == part.piece.hi - part.piece.lo
             and all((ranks // mesh.strides[a] % mesh.extents[a] == at[a]).all() for a in rule.axes)
         )
 
     def _views(self, part: LeafPart, found: ReplicatedPart) -> Iterator[torch.Tensor]:
         """Yield views of a part of a tensor: the same shapes on all ranks that hold it."""
-        rule = self.job.form.rules[part.stored.rule]
+        rule = self.job.form.rules[part.piece.rule]
         who = rule.who(self.job.coordinates)
         box = self.job.replicated.boxes(rule, who)[found.cell]
         tensor = part.leaf.tensor.detach()
-        flat = self.job.form.packing.flat_of(rule.number, part.stored.indexes, part.stored.state)
+        flat = self.job.form.packing.flat_of(*part.key)
         if flat is None:
             ends = zip(box.offset, box.shape, strict=True)
             yield tensor[tuple(slice(o, o + n) for o, n in ends)]
@@ -285,6 +316,10 @@ def _sort(job: JobLayout, out: LaidLeaves, leaf: TensorLeaf, name: str, seen: se
             if piece.rule in kept:
                 stored = job.form.tensor(piece.rule, piece.indexes, kind.tensor.state)
                 out.parts[stored.name] = LeafPart(stored, leaf, piece)
+            elif piece.rule in job.replicated.originals and name == leaf.name:
+                original = job.replicated.originals[piece.rule]
+                stored = job.form.tensor(original, piece.indexes, kind.tensor.state)
+                out.copies.append(LeafPart(stored, leaf, piece))
     elif kind.scalar is not None:
         rule, indexes, scalar = kind.scalar
         saved = scalar_name(job, rule, indexes, scalar)

@@ -48,9 +48,8 @@ def holdings(bound: Bound) -> list[Holding]:
                 modifiers = bound.layout.equations[piece.rule].modifiers
                 own: dict[int, object] = {}
                 if not any(isinstance(m, Replicas) and m.kind == "any" for m in modifiers):
-                    copy = any(isinstance(m, Alias) for m in modifiers)
                     apart = [place[m.axis] for m in modifiers if isinstance(m, Average)]
-                    kind = (tensor.state, piece.rule if copy else -1, *apart)
+                    kind = (tensor.state, _kind(bound, piece.rule), *apart)
                     where = range(piece.at, piece.at + piece.hi - piece.lo)
                     own = {p: (kind, int(cells[p])) for p in where if cells[p] >= 0}
                 for cell in own.values():
@@ -60,6 +59,27 @@ def holdings(bound: Bound) -> list[Holding]:
         Holding(rank, tensor, piece, {p: tuple(sorted(held[c])) for p, c in own.items()})
         for rank, tensor, piece, own in found
     ]
+
+
+def _kind(bound: Bound, rule: int) -> int:
+    """Return -1, or the number of an alias that is only compared with itself: one cut otherwise."""
+    equation = bound.layout.equations[rule]
+    if not any(isinstance(m, Alias) for m in equation.modifiers):
+        return -1
+    same = (
+        other
+        for other in bound.layout.equations
+        if not any(isinstance(m, Alias) for m in other.modifiers)
+        and (other.dims, other.families, other.pinned)
+        == (equation.dims, equation.families, equation.pinned)
+    )
+    original = next(same, None)
+    if original is None or any(
+        isinstance(m, Average) or m == Replicas("any")
+        for m in (*equation.modifiers, *original.modifiers)
+    ):
+        return rule
+    return -1
 
 
 def loosened(rng: random.Random, bound: Bound) -> Bound:
