@@ -12,8 +12,9 @@ import mmap
 import queue
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -155,6 +156,9 @@ class FileOutput:
 class Outputs:
     """The files of one group: each is opened when its first bytes come, and closed when full.
 
+    Several threads close them: that a file is durable takes the disk a while, in which the next one
+    is written.
+
     Parameters
     ----------
     store
@@ -162,7 +166,7 @@ class Outputs:
     drafts
         The files, by number.
     on_done
-        Called for each when it is durable.
+        Called for each when it is durable, from a thread.
     """
 
     def __init__(
@@ -172,9 +176,22 @@ class Outputs:
         self._drafts = drafts
         self._on_done = on_done
         self._open: dict[int, FileOutput] = {}
+        self._pool = ThreadPoolExecutor(_CLOSERS, "ckptd-close")
+        self._closing: deque[Future[None]] = deque()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether files are being closed, and give memory back."""
+        return any(not f.done() for f in list(self._closing))
 
     def append(self, file: int, data: U8) -> None:
-        """Write the next stretch of a file."""
+        """Write the next stretch of a file.
+
+        Raises
+        ------
+        CkptdError, OSError
+            What went wrong with this file, or with one before it.
+        """
         output = self._open.get(file)
         if output is None:
             output = self._open[file] = FileOutput(self._store, self._drafts[file])
@@ -189,16 +206,29 @@ class Outputs:
                 self._finish(number)
 
     def _finish(self, file: int) -> None:
-        output = self._open[file]
-        index = output.commit()
-        del self._open[file]
+        while len(self._closing) >= _CLOSERS:
+            self._closing.popleft().result()
+        self._closing.append(self._pool.submit(self._close, self._open.pop(file)))
+
+    def _close(self, output: FileOutput) -> None:
+        try:
+            index = output.commit()
+        except BaseException:
+            output.abort()
+            raise
         self._on_done(output.draft, index)
 
+    def close(self) -> None:
+        """Return when all files are durable; errors as `append`."""
+        while self._closing:
+            self._closing.popleft().result()
+
     def abort(self) -> None:
-        """Give up what is not complete. Never raises."""
+        """Give up what is not full; return when nothing is under way. Never raises."""
         for output in self._open.values():
             output.abort()
         self._open.clear()
+        self._pool.shutdown()
 
 
 def _aligned(header: bytes) -> memoryview:
@@ -212,9 +242,11 @@ LEAST_BUDGET = 32 << 20
 _ROUND_BYTES = 128 << 20
 _MOST_READERS = 4
 _STALL_S = 900.0
+_CLOSERS = 4
+"""Files that are closed at a time."""
 
 Done = Callable[[FileDraft, DigestIndex | None, FileSamples], None]
-"""Called in the writing thread when a file is durable."""
+"""Called in a thread when a file is durable; several at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +476,7 @@ class _Writing:
         """Tell whether nothing more will be given back by itself; raise what went wrong."""
         self._raise()
         # A store without local files may hold on to a stretch until it gets the next one.
-        return self._pinned and not self._busy
+        return self._pinned and not self._busy and not self._outputs.is_closing
 
     def put(self, stretches: Sequence[Stretch], memory: list[U8]) -> None:
         """Hand over a filled round."""
@@ -491,6 +523,8 @@ class _Writing:
                     self._write(stretch, data)
                 del item, data
                 self._busy -= 1
+            if not self._stopped:
+                self._outputs.close()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self._error = error
         self._outputs.abort()

@@ -7,6 +7,7 @@ speaking to each other. A killed one is started again: files with a part are com
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -257,6 +258,7 @@ class Work:
         self._progress = progress
         self._total = self._bytes(files)
         self._written = 0
+        self._lock = threading.Lock()
         self.checked = 0
         """Values of the source's witness that were found."""
 
@@ -285,13 +287,16 @@ class Work:
             raw = index.encode()
             digest = digest_hex(raw)
             self._store.put(digests_key(draft.key), raw)
-        self._store.sync(draft.key.rpartition("/")[0] + "/" if "/" in draft.key else "")
+            self._store.sync(draft.key.rpartition("/")[0] + "/" if "/" in draft.key else "")
+        # A folder of others is synced once, before it is a checkpoint: until then a file whose name
+        # got lost is a missing one, part or not.
         slots, values = samples.taken()
         entry = FileEntry(draft.key, draft.number, len(draft.header), draft.body_bytes, digest)
         # Last: whoever finds the part knows that the file is complete.
         part = FilePart(entry, slots, values)
         save_part(self._store, self._place.folder, draft.number, part)
-        self.checked += samples.checked
+        with self._lock:
+            self.checked += samples.checked
 
     def _count(self, nbytes: int) -> None:
         self._written += nbytes
