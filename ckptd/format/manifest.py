@@ -23,6 +23,7 @@ __all__ = [
     "FORMAT",
     "OPTIMIZER_CLASS",
     "UNDIGESTED",
+    "UNORDERED",
     "VERSION",
     "FileEntry",
     "GridEntry",
@@ -51,6 +52,8 @@ SUPPORTED = frozenset({UNDIGESTED})
 """Features of ``requires`` that this reader knows."""
 FOREIGN = "ckptd.foreign"
 """Key of the metadata under which a manifest says what it was made from."""
+UNORDERED = "ckptd.order"
+"""Key of the metadata of what was read out of buffers that do not say which tensor lies where."""
 
 COMPRESS_ABOVE_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30

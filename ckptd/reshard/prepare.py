@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import ChunkRef
+from ckptd.format.manifest import UNORDERED
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
@@ -108,6 +109,7 @@ def prepare(
     rules: Sequence[str] = (),
     allow_lossy: bool = False,
     allow_layout: bool = False,
+    trust: bool = False,
 ) -> Prepared:
     """Combine everything. Reads nothing but small tensors and objects.
 
@@ -124,6 +126,9 @@ def prepare(
         Values may change.
     allow_layout
         The source's program may contradict the one that the source keeps.
+    trust
+        Tensors lie in buffers of the source in the order that its program says: the target is not
+        marked as one of which that is not verified.
 
     Raises
     ------
@@ -134,6 +139,9 @@ def prepare(
     RefusedError
         kind ``lossy``: values would change, or something would be left out.
     """
+    if trust:
+        known = {k: v for k, v in stock.metadata.items() if k != UNORDERED}
+        stock = replace(stock, metadata=known)
     hint = _fitting_hint(stock, source, rules, is_recipe=target.is_recipe)
     source = source if hint is None or not hint.note else _inferred(stock)
     resolved = source.resolve()

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.format.manifest import UNORDERED
 from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.clip import clip, restride
 from ckptd.layout.grid import Axis, Grid, strides_of
@@ -562,16 +563,21 @@ def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity
         tensors=tensors,
         values=_no_values,
         step=step,
+        metadata={UNORDERED: "not verified"} if _shares_buffers(ranks.form) else {},
         witness_note=_note(ranks.form),
         sizes=ranks.form.bound.sizes,
         locate=ranks.locate,
     )
 
 
+def _shares_buffers(form: StoredForm) -> bool:
+    """Whether only the order of the rules says which tensor lies where in a buffer."""
+    return any(f.group.kind != "each" for f in form.bound.layout.flats)
+
+
 def _note(form: StoredForm) -> str:
     """Say what nobody can check: that values lie where the layout has them."""
-    if any(f.group.kind != "each" for f in form.bound.layout.flats):
-        # A buffer does not say which tensor lies where: only the order of the rules does.
+    if _shares_buffers(form):
         return "order not verified: the buffers do not say which tensor lies where"
     return "the source has no witness"
 

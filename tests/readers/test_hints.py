@@ -123,8 +123,11 @@ def test_of_the_form_of_a_torch_dist(name: str, layout: str) -> None:
     assert megatron_hints({**without, name: (2, 4)}, None) == ("", {})
 
 
-def test_a_model_needs_no_program(llama: Path, tmp_path: Path, cli: Cli) -> None:
-    source, out, back = str(llama), str(tmp_path / "dist"), str(tmp_path / "hf")
+@pytest.mark.parametrize("model", ["mistral", "llama tied"])
+def test_a_model_needs_no_program(tmp_path: Path, cli: Cli, model: str) -> None:
+    """One with heads of their own width; one whose head is the embedding, which is there once."""
+    write_model(tmp_path / "model", model)
+    source, out, back = (str(tmp_path / n) for n in ("model", "dist", "hf"))
     found = cli("reshard", source, out, "--to", "megatron.dist")
     assert found.code == 0, found.err
     assert "read with hf.llama, as its files hint" in found.err

@@ -205,6 +205,7 @@ def test_the_order_in_buffers_is_not_verified(tmp_path: Path) -> None:
         with open_store(tmp_path / "a") as store:
             stock = open_ranks(store, program(tmp_path, text, "z").resolve(), 3)
         assert stock.witness_note.startswith("order not verified")
+        assert stock.metadata == {"ckptd.order": "not verified"}
 
 
 def test_buffers_of_flats_are_taken_apart(tmp_path: Path) -> None:
@@ -334,3 +335,43 @@ def test_a_copy_that_another_stage_has_under_the_same_name(tmp_path: Path) -> No
         reshard(tmp_path, TIED, "stages", "full")
     assert caught.value.kind == "replicas-differ"
     assert caught.value.where == "r1_1.safetensors: words, in it words[2:4, 0:3]"
+
+
+def test_an_order_that_is_not_verified_is_said_until_a_diff_or_trust(
+    tmp_path: Path, cli: Cli
+) -> None:
+    """Two tensors of one shape in a buffer: shapes fit, whichever comes first."""
+    text = """
+    let x = 6
+    mesh Z = dp:1
+    space s { A[x] B[x] }
+    layout right of s on Z { files "r{dp}.safetensors"; a = A[x]; b = B[x]; use packed }
+    layout wrong of s on Z { files "r{dp}.safetensors"; b = B[x]; a = A[x]; use packed }
+    layout packed on Z { flat group(**) @dp of * }
+    layout whole of s on none { a = A[x]; b = B[x] }
+    """
+    lay = tmp_path / "x.lay"
+    lay.write_text(text)
+    for name in ("ranks", "known"):
+        (tmp_path / name).mkdir()
+    save_file({"flat.0.params": np.arange(12.0)}, tmp_path / "ranks" / "r0.safetensors")
+    wanted = {"a": np.arange(6.0), "b": np.arange(6.0) + 6}
+    save_file(wanted, tmp_path / "known" / "model.safetensors")
+    source, known = str(tmp_path / "ranks"), str(tmp_path / "known")
+    to = ("--to", f"{lay}:whole")
+    for name, order in (("right", "confirmed"), ("wrong", "not verified")):
+        root = str(tmp_path / name)
+        found = cli("reshard", source, root, "--from", f"{lay}:{name}", *to, "--json").document
+        assert found["order"] == "not verified"
+        assert cli("inspect", root, "--json").document["metadata"]["ckptd.order"] == "not verified"
+        compared = cli("diff", root, known)
+        assert ("is right: reshard --trust" in compared.err) == (order == "confirmed")
+        assert cli("diff", root, known, "--json").document["order"] == order
+        assert cli("diff", known, known, "--json").document["order"] == ""
+    # The mark goes along until somebody says that the order is right.
+    right, on, trusted = (str(tmp_path / n) for n in ("right", "on", "trusted"))
+    assert "order not verified" in cli("reshard", right, on, "--to", "fsdp").err
+    assert cli("diff", right, on, "--json").document["order"] == "not verified"
+    said = cli("reshard", on, trusted, "--to", "fsdp", "--trust", "--json")
+    assert said.document["order"] == ""
+    assert "ckptd.order" not in cli("inspect", trusted, "--json").document["metadata"]

@@ -19,6 +19,7 @@ from ckptd.cli.output import (
     shorten,
     size_text,
 )
+from ckptd.format.manifest import UNORDERED
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
 
 __all__ = ["ReshardDocument", "reshard"]
@@ -77,6 +78,9 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
         Rules of the target whose tensors the source does not have.
     witness
         Empty, or why the source's witness is not checked.
+    order
+        ``not verified`` where the source, or what it was made from, has buffers that do not say
+        which tensor lies where; the target says so in its metadata. Empty otherwise.
     shard
         ``number/count`` of this process.
     rules, costs
@@ -103,6 +107,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     unused_rules: tuple[str, ...]
     witness: str
     shard: str
+    order: str = ""
     rules: tuple[RuleReport, ...] = ()
     costs: Costs | None = None
     proved: Proved | None = None
@@ -139,6 +144,10 @@ def reshard(
             " program that the source keeps. May be repeated."
         ),
     ] = None,
+    trust: Annotated[
+        bool,
+        flag("Tensors lie in the source's buffers in the order of its layout: a diff said so."),
+    ] = False,
     explain: Annotated[bool, flag("Say what would be done and what it costs.")] = False,
     prove: Annotated[
         bool, flag("Prove that every element of the target would be written once.")
@@ -166,7 +175,7 @@ def reshard(
     memory = size_of(budget, "--budget")
     most = size_of(max_shard_size, "--max-shard-size")
     rules = [r.strip() for r in rule or ()]
-    with prepared(source, to, from_, rules, step, allowed=allow or ()) as found:
+    with prepared(source, to, from_, rules, step, allowed=allow or (), trust=trust) as found:
         run = ReshardRun(found, shard, memory, format=format, most=most, untie=untie)
         document = ReshardDocument(
             source=source,
@@ -184,6 +193,7 @@ def reshard(
             unread=run.unread,
             unused_rules=run.unused_rules,
             witness=found.stock.witness_note,
+            order=str(found.stock.metadata.get(UNORDERED, "")),
             shard=run.shard,
             rules=run.rules() if explain else (),
             costs=run.costs() if explain else None,
@@ -226,6 +236,11 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         note(f"files of the source that were not read: {_counted(d.unread)}")
     if d.witness and d.done is not None:
         note(f"{d.witness}: that every value is in its place was not checked")
+    if d.order:
+        note(
+            f"order {d.order}: ckptd diff with a checkpoint of known layout tells whether it is"
+            " right, and --trust says that it did"
+        )
 
 
 def _counted(names: Sequence[str]) -> str:

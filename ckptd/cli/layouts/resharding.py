@@ -207,6 +207,7 @@ def prepared(
     step: int,
     *,
     allowed: Collection[str] = (),
+    trust: bool = False,
 ) -> Iterator[Prepared]:
     """Open the source and combine it with both layouts, as the command line names them.
 
@@ -216,6 +217,8 @@ def prepared(
         Statements; those that begin with ``from:`` are the source's.
     allowed
         ``lossy``, ``layout``.
+    trust
+        As of `ckptd.reshard.prepare.prepare`.
     """
     # Sizes are facts about the model: both sides may need them.
     mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
@@ -236,4 +239,5 @@ def prepared(
             rules=mine,
             allow_lossy="lossy" in allowed,
             allow_layout="layout" in allowed,
+            trust=trust,
         )

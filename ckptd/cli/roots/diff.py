@@ -13,6 +13,7 @@ from ckptd.cli.output import (
     Json,
     Reply,
     flag,
+    note,
     option,
     print_rows,
     print_table,
@@ -20,6 +21,7 @@ from ckptd.cli.output import (
     shorten,
 )
 from ckptd.cli.roots.inspect import matches, no_tensor
+from ckptd.format.manifest import UNORDERED
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.reader import CheckpointReader
 from ckptd.tools.diff import DiffReport, ObjectDiff, TensorDiff, TensorSide, ValueChange, changes
@@ -70,6 +72,10 @@ class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
         Every tensor of either side: name, left and right (dtype, shape, layout in words, absent
         elements; null where it is missing), same_layout, compared, bit_exact, elements, differing,
         differing_bits, nan_only_left, nan_only_right, max_abs, max_rel (null when infinite), equal.
+    order
+        ``not verified`` where a side was read out of buffers that do not say which tensor lies
+        where; ``confirmed`` where such a one is equal to one that was not, so that the order is
+        right. Empty otherwise.
     objects
         The objects that differ: name, left and right in words (null where it is missing), and
         changes: path, left, right of the first places where they do.
@@ -81,6 +87,7 @@ class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
     values: bool
     tensors: tuple[DiffRow, ...]
     objects: tuple[DiffedObject, ...]
+    order: str = ""
 
 
 def diff(
@@ -119,10 +126,20 @@ def diff(
                 DiffRow(**msgspec.structs.asdict(t), equal=t.same) for t in report.tensors
             ),
             objects=objects,
+            order=_order(readers, report, whole=not tensor),
         )
     return Reply(
         document, lambda d: _show(d, report, everything=all), 0 if report.same else DIFFERENT
     )
+
+
+def _order(readers: tuple[CkptdReader, CkptdReader], report: DiffReport, *, whole: bool) -> str:
+    """Say whether the order of a side's tensors in buffers was right, or is still unknown."""
+    unknown = [UNORDERED in r.manifest.metadata for r in readers]
+    equal = report.values and whole and all(t.same for t in report.tensors)
+    if not any(unknown):
+        return ""
+    return "not verified" if all(unknown) or not equal else "confirmed"
 
 
 def _only(
@@ -168,6 +185,10 @@ def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> No
         print_table(("OBJECT", "LEFT", "RIGHT"), rows_of_objects)
         print()
     print(_summary(report))
+    if document.order == "confirmed":
+        note("the order of tensors in buffers, which was not verified, is right: reshard --trust")
+    elif document.order:
+        note(f"order {document.order}: read out of buffers that do not say which tensor lies where")
 
 
 def _layouts(t: TensorDiff) -> str:

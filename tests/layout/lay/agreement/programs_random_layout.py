@@ -465,7 +465,7 @@ class LayoutMaker:
             how = Even()
         kinds: list[Literal["each", "group", "bucket", "parts"]]
         kinds = ["each", "group", "bucket", "parts"]
-        kind = rng.choice([*kinds, *kinds[1:]])
+        kind = rng.choice([*kinds, *kinds[1:3], *kinds[1:]])
         some = kind == "parts" and rng.random() < 0.5
         limit = kind == "bucket" or (kind == "parts" and rng.random() < 0.5)
         group = FlatGroup(
