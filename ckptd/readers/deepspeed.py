@@ -272,11 +272,12 @@ def _universal(
     for name, aliases in _tied(sets[0].value, trained, names.where).items():
         whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
     # What has no folder is where the ranks left it.
+    pieces, seen, optimizers = list(whole.values()), set(whole), []
     for one in () if cut else sets:
-        for piece in (*_weights(one, whole), *_frozen(names, one), *_files(names)):
-            if piece.name not in whole:
-                whole[piece.name] = piece
-    pieces, optimizers = list(whole.values()), []
+        rest = [p for p in (*_weights(one, seen), *_frozen(names, one)) if p.name not in seen]
+        pieces += rest
+        seen |= {p.name for p in rest}
+    pieces += [p for p in _files(names) if p.name not in seen]
     if _OPTIMIZER in zero.names and every:
         alike = zip_longest(*every, fillvalue={})
         held = [list(dict.fromkeys(name for group in one for name in group)) for one in alike]

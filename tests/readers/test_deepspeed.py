@@ -278,6 +278,29 @@ def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
 # -- the universal form ----------------------------------------------------------------------------
 
 
+def test_frozen_parameters_of_stage_3_beside_the_universal_form(tmp_path: Path) -> None:
+    """Nobody trains them, so that they have no folder, and each rank has a share."""
+    kept = torch.arange(7.0)
+    for rank in range(2):
+        share = torch.nn.functional.pad(kept, (0, 1))[rank * 4 : rank * 4 + 4].clone()
+        model = {
+            "module": {},
+            "param_shapes": [{"w": torch.Size([3])}],
+            "frozen_param_shapes": {"kept": torch.Size([7])},
+            "frozen_param_fragments": {"kept": share},
+        }
+        torch.save(model, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    (tmp_path / "zero" / "w").mkdir(parents=True)
+    for state in ("fp32", "exp_avg"):
+        torch.save({"param": torch.ones(3)}, tmp_path / "zero" / "w" / f"{state}.pt")
+    reader = open_reader(tmp_path)
+    assert reader.tensor("kept").tolist() == kept.tolist()
+    assert reader.tensor("w").tolist() == [1, 1, 1]
+    (tmp_path / "zero" / "w" / "fp32.pt").unlink()
+    error = fails(tmp_path)
+    assert (error.kind, error.where) == ("missing-file", "zero/w/fp32.pt")
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_universal_form(tmp_path: Path, flat: bool) -> None:
     """Stage 3 leaves its parameters flat, and in the model's file what is not trained."""
