@@ -24,7 +24,7 @@ from ckptd.layout.lay.regions import BoxPart, BufferParts, box_parts, flat_parts
 from ckptd.layout.lay.resolve import ALL, Bound, Tags
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
-from ckptd.layout.lay.values import Values, values
+from ckptd.layout.lay.values import Values, state_power, values
 from ckptd.types import Box
 
 __all__ = ["Composition", "Copy", "SourceCopies", "TargetPlan", "compose", "gap"]
@@ -417,7 +417,11 @@ class Composition:
         """
         key = (source.number, target.number, state, live)
         if key not in self._values:
-            self._values[key] = values(source.equation, target.equation, state, live=live)
+            names = [form.states[state] for form in (self.source, self.target)]
+            power = state_power(state, names) if state else 1
+            self._values[key] = values(
+                source.equation, target.equation, state, power=power, live=live
+            )
         return self._values[key]
 
 

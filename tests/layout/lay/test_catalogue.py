@@ -206,15 +206,25 @@ def change(copy: Copy, x: Floats) -> Floats:
 def modifiers_of(meaning: Brute, state: str) -> dict[str, tuple[Modifier, ...]]:
     """Return what is said of the values of each stored tensor of a state, by name.
 
-    Types are those of parameters; shifts and scales also concern the master copy.
+    Types are those of parameters; shifts and scales also concern the master copy. A parameter that
+    is twice as large has gradients that are half as large.
     """
-    kinds: tuple[type[Modifier], ...] = {"": (Affine, Cast), "w": (Affine,)}.get(state, ())
     bound = Bound(meaning.layout, meaning.sizes)
     return {
-        t.name: tuple(m for m in meaning.layout.equations[t.rule].modifiers if isinstance(m, kinds))
+        t.name: tuple(
+            _of_state(m, state)
+            for m in meaning.layout.equations[t.rule].modifiers
+            if isinstance(m, Affine) or (isinstance(m, Cast) and not state)
+        )
         for t in compose(bound, bound).source.tensors()
         if t.state == state
     }
+
+
+def _of_state(m: Modifier, state: str) -> Modifier:
+    if isinstance(m, Affine) and state in ("m", "s"):
+        return Affine(1 / m.scale if state == "m" else 1 / (m.scale * m.scale), 0.0)
+    return m
 
 
 def physical(meaning: Brute, values: dict[str, Floats]) -> dict[str, Floats]:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.errors import MismatchError
+from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import whole
 from ckptd.layout.lay.bind import bind_sizes
 from ckptd.layout.lay.copies import Composition, compose
 from ckptd.layout.lay.proving import prove
-from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import parse
+from ckptd.layout.lay.syntax import Affine, parse
 from tests.layout.lay.agreement.brute_judge import Judge
 from tests.layout.lay.world import bound, execute, local_elements, piece_elements
 
@@ -235,6 +235,41 @@ def test_values() -> None:
     (kept,) = [v for v in found.values() if v is not None]
     assert [type(m).__name__ for m in kept.source + kept.target] == ["Cast", "Affine"]
     assert found["m"] is None
+
+
+def scaled(follow: str, stored: str = "") -> list[tuple[str, object]]:
+    """Return what happens to each state of a tensor that one layout holds twice as large."""
+    text = f"""
+    space t {{ a[x]  follow {follow} }}
+    layout one of t on none {{ w = a[x] {stored} }}
+    layout two of t on none {{ w = a[x] affine(2, 1) }}
+    """
+    c = compose(*(Bound(resolve([parse(text)], name), {"x": 4}) for name in ("one", "two")))
+    rules = c.source.rules[0], c.target.rules[0]
+    found = [(s, c.values(*rules, s)) for s in c.target.states]
+    out: list[tuple[str, object]] = []
+    for state, change in found:
+        assert change is not None
+        assert change.source == ()
+        affine = [m for m in change.target if isinstance(m, Affine)]
+        out.append((state, [(m.scale, m.shift) for m in affine]))
+    return out
+
+
+def test_states_follow_a_scale_by_what_they_are() -> None:
+    wanted = [(2.0, 1.0)], [(0.5, 0.0)], [(0.25, 0.0)], [(2.0, 1.0)]
+    assert scaled("m, s, w") == list(zip(["", "m", "s", "w"], wanted, strict=True))
+    found = scaled("a1=exp_avg, a2=exp_avg_sq, fp32=master")
+    assert found == list(zip(["", "a1", "a2", "fp32"], wanted, strict=True))
+    renamed = 'stored states "o.{name}.{state}" with fp32=other'
+    assert scaled("fp32=master", f"; {renamed}")[1] == ("fp32", [(2.0, 1.0)])
+
+
+def test_a_state_of_which_nothing_is_known_does_not_follow_a_scale() -> None:
+    with pytest.raises(UsageError) as caught:
+        scaled("z=velocity")
+    assert caught.value.kind == "lay-value"
+    assert "state z" in (caught.value.where or "")
 
 
 def test_empty_axes() -> None:
