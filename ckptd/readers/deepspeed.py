@@ -38,7 +38,7 @@ from ckptd.types import Box
 
 __all__ = ["DeepSpeedReader"]
 
-_LATEST = "latest"
+_LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]+)(?:-model_([0-9]+))?-model_states\.pt")
@@ -61,7 +61,8 @@ class DeepSpeedReader:
         if any(_MODEL.fullmatch(n) or _OPTIM.fullmatch(n) for n in names.names):
             return 100
         below = (names.inside(f) for f in names.folders if f.startswith("global_step"))
-        return 100 if _LATEST in names.names and any(map(self.recognise, below)) else 0
+        tagged = any(n in names.names for n in _LATEST)
+        return 100 if tagged and any(map(self.recognise, below)) else 0
 
     def open(self, names: Listing) -> Foreign:
         """Read the pickles of all files."""
@@ -199,9 +200,10 @@ def _files(names: Listing) -> Iterator[ForeignPiece]:
 
 
 def _tagged(names: Listing) -> Listing:
-    tag = names.read(_LATEST, 4096).decode("utf-8", "replace").strip() + "/"
+    latest = next(n for n in _LATEST if n in names.names)
+    tag = names.read(latest, 4096).decode("utf-8", "replace").strip() + "/"
     if tag not in names.names:
-        raise missing(names.key(tag), "the file 'latest' names a folder that is not there")
+        raise missing(names.key(tag), f"the file {latest!r} names a folder that is not there")
     return names.inside(tag)
 
 

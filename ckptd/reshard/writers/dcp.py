@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -217,6 +218,7 @@ def _record(name: str, **state: Any) -> Made:
     return Made(Global(_CLASSES, name), (), state)
 
 
+@lru_cache(1 << 16)
 def _size(shape: tuple[int, ...]) -> Made:
     return Made(_SIZE, (shape,))
 
@@ -230,6 +232,7 @@ def _stored(file: str, start: int, length: int) -> Made:
     return Made(Global(_FILES, "_StorageInfo"), (), state)
 
 
+@lru_cache
 def _properties(dtype: str) -> Made:
     strided = Made(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Made(Global(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,))

@@ -45,7 +45,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """An object.
+    """An object; the same one is written once, where its state is no dict.
 
     Attributes
     ----------
@@ -99,9 +99,9 @@ def _rebuilt(tensor: StorageTensor) -> Made:
 class _Pickle:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
-        self._known: dict[str | Global, int] = {}
+        self._known: dict[str | Global | Made, int] = {}
 
-    def _again(self, value: str | Global) -> bool:
+    def _again(self, value: str | Global | Made) -> bool:
         """Refer to what was written before, or tell that it was not."""
         number = self._known.get(value)
         if number is None:
@@ -109,7 +109,7 @@ class _Pickle:
         self.out += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
         return True
 
-    def _keep(self, value: str | Global) -> None:
+    def _keep(self, value: str | Global | Made) -> None:
         number = self._known[value] = len(self._known)
         self.out += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
 
@@ -156,12 +156,8 @@ class _Pickle:
             self.put(value.value, depth + 1)
             self.out += b"Q"
         elif isinstance(value, Made):
-            self.put(value.cls, depth + 1)
-            self.put(value.args, depth + 1)
-            self.out += b"R" if value.state is None else b"\x81"
-            if value.state is not None:
-                self.put(value.state, depth + 1)
-                self.out += b"b"
+            if not self._again(value):
+                self._made(value, depth)
         elif isinstance(value, bytes):
             # As protocol 2 has it, which has no bytes of its own.
             call = Made(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
@@ -172,6 +168,16 @@ class _Pickle:
                 kind="unsavable",
                 found=type(value).__name__,
             )
+
+    def _made(self, value: Made, depth: int) -> None:
+        self.put(value.cls, depth + 1)
+        self.put(value.args, depth + 1)
+        self.out += b"R" if value.state is None else b"\x81"
+        if value.state is not None:
+            self.put(value.state, depth + 1)
+            self.out += b"b"
+        if not isinstance(value.state, dict):  # sizes and types, which are often the same
+            self._keep(value)
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:

@@ -70,10 +70,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def tensors(folder: Path) -> dict[str, Array]:
-    if any(folder.glob("global_step*")):
-        if not (folder / "latest_universal").exists():
-            raise NotFoundError("DeepSpeed looks for latest_universal")
-        folder = folder / (folder / "latest_universal").read_text()
     reader = open_reader(folder)
     return reader.tensors(reader.names)
 

@@ -83,7 +83,7 @@ MESHES = {
 }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_what_was_written_is_read_back(
     data: Any, source: tuple[Path, dict[str, Array]], tmp_path_factory: pytest.TempPathFactory

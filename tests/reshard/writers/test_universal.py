@@ -75,7 +75,7 @@ def test_weights_states_steps_groups_and_objects(tmp_path: Path) -> None:
             1,
             {"samples": 70},
         )
-    reader = open_reader(top)
+    reader = open_reader(out)  # by latest_universal
     found = reader.tensors(reader.names)
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[n], wanted[n]) for n in wanted)
