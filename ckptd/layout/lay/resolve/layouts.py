@@ -125,7 +125,8 @@ def _states(
     states: Sequence[FollowedState], stored: Stored, findings: list[Finding]
 ) -> tuple[FollowedState, ...]:
     """Return the states of a space with the names that a layout stores them under."""
-    renamed = {s.name: s for s in stored.renamed}
+    # A space without states has nothing to rename: recipes of names go over weights alone too.
+    renamed = {s.name: s for s in stored.renamed} if states else {}
     for name in renamed.keys() - {s.name for s in states}:
         message = f"the space has no state {name}"
         findings.append(Finding("state", message, stored.at, show(stored)))

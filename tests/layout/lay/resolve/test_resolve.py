@@ -312,3 +312,5 @@ layout b of s on none {
     assert [(s.name, s.stored) for s in found.states] == [("m", "exp_avg"), ("w", "param")]
     with pytest.raises(UsageError, match="the space has no state z"):
         resolve([file], "b")
+    without = parse(program.replace("  follow m=exp_avg, w=master\n", ""), "t.lay")
+    assert resolve([without], "a").states == ()
