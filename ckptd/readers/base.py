@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.format import codec
+from ckptd.format.container import Chunk, header_bytes, parse_header
 from ckptd.readers.pickles import PickledObject, walk_values
 from ckptd.readers.zips import Extent, ReadRange
 from ckptd.store.base import Store
@@ -25,7 +26,9 @@ __all__ = [
     "Foreign",
     "ForeignPiece",
     "FormatReader",
+    "KeptValues",
     "Listing",
+    "damaged",
     "json_value",
     "missing",
     "step_of",
@@ -191,6 +194,18 @@ class Listing:
             )
         return self.store.get(self.key(name), ByteRange(0, size))
 
+    def header(self, name: str) -> tuple[dict[str, Chunk], Mapping[str, str], int]:
+        """Return chunks and metadata of a safetensors file, and the length of its header.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-header``, ``truncated``, ``missing-file``.
+        """
+        size, read, key = self.size(name), self.reads(name), self.key(name)
+        length = header_bytes(read(0, min(8, size)), key, size)
+        return *parse_header(read(0, length), key, size - length), length
+
 
 class FormatReader(Protocol):
     """Reads one format.
@@ -230,6 +245,45 @@ def missing(path: str, hint: str | None = None) -> CorruptError:
     return CorruptError(
         "a file of the checkpoint is missing", kind="missing-file", where=path, hint=hint
     )
+
+
+def damaged(what: str, where: str, error: object, kind: str = "bad-pickle") -> CorruptError:
+    """Return the error for metadata whose reading raised another one."""
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
+    return CorruptError(what, kind=kind, where=where, found=text[:200])
+
+
+class KeptValues:
+    """Values of a checkpoint by name, as far as JSON has them and files agree.
+
+    Parameters
+    ----------
+    objects, left_out
+        What is kept already, and the names of what is not.
+
+    Attributes
+    ----------
+    left_out
+        Names of what is not kept, in order.
+    """
+
+    def __init__(self, objects: Mapping[str, Any] = {}, left_out: Iterable[str] = ()) -> None:
+        self._found = dict(objects)
+        self.left_out = dict.fromkeys(left_out)
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep a value, or its name: where two files differ nothing says which one counts."""
+        try:
+            kept = json_value(value)
+            if repr(self._found.setdefault(name, kept)) != repr(kept):
+                self.left_out[name] = None
+        except MismatchError:
+            self.left_out[name] = None
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The values that are kept."""
+        return {name: v for name, v in self._found.items() if name not in self.left_out}
 
 
 def json_value(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.format.container import Chunk
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, json_value, step_of
 from ckptd.readers.pickles import (
     MAX_PICKLE_BYTES,
@@ -252,9 +252,7 @@ class _Item:
         """Return the chunk of a safetensors file, all of whose items are one file."""
         header = self._headers.get(self._file)
         if header is None:
-            size, read = self._names.size(self._file), self._names.reads(self._file)
-            length = header_bytes(read(0, min(8, size)), where, size)
-            chunks, _ = parse_header(read(0, length), where, size - length)
+            chunks, _, length = self._names.header(self._file)
             header = self._headers[self._file] = chunks, length
         if self._name not in header[0]:
             raise CorruptError("a file lacks a tensor", kind="missing-tensor", where=where)

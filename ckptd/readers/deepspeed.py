@@ -26,13 +26,14 @@ from ckptd.readers.base import (
     MAX_NAMES,
     Foreign,
     ForeignPiece,
+    KeptValues,
     Listing,
-    json_value,
+    damaged,
     missing,
     step_of,
 )
 from ckptd.readers.pickles import PickledTensor, counts, named_values, short_text
-from ckptd.readers.torchfiles import TensorAt, load_torch
+from ckptd.readers.torchfiles import TensorAt, load_torch, whole_piece
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
 
@@ -75,7 +76,10 @@ class DeepSpeedReader:
         if not models:
             raise missing(names.key("mp_rank_00_model_states.pt"))
         sets = [_Model(names, mp, file) for mp, file in sorted(models.items())]
-        objects, left_out = _objects(sets[0].value, names.key(sets[0].file))
+        values = KeptValues()
+        kept = {k: v for k, v in sets[0].value.items() if k not in _SKIPPED}
+        for name, value in named_values(kept, sets[0].key):
+            values.add(name, value)
         cut, universal = _is_cut(sets, names), _UNIVERSAL in names.names
         if not universal and (cut or any(one.value.get("ds_autoep_layers") for one in sets)):
             raise RefusedError(
@@ -88,11 +92,12 @@ class DeepSpeedReader:
             )
         _check_files(sets, names)
         pieces, optimizers = _universal(names, sets, cut) if universal else _all(names, sets)
-        _add_groups(objects, left_out, optimizers)
-        steps = objects.get("global_steps")
+        _add_groups(values, optimizers)
+        steps = values.objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
         unread = [n for n in names.names if n.startswith("expp_rank_")]
-        return Foreign(pieces, objects, left_out, unread, step, has_sections=False)
+        left_out = list(values.left_out)
+        return Foreign(pieces, values.objects, left_out, unread, step, has_sections=False)
 
 
 class _Model:
@@ -195,8 +200,7 @@ def _files(names: Listing) -> Iterator[ForeignPiece]:
             prefix = f"{int(layer[1])}." if layer else ""
             for name, value in named_values(found.value, key):
                 if isinstance(value, PickledTensor):
-                    at, box = TensorAt(found, value, f"{key}: {name}"), Box.whole(value.shape)
-                    yield ForeignPiece(prefix + name, value.dtype, value.shape, box, key, at)
+                    yield whole_piece(prefix + name, found, value, key)
 
 
 def _tagged(names: Listing) -> Listing:
@@ -205,18 +209,6 @@ def _tagged(names: Listing) -> Listing:
     if tag not in names.names:
         raise missing(names.key(tag), f"the file {latest!r} names a folder that is not there")
     return names.inside(tag)
-
-
-def _objects(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
-    objects: dict[str, Any] = {}
-    left_out = []
-    kept = {k: v for k, v in value.items() if k not in _SKIPPED} if isinstance(value, dict) else {}
-    for name, leaf in named_values(kept, where):
-        try:
-            objects[name] = json_value(leaf)
-        except MismatchError:
-            left_out.append(name)
-    return objects, left_out
 
 
 # -- the universal form ----------------------------------------------------------------------------
@@ -258,8 +250,7 @@ def _universal(
             if state != "fp32":
                 trained.add(name)
                 name = f"optim.{name}.{state}"
-            at, box = TensorAt(found, value, key), Box.whole(value.shape)
-            whole[name] = ForeignPiece(name, value.dtype, value.shape, box, key, at)
+            whole[name] = whole_piece(name, found, value, key)
         if folder.removesuffix("/") not in whole:
             raise missing(parameter.key("fp32.pt"))
     states = {n.rpartition(".")[2] for n in whole if n.startswith("optim.")}
@@ -329,9 +320,7 @@ def _steps(optimizer: _Optimizer) -> Iterator[ForeignPiece]:
         if not isinstance(step, PickledTensor) or step.shape:
             continue
         for name in names:
-            at = TensorAt(optimizer.found, step, f"{optimizer.key}: step")
-            box = Box.whole(())
-            yield ForeignPiece(f"optim.{name}.step", step.dtype, (), box, optimizer.key, at)
+            yield whole_piece(f"optim.{name}.step", optimizer.found, step, optimizer.key)
 
 
 def _mark(r: _Rank) -> Any:
@@ -345,9 +334,7 @@ def _mark(r: _Rank) -> Any:
     return None
 
 
-def _add_groups(
-    objects: dict[str, Any], left_out: list[str], optimizers: Sequence[_Optimizer]
-) -> None:
+def _add_groups(values: KeptValues, optimizers: Sequence[_Optimizer]) -> None:
     """Add the settings of each group as torch's state has them, and names of its parameters.
 
     Stages of a pipeline have the same groups, each with parameters of its own.
@@ -360,16 +347,12 @@ def _add_groups(
             if not isinstance(held, list) or not all(
                 type(i) is int and 0 <= i < len(one.names) for i in held
             ):
-                left_out.append(f"optim.param_groups.{number}")
+                values.left_out[f"optim.param_groups.{number}"] = None
                 break
             params |= {name for i in held for name in one.names[i]}
         else:
             for key, value in {**group, "params": sorted(params)}.items():
-                name = f"optim.param_groups.{number}.{key}"
-                try:
-                    objects[name] = json_value(value)
-                except MismatchError:
-                    left_out.append(name)
+                values.add(f"optim.param_groups.{number}.{key}", value)
 
 
 # -- flat buffers ----------------------------------------------------------------------------------
@@ -572,12 +555,8 @@ def _groups(value: Any, names: Listing) -> list[dict[str, tuple[int, ...]]]:
         if not all(type(k) is str for g in out for k in g):
             raise ValueError("a parameter without a name")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(
-            "a model's file does not say the shapes of its parameters",
-            kind="bad-pickle",
-            where=names.where,
-            found=f"{type(error).__name__}: {error}"[:200],
-        ) from None
+        what = "a model's file does not say the shapes of its parameters"
+        raise damaged(what, names.where, error) from None
     return out
 
 
@@ -620,12 +599,7 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
         if not {len(pads), len(mapping)} <= {0, len(weights)} and stage < 3:
             raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CorruptError(
-            "not the optimizer's file of a rank of ZeRO",
-            kind="bad-pickle",
-            where=key,
-            found=f"{type(error).__name__}: {error}"[:200],
-        ) from None
+        raise damaged("not the optimizer's file of a rank of ZeRO", key, error) from None
     return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping)
 
 
@@ -638,8 +612,7 @@ def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
     key = model.key
     for name, value in named_values(model.value.get("module") or {}, key):
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
-            at = TensorAt(model.found, value, f"{key}: {name}")
-            yield ForeignPiece(name, value.dtype, value.shape, Box.whole(value.shape), key, at)
+            yield whole_piece(name, model.found, value, key)
 
 
 def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
-from ckptd.errors import CkptdError, CorruptError, MismatchError
+from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
-from ckptd.readers.base import Foreign, FormatReader, Listing
+from ckptd.readers.base import Foreign, FormatReader, Listing, damaged
 from ckptd.readers.hf import END, local_pieces
 from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
@@ -130,12 +130,8 @@ def _damage(names: Listing) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        raise CorruptError(
-            "the metadata of a checkpoint is damaged, or its reader is",
-            kind="bad-pickle",
-            where=names.where,
-            found=f"{type(error).__name__}: {error}"[:200],
-        ) from error
+        what = "the metadata of a checkpoint is damaged, or its reader is"
+        raise damaged(what, names.where, error) from error
 
 
 def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:

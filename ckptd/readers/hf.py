@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptd.errors import CorruptError
-from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.format.container import Chunk
 from ckptd.format.strictjson import parse_json
-from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, missing, step_of
+from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, damaged, missing, step_of
 from ckptd.readers.hints import config_hints
 from ckptd.readers.torchfiles import PART, candidates, check_shards, file_index
 from ckptd.readers.zips import Extent
@@ -72,9 +72,7 @@ def read_header_of(names: Listing, file: str) -> _Header:
     CorruptError
         kind ``bad-header``, ``truncated``, ``missing-file``.
     """
-    size, read, key = names.size(file), names.reads(file), names.key(file)
-    length = header_bytes(read(0, min(8, size)), key, size)
-    chunks, metadata = parse_header(read(0, length), key, size - length)
+    chunks, metadata, length = names.header(file)
     for name, tied in metadata.items():
         # As safetensors.torch.save_model notes the names of tied tensors that it does not write.
         # Any other note may happen to be the name of a tensor: theirs are of modules.
@@ -86,12 +84,8 @@ def read_header_of(names: Listing, file: str) -> _Header:
         if not all(type(n) is int and 0 <= n < 1 << 62 for v in offsets.values() for n in v):
             raise ValueError("an offset that is no count")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(
-            f"{_SHARDING} of a header is damaged",
-            kind="bad-header",
-            where=key,
-            found=str(error)[:200],
-        ) from None
+        what = f"{_SHARDING} of a header is damaged"
+        raise damaged(what, names.key(file), error, "bad-header") from None
     return chunks, length, offsets
 
 

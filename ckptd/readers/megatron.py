@@ -11,12 +11,19 @@ import re
 import shlex
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
-from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.errors import RefusedError
 from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
-from ckptd.readers.base import MAX_NAMES, Foreign, Listing, json_value, missing, step_of
+from ckptd.readers.base import (
+    MAX_NAMES,
+    Foreign,
+    KeptValues,
+    Listing,
+    damaged,
+    missing,
+    step_of,
+)
 from ckptd.readers.dcp import METADATA, read_items
 from ckptd.readers.hints import megatron_hints
 from ckptd.readers.pickles import PickledObject, named_values
@@ -60,12 +67,8 @@ class MegatronReader:
             about = parse_json(names.read(_METADATA, _MAX_BYTES))
             backend = about["sharded_backend"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(
-                "not the metadata of a checkpoint of Megatron",
-                kind="bad-json",
-                where=names.key(_METADATA),
-                found=str(error)[:200],
-            ) from None
+            what = "not the metadata of a checkpoint of Megatron"
+            raise damaged(what, names.key(_METADATA), error, "bad-json") from None
         if backend != "torch_dist":
             raise RefusedError(
                 "a checkpoint of Megatron in a form that is not read",
@@ -76,17 +79,18 @@ class MegatronReader:
                 hint="save with --ckpt-format torch_dist",
             )
         found = read_items(names, lambda name: _EXTRA not in name)
-        objects, left_out = dict(found.objects), list(found.left_out)
+        values = KeptValues(found.objects, found.left_out)
         step, common = step_of(names), None
         if _COMMON in names.names:
             common = load_torch(names, _COMMON).value
             for name, value in named_values(common, names.key(_COMMON)):
-                _keep(objects, left_out, name, value)
-            iteration = objects.get("iteration")
+                values.add(name, value)
+            iteration = values.objects.get("iteration")
             step = iteration if type(iteration) is int and 0 <= iteration <= MAX_STEP else step
         pieces = list(found.pieces)
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
-        return Foreign(pieces, objects, left_out, step=step, lay=lay, sizes=sizes)
+        left_out = list(values.left_out)
+        return Foreign(pieces, values.objects, left_out, step=step, lay=lay, sizes=sizes)
 
 
 def _legacy(names: Listing) -> list[str]:
@@ -127,14 +131,3 @@ def _command(names: Listing, folders: Sequence[str]) -> str:
     words += [f'from: files "mp_rank_{axes}/{file}"', 'from: stored "model.{name}"']
     given = "".join(f" -e {shlex.quote(word)}" for word in words)
     return f"ckptd reshard {shlex.quote(names.where)} OUT --from megatron.gpt{given}"
-
-
-def _keep(objects: dict[str, Any], left_out: list[str], name: str, value: Any) -> None:
-    try:
-        kept = json_value(value)
-        if repr(objects.setdefault(name, kept)) == repr(kept):
-            return
-        del objects[name]  # two files differ, and nothing says which one counts
-    except MismatchError:
-        pass
-    left_out.append(name)

@@ -14,7 +14,15 @@ from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.strictjson import parse_json
-from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
+from ckptd.readers.base import (
+    Foreign,
+    ForeignPiece,
+    KeptValues,
+    Listing,
+    damaged,
+    missing,
+    step_of,
+)
 from ckptd.readers.hints import config_hints
 from ckptd.readers.pickles import PickledObject, PickledTensor, counts, named_values
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
@@ -29,6 +37,7 @@ __all__ = [
     "file_index",
     "load_torch",
     "local_tensors",
+    "whole_piece",
 ]
 
 _ENDS = (".pt", ".pth", ".bin", ".ckpt")
@@ -66,31 +75,25 @@ class TorchReader:
         sections = _sections(ranks)
         has_sections = False
         pieces: list[ForeignPiece] = []
-        objects: dict[str, Any] = {}
-        left_out: dict[str, None] = {}
+        values = KeptValues()
         for file in files:
             found = load_torch(names, file)
             for own, value in named_values(found.value, names.key(file)):
                 name = sections.get(file, "") + own
                 parts = _parts(names, file, found, name, value, ranks.get(file))
-                if parts is not None:
-                    pieces += parts
-                    top = isinstance(found.value, dict) and own in found.value
-                    has_sections |= file not in sections and not top
+                if parts is None:
+                    values.add(name, value)
                     continue
-                try:
-                    kept = json_value(value)
-                    if repr(objects.setdefault(name, kept)) != repr(kept):
-                        left_out[name] = None  # files differ, and nothing says which one counts
-                except MismatchError:
-                    left_out[name] = None
+                pieces += parts
+                top = isinstance(found.value, dict) and own in found.value
+                has_sections |= file not in sections and not top
         _check_replicas(names, pieces, bool(ranks))
-        objects = {name: value for name, value in objects.items() if name not in left_out}
         step = step_of(names, *files[:1])
         of_model = all(f.startswith(_MODEL) for f in files)
         lay, sizes = config_hints(names) if of_model else ("", {})
+        left_out = list(values.left_out)
         return Foreign(
-            pieces, objects, list(left_out), unread, step, lay, sizes, has_sections=has_sections
+            pieces, values.objects, left_out, unread, step, lay, sizes, has_sections=has_sections
         )
 
 
@@ -120,8 +123,7 @@ def local_tensors(names: Listing, file: str) -> Iterator[ForeignPiece]:
     for name, value in named_values(found.value, key):
         local = value.get("_local_tensor") if isinstance(value, PickledObject) else value
         if isinstance(local, PickledTensor):
-            at = TensorAt(found, local, f"{key}: {name}")
-            yield ForeignPiece(name, local.dtype, local.shape, Box.whole(local.shape), key, at)
+            yield whole_piece(name, found, local, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,12 @@ class TensorAt:
 
     def __call__(self) -> Extent:
         return extent_of(self.found, self.tensor, self.where)
+
+
+def whole_piece(name: str, found: TorchZip, tensor: PickledTensor, key: str) -> ForeignPiece:
+    """Return a tensor of a file as a whole one."""
+    at = TensorAt(found, tensor, f"{key}: {name}")
+    return ForeignPiece(name, tensor.dtype, tensor.shape, Box.whole(tensor.shape), key, at)
 
 
 def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
@@ -153,12 +161,8 @@ def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
         document = parse_json(names.read(found[0], _MAX_INDEX_BYTES))
         weights = {str(k): str(v) for k, v in document["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(
-            "not the index of a sharded model",
-            kind="bad-json",
-            where=names.key(found[0]),
-            found=str(error)[:200],
-        ) from None
+        what = "not the index of a sharded model"
+        raise damaged(what, names.key(found[0]), error, "bad-json") from None
     there = set(names.names)
     for file in sorted(set(weights.values())):
         if file not in there:
@@ -334,12 +338,7 @@ def _shards(
                 raise ValueError("a shard of another number of dimensions")
             shards.append((box, tensor, (box.offset, said)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            "not a sharded tensor that this reads",
-            kind="bad-pickle",
-            where=where,
-            found=f"{type(error).__name__}: {error}"[:200],
-        ) from None
+        raise damaged("not a sharded tensor that this reads", where, error) from None
     _check_rank(said, rank, where)
     return shape, shards
 
@@ -378,9 +377,7 @@ def _box(
         if not good or any(d is not None and not 0 <= d < len(shape) for d, _ in splits):
             raise ValueError("mesh, coordinates and placements do not fit each other")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CorruptError(
-            "not a DTensor that this reads", kind="bad-pickle", where=where, found=str(error)[:200]
-        ) from None
+        raise damaged("not a DTensor that this reads", where, error) from None
     if said is not None:
         _check_rank(said, rank, where)
     rank = said if rank is None else rank
