@@ -74,15 +74,24 @@ def compared(found: list[list[list[float]]]) -> int:
 
 
 def test_from_sizes_to_sizes_and_back(cli: Cli, tmp_path: Path) -> None:
-    """Losses are equal bit for bit; tensors are those of Megatron's own checkpoint."""
+    """Losses are equal bit for bit, with sums in one order; tensors are those of Megatron's own."""
     others = [(1, 2, 1), (2, 1, 1), (2, 2, 1)]
     theirs = str(tmp_path / "theirs")
     found = run_ranks(4, chain, str(tmp_path), (2, 2, 1), others, theirs, deadline_s=400.0)
-    assert compared(found) == 4 * (2 + 4 + 2)
+    assert compared([[whole, *rest] for whole, _, *rest in found]) == 4 * (4 + 2)
+    for whole, other, *_ in (rank for rank in found if rank[0] and rank[1]):
+        assert other == pytest.approx(whole[4:], rel=1e-5)  # one tensor rank adds up in one go
     for number in range(4):
         tensors = cli.json("diff", str(tmp_path / str(number)), theirs, code=1)["tensors"]
         assert len(tensors) == 36
         assert all(t["equal"] for t in tensors)
+    for source in ("3", "theirs"):
+        said = ["--from", "megatron.dist", "--to", "hf.llama", "--format", "hf"]
+        sizes = ["-e", "let kv = 2", "-e", "let hd = 4", "-e", "let v = 128"]
+        made = str(tmp_path / f"hf-{source}")
+        done = cli("reshard", str(tmp_path / source), made, *said, *sizes)
+        assert done.code == 0, done
+    assert cli.json("diff", str(tmp_path / "hf-3"), str(tmp_path / "hf-theirs"))["equal"]
 
 
 def test_experts(tmp_path: Path) -> None:

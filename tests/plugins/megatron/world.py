@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["Job"]
 
-VOCABULARY, LENGTH, BATCH = 64, 8, 2
+VOCABULARY, LENGTH, BATCH = 128, 8, 2
 
 
 @cache
