@@ -33,7 +33,9 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_c
 from ckptd.layout.lay.syntax import Average, NameIndex, Text, show_name
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
+from ckptd.readers.base import Listing
 from ckptd.readers.find import rank_files
+from ckptd.readers.hints import config_hints
 from ckptd.reshard.plan import ChunkFeed, Take
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
@@ -41,7 +43,7 @@ from ckptd.root.index import Index
 from ckptd.store.base import Store
 from ckptd.types import DType
 
-__all__ = ["RankFilePattern", "open_ranks", "rank_file_pattern"]
+__all__ = ["RankFilePattern", "RankShapes", "open_ranks", "rank_file_pattern", "rank_shapes"]
 
 _MOST_COMPARED = 4096
 """Parts of tensors that are read and compared side by side; each costs a few hundred bytes."""
@@ -286,6 +288,61 @@ def _shifted(block: Block, shift: int) -> Block:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RankShapes:
+    """What files of ranks say of their tensors.
+
+    Attributes
+    ----------
+    of_rank
+        Shapes by name, by rank.
+    sizes
+        Sizes of axes, from a ``config.json`` beside the files, that the layout does not say.
+    """
+
+    of_rank: Mapping[int, Mapping[str, tuple[int, ...]]]
+    sizes: Mapping[str, int]
+
+
+def rank_shapes(store: Store, layout: Resolved) -> RankShapes:
+    """Read the headers of files of ranks.
+
+    Raises
+    ------
+    CorruptError, MismatchError, NotFoundError
+        As `open_ranks`, but for the layout's fit.
+    """
+    return _open(store, layout, 0).shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Files of ranks: `files` has the number of each rank's in `paths` and `headers`."""
+
+    source: PieceLocations
+    identity: str
+    paths: list[str]
+    headers: list[dict[str, _Local]]
+    files: list[int]
+    shapes: RankShapes
+
+
+def _open(store: Store, layout: Resolved, step: int) -> _Opened:
+    paths = _files_of(store, layout)
+    root = rank_files(store, paths, step)
+    index = Index(root)
+    reader = CkptdReader(index, index.commit(root.name), listed=False)
+    headers = _headers(reader, paths)
+    mesh = layout.mesh or MeshShape(1, {}, {})
+    files = [_file_of(layout, mesh, rank, paths) for rank in range(mesh.world)]
+    shapes = {r: {n: t.shape for n, t in headers[f].items()} for r, f in enumerate(files)}
+    axes = {a for e in layout.equations for f in e.families.values() for a in f.axes}
+    config = config_hints(Listing(store))[1]
+    sizes = {a: n for a, n in config.items() if a in axes and a not in layout.sizes}
+    identity = reader.commit.manifest_digest
+    return _Opened(reader.places, identity, paths, headers, files, RankShapes(shapes, sizes))
+
+
 def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     """Describe the files of ranks as the stored tensors that a layout makes of them.
 
@@ -305,16 +362,9 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     MismatchError
         ``lay-fit``: the layout does not fit what the files hold.
     """
-    keys_of = _files_of(store, layout)
-    root = rank_files(store, keys_of, step)
-    index = Index(root)
-    reader = CkptdReader(index, index.commit(root.name), listed=False)
-    source = reader.places
-    headers = _headers(reader, keys_of)
-    mesh = layout.mesh or MeshShape(1, {}, {})
-    files = [_file_of(layout, mesh, rank, keys_of) for rank in range(mesh.world)]
-    shapes = {r: {n: t.shape for n, t in headers[f].items()} for r, f in enumerate(files)}
-    form = StoredForm(bind_ranks(layout, shapes))
+    opened = _open(store, layout, step)
+    source, keys_of, headers, files = opened.source, opened.paths, opened.headers, opened.files
+    form = StoredForm(bind_ranks(layout, opened.shapes.of_rank, opened.shapes.sizes))
     places: list[dict[TensorKey, _Where]] = []
     dtypes: dict[TensorKey, DType] = {}
     absent: dict[TensorKey, tuple[int, str]] = {}
@@ -338,7 +388,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
     _check_all_described(headers, keys_of, files, described, layout)
-    return _stock(ranks, dtypes, step, reader.commit.manifest_digest)
+    return _stock(ranks, dtypes, step, opened.identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import itertools
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptd.store import open_store
 from tests.cli.running import Cli
@@ -39,6 +41,7 @@ def test_findings_name_file_line_and_rule(cli: Cli, tmp_path: Path) -> None:
     result = cli("lay", "check", str(lay))
     assert result.code == 1
     assert f"{lay}:4" in result.out
+    assert result.out.endswith("a: 1 error, 0 warnings\n")
     document = cli.json("lay", "check", str(lay), code=1)
     assert document["layouts"] == ["a"]
     assert document["findings"][0]["line"] == 4
@@ -53,6 +56,43 @@ def test_all_layouts_of_a_file_or_one(cli: Cli, tmp_path: Path) -> None:
     assert cli.json("lay", "check", str(lay))["layouts"] == ["a", "b"]
     assert cli.json("lay", "check", f"{lay}:b")["layouts"] == ["b"]
     assert cli("lay", "check", str(lay), *e("let o = 4")).code == 2
+
+
+HEADS = """
+mesh M = tp:2
+space s { q[kv hd h] n[h] }
+layout whole of s on none {
+  q = q[(kv hd) h]
+  n = n[h]
+}
+layout ranks of s on M {
+  files "r{tp}.safetensors"
+  q.weight = q[(kv@tp hd) h]
+  n.weight = n[h]
+}
+"""
+
+
+def test_check_against_files_of_ranks(cli: Cli, tmp_path: Path) -> None:
+    """A line files makes them a checkpoint; a config.json says what shapes hide."""
+    lay, folder = tmp_path / "a.lay", tmp_path / "ranks"
+    lay.write_text(HEADS)
+    folder.mkdir()
+    for rank in range(2):
+        held = {"q.weight": np.ones((4, 3), np.float32), "n.weight": np.ones(3, np.float32)}
+        save_file(held, folder / f"r{rank}.safetensors")
+    against = ("--against", str(folder))
+    assert "let kv" in cli("lay", "check", f"{lay}:ranks", *against).out
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 8}'
+    )
+    assert cli.good("lay", "check", f"{lay}:ranks", *against).out == "ranks: good\n"
+    assert cli.good("lay", "check", str(lay), *against).out == "whole, ranks: good\n"
+    assert "r0" in cli.good("lay", "show", f"{lay}:ranks", "q.weight", *against).out
+    lay.write_text(HEADS.replace("  n.weight = n[h]\n", ""))
+    found = cli("lay", "check", f"{lay}:ranks", *against)
+    assert found.code == 1
+    assert "no rule matches n.weight [3] on rank 0" in found.out
 
 
 def test_fmt_changes_and_keeps_comments(cli: Cli, tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import App, Parameter
 
 from ckptd.cli.output import Document, Json, Reply, flag, note, option
 from ckptd.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from ckptd.layout.lay.check import Observation
+    from ckptd.layout.lay.resolve import Bound, Resolved
+    from ckptd.reshard.layouts import LayoutProgram
 
 __all__ = ["CheckDocument", "FmtDocument", "ShowDocument", "lay"]
 
@@ -33,8 +38,6 @@ Rules = Annotated[
         "A statement of Lay that goes before those of the layout. May be repeated.", "-e", "--rule"
     ),
 ]
-
-Shape = tuple[int, ...]
 
 
 class CheckDocument(Document, frozen=True, kw_only=True, tag="lay check"):
@@ -105,14 +108,14 @@ def check(
     from ckptd.layout.lay.resolve import render
 
     read, names = _programs(program, rule or ())
-    found = _observed(against) if against else None
+    found = {} if against is None else _observed(against, read, names)
     findings = []
     for name in names:
-        if found is None:
+        seen = found.get(name)
+        if seen is None:
             findings += check_program([read.file], name)
         else:
-            sizes = _unsaid(found.sizes, read, name)
-            findings += check_program([read.file], name, observed=found.shapes, sizes=sizes)
+            findings += check_program([read.file], name, observed=seen.shapes, sizes=seen.sizes)
     findings = list(dict.fromkeys(findings))
     errors = sum(1 for f in findings if f.severity == "error")
 
@@ -124,18 +127,19 @@ def check(
             print(f"{layouts}: good")
             return
         print(render(findings))
-        print(f"{layouts}: {errors} errors, {len(findings) - errors} warnings")
+        warnings = len(findings) - errors
+        print(f"{layouts}: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}")
 
     document = CheckDocument(
         program=program,
         layouts=tuple(names),
         findings=tuple(f.to_dict() for f in findings),
-        hint=found.hint if found else "",
+        hint=next((seen.hint for seen in found.values()), ""),
     )
     return Reply(document, show_findings, 1 if errors else 0)
 
 
-def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
+def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[LayoutProgram, list[str]]:
     """Return a program, and the layouts of it that are meant: all, unless one is named."""
     from ckptd.reshard.layouts import layout_names, read_file
 
@@ -148,32 +152,51 @@ def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
     return read, names
 
 
-class _Observed(NamedTuple):
-    """Shapes of stored tensors, and what foreign files hint at."""
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
-    shapes: Mapping[str, Shape]
+
+class _Observed(NamedTuple):
+    """Shapes of stored tensors, or of ranks', sizes besides, and what foreign files hint at."""
+
+    shapes: Observation
     sizes: Mapping[str, int]
     hint: str
 
 
-def _observed(against: str) -> _Observed:
-    from ckptd.cli.layouts.resharding import open_stock
+def _observed(against: str, read: LayoutProgram, names: Sequence[str]) -> dict[str, _Observed]:
+    """Read the shapes that layouts are compared with, by the layouts' names.
+
+    Files of ranks are a checkpoint for those layouts alone that say which is whose.
+    """
+    from ckptd.cli.layouts.resharding import open_stock, shapes_of_ranks
     from ckptd.readers.words import hint_text
 
+    layouts = {name: _resolved(read, name) for name in names}
+    out = {}
+    for name, layout in layouts.items():
+        ranks = shapes_of_ranks(against, layout) if layout is not None and layout.files else None
+        if ranks is not None:
+            out[name] = _Observed(ranks.of_rank, ranks.sizes, "")
+    if out:
+        return out
     with open_stock(against, 0) as stock:
-        hint = hint_text(stock.lay if stock.hinted else "", stock.sizes)
-        return _Observed(dict(stock.shapes), dict(stock.sizes), hint)
+        hint, shapes = hint_text(stock.lay if stock.hinted else "", stock.sizes), dict(stock.shapes)
+        for name, layout in layouts.items():
+            own = layout.sizes if layout is not None else {}
+            sizes = {axis: n for axis, n in stock.sizes.items() if axis not in own}
+            out[name] = _Observed(shapes, sizes, hint)
+    return out
 
 
-def _unsaid(sizes: Mapping[str, int], read: Any, layout: str) -> dict[str, int]:
-    """Return the sizes that a layout does not say itself."""
+def _resolved(read: LayoutProgram, layout: str) -> Resolved | None:
+    """Return a layout of a program; None where the check says what is wrong with it."""
     from ckptd.layout.lay.resolve import resolve_all
 
     try:
-        own = resolve_all([read.file], layout)[0].sizes
+        return resolve_all([read.file], layout)[0]
     except UsageError:
-        own = {}  # the check says what is wrong
-    return {axis: n for axis, n in sizes.items() if axis not in own}
+        return None
 
 
 @lay.command
@@ -207,6 +230,20 @@ def fmt(
     )
 
 
+def _bound(resolved: Resolved, against: str) -> Bound:
+    """Return a layout bound to a checkpoint's shapes."""
+    from ckptd.cli.layouts.resharding import open_stock, shapes_of_ranks
+    from ckptd.layout.lay.bind import bind_ranks, bind_stored
+
+    if resolved.files is not None:
+        found = shapes_of_ranks(against, resolved)
+        if found is not None:
+            return bind_ranks(resolved, found.of_rank, found.sizes)
+    with open_stock(against, 0) as stock:
+        sizes = {axis: n for axis, n in stock.sizes.items() if axis not in resolved.sizes}
+        return bind_stored(resolved, stock.shapes, sizes)
+
+
 @lay.command
 def show(
     program: Program,
@@ -223,17 +260,13 @@ def show(
     Sizes come from --against, or from 'let' statements in the program or with -e.
     """
     from ckptd.cli.layouts.picture import drawing, picture, text_of
-    from ckptd.layout.lay.bind import bind_sizes, bind_stored
+    from ckptd.layout.lay.bind import bind_sizes
     from ckptd.layout.lay.stored import StoredForm
     from ckptd.reshard.layouts import read_program
 
     read = read_program(program, "PROGRAM", lambda run: run.target).with_rules(rule or ())
     resolved = read.resolve()
-    if against is not None:
-        seen = _observed(against)
-        bound = bind_stored(resolved, seen.shapes, _unsaid(seen.sizes, read, resolved.name))
-    else:
-        bound = bind_sizes(resolved, {})
+    bound = bind_sizes(resolved, {}) if against is None else _bound(resolved, against)
     found = picture(StoredForm(bound), tensor)
     if svg is not None:
         svg.write_text(drawing(found), encoding="utf-8")

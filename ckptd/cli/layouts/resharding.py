@@ -23,7 +23,7 @@ from ckptd.reshard.prepare import (
     rules_of,
     source_program,
 )
-from ckptd.reshard.ranks import open_ranks
+from ckptd.reshard.ranks import RankShapes, open_ranks, rank_shapes
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
 from ckptd.reshard.source import Stock, open_own
 from ckptd.reshard.verify import Expected, check_duplicates
@@ -60,6 +60,29 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
             raise
     with spec_of(source).open() as store:
         yield open_ranks(store, ranks, step)
+
+
+def shapes_of_ranks(source: str, layout: Resolved) -> RankShapes | None:
+    """Return the shapes in files of ranks; None where there are none, or a root of ckptd is.
+
+    Parameters
+    ----------
+    layout
+        Says which file is which rank's.
+    """
+    try:
+        with opened(CheckpointAddress.of(source).root, 0, foreign=False):
+            return None
+    except NotFoundError as error:
+        if error.kind not in ("not-a-root", "no-root"):
+            raise
+    with spec_of(source).open() as store:
+        try:
+            return rank_shapes(store, layout)
+        except NotFoundError as error:
+            if error.kind != "no-root":
+                raise
+            return None
 
 
 class ReshardRun:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ckptd.layout.lay.check.layouts import check, check_bound, check_program
+from ckptd.layout.lay.check.layouts import Observation, check, check_bound, check_program
 
-__all__ = ["check", "check_bound", "check_program"]
+__all__ = ["Observation", "check", "check_bound", "check_program"]
