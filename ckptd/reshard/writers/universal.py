@@ -8,7 +8,7 @@ calls another way for stage 3: both names are written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,8 @@ class UniversalPlace:
             for name, files in tables.items()
             if _WEIGHT in files and len(files) > 1
         }
+        self._counters = {n: files[_STEP] for n, files in tables.items() if _STEP in files}
+        self._assembled = assembled
         self._paths: list[str] = []
         chosen = ChosenTensors(assembled, expected)
         self._raw_step = np.float32(self._updates()).tobytes()
@@ -163,12 +165,14 @@ class UniversalPlace:
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return what counts for all, and the name of the folder."""
-        step = StorageTensor("0", "float32", ())
         groups: list[dict[str, Any]] = [
             {**group, "params": [number]} for number, group in enumerate(self._groups)
         ] or [{} for _ in range(_UNKNOWN_GROUPS)]
         shapes = self._shapes_by_group()
-        states = {number: {"step": step} for number in range(len(shapes))}
+        states = {
+            number: {"step": StorageTensor(str(number), "float32", ())}
+            for number in range(len(shapes))
+        }
         optimizer = {
             "ds_version": _VERSION,
             "param_groups": groups,
@@ -186,8 +190,9 @@ class UniversalPlace:
             "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION},
         }
         raw = torch_file(model)
+        steps = [self._steps_of(group) for group in shapes]
         return [
-            (f"{self._top}zero/{_OPTIMIZER}", torch_file(optimizer, [self._raw_step])),
+            (f"{self._top}zero/{_OPTIMIZER}", torch_file(optimizer, steps)),
             *((self._top + name, raw) for name in _MODELS),
             (_LATEST, self._top[:-1].encode()),
         ]
@@ -203,3 +208,13 @@ class UniversalPlace:
             names = [n for n in held if n in left] if isinstance(held, list) else []
             out.append({name: left.pop(name) for name in names})
         return [*out, left] if left or not out else out
+
+    def _steps_of(self, names: Iterable[str]) -> bytes:
+        """Return how often some parameters were updated: stage 3 takes it for all of them."""
+        number = next((self._counters[n] for n in names if n in self._counters), None)
+        if number is None:
+            return self._raw_step
+        stock = self._assembled.composed.stock
+        take = self._assembled.target.feeds[number](0).takes[0]
+        name = stock.tensors[take.tensor].name
+        return np.float32(stock.values([name])[name]).tobytes()

@@ -67,6 +67,8 @@ def test_weights_states_steps_groups_and_objects(tmp_path: Path) -> None:
     optimizer = load(top / "zero/optimizer_state.pt")
     assert isinstance(optimizer, dict)
     assert [g["lr"] for g in optimizer["param_groups"]] == [0.1, 0.2]
+    # Stage 3 has one counter for all: that of the optimizer, not the step of the checkpoint.
+    assert [s["step"] for s in optimizer["optimizer_state_dict"]["state"].values()] == [7, 7]
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         model = load(top / name)
         assert isinstance(model, dict)
