@@ -1,4 +1,4 @@
-"""How long the command line takes to start: ``--version``, ``--help``, ``ls`` of a small root.
+"""How long the command line takes to start: ``--version``, ``--help``, ``ls`` and ``inspect``.
 
     python bench/cli_start.py
 
@@ -27,6 +27,12 @@ def main() -> None:
     root = f"{options.dir}/root"
     save = f"import ckptd; ck = ckptd.Checkpointer({root!r}); ck.save(1, {{'n': 1}}); ck.close()"
     subprocess.run([sys.executable, "-c", save], check=True, timeout=120)
+    foreign = f"{options.dir}/dcp"
+    save = (
+        "import torch, torch.distributed.checkpoint as d;"
+        f"d.save({{'w': torch.ones(3)}}, checkpoint_id={foreign!r}, no_dist=True)"
+    )
+    subprocess.run([sys.executable, "-c", save], check=True, timeout=120)
     ckptd = str(Path(sys.executable).with_name("ckptd"))
     cases = {
         "python -c pass": [sys.executable, "-c", "pass"],
@@ -35,6 +41,7 @@ def main() -> None:
         "ckptd --help": [ckptd, "--help"],
         "ckptd ls ROOT": [ckptd, "ls", root],
         "ckptd inspect ROOT": [ckptd, "inspect", root],
+        "ckptd inspect DCP": [ckptd, "inspect", foreign],
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     order = random.Random(0)

@@ -16,8 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptd.errors import CkptdError
+from ckptd.format.digest import BLOCK_BYTES
+from ckptd.store.local import LocalStore
+from ckptd.types import ByteRange
 from tests.processes import PATIENCE_S
-from tests.readers.opening import fails, open_reader
+from tests.readers.opening import fails, open_reader, reader_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -116,6 +119,30 @@ def test_no_torch_is_imported(foreign: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    """To open a folder reads its metadata; to read a tensor, its item and what shares a block."""
+    state = {f"w{n}": torch.full((BLOCK_BYTES // 4,), float(n)) for n in range(6)}
+    dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    reads: list[tuple[str, int]] = []
+
+    class Noting(LocalStore):
+        def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+            raw = super().get(key, byte_range)
+            reads.append((key, len(raw)))
+            return raw
+
+        def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+            super().read_into(key, offset, buffer)
+            reads.append((key, buffer.nbytes))
+
+    reader = reader_in(Noting(tmp_path))
+    assert {key for key, _ in reads} == {".metadata"}
+    reads.clear()
+    assert set(reader.tensor("w3").tolist()) == {3}
+    assert sum(size for _, size in reads) < BLOCK_BYTES + 4096
+    assert (tmp_path / "__0_0.distcp").stat().st_size > 6 * BLOCK_BYTES
 
 
 # -- bad input -------------------------------------------------------------------------------------
