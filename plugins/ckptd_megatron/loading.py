@@ -103,7 +103,7 @@ def load(
     torch.distributed.checkpoint.CheckpointException
         A rank could not load; it names the ranks and their errors (`ckptd.errors`).
     """
-    # Megatron's own load does this as well, since 0.13: tensors of Transformer Engine in fp8.
+    # As Megatron's own load does, where it has that: tensors of Transformer Engine in fp8.
     getattr(utils, "force_all_tensors_to_non_fp8", _leave)(sharded_state_dict)
     sharded, result, factories = load_preprocess(sharded_state_dict)
     sharded, _ = utils.extract_sharded_base(sharded)
