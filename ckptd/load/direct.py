@@ -1,7 +1,7 @@
 """Reading one box at a time: the blocks that hold it, compared with their digests, and no plan.
 
 `ckptd.load.read.execute` reads for a whole job: it agrees with other ranks and starts threads.
-Whoever asks for thousands of small boxes, one after the other or from many threads, reads here:
+A program that reads thousands of small boxes, one after the other or from many threads, reads here:
 files stay open, and a box costs its blocks and a few dozen microseconds.
 """
 

@@ -30,7 +30,8 @@ from ckptd.load.direct import DirectReader
 from ckptd.load.opening import foreign_format, open_catalogue
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import split_file
-from ckptd.root.leases import Hold, hold_or_read, renewed
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import MAX_TRIES, Hold, Unheld, hold_or_read, renewed
 from ckptd.root.opening import root_spec
 from ckptd.tools.zarrtypes import EXTENSIONS, register_types
 from ckptd.types import Box, DType
@@ -132,31 +133,16 @@ class CkptdStore(Store):
         with ExitStack() as opened:
             store = opened.enter_context(root_spec(folder, self._options).open())
             catalogue = open_catalogue(store, url, file, step or 0)
-            if step is not None:
-                name = catalogue.find(step, all=generation is not None, generation=generation)
-            else:
-                latest = catalogue.latest()
-                if latest is None:
-                    raise NotFoundError(
-                        "no checkpoint counts here",
-                        kind="no-commit",
-                        where=url,
-                        hint=f"ckptd ls {url} --all shows abandoned lines",
-                    )
-                name = latest
             self._format = foreign_format(catalogue)
-            if self._format:
-                self.commit = catalogue.commit(name)  # nobody deletes it by ckptd's rules
-            else:
-                lease = hold_or_read(catalogue, name, holder="zarr")
-                self.commit = lease.commit
-                if isinstance(lease, Hold):
-                    opened.enter_context(renewed(lease, _log.warning))
-                else:
-                    _log.warning("%s", lease.text)
+            lease = _held(catalogue, url, step, generation)
+            self.commit = lease.commit
+            if isinstance(lease, Hold):
+                opened.enter_context(renewed(lease, _log.warning))
+            elif lease.text:
+                _log.warning("%s", lease.text)
             self._reader = CkptdReader(catalogue, self.commit)
             self._direct = opened.enter_context(DirectReader(self._reader))
-            # Whoever drops a store does not close it: then it is closed when it is collected.
+            # A store that is dropped and not closed is closed when it is collected.
             self._release = weakref.finalize(self, opened.pop_all().close)
         self._grids: dict[tuple[Grid, int], _ChunkGrid] = {}
 
@@ -513,6 +499,34 @@ def _part(raw: bytes | memoryview, wanted: ByteRequest | None) -> bytes | memory
         case SuffixByteRequest(suffix=size):
             return raw[max(0, len(raw) - size) :]
     return raw
+
+
+def _held(
+    catalogue: Catalogue, url: str, step: int | None, generation: int | None
+) -> Hold | Unheld:
+    """Hold the checkpoint that is meant; a foreign one is deleted by no rule of ckptd's."""
+    for _ in range(MAX_TRIES):
+        if step is not None:
+            name = catalogue.find(step, all=generation is not None, generation=generation)
+        else:
+            latest = catalogue.latest()
+            if latest is None:
+                break
+            name = latest
+        if foreign_format(catalogue):
+            return Unheld(catalogue.commit(name), "")
+        try:
+            return hold_or_read(catalogue, name, holder="zarr")
+        except NotFoundError:
+            if step is not None:
+                raise
+            # Retention deleted it meanwhile, because a newer one came.
+    raise NotFoundError(
+        "no checkpoint counts here",
+        kind="no-commit",
+        where=url,
+        hint=f"ckptd ls {url} --all shows abandoned lines",
+    )
 
 
 def _opened_again(

@@ -22,10 +22,11 @@ from safetensors.numpy import save_file
 
 import ckptd
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.format.names import commit_key
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.root.index import Index
-from ckptd.root.leases import leases
+from ckptd.root.leases import hold_or_read, leases
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -374,6 +375,25 @@ def test_steps_and_what_is_not_there(root: MemoryStore) -> None:
     assert leases(Index(root)) == {}
 
 
+def test_the_newest_is_replaced_while_it_is_opened(
+    root: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(root, {"w": Saved.whole(np.array([1]))}, witness=False)
+    true, tries = hold_or_read, []
+
+    def hold(catalogue: Any, name: Any, **options: Any) -> Any:
+        tries.append(name.step)
+        if len(tries) == 1:
+            build(root, {"w": Saved.whole(np.array([2]))}, step=2, witness=False)
+            root.delete([commit_key(name)])
+        return true(catalogue, name, **options)
+
+    monkeypatch.setattr(zarrview, "hold_or_read", hold)
+    with ckptd.zarr_store(root.url) as store:
+        assert (tries, store.commit.step) == ([1, 2], 2)
+    assert error_in(lambda: ckptd.zarr_store(root.url, step=1)).kind == "no-step"
+
+
 def test_a_lease_for_as_long_as_it_is_open(root: MemoryStore) -> None:
     build(root, saved(), witness=False)
     store = ckptd.zarr_store(root.url)
@@ -388,8 +408,12 @@ def test_a_lease_for_as_long_as_it_is_open(root: MemoryStore) -> None:
     gc.collect()
     assert values(array).shape == (11, 6)
     del array
-    until(lambda: not gc.collect() or not leases(Index(root)), "a store that nobody has is closed")
-    assert leases(Index(root)) == {}
+
+    def gone() -> bool:
+        gc.collect()
+        return leases(Index(root)) == {}
+
+    until(gone, "a store that nobody has is closed")
 
 
 def test_a_pickled_store_is_of_the_same_checkpoint(root: MemoryStore) -> None:
