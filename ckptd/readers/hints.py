@@ -87,7 +87,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _ARGS = "args"
 _STRANGE = (
     *("bias", "q_layernorm", "k_layernorm", "linear_q_", "linear_kv_", "shared_experts"),
-    *("optimizer.distributed.", "chained_"),
+    "optimizer.distributed.",
 )
 """Parts of names that no shipped layout has: latent attention, buckets without names."""
 _DENSE_NORM = "linear_fc1.layer_norm_weight"

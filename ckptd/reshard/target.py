@@ -193,10 +193,9 @@ def _add_scalars(build: _Builder, composed: Composed) -> None:
                     where=link.tensor.name,
                     wanted=f"{first.name} and {other.name} to be equal",
                 )
-        name = layout.state_names.replace("{state}", short)
         rule = composed.composition.target.rules[link.key[0]]
         build.add(
-            name.replace("{name}", rule.global_name(link.key[1])),
+            layout.state_name(rule.global_name(link.key[1]), short),
             first.dtype.name,
             whole(first.shape),
             Owners(((max(0, link.tensor.owners.owner(0)), 0, 1),)),
@@ -211,8 +210,7 @@ def _scalars_of(composed: Composed, link: TensorLink, scalar: str) -> list[Stock
     layout = form.bound.layout
     out = []
     for rule, indexes, _ in link.sources:
-        name = layout.state_names.replace("{state}", scalar)
-        name = name.replace("{name}", form.rules[rule].global_name(indexes))
+        name = layout.state_name(form.rules[rule].global_name(indexes), scalar)
         found = composed.stock.by_name.get(name)
         if found is not None:
             out.append(found)

@@ -345,11 +345,18 @@ def files(name: NameLike) -> tree.Files:
 
 
 def stored(
-    params: str = "{name}", states: str = "optim.{name}.{state}", **renamed: str
+    params: str = "{name}",
+    states: str = "optim.{name}.{state}",
+    names: NameLike | None = None,
+    **renamed: str,
 ) -> tree.Stored:
-    """Return ``stored "params" states "states"``; `renamed` is what stands behind ``with``."""
-    names = tuple(tree.FollowedState(short, name) for short, name in renamed.items())
-    return _checked(tree.Stored(params, states, names))
+    """Return ``stored "params" states "states"``.
+
+    `names` is what stands behind ``of``, `renamed` what stands behind ``with``.
+    """
+    others = tuple(tree.FollowedState(short, name) for short, name in renamed.items())
+    pattern = None if names is None else _name(names)
+    return _checked(tree.Stored(params, states, others, pattern))
 
 
 # --- programs -----------------------------------------------------------------------------------

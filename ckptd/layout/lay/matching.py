@@ -273,19 +273,22 @@ class NameTemplates:
         states = [(s.stored, s.name, False) for s in resolved.states]
         scalars = [(s.name, s.name, True) for s in resolved.scalars]
         found = [
-            (*_around(resolved.state_names.replace("{state}", stored)), name, scalar)
+            (*_around(template.replace("{state}", stored)), name, scalar, stored)
             for stored, name, scalar in (*states, *scalars)
+            for template in resolved.state_templates
         ]
+        self._layout = resolved
         # The longest end first: a state's name may be the end of another's.
         self._states = sorted(found, key=lambda t: len(t[0]) + len(t[1]), reverse=True)
         self._params = _around(resolved.params)
 
     def take(self, name: str) -> Undressed | None:
         """Return the parts of a name; None if it is neither a parameter's nor a state's."""
-        for before, after, state, scalar in self._states:
+        for before, after, state, scalar, stored in self._states:
             if name.startswith(before) and name.endswith(after):
                 inner = name[len(before) : len(name) - len(after)]
-                if len(before) + len(after) < len(name):
+                whole = len(before) + len(after) < len(name)
+                if whole and self._layout.state_name(inner, stored) == name:
                     return Undressed(inner, state, scalar)
         before, after = self._params
         if not (name.startswith(before) and name.endswith(after)):

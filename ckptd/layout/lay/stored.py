@@ -129,8 +129,7 @@ class StoredForm:
         layout = self.bound.layout
         if not state:
             return layout.params.replace("{name}", base)
-        stored = layout.state_names.replace("{state}", self.states[state])
-        return stored.replace("{name}", base)
+        return layout.state_name(base, self.states[state])
 
     def buffer_name(self, flat: int, number: int, state: str, group: Sequence[str] = ()) -> str:
         """Return what a buffer is called on a rank.

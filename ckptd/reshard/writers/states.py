@@ -35,7 +35,7 @@ class StateKeys:
 
     def __init__(self, layout: Resolved) -> None:
         ends = [s.stored for s in layout.states] + [s.name for s in layout.scalars]
-        states = [layout.state_names.replace("{state}", end) for end in ends]
+        states = [t.replace("{state}", end) for t in layout.state_templates for end in ends]
         # The longest first, as the name of a state may be the end of another's.
         self._templates = [
             *sorted(map(_around, states), key=lambda t: -len(t[0]) - len(t[1])),

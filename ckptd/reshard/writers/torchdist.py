@@ -58,7 +58,7 @@ class TorchDistPlace(DcpPlace):
             **nested(found.values),
         }
         states = any(link.key[2] for link in assembled.composed.links)
-        if states and layout.state_names.startswith(_STATES):
+        if states and _STATES in layout.state_names:
             kind = {"distrib_optim_sharding_type": _OPTIMIZER}
             self._common.setdefault("content_metadata", kind)
 

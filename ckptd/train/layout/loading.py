@@ -87,8 +87,7 @@ class LaidLoad:
                 found = self._scalars(rule, indexes, scalar.name)
                 if found:
                     entry = self.source.saved.manifest.tensors[found[0]]
-                    name = layout.state_names.replace("{state}", scalar.name)
-                    out[name.replace("{name}", local)] = (entry.dtype, entry.shape)
+                    out[layout.state_name(local, scalar.name)] = (entry.dtype, entry.shape)
         return out
 
     def _dtype(self, tensor: LaidTensor) -> str | None:

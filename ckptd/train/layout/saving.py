@@ -334,7 +334,7 @@ def scalar_name(job: JobLayout, rule: int, indexes: tuple[int, ...], scalar: str
     """Return what a number that follows a parameter is called in checkpoints."""
     layout = job.form.bound.layout
     stored = job.form.rules[rule].global_name(indexes)
-    return layout.state_names.replace("{state}", scalar).replace("{name}", stored)
+    return layout.state_name(stored, scalar)
 
 
 def _check(leaf: TensorLeaf, name: str, shape: tuple[int, ...]) -> None:

@@ -232,8 +232,7 @@ class LaidSource:
         layout = self.form.bound.layout
         out = []
         for number, at, _ in source_keys(self.composition, (rule, indexes, "")):
-            stored = layout.state_names.replace("{state}", scalar)
-            name = stored.replace("{name}", self.form.rules[number].global_name(at))
+            name = layout.state_name(self.form.rules[number].global_name(at), scalar)
             if name in self.names.scalars:
                 out.append(self.names.scalars[name])
         return list(dict.fromkeys(out))

@@ -25,10 +25,11 @@ def statement_findings(resolved: Resolved) -> Iterator[Finding]:
     if "{name}" not in resolved.params:
         message = f'stored "{resolved.params}" lacks {{name}}: all tensors would have one name'
         yield Finding("stored", message)
-    lacking = [p for p in ("{name}", "{state}") if p not in resolved.state_names]
-    if lacking and resolved.states:
-        message = f'states "{resolved.state_names}" lacks {lacking[0]}: states would share names'
-        yield Finding("stored", message)
+    for template in resolved.state_templates if resolved.states else ():
+        lacking = [p for p in ("{name}", "{state}") if p not in template]
+        if lacking:
+            message = f'states "{template}" lacks {lacking[0]}: states would share names'
+            yield Finding("stored", message)
 
 
 def _flat(flat: Flat, resolved: Resolved, mesh: MeshShape) -> Iterator[Finding]:

@@ -94,6 +94,7 @@ class Drafts:
     rules: list[Draft] = field(default_factory=list)
     spaces: list[str] = field(default_factory=list)
     stored: Stored | None = None
+    others: list[Stored] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -138,7 +139,11 @@ def _drafted(
     defaults = [s for s in layout.statements if isinstance(s, Default)]
     out.rules += _wrapped(out, left, [_with_lets(d, lets) for d in defaults])
     own_stored = [s for s in layout.statements if isinstance(s, Stored)]
-    out.stored = own_stored[0] if own_stored else out.stored
+    whole = [s for s in own_stored if s.names is None]
+    if own_stored:
+        # Who says how states are called says it for all of them.
+        out.stored = whole[0] if whole else out.stored
+        out.others = [s for s in own_stored if s.names is not None]
     # What several ways lead to is said once.
     out.spaces = list(dict.fromkeys(out.spaces))
     out.findings = list(dict.fromkeys(out.findings))
@@ -167,6 +172,7 @@ def _imported(
         found = draft(source, use.name, use.at, inside, known)
         out.spaces += found.spaces
         out.findings += found.findings
+        out.others = out.others if out.stored else found.others
         out.stored = out.stored or found.stored
         if len(used) * (len(rules) + len(found.rules)) > _MAX_PAIRS:
             raise _too_much(out.layout.name, use.at)

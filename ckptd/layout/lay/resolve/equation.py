@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptd.layout.lay.resolve.numbers import Numbers
+from ckptd.layout.lay.resolve.pattern import found_regex
 from ckptd.layout.lay.syntax import (
     NOWHERE,
     Dim,
@@ -148,6 +149,9 @@ class Resolved:
         Sizes that the program states by other sizes (``let h = kv*rep*hd``), by axis.
     params, state_names
         Name templates in checkpoints.
+    other_states
+        Patterns of names, and the template for the states of rules of these names; the first that
+        matches counts.
     files
         Name template of the file of a rank, or None.
     """
@@ -169,7 +173,26 @@ class Resolved:
     relations: Mapping[str, Value] = field(default_factory=dict)
     params: str = "{name}"
     state_names: str = "optim.{name}.{state}"
+    other_states: tuple[tuple[Name, str], ...] = ()
     files: Name | None = None
+
+    @property
+    def state_templates(self) -> tuple[str, ...]:
+        """All templates of names of states."""
+        return (self.state_names, *(template for _, template in self.other_states))
+
+    def state_name(self, name: str, state: str) -> str:
+        """Return what a state of a parameter, or a number that follows it, is called.
+
+        Parameters
+        ----------
+        name
+            Of the parameter, by its rule.
+        state
+            Name of the state in checkpoints.
+        """
+        others = (t for n, t in self.other_states if found_regex(n).fullmatch(name))
+        return next(others, self.state_names).replace("{state}", state).replace("{name}", name)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ def resolve_all(
         relations=sizes.relations,
         params=stored.params,
         state_names=stored.states,
+        other_states=tuple((lets.name(s.names), s.states) for s in drafts.others if s.names),
         files=stated.files,
     )
     return found, findings

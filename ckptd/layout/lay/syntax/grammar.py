@@ -354,25 +354,35 @@ def _take_axis_cuts(s: Scanner) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _take_stored(s: Scanner) -> tuple[str, str, tuple[tree.FollowedState, ...]]:
+_StoredParts: TypeAlias = tuple[str, str, tuple[tree.FollowedState, ...], tree.Name | None]
+
+
+def _take_stored(s: Scanner) -> _StoredParts:
     params, states = tree.Stored().params, tree.Stored().states
+    start = s.peek().start
     if s.peek().kind == "string":
         params = s.string("")
     elif not s.at("states"):
         raise s.fail('names in checkpoints: stored "{name}" states "optim.{name}.{state}"')
-    if s.accept("states"):
-        states = s.string("the names of states in quotes")
-        if s.accept("with"):
-            return params, states, STATES.take(s)
-    return params, states, ()
+    if not s.accept("states"):
+        return params, states, (), None
+    states = s.string("the names of states in quotes")
+    if s.accept("with"):
+        return params, states, STATES.take(s), None
+    if not s.accept("of"):
+        return params, states, (), None
+    if params != tree.Stored().params:
+        raise s.fail("states alone before 'of'", start=start, end=s.pos)
+    return params, states, (), NAME.take(s)
 
 
-def _show_stored(found: tuple[str, str, tuple[tree.FollowedState, ...]]) -> str:
+def _show_stored(found: _StoredParts) -> str:
     default = tree.Stored()
-    renamed = f" with {STATES.show(found[2])}" if found[2] else ""
-    states = "" if found[1] == default.states and not renamed else f" states {quote(found[1])}"
+    more = f" with {STATES.show(found[2])}" if found[2] else ""
+    more += f" of {show_name(found[3])}" if found[3] else ""
+    states = "" if found[1] == default.states and not more else f" states {quote(found[1])}"
     params = "" if found[0] == default.params and states else f" {quote(found[0])}"
-    return params + states + renamed
+    return params + states + more
 
 
 _USE = Form(tree.Use, "use ", Field("name", dotted("the name of a layout or space")))
@@ -418,7 +428,9 @@ STATEMENTS: dict[str, Form[Any]] = {
     ),
     "files": Form(tree.Files, "files ", Field("name", FILE_NAME)),
     "stored": Form(
-        tree.Stored, "stored", Field("params states renamed", Pair(_take_stored, _show_stored))
+        tree.Stored,
+        "stored",
+        Field("params states renamed names", Pair(_take_stored, _show_stored)),
     ),
 }
 """By keyword; besides these there are rules."""

@@ -572,12 +572,13 @@ class Stored(SyntaxNode):
     """``stored "model.{name}" states "optim.{name}.{state}"``: names in checkpoints.
 
     ``{name}`` stands for a rule's name, ``{state}`` for the stored name of a state: that of the
-    space, or another one behind ``with``.
+    space, or another one behind ``with``. With ``of NAME`` it says so of the states of some rules.
     """
 
     params: str = "{name}"
     states: str = "optim.{name}.{state}"
     renamed: tuple[FollowedState, ...] = ()
+    names: Name | None = None
 
 
 Statement: TypeAlias = Use | Rule | Default | Flat | Pipe | Object | Files | Stored

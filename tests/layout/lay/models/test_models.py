@@ -14,6 +14,7 @@ import pytest
 from ckptd.errors import MismatchError
 from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.resolve import Bound, resolve
+from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import parse
 from tests.layout.lay.agreement.brute import Brute
 
@@ -111,3 +112,36 @@ def test_a_wrong_number_of_dense_layers_is_an_error() -> None:
     program = parse("let dense = 2\nlet main = 3\n", "t.lay")
     with pytest.raises(MismatchError, match=r"no rule matches model\.layers\.1\.mlp"):
         bind_stored(resolve([program], "hf.deepseek_v3"), shapes, {"n": 4})
+
+
+EXPERTS = {
+    "mlp.experts.experts.linear_fc1.weight": (4, 24, 16),
+    "mlp.experts.experts.linear_fc2.weight": (4, 16, 12),
+}
+LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": (16,),
+    "self_attention.linear_qkv.weight": (32, 16),
+    "self_attention.linear_proj.weight": (16, 16),
+    "pre_mlp_layernorm.weight": (16,),
+    "mlp.router.weight": (4, 16),
+}
+OTHERS = {"embedding.word_embeddings.weight": (128, 16), "output_layer.weight": (128, 16)}
+
+
+@pytest.mark.parametrize("layers", ["", "layers"])
+def test_a_torch_dist_of_megatron_with_experts_and_their_optimizer(layers: str) -> None:
+    """Names and shapes as megatron-core 0.16.1 saves them; experts are optimized apart."""
+    weights: dict[str, tuple[int, ...]] = {**OTHERS, "decoder.final_layernorm.weight": (16,)}
+    for name, shape in {**LAYER, **EXPERTS}.items():
+        if layers:
+            weights |= {f"decoder.layers.{i}.{name}": shape for i in range(3)}
+        else:
+            weights[f"decoder.layers.{name}"] = (3, *shape)
+    shapes = dict(weights)
+    for name, shape in weights.items():
+        chain = f"chained_{int('.experts.' in name)}.optimizer.state"
+        shapes |= {f"{chain}.{s}.{name}": shape for s in ("param", "exp_avg", "exp_avg_sq")}
+    layout = f"megatron.moe.dist.{layers}".rstrip(".")
+    found = bind_stored(resolve([parse("let v = 100", "t.lay")], layout), shapes, {"kv": 2})
+    assert found.sizes["half"] == 2
+    assert set(StoredForm(found).by_name) == set(shapes)

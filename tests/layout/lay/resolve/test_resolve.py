@@ -7,6 +7,7 @@ import re
 import pytest
 
 from ckptd.errors import NotFoundError, UsageError
+from ckptd.layout.lay.matching import NameTemplates, Undressed
 from ckptd.layout.lay.resolve import Equation, Resolved, resolve, resolve_all
 from ckptd.layout.lay.syntax import File, parse, show
 
@@ -314,3 +315,38 @@ layout b of s on none {
         resolve([file], "b")
     without = parse(program.replace("  follow m=exp_avg, w=master\n", ""), "t.lay")
     assert resolve([without], "a").states == ()
+
+
+def test_states_of_some_rules_are_called_otherwise() -> None:
+    """The first pattern that matches counts; a layout that says it says it for what it uses."""
+    program = """
+space s {
+  W[h]
+  L{l}.X{e}[h]
+  follow m=exp_avg
+  scalar step(param)
+}
+layout a of s on none {
+  stored "p.{name}" states "opt.{state}.{name}"
+  stored states "other.{state}.{name}" of layers.**.experts.**
+  stored states "never.{state}.{name}" of **.experts.**
+  w = W[h]
+  layers.{l}.experts.{e} = L{l}.X{e}[h]
+}
+layout b of s on none { use a }
+layout c of s on none { stored states "{name}.{state}"; use a }
+"""
+    file = parse(program, "t.lay")
+    expert = "layers.3.experts.5"
+    for name in ("a", "b"):
+        found = resolve([file], name)
+        assert found.state_name("w", "exp_avg") == "opt.exp_avg.w"
+        assert found.state_name(expert, "step") == f"other.step.{expert}"
+        templates = NameTemplates(found)
+        assert templates.take("opt.exp_avg.w") == Undressed("w", "m")
+        assert templates.take(f"other.exp_avg.{expert}") == Undressed(expert, "m")
+        assert templates.take(f"other.step.{expert}") == Undressed(expert, "step", scalar=True)
+        # Names that nothing is called so.
+        assert templates.take(f"opt.exp_avg.{expert}") is None
+        assert templates.take("other.exp_avg.w") is None
+    assert resolve([file], "c").state_name(expert, "exp_avg") == f"{expert}.exp_avg"

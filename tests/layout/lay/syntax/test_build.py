@@ -166,4 +166,6 @@ def test_parts_and_names_of_buffers() -> None:
 def test_other_names_of_states() -> None:
     found = b.stored(states="optimizer.state.{state}.{name}", w="param")
     assert show(found) == 'stored states "optimizer.state.{state}.{name}" with w=param'
+    some = b.stored(states="x.{state}.{name}", names="**.experts.**")
+    assert show(some) == 'stored states "x.{state}.{name}" of **.experts.**'
     assert show(b.stored(m="momentum")) == 'stored states "optim.{name}.{state}" with m=momentum'

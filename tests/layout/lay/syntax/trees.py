@@ -157,6 +157,7 @@ STATEMENTS: Strategy = st.one_of(
     OBJECTS,
     NAMES.map(t.Files),
     st.builds(t.Stored, st.one_of(st.just("{name}"), ANY_TEXT), ANY_TEXT, tuples(STATES)),
+    st.builds(t.Stored, st.just("{name}"), ANY_TEXT, st.just(()), NAMES),
 )
 
 # --- programs -----------------------------------------------------------------------------------
