@@ -6,6 +6,7 @@ item is a zip of torch.save, whose head is read when the part is, or a safetenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = ["METADATA", "DcpReader", "read_items"]
 METADATA = ".metadata"
 _ZIP = b"PK\x03\x04"
 _SMALL_ITEM = 1 << 16
+_ORIGINAL = "nd_reformulated_orig_global_shape"
 _MOST_OBJECTS = 4096
 _Header = tuple[Mapping[str, Chunk], int]
 """Chunks of a safetensors file, and the length of its header."""
@@ -93,6 +95,10 @@ class _Items:
             self.tensors: Mapping[str, Any] = dict(found.fields["state_dict_metadata"])
             stored = found.fields["storage_data"]
             self._infos = {_index(key.fields): info for key, info in stored.items()}
+            more = found.fields.get("mcore_data") or {}
+            self._originals = {
+                name: counts(about[_ORIGINAL]) for name, about in more.items() if _ORIGINAL in about
+            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._bad(f"{type(error).__name__}: {error}") from None
         if not all(
@@ -123,6 +129,7 @@ class _Items:
             raise self._bad(f"{type(error).__name__}: {error}", name) from None
         if any(len(box.shape) != len(shape) or len(box.offset) != len(shape) for box in chunks):
             raise self._bad("a part of another number of dimensions", name)
+        original = self._originals.get(name)
         for box in chunks:
             if not box.numel and 0 not in shape:
                 continue
@@ -136,7 +143,29 @@ class _Items:
                     found=f"{end - start} bytes",
                 )
             at = _Item(self._names, file, start, end, name, box.shape, dtype, self._headers)
-            yield ForeignPiece(name, dtype, shape, box, self._names.key(file), at)
+            key = self._names.key(file)
+            if original is None:
+                yield ForeignPiece(name, dtype, shape, box, key, at)
+            else:
+                whole, flat = self._fragment(name, shape, original, box)
+                yield ForeignPiece(name, dtype, original, whole, key, at, flat)
+
+    def _fragment(
+        self, name: str, shape: tuple[int, ...], original: tuple[int, ...], box: Box
+    ) -> tuple[Box, tuple[int, int]]:
+        """Return which range of which box a part is that Megatron-core before 0.15 flattened.
+
+        Such a tensor was saved in the shape ``[parts along each dimension, elements of a part]``.
+        """
+        parts = shape[:-1]
+        good = len(parts) == len(original) and all(
+            n and o % n == 0 for o, n in zip(original, parts, strict=True)
+        )
+        sides = tuple(o // n for o, n in zip(original, parts, strict=True)) if good else ()
+        if not good or shape[-1:] != (math.prod(sides),) or set(box.shape[:-1]) - {1}:
+            raise self._bad(f"parts {box} of {shape}, which were of {original}", name)
+        offset = tuple(i * n for i, n in zip(box.offset[:-1], sides, strict=True))
+        return Box(offset, sides), (box.offset[-1], box.offset[-1] + box.shape[-1])
 
     def _span(
         self, name: str, offset: tuple[int, ...] | None, whole: bool = True

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ckptd.errors import CkptdError
 from ckptd.format.digest import BLOCK_BYTES
@@ -143,6 +144,52 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     assert set(reader.tensor("w3").tolist()) == {3}
     assert sum(size for _, size in reads) < BLOCK_BYTES + 4096
     assert (tmp_path / "__0_0.distcp").stat().st_size > 6 * BLOCK_BYTES
+
+
+@pytest.fixture
+def flattened(tmp_path: Path) -> Path:
+    """Write a tensor as Megatron-core 0.14 does: parts of it, flattened and cut over ranks.
+
+    It is [4, 6], of which two ranks of tensor parallelism have two rows each; of these, two ranks
+    have the first 5 and the last 7 elements.
+    """
+    whole = torch.arange(24.0)
+    cuts = [(0, 0, 5), (0, 5, 12), (1, 0, 5), (1, 5, 12)]
+    parts = {f"p{i}": whole[12 * t + a : 12 * t + b] for i, (t, a, b) in enumerate(cuts)}
+    parts = {name: part.clone().reshape(1, 1, -1) for name, part in parts.items()}
+    dcp.save(parts, checkpoint_id=str(tmp_path), no_dist=True)
+    path = tmp_path / ".metadata"
+    saved = pickle.loads(path.read_bytes())
+    items = {index.fqn: info for index, info in saved.storage_data.items()}
+    one = saved.state_dict_metadata["p0"]
+    offsets = [torch.Size((t, 0, a)) for t, a, _ in cuts]
+    one.chunks = [
+        ChunkStorageMetadata(offset, torch.Size((1, 1, b - a)))
+        for offset, (_, a, b) in zip(offsets, cuts, strict=True)
+    ]
+    one.size = torch.Size((2, 1, 12))
+    saved.state_dict_metadata = {"w": one}
+    saved.storage_data = {
+        MetadataIndex("w", offset): items[f"p{i}"] for i, offset in enumerate(offsets)
+    }
+    saved.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (4, 6)}, "other": {}}
+    path.write_bytes(pickle.dumps(saved))
+    return tmp_path
+
+
+def test_flattened_ranges_of_older_megatron(flattened: Path) -> None:
+    reader = open_reader(flattened)
+    assert reader.tensor("w").tolist() == np.arange(24.0).reshape(4, 6).tolist()
+    assert reader.layout("w").words == "rows / 2, then flat ranges / 4"
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (3, 8), (24,), (2, 2, 6), "x", (-4, 6)])
+def test_flattened_ranges_of_another_shape(flattened: Path, shape: object) -> None:
+    path = flattened / ".metadata"
+    saved = pickle.loads(path.read_bytes())
+    saved.mcore_data = {"w": {"nd_reformulated_orig_global_shape": shape}}
+    path.write_bytes(pickle.dumps(saved))
+    assert fails(flattened).kind == "bad-pickle"
 
 
 # -- bad input -------------------------------------------------------------------------------------
