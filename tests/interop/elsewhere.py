@@ -19,7 +19,7 @@ from torch import nn
 from tests.interop.worlds import deepspeed_engine, quiet
 from tests.trainers.gpt import GPT
 
-__all__ = ["Run", "deepspeed", "fsdp2", "fsdp2_tp"]
+__all__ = ["Run", "deepspeed", "fsdp2", "fsdp2_tp", "llama", "megatron"]
 
 BATCH, WORDS, LENGTH = 12, 33, 7
 
@@ -171,4 +171,77 @@ def _fsdp2(run: Run, model: GPT, mesh: Any, share: int, shares: int) -> list[flo
         if run.every and step % run.every == 0:
             weights, states = get_state_dict(model, optimizer)
             dcp.save({"model": weights, "optim": states}, checkpoint_id=run.path(step))
+    return losses
+
+
+def megatron(run: Run) -> list[float]:
+    """Train a GPT model by Megatron-core with two stages, each over two tensor-parallel ranks."""
+    from tests.plugins.megatron.world import Job
+
+    quiet()
+    job = Job(2, 2, sharding="fully_reshardable")
+    losses = []
+    for step in _steps(run):
+        # Halves of the losses of two small batches, on the two ranks of the last stage alone.
+        found = torch.tensor(job.train(1) or [0.0, 0.0]).double()
+        dist.all_reduce(found)
+        losses.append(float(found.sum()) / 2)
+        if run.every and step % run.every == 0:
+            from megatron.core import dist_checkpointing
+
+            if dist.get_rank() == 0:
+                run.path(step).mkdir(parents=True)
+            dist.barrier()
+            dist_checkpointing.save(job.state(), str(run.path(step)))
+    return losses
+
+
+def llama(run: Run) -> list[float]:
+    """Go on with Megatron's job as transformers' Llama under FSDP2, a small batch on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ckptd
+    from tests.plugins.megatron.world import BATCH, LENGTH, VOCABULARY
+
+    quiet()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+    with ckptd.Checkpointer(run.source) as ck:
+        # Megatron saves no counters of torch's Adam, and its groups do not name parameters.
+        assert ck.load({"model": model, "optim": optimizer}, strict=False) == run.begun
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(float(run.begun))
+    losses = []
+    for step in _steps(run):
+        seed = 100 * (step - 1) + dist.get_rank()
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        logits = model(tokens[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_mean(loss))
     return losses

@@ -1,8 +1,9 @@
 """A run that is killed goes on in another framework, on another number of ranks: same losses.
 
 Weights, moments and settings are the same bits; a batch is cut over other ranks, and so sums are
-in another order. In 32 bits that is below 1e-6 of a loss here, after some steps too; moments or
-rates that are missing or of another parameter are 1e-2 and more.
+in another order. In 32 bits that is below 3e-6 of a loss here, after some steps too, and below 1e-5
+where attention and norms are of another library. Moments or rates that are missing, or of another
+parameter, are 1e-3 and more.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def killed(ranks: int, trainer: Trainer, folder: Path, options: dict[str, Any]) 
     return what.path(SAVED)
 
 
-def same(losses: list[float], whole: list[float]) -> None:
+def same(losses: list[float], whole: list[float], close: float = CLOSE) -> None:
     """Compare what a run did elsewhere with what the first one would have done."""
     assert len(losses) == len(whole) - SAVED
     for mine, theirs in zip(losses, whole[SAVED:], strict=True):
-        assert abs(mine - theirs) < CLOSE * abs(theirs), (losses, whole[SAVED:])
+        assert abs(mine - theirs) < close * abs(theirs), (losses, whole[SAVED:])
     # Losses of other batches are farther apart than what is compared.
-    assert min(abs(a - b) for a, b in pairwise(whole)) > 100 * CLOSE
+    assert min(abs(a - b) for a, b in pairwise(whole)) > 100 * close
 
 
 @pytest.mark.parametrize("loader", ["dcp", "checkpointer"])
@@ -77,3 +78,15 @@ def test_from_fsdp2_with_tp_on_4_to_zero_2_on_2(tmp_path: Path, cli: Cli, stage:
     options = {"stage": stage, "checkpoint": {"load_universal": True}}
     there = Run(str(tmp_path / "c"), source=target, begun=SAVED, options=options)
     same(run(2, elsewhere.deepspeed, there), whole)
+
+
+def test_from_megatron_of_tp2_pp2_to_fsdp2_on_2(tmp_path: Path, cli: Cli) -> None:
+    """With the distributed optimizer; Megatron's model is transformers' Llama afterwards."""
+    whole = run(4, elsewhere.megatron, Run(str(tmp_path / "a")))
+    left = killed(4, elsewhere.megatron, tmp_path / "b", {})
+    target = str(tmp_path / "target")
+    names = ["--to", "hf.llama", "-e", "use names.ckptd", "-e", "let kv = 2"]
+    found = cli("reshard", str(left), target, *names)
+    assert found.code == 0, found.err
+    there = run(2, elsewhere.llama, Run(str(tmp_path / "c"), source=target, begun=SAVED))
+    same(there, whole, close=1e-5)

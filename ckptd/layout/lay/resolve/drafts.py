@@ -131,7 +131,10 @@ def _drafted(
 ) -> Drafts:
     layout, file = source.layout(name, at)
     layout = with_recipes(layout, lambda use: source.layout(use.name, use.at)[0])
-    lets = Lets.of(source.lets_of(file), source.own_lets())
+    # A file's beginnings of names are its own; the program's word for a size goes before a file's.
+    beside = source.lets_of(file)
+    lets = Lets.of(source.own_lets(), beside)
+    lets.names |= Lets.of(beside).names
     out = Drafts(layout, spaces=[layout.space])
     imported = _imported(source, out, (*inside, name), known)
     own = [d for s in layout.statements if isinstance(s, Rule) for d in _own(s, lets, out)]

@@ -101,6 +101,15 @@ def test_lets_are_put_in() -> None:
     assert found.equations[0].text == "D.qkv = L{l}[(kv@tp rows hd) h]"
 
 
+def test_a_size_of_the_program_goes_before_that_of_a_file_it_uses() -> None:
+    """What names begin with is each file's own."""
+    there = "let n = 8; let D = theirs; space s { A[i j] B[i] }\n"
+    there += "layout there of s on none { D.a = A[pad(i, n) j] }"
+    mine = "let n = 4; let D = mine; layout x on none { use there; D.b = B[i] }"
+    found = resolve([parse(mine)], "x", lambda name: parse(there, name))
+    assert lines(found) == ["mine.b = B [i]", "theirs.a = A [pad(i, 4) j]"]
+
+
 def test_alternatives_go_in_step() -> None:
     found = looked_up(SPACE + "layout x on none { {a,b}.{l} = L{l}.{g,u}[f h] }")
     assert lines(found) == ["a.{l} = L{l}.g [f h]", "b.{l} = L{l}.u [f h]"]
