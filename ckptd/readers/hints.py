@@ -81,14 +81,25 @@ def _steps(config: Mapping[str, Any]) -> object:
     return config.get("decoder_sparse_step", 1)
 
 
-_DIST = ("megatron.dist", "megatron.moe.dist")
+_DIST = {
+    "": "megatron.dist",
+    "experts": "megatron.moe.dist",
+    "biases": "megatron.qwen2.dist",
+    "norms": "megatron.qwen3.dist",
+    "experts norms": "megatron.qwen3_moe.dist",
+}
+"""Shipped layouts of torch_dist by what a model has besides Llama's tensors."""
+_PARTS = {
+    "experts": (".experts.",),
+    "biases": (".linear_qkv.bias",),
+    "norms": (".q_layernorm.weight", ".k_layernorm.weight"),
+}
+"""Parts of names by which it is told."""
 _NUMBERED = re.compile(r"decoder\.layers\.[0-9]+\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _ARGS = "args"
-_STRANGE = (
-    *("bias", "q_layernorm", "k_layernorm", "linear_q_", "linear_kv_", "shared_experts"),
-    "optimizer.distributed.",
-)
+_FORMS = tuple(f"{_DIST[k]}.{form}" for k in ("", "experts") for form in ("layers", "single"))
+_STRANGE = ("bias", "linear_q_", "linear_kv_", "shared_experts", "optimizer.distributed.")
 """Parts of names that no shipped layout has: latent attention, buckets without names."""
 _DENSE_NORM = "linear_fc1.layer_norm_weight"
 """Where Megatron's own layers keep the norm before experts."""
@@ -107,15 +118,17 @@ def megatron_hints(shapes: Mapping[str, tuple[int, ...]], common: object) -> Hin
     common
         The common state.
     """
-    experts = any(".experts." in n for n in shapes)
-    layout = _DIST[experts]
+    has = [k for k, parts in _PARTS.items() if any(p in n for n in shapes for p in parts)]
+    layout = _DIST.get(" ".join(has), "")
     if any(n.endswith((".weight_w", ".weight_v")) for n in shapes):
         layout += ".single"
     elif any(map(_NUMBERED.match, shapes)):
         layout += ".layers"
     rows = shapes.get(_EMBEDDING, ())[:1]
-    strange = (*_STRANGE, _DENSE_NORM) if experts else _STRANGE
-    if not rows or any(part in name for name in shapes for part in strange):
+    strange = (*_STRANGE, _DENSE_NORM) if "experts" in has else _STRANGE
+    names = [n for n in shapes if not n.endswith(_PARTS["biases"])]
+    odd = any(part in name for name in names for part in strange)
+    if not rows or odd or layout not in (*_DIST.values(), *_FORMS):
         return "", {}
     args = common.get(_ARGS) if isinstance(common, dict) else None
     said = args.fields if isinstance(args, PickledObject) else {}

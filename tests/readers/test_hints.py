@@ -112,7 +112,10 @@ def test_of_the_names_and_arguments_of_megatron() -> None:
         ("decoder.layers.mlp.experts.experts.linear_fc1.weight", "megatron.moe.dist"),
         ("decoder.layers.0.mlp.experts.experts.linear_fc2.weight", "megatron.moe.dist.layers"),
         ("decoder.layers.0.mlp.experts.experts.1.linear_fc1.weight_v", "megatron.moe.dist.single"),
-        ("decoder.layers.self_attention.linear_qkv.bias", ""),
+        ("decoder.layers.self_attention.linear_qkv.bias", "megatron.qwen2.dist"),
+        ("decoder.layers.self_attention.q_layernorm.weight", "megatron.qwen3.dist"),
+        ("decoder.layers.mlp.linear_fc1.bias", ""),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", ""),
         ("optimizer.distributed.dp_group_idx_0.param", ""),
     ],
 )
@@ -121,6 +124,20 @@ def test_of_the_form_of_a_torch_dist(name: str, layout: str) -> None:
     assert found.partition("\n")[0] == (f"# layout {layout}" if layout else "")
     without = {n: s for n, s in STACKED.items() if not n.startswith("embedding")}
     assert megatron_hints({**without, name: (2, 4)}, None) == ("", {})
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen3_moe"])
+def test_qwen_in_megatron(tmp_path: Path, cli: Cli, model: str) -> None:
+    """To torch_dist as a folder of Megatron's own, and back: the names say which model it is."""
+    write_model(tmp_path / "model", model)
+    source, out, back = (str(tmp_path / n) for n in ("model", "dist", "hf"))
+    to = ("--to", f"megatron.{model}.dist", "--format", "torch_dist")
+    assert cli("reshard", source, out, *to).code == 0
+    sizes = ("-e", "let kv = 2", "-e", "let v = 32")
+    found = cli("reshard", out, back, "--to", f"hf.{model}", "--format", "hf", *sizes)
+    assert found.code == 0, found.err
+    assert f"read with megatron.{model}.dist, as its files hint" in found.err
+    assert cli("diff", source, back).code == 0
 
 
 @pytest.mark.parametrize("model", ["mistral", "llama tied"])
