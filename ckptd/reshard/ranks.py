@@ -164,9 +164,9 @@ class _Ranks:
         for key in dict.fromkeys(k for held in self.places for k in held):
             # Copies that are cut alike are compared with the tensor.
             for part in () if key[0] in parts.originals else parts.of_tensor(key):
-                # A file may be that of several ranks.
+                # A file may be that of several ranks, and a buffer may have a copy as well.
                 found = {
-                    self.places[rank][mine][0]: (mine, rank)
+                    (self.places[rank][mine][0], rule): (mine, rank)
                     for rule, ranks in reversed(part.holders)
                     for mine in [(rule, *key[1:])]
                     for rank in reversed(ranks.tolist())

@@ -446,7 +446,7 @@ def _agreed(posts: Mapping[tuple[int, ...], _Post], layout: str) -> Spelling:
             "no tensor of the state matches a rule of the layout",
             kind="lay-fit",
             where=layout,
-            hint="`ckptd lay show` prints the names that its rules have",
+            wanted="the names of its rules, in a section of the state: {'model': {NAME: tensor}}",
         )
     if len(found) > 1:
         raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from pathlib import Path
 from typing import cast
@@ -24,8 +23,7 @@ from ckptd.train.layout.saving import LaidLeaves, LeafPart
 from ckptd.train.replicas import Samples
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from tests.layout.lay.agreement.brute import Brute
-from tests.layout.lay.agreement.brute_holders import holdings, loosened
-from tests.layout.lay.agreement.programs_random import pair
+from tests.layout.lay.agreement.brute_holders import drawn_layouts
 
 PROGRAMS = 30
 Tables = dict[tuple[str, str], str]
@@ -77,41 +75,23 @@ def apart(ranks: list[Tables]) -> bool:
 
 @pytest.mark.slow
 def test_no_element_of_one_replica_is_changed_unseen() -> None:
-    tried = partial = packed = 0
-    for seed in range(PROGRAMS):
-        rng = random.Random(seed)
-        drawn = pair(rng)
-        for bound in (loosened(rng, drawn.source), loosened(rng, drawn.target)):
-            if bound.layout.mesh is None:
-                continue
-            form, brute = StoredForm(bound), Brute(bound)
-            compared = {r.number for r in form.stored_rules} | set(ReplicatedParts(form).originals)
-            held = [h for h in holdings(bound) if h.piece.rule in compared]
-            shared = [(h, [p for p, r in h.holders.items() if len(r) > 1]) for h in held]
-            several = sorted(
-                ((h, found) for h, found in shared if found),
-                key=lambda pair: len(set(pair[0].holders.values())) > 1,
-            )
-            ranks = [
-                {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
-                for r in range(form.mesh.world)
-            ]
-            good = [tables(form, r, tensors) for r, tensors in enumerate(ranks)]
-            assert not apart(good), f"seed {seed}\n{drawn}"
-            for one, found in [several[-1], rng.choice(several)] if several else []:
-                name = one.tensor.name
-                wrong = ranks[one.rank][name].clone()
-                wrong.view(-1)[rng.choice(found)] += 0.5
-                changed = tables(form, one.rank, {**ranks[one.rank], name: wrong})
-                mixed = [changed if r == one.rank else t for r, t in enumerate(good)]
-                assert apart(mixed) or ("own", "differ") in changed, (
-                    f"seed {seed}, {name} of rank {one.rank}\n{drawn}"
-                )
-                tried += 1
-                partial += len(set(one.holders.values())) > 1
-                packed += name.startswith("flat.")
-    assert tried > 50
-    assert min(partial, packed) >= 2, (partial, packed)
+    for drawn in drawn_layouts(PROGRAMS, least=4):
+        form, brute = StoredForm(drawn.bound), Brute(drawn.bound)
+        compared = {r.number for r in form.stored_rules} | set(ReplicatedParts(form).originals)
+        ranks = [
+            {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
+            for r in range(form.mesh.world)
+        ]
+        good = [tables(form, r, tensors) for r, tensors in enumerate(ranks)]
+        assert not apart(good), drawn.what
+        for one in (h for h in drawn.chosen() if h.piece.rule in compared):
+            name = one.tensor.name
+            wrong = ranks[one.rank][name].clone()
+            wrong.view(-1)[drawn.rng.choice(one.common)] += 0.5
+            changed = tables(form, one.rank, {**ranks[one.rank], name: wrong})
+            mixed = [changed if r == one.rank else t for r, t in enumerate(good)]
+            seen = apart(mixed) or ("own", "differ") in changed
+            assert seen, f"{name} of rank {one.rank}, {drawn.what}"
 
 
 PROGRAM = """

@@ -134,7 +134,8 @@ def _declared(resolved: Resolved, sizes: Mapping[str, int]) -> tuple[dict[str, i
     for name in sorted(set(sizes) & set(resolved.sizes)):
         if sizes[name] != resolved.sizes[name]:
             message = (
-                f"the program says {name} = {resolved.sizes[name]}, and {sizes[name]} is given"
+                f"the program says {name} = {resolved.sizes[name]}, and {sizes[name]} is said"
+                " besides: by a config.json, or with what it is compared with"
             )
             findings.append(Finding("sizes", message, fit=True))
     return {**sizes, **resolved.sizes}, findings

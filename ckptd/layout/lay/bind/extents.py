@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice, product
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ from ckptd.layout.lay.bind.first import numbered
 from ckptd.layout.lay.bind.observed import Coordinates, Instance, Observed
 from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.resolve import ALL, NONE, Equation, Finding, Numbers, Resolved
-from ckptd.layout.lay.syntax import How, NameIndex
+from ckptd.layout.lay.syntax import How, NameIndex, Text, show_name
 
 __all__ = ["extents", "held_at_all", "index_findings", "local_numbers", "pinned"]
 
@@ -240,7 +241,20 @@ def _gap(
     shown = _shown(missing or too_many)
     verb = "is missing" if missing else "was not expected"
     message = f"{axis} {shown} {verb}{where}: numbers in names run from 0 without a gap"
-    return Finding("numbers", message, equation.at, equation.text, fit=True)
+    notes: tuple[str, ...] = ()
+    if missing:
+        name = show_name(
+            replace(
+                equation.name,
+                parts=tuple(
+                    Text(str(missing[0])) if isinstance(p, NameIndex) and p.axis == axis else p
+                    for p in equation.name.parts
+                ),
+            ),
+            quoted=False,
+        )
+        notes = (f"there is no tensor {name}{where}, and others of this rule are there",)
+    return Finding("numbers", message, equation.at, equation.text, notes, fit=True)
 
 
 def _hole(

@@ -297,7 +297,9 @@ def _fits(
             continue
         if needs is not None and candidate.worth_telling:
             rejected.append((candidate, needs))
-    accepted, rejected = accepted[:4], rejected[:2]
+    # Several ways may be written alike: with other meshes, say.
+    accepted = list({(c.shown, c.why): c for c in reversed(accepted)}.values())[::-1][:4]
+    rejected = rejected[:2]
     width = max((len(c.shown) for c in (*accepted, *(c for c, _ in rejected))), default=0)
     notes = [f"{c.shown:<{width}}   {c.why}" for c in accepted]
     notes += [f"{c.shown:<{width}}   {c.why}: needs {_show(s)}, rejected" for c, s in rejected]

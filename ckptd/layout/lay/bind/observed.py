@@ -259,18 +259,22 @@ def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     for seen in observed.unmatched:
         groups.setdefault(_DIGITS.sub("0", seen.name), []).append(seen)
     layout = f"layout {resolved.name}"
+    packs = any(flat.group.kind != "each" for flat in resolved.flats)
     for group in itertools.islice(groups.values(), _MAX_KINDS):
-        yield _unmatched(group, patterns, layout)
+        yield _unmatched(group, patterns, layout, packs=packs and not observed.stored)
     if len(groups) > _MAX_KINDS:
         message = f"no rule matches {len(groups) - _MAX_KINDS} more kinds of names"
         yield Finding("unmatched", message, rule=layout, fit=True)
 
 
-def _unmatched(group: list[SeenTensor], patterns: Mapping[str, Equation], layout: str) -> Finding:
+def _unmatched(
+    group: list[SeenTensor], patterns: Mapping[str, Equation], layout: str, *, packs: bool
+) -> Finding:
     first = group[0]
     names = {s.name for s in group}
     more = f" (nor {len(names) - 1} more names like it)" if len(names) > 1 else ""
     notes = []
+    drop = _pattern(first.name)
     near: list[str] = []
     if len(first.name) <= _MAX_COMPARED:
         near = get_close_matches(first.name, patterns, n=1, cutoff=0.4)
@@ -281,8 +285,16 @@ def _unmatched(group: list[SeenTensor], patterns: Mapping[str, Equation], layout
         if on and _like(near[0], first.name):
             notes.append(f"which is only for ranks {' '.join(on)}")
         if equation.only and _like(near[0], first.name):
-            notes.append(f"which has some {' and '.join(equation.only)} only, or its tensors have")
-    notes.append(f"to leave it out, write: {_pattern(first.name)} = drop")
+            axes = " and ".join(equation.only)
+            notes.append(f"which has names for some numbers of {axes} only: see for {axes}=...")
+        if _like(near[0], first.name):
+            drop = first.name  # with stars it would take from the rule what is the rule's
+    if packs and len(first.shape) == 1:
+        notes.append(
+            "a buffer of a flat is flat.NUMBER.params or flat.NUMBER.STATE, by the state's short"
+            " name, unless the flat says another name: as"
+        )
+    notes.append(f"to leave it out, write: {drop} = drop")
     message = f"no rule matches {first}{more}"
     return Finding("unmatched", message, rule=layout, notes=tuple(notes), fit=True)
 

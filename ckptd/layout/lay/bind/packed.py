@@ -68,10 +68,15 @@ def buffer_findings(
             return
         names = [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)]
         for name in names[:1]:
-            message = (
-                f"{name} of rank {rank} has {found.get(name, 'no')} elements, and the rules make "
-                f"{wanted.get(name, 'none')}"
-            )
+            if name not in found:
+                message = f"rank {rank} has no buffer {name}; the rules make one of {wanted[name]}"
+            elif name not in wanted:
+                message = f"rank {rank} has a buffer {name}, and the rules make none of this name"
+            else:
+                message = (
+                    f"{name} of rank {rank} has {found[name]} elements, and the rules make "
+                    f"{wanted[name]}"
+                )
             yield Finding(
                 "buffer", message, rule=f"layout {bound.layout.name}", notes=notes, fit=True
             )

@@ -3,16 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.layout.lay.indexes import BUFFER
-from ckptd.layout.lay.resolve import Bound, Finding, has_globs
+from ckptd.layout.lay.resolve import Bound, Finding, Resolved, has_globs
 from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import show
+from ckptd.layout.lay.syntax import Name, NameIndex, NamePart, Text, show
 
-__all__ = ["flat_findings"]
+__all__ = ["flat_findings", "order_findings"]
 
 _MAX_RANKS = 32
+
+
+def order_findings(resolved: Resolved) -> Iterator[Finding]:
+    """Yield the rules with a number in their names that part the rules of a module.
+
+    Flats pack module by module: rules that follow each other and begin alike up to an index are
+    one module a number. With a number in place of the index a rule is none of them, so that what
+    stands before it is packed for all numbers before anything that stands behind it.
+    """
+    if all(flat.group.kind == "each" for flat in resolved.flats):
+        return
+    equations = resolved.equations
+    last: dict[object, int] = {}
+    for number, equation in enumerate(equations):
+        last.update(dict.fromkeys(_beginnings(equation.name), number))
+    for before, apart in pairwise(range(len(equations))):
+        for beginning in _beginnings(equations[before].name):
+            axis = beginning[-1].axis
+            if last[beginning] > apart and _has_number(equations[apart].name, beginning):
+                yield Finding(
+                    "order",
+                    f"a number in place of {{{axis}}} parts the rules of a module: flats pack what"
+                    " stands before this rule for all numbers, then this one, then the rest",
+                    equations[apart].at,
+                    equations[apart].text,
+                    (f"write {{{axis}}} in the name, and behind the rule: for {axis}=NUMBER",),
+                    severity="warning",
+                )
+                break
+
+
+def _beginnings(name: Name) -> list[tuple[NamePart, ...]]:
+    """Return a name up to each of its indexes."""
+    return [name.parts[: i + 1] for i, part in enumerate(name.parts) if isinstance(part, NameIndex)]
+
+
+def _has_number(name: Name, beginning: tuple[NamePart, ...]) -> bool:
+    """Whether a name has a number where others that begin alike have an index."""
+    *same, text, _ = (Text(""), *beginning) if len(beginning) == 1 else beginning
+    at = len(same)
+    if len(name.parts) <= at or name.parts[:at] != tuple(same):
+        return False
+    part = name.parts[at]
+    if not isinstance(part, Text) or not isinstance(text, Text):
+        return False
+    rest = part.text.removeprefix(text.text)
+    return part.text.startswith(text.text) and rest.partition(".")[0].isdigit()
 
 
 def flat_findings(bound: Bound) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from ckptd.layout.lay.bind import (
 )
 from ckptd.layout.lay.check.blocks import block_findings
 from ckptd.layout.lay.check.cover import between_findings, uncovered_findings
-from ckptd.layout.lay.check.flats import flat_findings
+from ckptd.layout.lay.check.flats import flat_findings, order_findings
 from ckptd.layout.lay.check.names import missing_findings
 from ckptd.layout.lay.check.rules import rule_findings
 from ckptd.layout.lay.check.statements import statement_findings
@@ -51,6 +51,7 @@ def check(resolved: Resolved) -> list[Finding]:
         *between_findings(resolved),
         *uncovered_findings(resolved),
         *statement_findings(resolved),
+        *order_findings(resolved),
     ]
 
 

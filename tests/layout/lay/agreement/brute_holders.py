@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
@@ -12,8 +12,11 @@ from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import Alias, Average, Dim, Pad, Product, Replicas, Split, Sum
 from tests.layout.lay.agreement.brute import Brute
+from tests.layout.lay.agreement.programs_random import pair
 
-__all__ = ["Holding", "holdings", "loosened"]
+__all__ = ["Drawn", "Holding", "drawn_layouts", "holdings", "loosened"]
+
+_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,66 @@ class Holding:
     tensor: LaidTensor
     piece: LocalPiece
     holders: Mapping[int, tuple[int, ...]]
+
+    @property
+    def common(self) -> list[int]:
+        """Positions of what other ranks hold too."""
+        return [p for p, ranks in self.holders.items() if len(ranks) > 1]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its parts have different holders."""
+        return len(set(self.holders.values())) > 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it lies in a buffer."""
+        return self.tensor.name.startswith("flat.")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random layout with a mesh; `what` shows it, and `common` is what several ranks hold."""
+
+    what: str
+    rng: random.Random
+    bound: Bound
+    held: list[Holding]
+    common: list[Holding]
+
+    def chosen(self) -> list[Holding]:
+        """Return one of each kind: whole, with parts that others do not hold, in a buffer."""
+        kinds = (
+            [h for h in self.common if not h.is_partial and not h.is_packed],
+            [h for h in self.common if h.is_partial],
+            [h for h in self.common if h.is_packed],
+        )
+        return [self.rng.choice(kind) for kind in kinds if kind]
+
+
+def drawn_layouts(count: int, least: int) -> Iterator[Drawn]:
+    """Yield random layouts: of `count` programs, then until there are `least` of either kind.
+
+    The kinds are tensors with parts that have different holders, and tensors in buffers.
+    """
+    partial = packed = 0
+    for seed in range(_MOST_SEEDS):
+        if seed >= count and min(partial, packed) >= least:
+            return
+        rng = random.Random(seed)
+        drawn = pair(rng)
+        for bound in (loosened(rng, drawn.source), loosened(rng, drawn.target)):
+            if bound.layout.mesh is None:
+                continue
+            held = holdings(bound)
+            common = [h for h in held if h.common]
+            is_partial = any(h.is_partial for h in common)
+            is_packed = any(h.is_packed for h in common)
+            wanted = (is_partial and partial < least) or (is_packed and packed < least)
+            if seed < count or wanted:
+                partial, packed = partial + is_partial, packed + is_packed
+                yield Drawn(f"seed {seed}\n{drawn}", rng, bound, held, common)
+    raise AssertionError(f"{partial} with parts, {packed} in buffers")
 
 
 def holdings(bound: Bound) -> list[Holding]:

@@ -335,7 +335,7 @@ def test_sizes_alone() -> None:
     assert bound.sizes == SIZES
     with pytest.raises(MismatchError, match="no shape says how long f is"):
         bind_sizes(looked_up(LLAMA + HF), {k: n for k, n in SIZES.items() if k != "f"})
-    with pytest.raises(MismatchError, match="the program says kv = 8, and 4 is given"):
+    with pytest.raises(MismatchError, match="the program says kv = 8, and 4 is said besides"):
         bind_sizes(looked_up("let kv = 8\n" + LLAMA + HF), SIZES)
 
 
