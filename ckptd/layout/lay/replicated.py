@@ -111,6 +111,11 @@ class ReplicatedParts:
         }
 
     @cached_property
+    def copied(self) -> frozenset[int]:
+        """Numbers of the rules that aliases copy."""
+        return frozenset(self.originals.values())
+
+    @cached_property
     def _copies(self) -> dict[int, list[RuleForm]]:
         out: dict[int, list[RuleForm]] = {}
         for copy, original in self.originals.items():
@@ -153,7 +158,7 @@ class ReplicatedParts:
         key = (rule.number, tuple(axes))
         if key not in self._known_unique:
             free = free_ranges(self.form.mesh, rule.axes | set(axes)) if rule.plain else None
-            alone = rule.number not in self._copies and rule.number not in self.originals
+            alone = rule.number not in self.copied and rule.number not in self.originals
             self._known_unique[key] = (
                 alone
                 and free == []

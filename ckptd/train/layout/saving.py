@@ -208,18 +208,15 @@ class LaidLeaves:
     def _replicas(self, holders: ReplicaHolders) -> list[_Replica]:
         # Once a save: digests are found again by the views that they were taken of.
         if self._found_replicas is None:
-            copied = {p.stored.name for p in self.copies}
             self._found_replicas = []
             for name, part in self.parts.items():
                 shared = holders.tensor(name)
-                # Ranks that have only a copy do not have the name.
-                if name in copied:
-                    self._found_replicas += self._replicas_of(name, part, name)
+                if part.stored.rule in self.job.replicated.copied:
+                    self._found_replicas += self._copies_of(part)
                 elif not shared.alone:
                     self._found_replicas += self._replicas_of(name, part, shared.key)
             for part in self.copies:
-                name = part.stored.name
-                self._found_replicas += self._replicas_of(name, part, name)
+                self._found_replicas += self._copies_of(part)
         return self._found_replicas
 
     def _replicas_of(self, name: str, part: LeafPart, key: str) -> Iterator[_Replica]:
@@ -235,6 +232,19 @@ class LaidLeaves:
             here = Shared(f"lay:{group}:{key}", first, False)
             yield _Replica(name, here, id(part.leaf.tensor), views)
 
+    def _copies_of(self, part: LeafPart) -> Iterator[_Replica]:
+        """Yield what ranks hold of a tensor that has aliases, or of an alias, part by part.
+
+        Ranks that have only a copy do not have the tensor's name, and a rank may have one part of
+        the tensor and another one of a copy.
+        """
+        for found in self.job.replicated.of_rank(part.key, self.job.rank):
+            first = int(found.ranks[0]) == self.job.rank
+            name = part.stored.name
+            key = f"lay:{found.group}:{name}:{found.cell}:{found.lo}"
+            views = list(self._views(part, found))
+            yield _Replica(name, Shared(key, first, False), id(part.leaf.tensor), views)
+
     def _is_whole(self, part: LeafPart, parts: Sequence[ReplicatedPart]) -> bool:
         """Whether all ranks of a group hold the whole of the same tensor, and nothing beside."""
         mesh, rule = self.job.form.mesh, self.job.form.rules[part.piece.rule]
@@ -242,7 +252,6 @@ class LaidLeaves:
         at = self.job.coordinates
         return (
             self.job.form.packing.flat_of(*part.key) is None
-            and len(parts[0].holders) == 1
             and sum(p.hi - p.lo for p in parts) == part.piece.hi - part.piece.lo
             and all((ranks // mesh.strides[a] % mesh.extents[a] == at[a]).all() for a in rule.axes)
         )

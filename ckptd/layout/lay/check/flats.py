@@ -31,15 +31,15 @@ def order_findings(resolved: Resolved) -> Iterator[Finding]:
         last.update(dict.fromkeys(_beginnings(equation.name), number))
     for before, apart in pairwise(range(len(equations))):
         for beginning in _beginnings(equations[before].name):
-            axis = beginning[-1].axis
             if last[beginning] > apart and _has_number(equations[apart].name, beginning):
+                index = show(beginning[-1])
                 yield Finding(
                     "order",
-                    f"a number in place of {{{axis}}} parts the rules of a module: flats pack what"
+                    f"a number in place of {index} parts the rules of a module: flats pack what"
                     " stands before this rule for all numbers, then this one, then the rest",
                     equations[apart].at,
                     equations[apart].text,
-                    (f"write {{{axis}}} in the name, and behind the rule: for {axis}=NUMBER",),
+                    (f"write {index} in the name, and behind the rule the number: for l=0",),
                     severity="warning",
                 )
                 break

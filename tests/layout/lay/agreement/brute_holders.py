@@ -165,9 +165,9 @@ def _loosened(rng: random.Random, dim: Dim, *, inside: bool) -> Dim:
                     replace(b, dim=_loosened(rng, b.dim, inside=True)) for b in dim.branches
                 ),
             )
-        case Pad() | Split():
-            inner = _loosened(rng, dim.inner, inside=inside)
-            if isinstance(dim, Split) and inside and rng.random() < 0.7:
-                return inner
-            return replace(dim, inner=inner)
+        case Pad():
+            return replace(dim, inner=_loosened(rng, dim.inner, inside=inside))
+        case Split() if inside and rng.random() < 0.7:
+            return _loosened(rng, dim.inner, inside=inside)
+        # A split that stays has the length that it was made for.
     return dim

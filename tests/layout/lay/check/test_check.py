@@ -360,3 +360,36 @@ def test_some_layers_cannot_be_a_dimension() -> None:
 def test_a_condition_without_an_index() -> None:
     text = KINDS.replace("L{l}.g[f h]\n  layers", "L{l}.g[f h] for f=1\n  layers")
     assert of_kinds(text)[-1] == "'for f' leaves out names, and the name has no index {f}"
+
+
+FLAT = "flat group(**) @dp of m"
+
+
+@pytest.mark.parametrize(
+    ("second", "flat", "count"),
+    [
+        ("a.0.b = L{0}.g[f h]", FLAT, 1),
+        ("a.{l}.b = L{l}.g[f h] for l=0", FLAT, 0),
+        ("a.0.b = L{0}.g[f h]", "flat each @dp of m", 0),
+        ("a.x.b = L{0}.g[f h]", FLAT, 0),
+        ("b.0.b = L{0}.g[f h]", FLAT, 0),
+    ],
+)
+def test_a_number_that_parts_a_module_of_a_flat(second: str, flat: str, count: int) -> None:
+    """What is behind it would be packed after all layers of what is before it."""
+    rules = f"a.{{l}}.a = L{{l}}.q[(kv rep hd) h]; {second}; a.{{l}}.c = L{{l}}.u[f h]; {flat}"
+    files = [parse(f"{SPACE}layout x of s on M {{ {rules} }}", "x.lay")]
+    found = [f for f in check_program(files, "x", nothing) if f.code == "order"]
+    assert len(found) == count
+    assert all(f.severity == "warning" and f.rule == second for f in found)
+
+
+def test_a_name_to_drop_takes_nothing_from_a_rule() -> None:
+    """A layer that has not the tensor has one: with a star its rule would lose all of them."""
+    rules = "a.{l}.g = L{l}.g[f h] for l=0; a.{l}.u = L{l}.u[f h]"
+    observed = {"a.0.g": (4, 2), "a.1.g": (4, 2), "a.0.u": (4, 2), "a.1.u": (4, 2)}
+    (found,) = [f for f in program(rules, observed) if f.code == "unmatched"]
+    assert found.notes[-1] == "to leave it out, write: a.1.g = drop"
+    assert found.notes[-2] == "which has names for some numbers of l only: see for l=..."
+    (other,) = [f for f in program(rules, {**observed, "b.1.c": (4,)}) if "b.1" in f.message]
+    assert other.notes[-1] == "to leave it out, write: b.*.c = drop"
