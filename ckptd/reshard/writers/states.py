@@ -13,7 +13,6 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format import codec
 from ckptd.format.manifest import ObjectEntry
 from ckptd.layout.lay.resolve import Resolved
-from ckptd.reshard.groups import groups_name
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain
 
@@ -123,6 +122,8 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
     ------
     CorruptError
         kind ``bad-object``: an encoded value of the source is damaged.
+    UsageError
+        kind ``duplicate-name``: two objects would have one name.
     """
     values: dict[KeyPath, Any] = {}
     left_out = []
@@ -133,10 +134,19 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
             left_out.append(entry.name)
             continue
         if entry.kind == "groups" and isinstance(value, list):
-            values |= _groups(value, states)
+            found = _groups(entry.name, value, flat=states == _TITAN)
         else:
-            values[_keys(entry.name)] = value
+            found = {_keys(entry.name): value}
+        for path in found.keys() & values.keys():
+            raise _twice(path)
+        values |= found
     return StateObjects(_with_tuples(values), left_out)
+
+
+def _twice(path: KeyPath) -> UsageError:
+    return UsageError(
+        "two objects would have one name", kind="duplicate-name", where=".".join(map(str, path))
+    )
 
 
 def _with_tuples(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
@@ -150,15 +160,25 @@ def _with_tuples(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
         else:
             parts.setdefault((*path[:-1], found[1]), {})[int(found[2])] = value
     for path, items in parts.items():
+        if path in out:
+            raise _twice(path)
         out[path] = tuple(items[n] for n in sorted(items))
     return out
 
 
-def _groups(groups: Sequence[dict[str, Any]], states: str) -> dict[KeyPath, Any]:
-    """Return the settings of an optimizer's groups by their keys."""
-    top = groups_name(states).removesuffix("groups").rstrip(".").removesuffix("state").rstrip(".")
+def _groups(name: str, groups: Sequence[dict[str, Any]], *, flat: bool) -> dict[KeyPath, Any]:
+    """Return the settings of an optimizer's groups by their keys.
+
+    Parameters
+    ----------
+    name
+        Of the groups object: there are as many as there are optimizers.
+    flat
+        Give each parameter settings of its own.
+    """
+    top = name.removesuffix("groups").rstrip(".").removesuffix("state").rstrip(".")
     keys = tuple(top.split(".")) if top else ()
-    if states != _TITAN:
+    if not flat:
         return {
             (*keys, _GROUPS, number, str(key)): value
             for number, group in enumerate(groups)

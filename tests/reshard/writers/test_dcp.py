@@ -119,6 +119,45 @@ def test_torchtitan_asks_for_the_settings_of_each_parameter(tmp_path: Path) -> N
     assert list(state["optimizer"].values()) == [7, 0.1, 0.2]
 
 
+@pytest.mark.parametrize("names", ["names.plain", "names.titan"])
+def test_each_of_two_optimizers_keeps_its_settings(tmp_path: Path, names: str) -> None:
+    first, second = groups(), [{**g, "lr": g["lr"] + 1} for g in groups()]
+    with open_store(tmp_path / "source") as store:
+        objects = [
+            ObjectEntry("optim.groups", kind="groups", value=first),
+            ObjectEntry("other.groups", kind="groups", value=second),
+        ]
+        save(store, values(), objects=objects)
+    write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:1", f"use {names}")
+    if names == "names.plain":
+        state: dict[str, Any] = {
+            key: {"param_groups": [{"lr": 0.0} for _ in first]} for key in ("optim", "other")
+        }
+        wanted = [g["lr"] for g in (*first, *second)]
+    else:
+        name = first[0]["params"][0]
+        state = {key: {f"param_groups.{name}.lr": 0.0} for key in ("optimizer", "other")}
+        wanted = [first[0]["lr"], second[0]["lr"]]
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    if names == "names.plain":
+        assert [g["lr"] for o in state.values() for g in o["param_groups"]] == wanted
+    else:
+        assert [v for o in state.values() for v in o.values()] == wanted
+
+
+def test_values_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path / "source") as store:
+        objects = [
+            ObjectEntry("optim.groups", kind="groups", value=groups()),
+            ObjectEntry("optim.param_groups.0.lr", value=3.0),
+        ]
+        save(store, values(), objects=objects)
+    with pytest.raises(UsageError) as caught:
+        write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:1", NAMES)
+    assert caught.value.kind == "duplicate-name"
+    assert "optim.param_groups.0.lr" in str(caught.value)
+
+
 class Net(nn.Module):
     """Two layers, whose sizes nothing divides."""
 
