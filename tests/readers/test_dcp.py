@@ -46,7 +46,7 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples_are_read_bit_by_bit(foreign: Path, name: str) -> None:
     reader = open_reader(foreign / "dcp" / name)
-    wanted = np.load(foreign / "dcp" / name / "expected.npz")
+    wanted = dict(np.load(foreign / "dcp" / name / "expected.npz"))
     assert sorted(wanted) == sorted(reader.names)
     found = reader.tensors(reader.names)
     assert all(found[n].tobytes() == wanted[n].tobytes() for n in wanted)

@@ -43,7 +43,7 @@ def test_to_hugging_face(foreign: Path, tmp_path: Path, cli: Cli, source: str) -
     target = str(tmp_path / "hf")
     found = cli("reshard", str(foreign / MODEL), target, "--to", "hf.llama", "--format=hf", *said)
     assert found.code == 0, found.err
-    wanted = np.load(foreign / "megatron-tp2pp2" / "expected-hf.npz")
+    wanted = dict(np.load(foreign / "megatron-tp2pp2" / "expected-hf.npz"))
     values = load_file(tmp_path / "hf" / "model.safetensors")
     assert sorted(values) == sorted(wanted)
     assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
@@ -62,7 +62,7 @@ def test_weights_and_moments_of_the_distributed_optimizer(
     assert cli("diff", source, back).code == 0
     found = cli("reshard", source, target, "--from", f"{layout}:dist", "--to", f"{layout}:hf")
     assert found.code == 0, found.err
-    wanted = np.load(foreign / "megatron-tp2pp2-opt" / "expected-hf.npz")
+    wanted = dict(np.load(foreign / "megatron-tp2pp2-opt" / "expected-hf.npz"))
     exported = cli("export", target, str(tmp_path / "out"), "--section", ".")
     assert exported.code == 0, exported.err
     values: dict[str, np.ndarray] = {}
@@ -129,7 +129,7 @@ def test_the_legacy_form_names_the_command_that_reads_it(
     words = [w.replace("OUT", str(tmp_path / "hf")) for w in shlex.split(command)[1:]]
     found = cli(*words, "--to", "hf.llama", "--format", "hf")
     assert found.code == 0, found.err
-    wanted = np.load(sample / "expected-hf.npz")
+    wanted = dict(np.load(sample / "expected-hf.npz"))
     values = load_file(tmp_path / "hf" / "model.safetensors")
     assert sorted(values) == sorted(wanted)
     assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
