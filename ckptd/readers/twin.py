@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,10 @@ class ForeignRoot(ReadOnlyStore):
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
             )
         self._make(tensors, foreign, foreign.step if foreign.step is not None else step)
+
+    def foreign_path(self, key: str) -> Path | None:
+        """Return the local file that a data file stands for; None where there is none."""
+        return self.inner.local_path(self._data[key].key) if key in self._data else None
 
     # -- the records ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ speaking to each other. A killed one is started again: files with a part are com
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ __all__ = [
     "Work",
     "check_share",
     "commit_parts",
+    "complete_files",
     "find_commit",
     "load_part",
     "missing_files",
@@ -69,6 +71,7 @@ class FilePart(msgspec.Struct, frozen=True):
 
 
 _file_parts = msgpack_decoder(FilePart)
+_PART = re.compile(r"f[0-9]{5,12}")
 
 
 def _key(folder: str, number: int) -> str:
@@ -93,6 +96,12 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
             "a part is not one", kind="bad-record", where=key, found=str(error)[:200]
         ) from None
     return part if size == part.file.data_start + part.file.data_bytes else None
+
+
+def complete_files(store: Store, folder: str) -> dict[int, FilePart]:
+    """Return the parts of all complete files, by number."""
+    numbers = [int(n[1:]) for n in store.children(folder + PARTS) if _PART.fullmatch(n)]
+    return {n: part for n in numbers if (part := load_part(store, folder, n)) is not None}
 
 
 class FilePlace(Protocol):

@@ -19,7 +19,7 @@ from ckptd.format.records import Lease, encode_record
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import LEASE_S, expired, leases
 
-__all__ = ["Working", "refuse_behind", "refuse_others"]
+__all__ = ["Working", "at_work", "refuse_behind", "refuse_others"]
 
 _RENEW_S = LEASE_S / 6
 
@@ -95,6 +95,15 @@ def refuse_behind(catalogue: Catalogue, line: Sequence[CommitName], step: int) -
             found=f"step {step}",
             hint="write older steps first, or into a root of their own",
         )
+
+
+def at_work(catalogue: Catalogue) -> dict[str, Lease]:
+    """Return the leases of processes that are not known to have ended, by the id of their work."""
+    return {
+        key.rpartition("/")[2].removesuffix(".json"): lease
+        for key, lease in leases(catalogue).items()
+        if not expired(lease, time.time()) and not _is_dead(lease.holder)
+    }
 
 
 def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:

@@ -1,9 +1,19 @@
 """A reshard into a folder of another program: what all formats have in common.
 
-Files are written under names of their own. The last process to finish gives them the names of the
-format, then writes the small files, the one that makes the folder a checkpoint last: a folder that
-was left halfway is not taken for one. Parts tell which files are complete, so that a killed process
-is started again, and several share the work.
+A job has a folder of its own in there, with all that is not finished. The last process gives the
+files the names of the format, then writes the small files, the one that makes the folder a
+checkpoint last: a folder that was left halfway is not taken for one. Parts name the files that are
+complete, so that a killed process is started again, and several share the work.
+
+- ``.ckptd-ATTEMPT/`` is the folder of a job; another job does not begin while it is there.
+- ``begun`` is there from the beginning to the end of the job. A process that misses it does not
+  finish: another one did, or ``--force`` dropped the job.
+- ``leases/`` names the processes at work, one a share.
+- ``PROCESS/`` has the files of a process: two of one share, where a lease fails, write different
+  files, and a part names the one that is complete.
+- ``parts/`` has a part a file.
+- ``finishing`` names the files that the checkpoint replaces. From then on the job is finished, and
+  only these files are removed.
 """
 
 from __future__ import annotations
@@ -11,38 +21,63 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.errors import RefusedError, UsageError
+import msgspec
+
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import (
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    UsageError,
+)
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
-from ckptd.format.names import PARTS, ROOT_MARKER
+from ckptd.format.names import ROOT_MARKER, CommitName
 from ckptd.layout.grid import Grid, whole
 from ckptd.layout.owners import Owners
 from ckptd.load.files import PieceLocations
+from ckptd.readers.twin import ForeignRoot
 from ckptd.reshard.execute import Budget, Executor, FileDraft
-from ckptd.reshard.job import ReshardShare, Work, missing_files
+from ckptd.reshard.job import REASON, FilePart, ReshardShare, Work, complete_files
 from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
-from ckptd.save.commit import remove_parts
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.working import Working, at_work, refuse_others
+from ckptd.store.base import is_segment
 from ckptd.store.local import LocalStore
-from ckptd.store.osio import writing
+from ckptd.store.osio import reading, writing
+from ckptd.store.wrap import innermost
 from ckptd.types import DTYPES
 
 __all__ = ["ChosenTensors", "FolderJob", "FolderPlace", "check_safetensors", "whole_tensor"]
 
-_PARTIAL = ".partial"
+_JOB = re.compile(r"\.ckptd-rs[0-9a-f]{24}/")
+_BEGUN, _FINISHING = "begun", "finishing"
+_PROCESS = re.compile(r"[0-9a-f]{16}/")
+_WORK = CommitName(0, 1)
+"""What leases of a job are for: its only checkpoint."""
 _OTHERS = re.compile(
     r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?"
     r"|\.metadata|.*\.distcp"
     r"|latest|latest_universal|global_step[0-9]+_universal/|latest_checkpointed_iteration\.txt|zero/|.*model_states\.pt"
 )
 """Names that a checkpoint of some format has."""
+_TENSORS = re.compile(r".*\.(safetensors|distcp|pt|pth|bin|ckpt)")
+_BESIDE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|sampler\w*|rng_state\w*|random_states\w*)"
+    r"\.(pt|pth|bin)"
+)
+"""What trainers put beside a model, which is no checkpoint by itself."""
 
 
 class FolderPlace(Protocol):
@@ -195,20 +230,89 @@ def whole_tensor(assembled: Assembled, number: int, what: str) -> Grid:
     return grid
 
 
-class _Partial:
-    """The files of a format under names that nobody takes for a checkpoint."""
+class _Finishing(msgspec.Struct, frozen=True):
+    """What a checkpoint replaces: files by name, each with its inode and time of change."""
 
-    def __init__(self, place: FolderPlace, attempt: str) -> None:
-        self.folder = f".ckptd-{attempt}/"
+    old: dict[str, tuple[int, int]]
+
+
+_finishing = msgpack_decoder(_Finishing)
+
+
+class _Job:
+    """The folder of a job.
+
+    Parameters
+    ----------
+    place
+        What is written.
+    folder
+        Its name, which ends in "/".
+    work_id
+        Of this process's lease.
+    """
+
+    def __init__(self, place: FolderPlace, folder: str, work_id: str) -> None:
+        self.folder = folder
+        self.begun = f"{folder}{_BEGUN}"
+        self.finishing = f"{folder}{_FINISHING}"
         self._place = place
-
-    def path(self, number: int) -> str:
-        """Key of a file while it is written."""
-        return self._place.name(number) + _PARTIAL
+        self._files = folder + _files_of(work_id)
 
     def draft(self, filemap: FileMap, number: int) -> FileDraft:
-        """Return a file under that key."""
-        return self._place.draft(filemap, number, self.path(number))
+        """Return a file under its key in this process's folder."""
+        return self._place.draft(filemap, number, self._files + self._place.name(number))
+
+    def begin(self, store: LocalStore) -> None:
+        """Record that the job began."""
+        with suppress(ConflictError):
+            store.put(self.begun, b"", create_only=True)
+
+    def replaced(self, store: LocalStore) -> _Finishing | None:
+        """Return what is replaced, once the job is being finished."""
+        try:
+            return _finishing.decode(store.get(self.finishing))
+        except NotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise CorruptError(
+                "a record of a reshard is none",
+                kind="bad-record",
+                where=self.finishing,
+                found=str(error)[:200],
+            ) from None
+
+    def sweep(self, store: LocalStore, catalogue: Catalogue) -> None:
+        """Remove files that killed processes left halfway."""
+        alive = {_files_of(work_id) for work_id in at_work(catalogue)}
+        left = [
+            info.key
+            for name in store.children(self.folder)
+            if _PROCESS.fullmatch(name) and name not in alive
+            for info in store.list(self.folder + name)
+        ]
+        if left:
+            kept = {part.file.path for part in complete_files(store, self.folder).values()}
+            store.delete([key for key in left if key not in kept])
+
+    def leave(self, store: LocalStore, catalogue: Catalogue) -> None:
+        """Remove the folder unless something is complete, or another process is at work on it."""
+        if not (at_work(catalogue) or self.replaced(store) or complete_files(store, self.folder)):
+            _remove(store, self.folder)
+
+
+def _files_of(work_id: str) -> str:
+    """Return the folder of a process's files."""
+    return f"{work_id[:16]}/"
+
+
+def _remove(store: LocalStore, folder: str) -> None:
+    """Remove the folder of a job; until the last step it tells how far the job is."""
+    last = [f"{folder}{_BEGUN}", f"{folder}{_FINISHING}"]
+    store.delete([i.key for i in store.list(folder) if i.key not in last])
+    store.sweep(folder, older_than_s=0)
+    for key in last:
+        store.delete([key])
 
 
 class FolderJob:
@@ -225,7 +329,8 @@ class FolderJob:
     identity
         What is done, as text. Processes with the same one work together.
     force
-        Replace a checkpoint of the same format that is there.
+        Replace a checkpoint of the same format that is there, and drop other jobs that are not
+        finished.
     progress
         Called with ``(bytes done, bytes in all)``.
     """
@@ -244,9 +349,10 @@ class FolderJob:
         self._place = place
         self._folder = folder
         whole = f"{identity}\n{type(place).__name__} {place.options}".encode()
-        self._partial = _Partial(place, f"rs{digest_hex(whole)[:24]}")
+        self._job_name = f".ckptd-rs{digest_hex(whole)[:24]}/"
         self._force = force
         self._progress = progress or (lambda done, total: None)
+        self._all = ReshardShare().files(place.target)
 
     def run(self, share: ReshardShare, budget: Budget) -> Resharded:
         """Write the files of one share, and finish the folder if no other file is missing.
@@ -254,46 +360,143 @@ class FolderJob:
         Raises
         ------
         RefusedError
-            Kind ``exists``: a checkpoint is there already. Nothing was changed.
+            Kind ``exists``: a checkpoint, or another job that is not finished, is there already.
+            Nothing was changed.
+        UsageError
+            Kind ``same-root``: the job would replace what it reads. Nothing was changed.
+        ConflictError
+            Kind ``at-work``: another process is at work on this share, or on another job in the
+            folder. Kind ``superseded``: another job replaced this one.
         CorruptError
             The source is damaged, or its witness does not agree. The folder is no checkpoint.
         """
         begun = time.monotonic()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_source()
+        reason = f"{REASON}-{share.number}/{share.count}"
+        with (
+            LocalStore(self._folder) as store,
+            LocalStore(self._folder / self._job_name) as leases,
+        ):
+            catalogue = Catalogue(leases)
+            working = Working(catalogue, _WORK.generation, reason)
+            job = _Job(self._place, self._job_name, working.work_id)
+            self._clear_others(store)
+            if job.replaced(store) is None:
+                self._replaceable()
+            refuse_others(catalogue, _WORK.generation, reason, "")
+            try:
+                working.touch(_WORK)
+                refuse_others(catalogue, _WORK.generation, reason, working.work_id)
+                self._clear_others(store)  # those that began at this very moment
+                job.begin(store)
+                job.sweep(store, catalogue)
+                return self._work(store, job, working, share, budget, begun)
+            except BaseException:
+                with suppress(StoreError):  # the error that ended it is the one to raise
+                    working.end()
+                    job.leave(store, catalogue)
+                raise
+            finally:
+                working.end()
+
+    def _work(
+        self,
+        store: LocalStore,
+        job: _Job,
+        working: Working,
+        share: ReshardShare,
+        budget: Budget,
+        begun: float,
+    ) -> Resharded:
+        def progress(done: int, total: int) -> None:
+            working.touch(_WORK)
+            self._progress(done, total)
+
         target = self._place.target
-        with LocalStore(self._folder) as store:
-            self._refuse_old(store)
-            files = share.files(target)
-            executor = Executor(self._source, target, budget, self._place.expected)
-            work = Work(executor, target, self._partial, store, store, files, self._progress)
-            reused = work.run()
-            missing = missing_files(store, self._partial, ReshardShare().files(target))
-            if not missing:
-                self._finish(store)
+        files = share.files(target)
+        record = job.replaced(store)
+        named = {f for f in files if record is not None and self._has_name(f, record)}
+        left = [f for f in files if f not in named]
+        executor = Executor(self._source, target, budget, self._place.expected)
+        work = Work(executor, target, job, store, store, left, progress)
+        reused = len(named) + work.run()
+        parts = complete_files(store, job.folder)
+        missing = self._missing(store, job, parts)
+        if not store.exists(job.begun):
+            state = self._superseded(store)
+        elif missing:
+            state = "waiting"
+        else:
+            state = self._finish(store, job, parts)
         return Resharded(
             step=0,
             generation=0,
-            state="waiting" if missing else "committed",
+            state=state,
             files=len(files),
             reused_files=reused,
-            missing_files=len(missing),
+            missing_files=len(missing) if state == "waiting" else 0,
             witness_values=work.checked,
             seconds=time.monotonic() - begun,
             **executor.spent.figures(),
         )
 
-    def _refuse_old(self, store: LocalStore) -> None:
-        """Refuse a folder with a checkpoint, unless it is ours that was killed as it got names."""
-        if (self._folder / self._partial.folder / PARTS).exists():
-            return
-        found = [
-            name
-            for name in store.children()
-            if name == ROOT_MARKER or _OTHERS.fullmatch(name) or self._place.is_mine(name)
-            # A folder of files that never got their names is no checkpoint.
-            if not all(n.endswith(_PARTIAL) for n in _below(store, name))
-        ]
-        others = [n for n in found if n == ROOT_MARKER or not self._place.is_mine(n)]
+    # --- what is there ----------------------------------------------------------------------------
+
+    def _refuse_source(self) -> None:
+        """Refuse a folder where the job would replace what it reads."""
+        target = self._folder.resolve()
+        found = [f for f in _source_paths(self._source) if f == target or self._replaces(target, f)]
+        if found:
+            raise UsageError(
+                "the checkpoint would replace its own source",
+                kind="same-root",
+                where=str(self._folder),
+                found=str(found[0]),
+                hint="name another folder",
+            )
+
+    def _replaces(self, target: Path, path: Path) -> bool:
+        return path.is_relative_to(target) and self._place.is_mine(
+            path.relative_to(target).as_posix()
+        )
+
+    def _clear_others(self, store: LocalStore) -> None:
+        """Refuse a folder with another job that is not finished; with ``--force``, drop that."""
+        for name in _entries(self._folder):
+            if not _JOB.fullmatch(name) or name == self._job_name or not any(store.list(name)):
+                continue
+            with LocalStore(self._folder / name) as leases:
+                for lease in at_work(Catalogue(leases)).values():
+                    raise ConflictError(
+                        "another reshard is at work in this folder",
+                        kind="at-work",
+                        where=str(self._folder / name),
+                        found=lease.holder,
+                        hint="wait for it, or name another folder",
+                    )
+            if not self._force:
+                raise RefusedError(
+                    "another reshard into this folder is not finished",
+                    kind="exists",
+                    where=str(self._folder / name),
+                    hint="repeat its command to finish it; --force drops what it wrote",
+                )
+            _remove(store, name)
+
+    def _replaceable(self) -> _Finishing:
+        """Return what the checkpoint replaces.
+
+        Raises
+        ------
+        RefusedError
+            Kind ``exists``: a checkpoint is there that may not be replaced.
+        """
+        entries = [n for n in _entries(self._folder) if not _JOB.fullmatch(n)]
+        folders = {n for n in entries if n.endswith("/") and self._place.is_mine(n)}
+        names = [n for n in entries if n not in folders]
+        names += [below for n in sorted(folders) for below in _below(self._folder, n)]
+        mine = [n for n in names if n != ROOT_MARKER and self._place.is_mine(n)]
+        others = [n for n in names if n not in set(mine) and _is_other(n)]
         if others:
             raise RefusedError(
                 "a checkpoint of another format is there",
@@ -301,36 +504,154 @@ class FolderJob:
                 where=str(self._folder / others[0]),
                 hint="name another folder",
             )
-        if found and not self._force:
+        if mine and not self._force:
             raise RefusedError(
                 "a checkpoint is there already",
                 kind="exists",
-                where=str(self._folder / found[0]),
+                where=str(self._folder / mine[0]),
                 hint="name another folder, or replace it with --force",
             )
+        return _Finishing({n: i for n in mine if (i := self._identity(n)) is not None})
 
-    def _finish(self, store: LocalStore) -> None:
-        """Give the files their names; every step may have been done by another process."""
-        files = ReshardShare().files(self._place.target)
-        names = {self._place.name(f) for f in files}
+    def _identity(self, name: str) -> tuple[int, int] | None:
+        """Return the inode and the time of change of a file; None when there is none."""
+        try:
+            info = os.lstat(self._folder / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return info.st_ino, info.st_mtime_ns
+
+    def _has_name(self, number: int, record: _Finishing) -> bool:
+        """Tell whether a file is complete and has the name that the format gives it."""
+        name = self._place.name(number)
+        found = self._identity(name)
+        if found is None or found == record.old.get(name):
+            return False
+        draft = self._place.draft(self._place.target.filemap, number, name)
+        return (self._folder / name).stat().st_size == len(draft.header) + draft.body_bytes
+
+    def _missing(self, store: LocalStore, job: _Job, parts: Mapping[int, FilePart]) -> list[int]:
+        """Return the files of all shares that are not complete."""
+        missing = [f for f in self._all if f not in parts]
+        # Another process that finishes the folder removes the parts as well.
+        record = job.replaced(store) if missing else None
+        return [f for f in missing if record is None or not self._has_name(f, record)]
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _superseded(self, store: LocalStore) -> str:
+        """Return the state of a job that another process finished.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``superseded``: it dropped the job.
+        """
+        record = _Finishing({})
         last = self._place.last()
-        for name, _ in reversed(last):
-            store.delete([name])
-        mine = [n for n in store.children() if self._place.is_mine(n) and n not in names]
-        old = {n for m in mine for n in _below(store, m) if self._place.is_mine(n)}
-        store.delete(sorted(n for n in old - names if not n.endswith(_PARTIAL)))
-        for number in files:
-            path = self._folder / self._place.name(number)
-            partial = self._folder / self._partial.path(number)
-            with writing(str(path)):
-                if partial.exists() or not path.exists():
-                    os.replace(partial, path)
+        if all(self._has_name(f, record) for f in self._all) and all(
+            store.exists(name) and store.get(name) == raw for name, raw in last
+        ):
+            _remove(store, self._job_name)  # what this process wrote since then
+            return "present"
+        raise ConflictError(
+            "another reshard with --force dropped this one",
+            kind="superseded",
+            where=str(self._folder),
+            hint="name another folder",
+        )
+
+    def _begin_to_finish(self, store: LocalStore, job: _Job) -> _Finishing | None:
+        """Record what is replaced; None when another process has finished the job."""
+        record = job.replaced(store)
+        if record is not None:
+            return record
+        try:
+            record = self._replaceable()
+        except RefusedError:
+            if store.exists(job.begun):
+                raise
+            return None
+        try:
+            store.put(job.finishing, msgspec.msgpack.encode(record), create_only=True)
+        except ConflictError:
+            return job.replaced(store)
+        if store.exists(job.begun):
+            return record
+        # Who finished it removed `begun` before `finishing`, and its checkpoint is not old.
+        store.delete([job.finishing])
+        return None
+
+    def _finish(self, store: LocalStore, job: _Job, parts: Mapping[int, FilePart]) -> str:
+        """Give the files their names; every step may have been done by another process."""
+        record = self._begin_to_finish(store, job)
+        if record is None:
+            return self._superseded(store)
+        last = self._place.last()
+        old = {n for n, identity in record.old.items() if self._identity(n) == identity}
+        first = [name for name, _ in reversed(last) if name in old]
+        store.delete(first)
+        store.delete(sorted(old.difference(first)))
+        for number, part in parts.items():
+            self._give_name(store, number, part, record)
         store.sync("")
         for name, raw in last:
             store.put(name, raw)
-        remove_parts(store, self._partial.folder)
+        for folder in {name.rpartition("/")[0] for name, _ in last}:
+            store.sweep(f"{folder}/" if folder else "", older_than_s=0, deep=False)
+        _remove(store, job.folder)
+        return "committed"
+
+    def _give_name(
+        self, store: LocalStore, number: int, part: FilePart, record: _Finishing
+    ) -> None:
+        name = self._place.name(number)
+        path = self._folder / name
+        store.local_path(name)  # no link of the folder leads out of it
+        with writing(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.replace(self._folder / part.file.path, path)
+            except FileNotFoundError:
+                if not self._has_name(number, record):
+                    raise
 
 
-def _below(store: LocalStore, name: str) -> list[str]:
-    """Return a file, or all files of a folder."""
-    return [o.key for o in store.list(name)] if name.endswith("/") else [name]
+def _entries(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; folders end in "/"."""
+    try:
+        with reading(str(folder)), os.scandir(folder) as entries:
+            return sorted(e.name + "/" * e.is_dir(follow_symlinks=False) for e in entries)
+    except NotFoundError:
+        return []
+
+
+def _below(top: Path, name: str) -> Iterator[str]:
+    """Yield the files below a folder of a folder."""
+    for entry in _entries(top / name):
+        if entry.endswith("/"):
+            yield from _below(top, name + entry)
+        elif is_segment(entry):  # no file of a store that was left halfway
+            yield name + entry
+
+
+def _is_other(name: str) -> bool:
+    """Tell whether a name is that of a checkpoint of some format."""
+    file = name.rpartition("/")[2]
+    if name == ROOT_MARKER or _OTHERS.fullmatch(name):
+        return True
+    return _TENSORS.fullmatch(file) is not None and _BESIDE.fullmatch(file) is None
+
+
+def _source_paths(source: PieceLocations) -> Iterator[Path]:
+    """Yield the local files that a source is read from, and its folder."""
+    store = innermost(source.store)
+    if store.capabilities.local_files and "://" not in store.url:
+        yield Path(store.url).resolve()
+    for file in source.files:
+        if isinstance(store, ForeignRoot):
+            path = store.foreign_path(file.path)
+        else:
+            path = store.local_path(file.path)
+        if path is not None:
+            yield path.resolve()

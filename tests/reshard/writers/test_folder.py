@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError
-from ckptd.reshard.execute import Budget
+from ckptd.cli.address import CheckpointAddress, held, opened
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    UsageError,
+)
+from ckptd.load.reader import CkptdReader
+from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.prepare import prepare, source_program
 from ckptd.reshard.reports import Resharded
+from ckptd.reshard.source import open_own
 from ckptd.reshard.writers import folder as folders
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
@@ -24,7 +36,7 @@ from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.reshard.writers.torchdist import TorchDistPlace
 from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.store import open_store
-from ckptd.store.base import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from tests.load.builder import Array
@@ -55,6 +67,18 @@ def job(kind: str, source: Path, out: Path, *, force: bool = False) -> Iterator[
             place = HfPlace(found.assembled, found.expected, 100)
         source_of = found.stock.source
         yield FolderJob(source_of, place, out, identity=found.identity, force=force)
+
+
+def reshard_again(source: Path, out: Path) -> None:
+    """Write a folder of DCP, or a universal one, from a foreign checkpoint."""
+    kind = UniversalPlace if source.name.startswith("global_step") else DcpPlace
+    with opened(str(source), 0, foreign=True) as catalogue:
+        with held(catalogue, CheckpointAddress.of(str(source)).find(catalogue), "test") as commit:
+            stock = open_own(CkptdReader(catalogue, commit))
+            found = prepare(stock, source_program(stock, None), program("ddp"))
+            place = kind(found.assembled, found.expected)
+            made = FolderJob(stock.source, place, out, identity=found.identity, force=True)
+            made.run(ReshardShare(), Budget.of(64 << 20, stock.source.store))
 
 
 def run(kind: str, source: Path, out: Path, share: Any = None, **options: bool) -> Resharded:
@@ -94,14 +118,16 @@ def test_death_at_every_operation(
     run(kind, source, tmp_path / "calm")
     wanted = contents(tmp_path / "calm")
     tried, resumed, number = 0, 0, 0
+    out = tmp_path / "out"
     while True:
         number += every
-        out = tmp_path / "out"
         shutil.rmtree(out, ignore_errors=True)
         spec = FaultSpec((FaultRule(action="die" if number % 2 else "die-after", number=number),))
         made: list[Fault] = []
 
-        def opened(path: Path, spec: FaultSpec = spec, made: list[Fault] = made) -> Fault:
+        def opened(path: Path, spec: FaultSpec = spec, made: list[Fault] = made) -> Store:
+            if path != out:  # leases: a process that really dies leaves none that counts
+                return LocalStore(path)
             made.append(Fault(LocalStore(path), spec))
             return made[-1]
 
@@ -115,7 +141,7 @@ def test_death_at_every_operation(
             break
         with suppress(NotFoundError):  # it is not taken for a checkpoint
             assert kind == "ranks" or same(tensors(out), DATA)
-        if contents(out) != wanted:
+        if not out.exists() or contents(out) != wanted:
             resumed += run(kind, source, out).reused_files > 0
         assert contents(out) == wanted
     assert tried > 10 // every
@@ -131,7 +157,7 @@ def test_death_while_files_get_their_names(
 
     def dies(*given: Any) -> None:
         nonlocal count
-        count += str(given[0]).endswith(".partial")
+        count += re.search(r"/[0-9a-f]{16}/", str(given[0])) is not None
         if count > 1:
             raise KeyboardInterrupt
         real(*given)
@@ -144,7 +170,7 @@ def test_death_while_files_get_their_names(
         tensors(tmp_path / "out")
     assert caught.value.kind in ("not-found", "missing-file")
     done = run(kind, source, tmp_path / "out")
-    assert (done.state, done.reused_files) == ("committed", done.files - 1)
+    assert (done.state, done.reused_files) == ("committed", done.files)
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
 
 
@@ -167,8 +193,9 @@ def test_shares_and_what_is_there(source: Path, tmp_path: Path) -> None:
     run("dcp", source, out, force=True)
     assert contents(out) == wanted | {"notes.txt": b"mine"}
     assert same(tensors(out), DATA)
-    with pytest.raises(RefusedError):
+    with pytest.raises(UsageError) as of_source:
         run("dcp", source, source, force=True)
+    assert of_source.value.kind == "same-root"
 
 
 def test_another_size_of_files_is_another_job(source: Path, tmp_path: Path) -> None:
@@ -177,7 +204,181 @@ def test_another_size_of_files_is_another_job(source: Path, tmp_path: Path) -> N
     with open_store(source) as store:
         found = prepared(store, program("ddp"))
         place = HfPlace(found.assembled, found.expected, 10**9)
-        made = FolderJob(found.stock.source, place, out, identity=found.identity)
-        done = made.run(ReshardShare(), Budget.of(64 << 20, store))
+        budget = Budget.of(64 << 20, store)
+        with pytest.raises(RefusedError) as caught:
+            FolderJob(found.stock.source, place, out, identity=found.identity).run(
+                ReshardShare(), budget
+            )
+        assert caught.value.kind == "exists"
+        made = FolderJob(found.stock.source, place, out, identity=found.identity, force=True)
+        done = made.run(ReshardShare(), budget)
     assert (done.state, done.reused_files) == ("committed", 0)
     assert same(tensors(out), DATA)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another source with tensors of the same names, types and shapes."""
+    with open_store(tmp_path / "other") as store:
+        save(store, {name: -1 - value for name, value in DATA.items()})
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp", "universal"])
+def test_two_jobs_do_not_share_a_folder(
+    kind: str, source: Path, other: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(kind, source, out, ReshardShare(1, 2))
+    before = contents(out)
+    with pytest.raises(RefusedError) as caught:
+        run(kind, other, out, ReshardShare(1, 2))
+    assert caught.value.kind == "exists"
+    assert contents(out) == before
+    assert run(kind, source, out, ReshardShare(2, 2)).state == "committed"
+    assert same(tensors(out), DATA)
+    # With --force the newer job counts, and nothing of the one that it dropped.
+    run(kind, other, out, ReshardShare(1, 2), force=True)
+    assert same(tensors(out), DATA)
+    run(kind, source, out, ReshardShare(1, 2), force=True)
+    with pytest.raises(RefusedError):
+        run(kind, other, out, ReshardShare(2, 2))
+    run(kind, other, out, ReshardShare(2, 2), force=True)
+    assert run(kind, other, out, ReshardShare(1, 2), force=True).state == "committed"
+    run(kind, other, tmp_path / "calm")
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_what_is_left_of_a_job_does_not_replace_a_checkpoint(
+    source: Path, other: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run("dcp", other, out)
+    wanted = contents(out)
+    run("dcp", source, out, ReshardShare(1, 2), force=True)
+    for share in (ReshardShare(1, 2), ReshardShare(2, 2)):  # as after a kill, without --force
+        with pytest.raises(RefusedError) as caught:
+            run("dcp", source, out, share)
+        assert caught.value.kind == "exists"
+    assert contents(out).items() >= wanted.items()
+    assert run("dcp", source, out, ReshardShare(2, 2), force=True).state == "committed"
+    assert same(tensors(out), DATA)
+
+
+def test_a_checkpoint_that_appears_while_the_job_runs_stays(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    real = Executor.run
+
+    def late(*given: Any) -> None:
+        real(*given)
+        (out / ".metadata").write_bytes(b"another program's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "run", late)
+        with pytest.raises(RefusedError) as caught:
+            run("dcp", source, out)
+    assert caught.value.kind == "exists"
+    assert (out / ".metadata").read_bytes() == b"another program's"
+    (out / ".metadata").unlink()
+    done = run("dcp", source, out)
+    assert (done.state, done.reused_files) == ("committed", done.files)
+
+
+@pytest.mark.parametrize("at", ["writing", "finishing", "dying"])
+def test_two_processes_of_one_share(
+    at: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused; where its lease does not hold it back, the checkpoint is whole."""
+    out = tmp_path / "out"
+    run("dcp", source, tmp_path / "calm")
+    real_run, real_finish, inner = Executor.run, FolderJob._finish, []
+
+    def other_process() -> None:
+        if not inner:
+            inner.append("refused")
+            with pytest.raises(ConflictError) as caught:
+                run("dcp", source, out)
+            assert caught.value.kind == "at-work"
+            with monkeypatch.context() as patch:
+                patch.setattr(folders, "refuse_others", lambda *given: None)
+                inner.append(run("dcp", source, out).state)
+
+    def running(*given: Any) -> None:
+        is_first = not inner
+        other_process()
+        if at == "dying" and is_first:
+            drafts = {f: d for f, d in given[2].items() if not f}
+            real_run(*given[:2], drafts, *given[3:])
+            raise KeyboardInterrupt
+        real_run(*given)
+
+    def finishing(*given: Any) -> str:
+        other_process()
+        return real_finish(*given)
+
+    with monkeypatch.context() as patch:
+        if at == "finishing":
+            patch.setattr(FolderJob, "_finish", finishing)
+        else:
+            patch.setattr(Executor, "run", running)
+        if at == "dying":
+            with pytest.raises(KeyboardInterrupt):
+                run("dcp", source, out)
+        else:
+            assert run("dcp", source, out).state == "present"
+    assert inner == ["refused", "committed"]
+    assert contents(out).items() >= contents(tmp_path / "calm").items()
+    if at != "dying":
+        assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_what_a_killed_process_left_halfway_is_removed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("dcp", source, tmp_path / "calm")
+    run("dcp", source, out, ReshardShare(1, 2))
+    (job_folder,) = (p for p in out.iterdir() if p.name.startswith(".ckptd-"))
+    left = job_folder / "0123456789abcdef" / "__1_0.distcp"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    assert run("dcp", source, out, ReshardShare(1, 2)).reused_files == 1
+    assert not left.parent.exists()
+    run("dcp", source, out, ReshardShare(2, 2))
+    assert contents(out) == contents(tmp_path / "calm")
+
+
+def test_a_source_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("dcp", source, out)
+    before = contents(out)
+    (tmp_path / "link").symlink_to(out)
+    for name in ("out", "link"):
+        with pytest.raises(UsageError) as caught:
+            reshard_again(out, tmp_path / name)
+        assert caught.value.kind == "same-root"
+    run("universal", source, tmp_path / "universal")
+    (tmp_path / "universal/latest_universal").unlink()
+    with pytest.raises(UsageError) as caught:  # its files lie below the source's folder
+        reshard_again(next((tmp_path / "universal").iterdir()), tmp_path / "universal")
+    assert caught.value.kind == "same-root"
+    assert contents(out) == before
+    reshard_again(out, out / "below")  # nothing that is read is there
+    assert same(tensors(out / "below"), DATA)
+
+
+@pytest.mark.parametrize(
+    "name", ["rank0.safetensors", "rank0.pt", "pytorch_model.bin", "model.safetensors"]
+)
+def test_files_of_another_format_are_another_checkpoint(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(b"tensors")
+    for force in (False, True):
+        with pytest.raises(RefusedError) as caught:
+            run("dcp", source, out, force=force)
+        assert caught.value.kind == "exists"
+    (out / name).rename(out / "training_args.bin")
+    assert run("dcp", source, out).state == "committed"
