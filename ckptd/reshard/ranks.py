@@ -23,6 +23,7 @@ from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.clip import clip, restride
 from ckptd.layout.grid import Axis, Grid, strides_of
 from ckptd.layout.lay.bind import bind_ranks
+from ckptd.layout.lay.check import order_findings
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
 from ckptd.layout.lay.matching import Matcher, NameTemplates
@@ -628,7 +629,8 @@ def _shares_buffers(form: StoredForm) -> bool:
 def _note(form: StoredForm) -> str:
     """Say what nobody can check: that values lie where the layout has them."""
     if _shares_buffers(form):
-        return "order not verified: the buffers do not say which tensor lies where"
+        parting = "".join(f"; {f.where}: {f.message}" for f in order_findings(form.bound.layout))
+        return f"order not verified: the buffers do not say which tensor lies where{parting}"
     return "the source has no witness"
 
 

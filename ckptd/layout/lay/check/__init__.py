@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptd.layout.lay.check.flats import order_findings
 from ckptd.layout.lay.check.layouts import Observation, check, check_bound, check_program
 
-__all__ = ["Observation", "check", "check_bound", "check_program"]
+__all__ = ["Observation", "check", "check_bound", "check_program", "order_findings"]

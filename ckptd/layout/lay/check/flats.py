@@ -31,28 +31,28 @@ def order_findings(resolved: Resolved) -> Iterator[Finding]:
         last.update(dict.fromkeys(_beginnings(equation.name), number))
     for before, apart in pairwise(range(len(equations))):
         for beginning in _beginnings(equations[before].name):
-            if last[beginning] > apart and _has_number(equations[apart].name, beginning):
-                index = show(beginning[-1])
+            if last[beginning] > apart and _has_number(equations[apart].name, beginning[0]):
+                axis = beginning[1].axis
                 yield Finding(
                     "order",
-                    f"a number in place of {index} parts the rules of a module: flats pack what"
+                    f"a number in place of {{{axis}}} parts the rules of a module: flats pack what"
                     " stands before this rule for all numbers, then this one, then the rest",
                     equations[apart].at,
                     equations[apart].text,
-                    (f"write {index} in the name, and behind the rule the number: for l=0",),
+                    (f"write {{{axis}}} in the name, and for {axis}=NUMBER behind the rule",),
                     severity="warning",
                 )
                 break
 
 
-def _beginnings(name: Name) -> list[tuple[NamePart, ...]]:
-    """Return a name up to each of its indexes."""
-    return [name.parts[: i + 1] for i, part in enumerate(name.parts) if isinstance(part, NameIndex)]
+def _beginnings(name: Name) -> list[tuple[tuple[NamePart, ...], NameIndex]]:
+    """Return a name up to each of its indexes, and the index."""
+    return [(name.parts[:i], p) for i, p in enumerate(name.parts) if isinstance(p, NameIndex)]
 
 
 def _has_number(name: Name, beginning: tuple[NamePart, ...]) -> bool:
     """Whether a name has a number where others that begin alike have an index."""
-    *same, text, _ = (Text(""), *beginning) if len(beginning) == 1 else beginning
+    *same, text = beginning or (Text(""),)
     at = len(same)
     if len(name.parts) <= at or name.parts[:at] != tuple(same):
         return False
