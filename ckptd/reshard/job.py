@@ -29,7 +29,7 @@ from ckptd.reshard.plan import Target, share
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.verify import Expected, FileSamples
 from ckptd.root.catalogue import Catalogue, publish_manifest, write_witness
-from ckptd.root.working import Working, refuse_behind, refuse_others
+from ckptd.root.working import Working, refuse_behind
 from ckptd.save.commit import remove_parts
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
@@ -322,6 +322,16 @@ class ReshardShare(msgspec.Struct, frozen=True):
     number: int = 1
     count: int = 1
 
+    @property
+    def reason(self) -> str:
+        """What a lease on the work is for."""
+        return f"{REASON}-{self.number}/{self.count}"
+
+    def overlaps(self, reason: str) -> bool:
+        """Tell whether a lease is for work on some file of this share."""
+        found = re.fullmatch(rf"{REASON}-([0-9]+)/([0-9]+)", reason, re.ASCII)
+        return found is not None and (int(found[2]) != self.count or int(found[1]) == self.number)
+
     def files(self, target: Target) -> list[int]:
         """Return the target files that this process writes: those with chunks."""
         mine = share(target.sizes, self.number - 1, self.count)
@@ -380,7 +390,7 @@ class ReshardJob:
         RefusedError
             Kind ``behind``: the target has this step, or a later one, and it is another one.
         ConflictError
-            Kind ``at-work``: another process is at work on this very share.
+            Kind ``at-work``: another process is at work on this share, or on one of another count.
         """
         begun = time.monotonic()
         self._catalogue.create_or_open()
@@ -390,11 +400,9 @@ class ReshardJob:
             return done
         generation = self._catalogue.join(f"{REASON} {self._attempt}").generation
         place = OwnPlace(self._step, generation, self._attempt)
-        reason = f"{REASON}-{share.number}/{share.count}"
-        refuse_others(self._catalogue, generation, reason, "")
-        working = Working(self._catalogue, generation, reason)
+        working = Working(self._catalogue, generation, share.reason)
         try:
-            working.touch(place.name)
+            working.enter(place.name, share.overlaps)
             return self._work(place, working, share, budget, begun)
         finally:
             working.end()

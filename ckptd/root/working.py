@@ -7,11 +7,12 @@ its unfinished checkpoint shows others that it lives, and keeps gc away from wha
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckptd.errors import ConflictError, RefusedError
 from ckptd.format.names import CommitName, lease_key
@@ -19,9 +20,11 @@ from ckptd.format.records import Lease, encode_record
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import LEASE_S, expired, leases
 
-__all__ = ["Working", "at_work", "refuse_behind", "refuse_others"]
+__all__ = ["Working", "at_work", "refuse_behind"]
 
 _RENEW_S = LEASE_S / 6
+_PAUSES_S = (0.1, 0.3, 1.0)
+"""Longest waits before a process that began at the moment of a rival looks again."""
 
 
 class Working:
@@ -39,6 +42,7 @@ class Working:
         self.generation = generation
         self.work_id = uuid.uuid4().hex
         self._catalogue = catalogue
+        self._reason = reason
         self._holder = f"{reason} {_place()}:{os.getpid()}"
         self._lock = threading.Lock()
         self._on: CommitName | None = None
@@ -55,19 +59,56 @@ class Working:
         """
         newest = catalogue.newest_generation()
         record = catalogue.generation(newest) if newest else None
-        if record is not None and record.reason == reason:
-            refuse_others(catalogue, newest, reason, "")
         if record is None or record.reason != reason:
             newest = catalogue.claim(catalogue.latest(), 0, reason).generation
         working = Working(catalogue, newest, reason)
-        working.touch(CommitName(0, newest))
-        try:
-            # Two that took over at one moment both see each other: the smaller id goes on.
-            refuse_others(catalogue, newest, reason, working.work_id)
-        except ConflictError:
-            working.end()
-            raise
+        working.enter(CommitName(0, newest))
         return working
+
+    def enter(self, name: CommitName, rivals: Callable[[str], bool] | None = None) -> None:
+        """Begin to work on `name`, unless a rival is at work in the generation.
+
+        Parameters
+        ----------
+        rivals
+            Tells by its reason whether a process is one; those of the same reason if left out.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``at-work``.
+        """
+        rivals = rivals or self._reason.__eq__
+        self._refuse(rivals)
+        for most in (*_PAUSES_S, 0.0):
+            self.touch(name)
+            try:
+                # Again: of two that begin at one moment, one at least finds the other's lease.
+                self._refuse(rivals)
+                break
+            except ConflictError:
+                self.end()
+                if not most:
+                    raise
+            time.sleep(random.uniform(0, most))
+
+    def _refuse(self, rivals: Callable[[str], bool]) -> None:
+        """Raise when a rival is at work."""
+        for key, lease in leases(self._catalogue).items():
+            if key == lease_key(self.work_id) or lease.generation != self.generation:
+                continue
+            if not rivals(lease.holder.rpartition(" ")[0]) or expired(lease, time.time()):
+                continue
+            if _is_dead(lease.holder):
+                self._catalogue.store.delete([key])
+                continue
+            raise ConflictError(
+                "another one is at work here",
+                kind="at-work",
+                where=self._catalogue.where(key),
+                found=f"{lease.holder}, generation {self.generation}",
+                hint="wait for it; if its machine is gone, remove that lease",
+            )
 
     def touch(self, name: CommitName) -> None:
         """Write a sign that work on `name` goes on; cheap when the last one is recent."""
@@ -81,7 +122,9 @@ class Working:
 
     def end(self) -> None:
         """Say that the work is over. Idempotent."""
-        self._catalogue.store.delete([lease_key(self.work_id)])
+        with self._lock:
+            self._on = None
+            self._catalogue.store.delete([lease_key(self.work_id)])
 
 
 def refuse_behind(catalogue: Catalogue, line: Sequence[CommitName], step: int) -> None:
@@ -104,26 +147,6 @@ def at_work(catalogue: Catalogue) -> dict[str, Lease]:
         for key, lease in leases(catalogue).items()
         if not expired(lease, time.time()) and not _is_dead(lease.holder)
     }
-
-
-def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:
-    """Raise when another process is at work, and, with `own`, goes first."""
-    for key, lease in leases(catalogue).items():
-        other = key.rpartition("/")[2].removesuffix(".json")
-        if lease.generation != generation or not lease.holder.startswith(f"{reason} "):
-            continue
-        if other == own or (own and other > own) or expired(lease, time.time()):
-            continue
-        if _is_dead(lease.holder):
-            catalogue.store.delete([key])
-            continue
-        raise ConflictError(
-            "another one is at work here",
-            kind="at-work",
-            where=catalogue.where(key),
-            found=f"{lease.holder}, generation {generation}",
-            hint="wait for it; if its machine is gone, remove that lease",
-        )
 
 
 def _place() -> str:

@@ -342,6 +342,32 @@ def test_two_at_a_time(source: Catalogue, target: Store) -> None:
     assert catalogue.generations() == [1]
 
 
+def test_who_comes_a_moment_later_does_not_go_first(target: Store) -> None:
+    catalogue = Catalogue(target)
+    catalogue.create_or_open()
+    generation = catalogue.claim(None, 0, "cp").generation
+    name = CommitName(0, generation)
+    both = sorted((Working(catalogue, generation, "cp") for _ in range(2)), key=lambda w: w.work_id)
+    late, first = both
+    real = late._refuse
+    seen: list[str] = []
+
+    def refuse(rivals: Callable[[str], bool]) -> None:
+        real(rivals)
+        if not seen:  # the other one begins, and is at work, between the late one's look and lease
+            seen.append("looked")
+            first.enter(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late, "_refuse", refuse)
+        with pytest.raises(ConflictError) as caught:
+            late.enter(name)
+    assert caught.value.kind == "at-work"
+    first.end()
+    late.enter(name)
+    late.end()
+
+
 def test_a_holder_elsewhere_is_believed_until_its_lease_ends(
     source: Catalogue, target: Store
 ) -> None:

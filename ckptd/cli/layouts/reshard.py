@@ -311,7 +311,10 @@ def _show_costs(d: ReshardDocument, costs: Costs) -> None:
 
 def _show_done(d: ReshardDocument, done: Resharded) -> None:
     if done.state == "present":
-        print(f"step {done.step} is there already (generation {done.generation})")
+        if done.generation:
+            print(f"step {done.step} is there already (generation {done.generation})")
+        else:
+            print(f"another process has finished it: it is in {d.target}")
         return
     again = f", {done.reused_files} of them there already" if done.reused_files else ""
     rate = done.bytes_written / max(done.seconds, 1e-9)

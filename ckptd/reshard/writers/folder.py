@@ -46,13 +46,13 @@ from ckptd.layout.owners import Owners
 from ckptd.load.files import PieceLocations
 from ckptd.readers.twin import ForeignRoot
 from ckptd.reshard.execute import Budget, Executor, FileDraft
-from ckptd.reshard.job import REASON, FilePart, ReshardShare, Work, complete_files
+from ckptd.reshard.job import FilePart, ReshardShare, Work, complete_files
 from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.working import Working, at_work, refuse_others
+from ckptd.root.working import Working, at_work
 from ckptd.store.base import is_segment
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import reading, writing
@@ -372,21 +372,18 @@ class FolderJob:
         """
         begun = time.monotonic()
         self._refuse_source()
-        reason = f"{REASON}-{share.number}/{share.count}"
         with (
             LocalStore(self._folder) as store,
             LocalStore(self._folder / self._job_name) as leases,
         ):
             catalogue = Catalogue(leases)
-            working = Working(catalogue, _WORK.generation, reason)
+            working = Working(catalogue, _WORK.generation, share.reason)
             job = _Job(self._place, self._job_name, working.work_id)
             self._clear_others(store)
             if job.replaced(store) is None:
                 self._replaceable()
-            refuse_others(catalogue, _WORK.generation, reason, "")
             try:
-                working.touch(_WORK)
-                refuse_others(catalogue, _WORK.generation, reason, working.work_id)
+                working.enter(_WORK, share.overlaps)
                 self._clear_others(store)  # those that began at this very moment
                 job.begin(store)
                 job.sweep(store, catalogue)

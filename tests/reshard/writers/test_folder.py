@@ -35,6 +35,7 @@ from ckptd.reshard.writers.hf import HfPlace
 from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.reshard.writers.torchdist import TorchDistPlace
 from ckptd.reshard.writers.universal import UniversalPlace
+from ckptd.root.working import Working
 from ckptd.store import open_store
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
@@ -301,8 +302,10 @@ def test_two_processes_of_one_share(
             with pytest.raises(ConflictError) as caught:
                 run("dcp", source, out)
             assert caught.value.kind == "at-work"
+            with pytest.raises(ConflictError):  # a share of another count has files of this one
+                run("dcp", source, out, ReshardShare(2, 2))
             with monkeypatch.context() as patch:
-                patch.setattr(folders, "refuse_others", lambda *given: None)
+                patch.setattr(Working, "enter", lambda self, name, rivals: self.touch(name))
                 inner.append(run("dcp", source, out).state)
 
     def running(*given: Any) -> None:
