@@ -316,7 +316,8 @@ def report(found: dict[str, list[dict[str, Any]]], every: Any, layers: int, opti
         f"A state of {3 * size / 1e9:.2f} GB, of which {size / 1e9:.2f} GB are weights; budget "
         f"{options.budget // MIB} MiB; {len(found['limit'])} repetitions, medians; processes with "
         f"their start. The disk alone, for the weights: {write:.2f} s to write, {read:.2f} s to "
-        "read.\n\n"
+        "read. `dcp_to_torch_save` writes moments too, as it cannot leave them out; libraries that "
+        "are read at the start are among the bytes.\n\n"
     )
     command = f"python bench/interop.py --gb {options.gb:g}"
     common.publish("interop", command, text + common.table(head, rows), found)
