@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError
 from ckptd.layout.grid import Grid, Piece, whole
-from ckptd.layout.lay.bind import bind_sizes, bind_stored
+from ckptd.layout.lay.bind import bind_sizes, bind_stored, from_stored
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Composition, Copy, compose
 from ckptd.layout.lay.local import LaidTensor
@@ -47,6 +47,7 @@ __all__ = [
     "Duplicate",
     "TensorLink",
     "alias_names",
+    "apart_of",
     "bind_to",
     "compose_layouts",
     "link_of",
@@ -192,6 +193,17 @@ class Composed:
         if self.dropped or self.lost:
             found.append("lossy")
         return max(found, key=PROMISES.index, default="exact")
+
+    @cached_property
+    def by_parameter(self) -> Mapping[str, Sequence[TensorLink]]:
+        """The parameters that are made of one of the source, by its name in the source's rules."""
+        out: dict[str, list[TensorLink]] = {}
+        for link in self.links:
+            for rule, indexes, state in link.sources:
+                if not state:
+                    name = self.composition.source.rules[rule].global_name(indexes)
+                    out.setdefault(name, []).append(link)
+        return out
 
     def feed(self, number: int, piece: int) -> ChunkFeed:
         """Return what fills a piece of the target tensor of link `number`."""
@@ -349,6 +361,11 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
         duplicates=duplicates,
         aliases={k.tensor.name: _names_of(k, aliases) for k in links},
     )
+
+
+def apart_of(source: Resolved, stock: Stock) -> frozenset[str]:
+    """Return the tensors that the program of a source does not speak of."""
+    return frozenset(seen.name for seen in from_stored(source, stock.shapes).unmatched)
 
 
 def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
@@ -753,6 +770,7 @@ def _check_all_fed(
     counted |= {u.name for name in dropped for u in [_templates(form).take(name)] if u}
     found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
     scales = {t.name for t in found if t is not None}
+    scales |= stock.apart
     templates = _templates(form)
     lost = []
     for tensor in stock.tensors:

@@ -8,13 +8,13 @@ and a foreign checkpoint holds them value by value.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckptd.errors import MismatchError
-from ckptd.format.manifest import ObjectEntry
+from ckptd.format.manifest import OPTIMIZER_CLASS, ObjectEntry
 
-__all__ = ["Renames", "are_torchs", "gathered", "groups_name", "renamed"]
+__all__ = ["Renames", "are_torchs", "gathered", "groups_name", "params_of", "renamed"]
 
 Renames = Mapping[str, Sequence[str]]
 """The new names of each parameter."""
@@ -22,7 +22,9 @@ Renames = Mapping[str, Sequence[str]]
 _STATE = "state."
 _GROUPS = "param_groups."
 _PARAMS = "params"
-_NUMBERED = re.compile(r"([0-9]{1,6})\.([^.]+)(?:\.([0-9]{1,6}))?", re.ASCII)
+_NUMBERED = re.compile(
+    rf"([0-9]{{1,6}})\.({re.escape(OPTIMIZER_CLASS)}|[^.]+)(?:\.([0-9]{{1,6}}))?", re.ASCII
+)
 
 
 def groups_name(states: str) -> str:
@@ -33,6 +35,39 @@ def groups_name(states: str) -> str:
 def are_torchs(name: str) -> bool:
     """Whether groups stand beside states as torch has them: ``optim.state``, ``param_groups``."""
     return name.endswith(f"{_STATE}groups")
+
+
+def params_of(
+    objects: Sequence[ObjectEntry], groups: str, params: Collection[str] | None
+) -> Sequence[str]:
+    """Return the parameters that the groups of an optimizer name, as groups call them.
+
+    Parameters
+    ----------
+    objects
+        Those of a checkpoint, where groups are one object, or values as torch has them.
+    groups
+        The name of the groups object, as `groups_name` gives it.
+    params
+        Parameters that there are; None: whatever a value names may be one.
+    """
+    found: dict[str, None] = {}
+    above = _above(groups)
+    for entry in objects:
+        if entry.kind == "groups" and entry.name == groups and isinstance(entry.value, list):
+            found |= dict.fromkeys(p for g in entry.value for p in g.get(_PARAMS, ()))
+        elif entry.name.startswith(above):
+            param, _, key = entry.name.removeprefix(above).rpartition(".")
+            if key == _PARAMS and isinstance(entry.value, list):
+                found |= dict.fromkeys(p for p in entry.value if isinstance(p, str))
+            elif param in params if params is not None else not param.isdigit():
+                found[param] = None
+    return list(found)
+
+
+def _above(groups: str) -> str:
+    """Return what the names of torch's values begin with, by the name of the groups object."""
+    return groups.removesuffix("groups").removesuffix(_STATE) + _GROUPS
 
 
 def gathered(
@@ -57,7 +92,7 @@ def gathered(
     objects
         All others, and the groups object; as they were where values do not say whose they are.
     """
-    above = groups.removesuffix("groups").removesuffix(_STATE) + _GROUPS
+    above = _above(groups)
     mine = {o.name.removeprefix(above): o for o in objects if o.name.startswith(above)}
     if not mine or any(o.tensor for o in mine.values()):
         return objects

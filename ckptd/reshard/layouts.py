@@ -13,7 +13,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ckptd.errors import MismatchError, NotFoundError, UsageError
+from ckptd.format.manifest import ObjectEntry
 from ckptd.layout.lay.closed import found_sizes
+from ckptd.layout.lay.matching import state_pattern
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.resolve import Bound, Resolved, is_recipe, resolve
 from ckptd.layout.lay.ruleform import RuleForm
@@ -53,6 +55,7 @@ from ckptd.layout.lay.syntax import (
 )
 from ckptd.readers.words import TITLE
 from ckptd.reshard.elements import find
+from ckptd.reshard.groups import groups_name, params_of
 from ckptd.types import Box
 
 __all__ = [
@@ -61,6 +64,7 @@ __all__ = [
     "compare",
     "infer",
     "layout_names",
+    "moment",
     "other_sizes",
     "read_file",
     "read_program",
@@ -244,10 +248,14 @@ class LayoutProgram:
         The program; empty for a shipped layout.
     layout
         Name of the layout.
+    own
+        Whether a checkpoint keeps it, or it was made from the checkpoint's names: what it does not
+        speak of stays as it is.
     """
 
     file: File
     layout: str
+    own: bool = False
 
     def resolve(self) -> Resolved:
         """Look the layout up; raises as `ckptd.layout.lay.resolve.resolve`."""
@@ -528,15 +536,26 @@ NAME = "stored"
 
 _SHORT = {"exp_avg": "m", "exp_avg_sq": "s", "master": "w"}
 """Short names that recipes speak of."""
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _SPELLINGS = "names."
 """Begins the names of shipped recipes that say how states are named; the first that fits counts."""
+_MODEL = "model."
+"""Section of the model, where several have the same names."""
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a dotted name
 
 Shape = tuple[int, ...]
 
 
-def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutProgram:
+def infer(
+    shapes: Mapping[str, Shape],
+    *,
+    has_sections: bool = True,
+    objects: Sequence[ObjectEntry] = (),
+) -> LayoutProgram:
     """Return the layout of some stored tensors, on no mesh.
+
+    It does not speak of what is called neither as parameters are nor as what follows them, and of
+    what follows a parameter in a shape of its own.
 
     Parameters
     ----------
@@ -544,14 +563,12 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutPr
         Shape of each tensor by name.
     has_sections
         Whether a name that begins with ``model.`` is in a section of that name.
+    objects
+        Those beside the tensors: groups of an optimizer say what its parameters are called.
     """
-    found = _followed(shapes)
-    stored = found.stored
-    if not found.states and has_sections and shapes and all(map(stored.is_param, shapes)):
-        stored = _Spelling(Stored(stored.statement.params))
-    elif not found.states:
-        stored = _Spelling(Stored())
-    params = {stored.bare(n): s for n, s in shapes.items() if n not in found.followers}
+    found = _followed(shapes, objects) or _Followed(_bare(shapes, has_sections=has_sections))
+    stored, others = found.stored, found.followers | found.apart
+    params = {stored.bare(n): s for n, s in shapes.items() if n not in others}
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
         atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
@@ -564,7 +581,19 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutPr
         tuple(Scalar(s) for s in found.scalars),
     )
     said = (stored.statement,) if stored.statement != Stored() else ()
-    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*said, *rules)))), NAME)
+    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*said, *rules)))), NAME, own=True)
+
+
+def _bare(shapes: Mapping[str, Shape], *, has_sections: bool) -> _Spelling:
+    """Return how parameters are called where nothing follows them."""
+    model = _Spelling(Stored(_spellings()[0].statement.params))
+    in_model = has_sections and shapes and all(map(model.is_param, shapes))
+    return model if in_model else _Spelling(Stored())
+
+
+def moment(names: Iterable[str]) -> str | None:
+    """Return the first name that an optimizer gives to a state, and hardly a model to a weight."""
+    return next((n for n in names if n.rpartition(".")[2] in _MOMENTS), None)
 
 
 @dataclass(frozen=True)
@@ -607,29 +636,70 @@ class _Spelling:
 
     @cached_property
     def _states(self) -> re.Pattern[str]:
-        text = re.escape(self.statement.states)
-        text = text.replace(re.escape("{name}"), "(?P<name>.+)")
-        return re.compile(text.replace(re.escape("{state}"), "(?P<state>[A-Za-z_][A-Za-z0-9_]*)"))
+        return state_pattern(self.statement.states)
 
 
 @dataclass(frozen=True)
 class _Followed:
-    """Which stored tensors follow others, and what they are called."""
+    """Which stored tensors follow others, and what they are called.
+
+    Attributes
+    ----------
+    apart
+        Tensors that are neither parameters nor states, or states of another shape.
+    known
+        How many parameters groups of the optimizer name.
+    """
 
     stored: _Spelling
     states: list[str] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
     followers: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+    known: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many names it explains."""
+        return len(self.followers) + self.known
 
 
-def _followed(shapes: Mapping[str, Shape]) -> _Followed:
-    """Find the states and scalars that follow parameters, by the first spelling that fits.
+def _followed(shapes: Mapping[str, Shape], objects: Sequence[ObjectEntry]) -> _Followed | None:
+    """Find the states and scalars that follow parameters, by the spelling that explains most.
 
-    None if there is anything else than parameters and what follows them.
+    None where nothing follows anything, and groups name no parameter.
     """
-    spellings = _spellings()
-    found = (_following(shapes, spelling) for spelling in spellings)
-    return next((f for f in found if f is not None), _Followed(spellings[0]))
+    spellings = dict.fromkeys((*_spellings(), *_of_groups(shapes, objects)))
+    found = [_following(shapes, spelling, objects) for spelling in spellings]
+    fitting = [f for f in found if f is not None]
+    return max(fitting, key=lambda f: f.count, default=None)
+
+
+def _of_groups(shapes: Mapping[str, Shape], objects: Sequence[ObjectEntry]) -> list[_Spelling]:
+    """Return how an optimizer spells names whose groups are called as in no shipped spelling.
+
+    None if there are several optimizers, as one layout speaks of one, or if several models have
+    the names of its parameters.
+    """
+    tops = {
+        o.name.removesuffix(".groups"): "{name}.{state}"
+        for o in objects
+        if o.kind == "groups" and o.name.endswith(".groups")
+    }
+    between = ".param_groups."
+    tops |= {
+        o.name.partition(between)[0]: "state.{name}.{state}" for o in objects if between in o.name
+    }
+    if len(tops) != 1:
+        return []
+    ((top, states),) = tops.items()
+    template = f"{top}.{states}"
+    first = next(iter(params_of(objects, groups_name(template), None)), "")
+    before = {n.removesuffix(first) for n in shapes if first and n.endswith(first)}
+    sections = {b for b in before if not b or (b.endswith(".") and b.count(".") == 1)}
+    sections = sections & {_MODEL} or sections
+    spellings = [_Spelling(Stored(f"{s}{{name}}", template)) for s in sections]
+    return spellings if len(spellings) == 1 else []
 
 
 @cache
@@ -637,7 +707,7 @@ def _spellings() -> tuple[_Spelling, ...]:
     """Return the spellings that are shipped."""
     names = [n for n in library.names() if n.startswith(_SPELLINGS)]
     said = (s for n in names for s in _shipped_layout(n).statements if isinstance(s, Stored))
-    return tuple(map(_Spelling, said))
+    return tuple(_Spelling(s) for s in said if s.names is None)
 
 
 def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
@@ -647,23 +717,39 @@ def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
     return [*states, *(s for s in _SHORT if s not in states and s not in scalars)]
 
 
-def _following(shapes: Mapping[str, Shape], spelling: _Spelling) -> _Followed | None:
+def _following(
+    shapes: Mapping[str, Shape], spelling: _Spelling, objects: Sequence[ObjectEntry]
+) -> _Followed | None:
     states: dict[str, None] = {}
     scalars: dict[str, None] = {}
-    followers = set()
+    either: dict[str, None] = {}
+    followers, apart = set(), set()
     for name, shape in shapes.items():
         followed = spelling.follower(name)
         param = shapes.get(followed[0]) if followed else None
         if followed is not None and param is not None:
             if shape not in (param, ()):
-                return None
-            (states if shape == param and shape else scalars)[followed[1]] = None
+                apart.add(name)
+                continue
+            # That of a parameter without dimensions may be either.
+            kind = states if shape else scalars if param else either
+            kind[followed[1]] = None
             followers.add(name)
         elif not spelling.is_param(name):
-            return None
-    if not states or states.keys() & scalars.keys():
+            apart.add(name)
+    for state in either:
+        if state not in states and state not in scalars:
+            (states if state in _SHORT else scalars)[state] = None
+    if states.keys() & scalars.keys():
         return None
-    return _Followed(spelling, list(states), list(scalars), frozenset(followers))
+    groups = groups_name(spelling.statement.states)
+    named = params_of(objects, groups, {spelling.bare(n) for n in shapes if spelling.is_param(n)})
+    known = sum(spelling.statement.params.replace("{name}", n) in shapes for n in named)
+    if not states and not known:
+        return None
+    return _Followed(
+        spelling, list(states), list(scalars), frozenset(followers), frozenset(apart), known
+    )
 
 
 def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:

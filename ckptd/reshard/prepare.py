@@ -14,16 +14,17 @@ from ckptd.format.manifest import UNORDERED
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
-from ckptd.layout.lay.resolve import Bound
+from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.syntax import show
 from ckptd.load.plan import BlockLine
 from ckptd.readers.words import hint_text
-from ckptd.reshard.compose import Composed, TensorLink, bind_to, compose_layouts
+from ckptd.reshard.compose import Composed, TensorLink, apart_of, bind_to, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.layouts import (
     LayoutProgram,
     compare,
     infer,
+    moment,
     other_sizes,
     read_text,
     wrapped,
@@ -35,7 +36,16 @@ from ckptd.reshard.source import Stock
 from ckptd.reshard.target import Assembled, assemble_target
 from ckptd.reshard.verify import Expected, expect
 
-__all__ = ["Prepared", "costs_of", "prepare", "prove_target", "rules_of", "source_program"]
+__all__ = [
+    "Prepared",
+    "apart_from",
+    "costs_of",
+    "inferred",
+    "prepare",
+    "prove_target",
+    "rules_of",
+    "source_program",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +88,34 @@ def source_program(stock: Stock, given: LayoutProgram | None) -> LayoutProgram:
     """
     if given is not None:
         return given
-    return _kept(stock) if stock.lay else _inferred(stock)
+    return _kept(stock) if stock.lay else inferred(stock)
 
 
-def _inferred(stock: Stock) -> LayoutProgram:
-    return infer(stock.shapes, has_sections=stock.has_sections)
+def inferred(stock: Stock, *, has_sections: bool = True) -> LayoutProgram:
+    """Return the program that the names of a source make.
+
+    Parameters
+    ----------
+    has_sections
+        Whether names may begin with a section, if those of the source do at all.
+    """
+    sections = has_sections and stock.has_sections
+    return infer(stock.shapes, has_sections=sections, objects=stock.objects)
+
+
+def apart_from(stock: Stock, source: LayoutProgram) -> Stock:
+    """Return a source that holds what its own program does not speak of as it is.
+
+    What a user, or a hint, says is meant to be of everything.
+    """
+    if not source.own or stock.locate is not None:
+        return stock
+    return replace(stock, apart=stock.apart | apart_of(source.resolve(), stock))
 
 
 def _kept(stock: Stock) -> LayoutProgram:
     program = read_text(stock.lay, f"the program of step {stock.step}")
+    program = replace(program, own=not stock.hinted)
     mesh = program.resolve().mesh
     if mesh is not None and mesh.world > stock.world:
         # Whoever wrote it was one of these ranks; more of them are only work to count.
@@ -143,17 +172,19 @@ def prepare(
         known = {k: v for k, v in stock.metadata.items() if k != UNORDERED}
         stock = replace(stock, metadata=known)
     hint = _fitting_hint(stock, source, rules, is_recipe=target.is_recipe)
-    source = source if hint is None or not hint.note else _inferred(stock)
+    source = source if hint is None or not hint.note else inferred(stock)
     resolved = source.resolve()
     given = source
+    stock = apart_from(stock, source)
     if target.is_recipe:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
             # Names that a program calls the weights' own begin with no section.
-            sections = stock.has_sections and resolved.params != "{name}"
-            source = infer(stock.shapes, has_sections=sections)
+            source = inferred(stock, has_sections=resolved.params != "{name}")
             resolved = source.resolve()
+            stock = apart_from(stock, source)
         target = wrapped(target, source)
+        _check_recognised(stock, resolved, target.resolve())
     composed = compose_layouts(resolved, target.resolve(), stock)
     used = composed.composition.source.bound
     if hint is not None:
@@ -167,6 +198,30 @@ def prepare(
     closed = target.closed(composed.composition.target.bound)
     assembled = assemble_target(composed, closed.text)
     return Prepared(stock, source, target, assembled, read_with)
+
+
+def _check_recognised(stock: Stock, source: Resolved, target: Resolved) -> None:
+    """Refuse to rename states as though they were parameters.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-fit``: names of the source do not say what is a parameter and what follows it.
+    """
+    first = None if source.states else moment(stock.shapes)
+    same = (source.params, source.state_names) == (target.params, target.state_names)
+    if first is None or same:
+        return
+    groups = [o.name for o in stock.objects if o.kind == "groups"]
+    raise MismatchError(
+        "the names of the source do not tell parameters from states of an optimizer",
+        kind="lay-fit",
+        where=first,
+        wanted="one model and one optimizer, states named by their parameters",
+        found=f"groups of {len(groups)} optimizers: {', '.join(groups[:4])}" if groups else None,
+        hint="keep the names (a recipe without names.*), or say with --from LAYOUT how they are"
+        ' called: stored "model.{name}" states "optim.{name}.{state}"',
+    )
 
 
 def _fitting_hint(

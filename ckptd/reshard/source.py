@@ -85,6 +85,8 @@ class Stock:
         tensor, number of the piece, blocks and type of the target.
     unread
         Files beside those of the source that look like weights and are not read.
+    apart
+        Names of tensors that its program does not speak of, and that the target has as they are.
     has_sections
         Whether names begin with a section of a state, as a job of ckptd saves it: what somebody
         else calls ``model.`` is a part of the names of weights.
@@ -106,6 +108,7 @@ class Stock:
     sizes: Mapping[str, int] = field(default_factory=dict)
     locate: Callable[[str, int, Sequence[Block], DType], Sequence[Take]] | None = None
     unread: Sequence[str] = ()
+    apart: frozenset[str] = frozenset()
     has_sections: bool = True
 
     @cached_property
@@ -116,8 +119,8 @@ class Stock:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what is no encoded object, by name."""
-        return {t.name: t.shape for t in self.tensors if not t.encoded}
+        """Shapes of what a program has to speak of, by name: of no encoded objects."""
+        return {t.name: t.shape for t in self.tensors if not t.encoded and t.name not in self.apart}
 
     def read_scalars(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bytes of some small tensors."""

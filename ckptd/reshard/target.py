@@ -21,6 +21,7 @@ from ckptd.errors import CorruptError, MismatchError
 from ckptd.format.manifest import GridEntry, ManifestTables, MeshEntry, ObjectEntry, TensorEntry
 from ckptd.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
 from ckptd.layout.grid import Axis, Grid, whole
+from ckptd.layout.lay.matching import NameTemplates
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
@@ -46,12 +47,15 @@ class Assembled:
         Per-rank objects that another world drops.
     scales
         Numbers of the target's tensors that are scales of parameters.
+    apart
+        Numbers of those that the source's program does not speak of.
     """
 
     target: Target
     composed: Composed
     dropped_objects: Sequence[str]
     scales: range = range(0)
+    apart: range = range(0)
 
 
 @dataclass(eq=False)
@@ -91,7 +95,8 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
     Raises
     ------
     MismatchError
-        Numbers that follow fused parameters disagree, groups or per-rank objects do not fit.
+        Numbers that follow fused parameters disagree, groups or per-rank objects do not fit, or
+        what the source's program does not speak of.
     """
     form = composed.composition.target
     layout = form.bound.layout
@@ -110,6 +115,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         )
     scales = _add_scales(build, composed)
     _add_scalars(build, composed)
+    apart = _add_apart(build, composed)
     declared = {o.name: o.on_change for o in layout.objects}
     carried = carry_objects(stock, build.world, _groups(composed), declared)
     _add_objects(build, carried)
@@ -124,7 +130,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         dict(stock.metadata),
         lay,
     )
-    return Assembled(target, composed, carried.dropped, scales)
+    return Assembled(target, composed, carried.dropped, scales, apart)
 
 
 def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
@@ -223,6 +229,70 @@ def _scalars_of(composed: Composed, link: TensorLink, scalar: str) -> list[Stock
             found=f"of {len(out)}",
         )
     return out
+
+
+# --- what no program speaks of --------------------------------------------------------------------
+
+
+def _add_apart(build: _Builder, composed: Composed) -> range:
+    """Add what the source's program does not speak of, cut by rows; return the numbers."""
+    stock, first = composed.stock, len(build.entries)
+    known = {name for e in build.entries for name in (e.name, *e.aliases)}
+    for tensor in stock.tensors:
+        if tensor.name not in stock.apart:
+            continue
+        name = _apart_name(composed, tensor)
+        for one in (name, *tensor.aliases):
+            if one in known:
+                raise MismatchError(
+                    "a tensor that the layout does not speak of has the name of another one",
+                    kind="duplicate-name",
+                    where=one,
+                    hint="leave one of them out: -e 'from: NAME = drop'",
+                )
+            known.add(one)
+        grid, owners = _rows(tensor.shape, build.world)
+        feed = recut(tensor.number, tensor.grid, grid)
+        build.add(name, tensor.dtype.name, grid, owners, 0, feed, tensor.aliases)
+    return range(first, len(build.entries))
+
+
+def _apart_name(composed: Composed, tensor: StockTensor) -> str:
+    """Return the name of such a tensor: one that follows a parameter goes with it.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-cover``: the parameter is fused, parted or turned.
+    """
+    composition = composed.composition
+    source, target = composition.source, composition.target
+    state = NameTemplates(source.bound.layout).take_any(tensor.name)
+    links = composed.by_parameter.get(state.name, ()) if state else ()
+    if state is None or not links:
+        return tensor.name
+    link = links[0]
+    rules = [source.rules[key[0]] for key in link.sources], target.rules[link.key[0]]
+    if len(links) > 1 or len(rules[0]) > 1 or rules[0][0].dims != rules[1].dims:
+        raise MismatchError(
+            "a state of another shape than its parameter follows it as it is only",
+            kind="lay-cover",
+            where=tensor.name,
+            wanted=f"{state.name} as one tensor of the same dimensions",
+            hint="to leave it out, say so: -e 'from: NAME = drop'",
+        )
+    new = rules[1].global_name(link.key[1])
+    return target.bound.layout.state_name(new, state.state)
+
+
+def _rows(shape: tuple[int, ...], world: int) -> tuple[Grid, Owners]:
+    """Return how rows are dealt out; what has fewer than ranks is whole."""
+    if not shape or shape[0] < world or world == 1:
+        return whole(shape), Owners(((0, 0, 1),))
+    few, more = divmod(shape[0], world)
+    rows = Axis.from_sizes([few + (rank < more) for rank in range(world)])
+    others = (Axis.from_sizes([n]) for n in shape[1:])
+    return Grid((rows, *others)), Owners.from_array(range(world))
 
 
 # --- objects ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -23,7 +24,7 @@ from ckptd.reshard.layouts import LayoutProgram, infer, wrapped
 from tests.cli.running import Cli
 
 NAMES = [n for n in library.names() if n.startswith("names.")]
-SHAPES = {"layers.0.w": (4, 2), "layers.1.w": (4, 2), "norm": (3,)}
+SHAPES = {"layers.0.w": (4, 2), "layers.1.w": (4, 2), "norm": (3,), "logit_scale": ()}
 
 
 @pytest.fixture
@@ -56,18 +57,41 @@ def test_each_spelling_is_recognised_and_changes_to_each(source: str, target: st
         (wrapped(LayoutProgram(File(()), target), base), wanted),
     ):
         bound = bind_stored(program.resolve(), shapes)
-        tensors = {n for n, shape in shapes.items() if shape}
+        tensors = {n for n in shapes if "step" not in n}
         assert set(StoredForm(bound).by_name) == tensors
         assert [s.name for s in bound.layout.scalars] == ["step"]
         assert {s.name for s in bound.layout.states} == {"m", "s", "w"}
 
 
-def test_what_is_no_state_is_a_parameter() -> None:
-    """One tensor that belongs to nothing else: then nothing is said to follow anything."""
-    found = {**dict(spelled("names.dcp")), "extra.rng": (5,)}
-    resolved = infer(found).resolve()
+def test_what_neither_is_nor_follows_a_parameter_is_not_spoken_of() -> None:
+    """It does not make the names of all others mean nothing; without any states nothing is told."""
+    known = dict(spelled("names.dcp"))
+    others = {"extra.rng": (5,), "optim.state.norm.row": (2, 1), "step": ()}
+    assert infer({**known, **others}) == infer(known)
+    resolved = infer({"model.x": (2,), "extra.rng": (5,)}).resolve()
     assert resolved.params == "{name}"
-    assert not resolved.states
+    assert len(resolved.families) == 2
+    # What is called as any parameter is one; a state of another shape is none.
+    known = dict(spelled("names.titan"))
+    others = {"optimizer.state.norm.row": (2, 1)}
+    assert infer({**known, **others}) == infer(known)
+
+
+def test_groups_say_what_is_a_parameter() -> None:
+    shapes = {"layers.0.w": (4, 2), "norm": (3,)}
+    titan = [ObjectEntry(f"optimizer.param_groups.{n}.lr", 0.1) for n in shapes]
+    found = infer(shapes, objects=titan).resolve()
+    assert (found.params, groups_name(found.state_names)) == ("{name}", "optimizer.state.groups")
+    group = {"params": list(shapes)}
+    objects = [ObjectEntry("adam.groups", [group], kind="groups")]
+    found = infer({f"net.{n}": s for n, s in shapes.items()}, objects=objects).resolve()
+    assert (found.params, found.state_names) == ("net.{name}", "adam.{name}.{state}")
+    # Two models have these names, and two optimizers.
+    both = {f"{net}.{n}": s for net in ("gen", "dis") for n, s in shapes.items()}
+    assert infer(both, objects=objects).resolve().params == "{name}"
+    objects.append(ObjectEntry("other.groups", [group], kind="groups"))
+    found = infer({f"net.{n}": s for n, s in shapes.items()}, objects=objects).resolve()
+    assert found.params == "{name}"
 
 
 def test_where_groups_are() -> None:
@@ -135,6 +159,101 @@ def test_a_state_of_dcp_is_loaded_by_a_checkpointer(tmp_path: Path, cli: Cli, fl
     for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
         for name, value in optimizer.state[theirs].items():
             assert torch.equal(loaded.state[mine][name], value), name
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.25),
+    "tensor lr": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.25)),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.25),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.25),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_all_that_a_state_has_arrives(tmp_path: Path, cli: Cli, kind: str) -> None:
+    """Weights, states of any shape, settings, and what is beside the model and the optimizer."""
+    torch.manual_seed(1)
+    model = Scaled()
+    optimizer = OPTIMIZERS[kind](model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    ema = {n: v.detach() / 2 for n, v in model.named_parameters()}
+    root, folder, plain, back = (str(tmp_path / n) for n in ("root", "dcp", "plain", "back"))
+    key = "optimizer" if kind == "adamw" else "optim"
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, {"model": model, key: optimizer, "ema": ema, "seen": torch.tensor(3)})
+    steps = [
+        (root, plain, "--to", "fsdp", "-e", "use names.plain", "-e", "mesh fsdp = dp:3"),
+        (plain, folder, "--to", "names.dcp", "--format", "dcp"),
+        (folder, back, "--to", "names.ckptd"),
+    ]
+    for step in steps:
+        found = cli("reshard", *step)
+        assert found.code == 0, found.err
+        assert "seen" in found.err
+    fresh = Scaled()
+    other = OPTIMIZERS[kind](fresh)
+    for group in other.param_groups:
+        group["lr"], group["weight_decay"] = 7.0, 0.5
+    state = {
+        "model": fresh,
+        "optim": other,
+        "ema": {n: torch.zeros_like(v) for n, v in ema.items()},
+        "seen": torch.tensor(0),
+    }
+    with ckptd.Checkpointer(back) as ck:
+        ck.load(state)
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+    assert all(torch.equal(state["ema"][n], v) for n, v in ema.items())
+    assert state["seen"] == 3
+    assert [g["lr"] for g in other.param_groups] == [0.25]
+    assert [g["weight_decay"] for g in other.param_groups] == [
+        g["weight_decay"] for g in optimizer.param_groups
+    ]
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert other.state[mine].keys() == optimizer.state[theirs].keys()
+        for name, value in optimizer.state[theirs].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(other.state[mine][name], value), name
+    # As a model of others: its parameters, and nothing that an optimizer has.
+    found = cli("reshard", plain, str(tmp_path / "hf"), "--format", "hf", "--to", "names.plain")
+    assert found.code == 0, found.err
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    if kind == "adafactor":
+        found = cli(
+            "reshard", back, str(tmp_path / "u"), "--format", "universal", "--to", "names.plain"
+        )
+        assert found.code == 0, found.err
+        assert "left out" in found.err
+        parameters = {p.name for p in tmp_path.glob("u/global_step*_universal/zero/*/")}
+        assert parameters == weights.keys()
+
+
+def test_names_that_tell_nothing_are_not_changed(tmp_path: Path, cli: Cli) -> None:
+    """Two models and two optimizers: nobody says whose states are whose."""
+    (one, first), (two, second) = trained(1), trained(2)
+    with ckptd.Checkpointer(str(tmp_path / "a")) as ck:
+        ck.save(1, {"gen": one, "dis": two, "og": first, "od": second})
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    for command in (("--to", "names.dcp"), ("--to", "names.plain", "--format", "hf")):
+        found = cli("reshard", a, b, *command)
+        assert found.code != 0
+        assert "exp_avg" in found.err
+        assert not (tmp_path / "b").exists()
+    assert cli("reshard", a, b, "--to", "fsdp", "-e", "mesh fsdp = dp:2").code == 0
+    assert cli("diff", a, b).code == 0
 
 
 def test_names_and_cuts_go_together_and_back(tmp_path: Path, cli: Cli) -> None:

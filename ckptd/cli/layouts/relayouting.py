@@ -26,8 +26,8 @@ from ckptd.elastic.policy import JobSpec, MemoryNeed, Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.syntax import File, Mesh, library, show
 from ckptd.reshard.compose import compose_layouts
-from ckptd.reshard.layouts import LayoutProgram, infer, read_program, wrapped
-from ckptd.reshard.prepare import source_program
+from ckptd.reshard.layouts import LayoutProgram, read_program, wrapped
+from ckptd.reshard.prepare import apart_from, inferred, source_program
 from ckptd.reshard.source import Stock, StockTensor
 
 __all__ = [
@@ -196,13 +196,15 @@ def model_of(checkpoint: str, program: str | None, shape: Shape) -> Iterator[Mod
         if program is not None:
             named = read_program(program, "--program", lambda run: run.target)
             if named.is_recipe:
-                own = infer(stock.shapes)
+                own = inferred(stock)
                 named = wrapped(named, own)
-            yield Model(stock, own, named if named.resolve().mesh is not None else None)
+            layout = named if named.resolve().mesh is not None else None
+            yield Model(apart_from(stock, own), own, layout)
         elif stock.lay and not stock.hinted:
-            yield Model(stock, own, own if own.resolve().mesh is not None else None)
+            layout = own if own.resolve().mesh is not None else None
+            yield Model(apart_from(stock, own), own, layout)
         else:
-            yield Model(stock, own, _from_tensors(stock, shape))
+            yield Model(apart_from(stock, own), own, _from_tensors(stock, shape))
 
 
 def _from_tensors(stock: Stock, shape: Shape) -> LayoutProgram | None:
@@ -217,7 +219,7 @@ def _from_tensors(stock: Stock, shape: Shape) -> LayoutProgram | None:
             found=f"{len(cut)} tensors that are cut, and {shape}",
             hint="--program LAYOUT, for example megatron.gpt",
         )
-    return wrapped(LayoutProgram(File(()), "fsdp"), infer(stock.shapes)) if cut else None
+    return wrapped(LayoutProgram(File(()), "fsdp"), inferred(stock)) if cut else None
 
 
 def _on_mesh(program: LayoutProgram, shape: Shape) -> LayoutProgram:

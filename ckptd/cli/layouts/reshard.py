@@ -72,6 +72,8 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
         Source tensors, parts of them, further names and objects that are left out on purpose.
     merged
         Copies of tensors, equal to them, that the target has no name for.
+    apart
+        Tensors that the source's own layout does not speak of, and the target has as they are.
     unread
         Files of weights beside the source's, which are not read.
     unused_rules
@@ -103,6 +105,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     promise: str
     dropped: tuple[str, ...]
     merged: tuple[str, ...]
+    apart: tuple[str, ...]
     unread: tuple[str, ...]
     unused_rules: tuple[str, ...]
     witness: str
@@ -190,6 +193,7 @@ def reshard(
             promise=run.promise,
             dropped=run.dropped,
             merged=run.merged,
+            apart=run.apart,
             unread=run.unread,
             unused_rules=run.unused_rules,
             witness=found.stock.witness_note,
@@ -232,6 +236,8 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         note(f"left out: {_counted(d.dropped)}")
     if d.merged:
         note(f"copies that are not written again: {_counted(d.merged)}")
+    if d.apart:
+        note(f"kept as they are, as no layout speaks of them: {_counted(d.apart)}")
     if d.unread:
         note(f"files of the source that were not read: {_counted(d.unread)}")
     if d.witness and d.done is not None:

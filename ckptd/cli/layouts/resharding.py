@@ -146,6 +146,13 @@ class ReshardRun:
         return tuple(self._prepared.assembled.composed.merged)
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """What the layouts do not speak of, and the target has nevertheless."""
+        assembled, left_out = self._prepared.assembled, set(self._left_out)
+        names = (assembled.target.tensors[n].name for n in assembled.apart)
+        return tuple(n for n in names if n not in left_out)
+
+    @property
     def unread(self) -> tuple[str, ...]:
         """Files of the source that are not read."""
         return tuple(self._prepared.stock.unread)

@@ -25,6 +25,7 @@ __all__ = [
     "Undressed",
     "alike",
     "holds",
+    "state_pattern",
     "stored_name",
 ]
 
@@ -278,6 +279,7 @@ class NameTemplates:
             for template in resolved.state_templates
         ]
         self._layout = resolved
+        self._any_state = [state_pattern(t) for t in resolved.state_templates]
         # The longest end first: a state's name may be the end of another's.
         self._states = sorted(found, key=lambda t: len(t[0]) + len(t[1]), reverse=True)
         self._params = _around(resolved.params)
@@ -294,6 +296,23 @@ class NameTemplates:
         if not (name.startswith(before) and name.endswith(after)):
             return None
         return Undressed(name[len(before) : len(name) - len(after)])
+
+    def take_any(self, name: str) -> Undressed | None:
+        """Return the parts of a name that is spelled as a state's, also one that is not declared.
+
+        The state has the name that it has in checkpoints.
+        """
+        for pattern in self._any_state:
+            found = pattern.fullmatch(name)
+            if found and self._layout.state_name(found["name"], found["state"]) == name:
+                return Undressed(found["name"], found["state"])
+        return None
+
+
+def state_pattern(template: str) -> re.Pattern[str]:
+    """Return what matches names of states: groups ``name`` and ``state``, whatever they are."""
+    text = re.escape(template).replace(re.escape("{name}"), "(?P<name>.+)")
+    return re.compile(text.replace(re.escape("{state}"), "(?P<state>[A-Za-z_][A-Za-z0-9_]*)"))
 
 
 def _around(template: str) -> tuple[str, str]:

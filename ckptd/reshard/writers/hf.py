@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ckptd.errors import UsageError
 from ckptd.format.filemap import FileMap
 from ckptd.layout.owners import single_owner
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
+from ckptd.reshard.layouts import moment
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole_tensor
@@ -67,7 +69,8 @@ class HfPlace:
     Raises
     ------
     UsageError
-        ``lay-rule``: the layout cuts a tensor. ``duplicate-name``. ``dtype``: safetensors lacks it.
+        ``lay-rule``: the layout cuts a tensor, or takes a state for a parameter.
+        ``duplicate-name``. ``dtype``: safetensors lacks it.
     """
 
     def __init__(
@@ -80,6 +83,16 @@ class HfPlace:
     ) -> None:
         chosen = ChosenTensors(assembled, expected)
         links = assembled.composed.links
+        state = moment(link.tensor.name for link in links if not link.key[2])
+        if state is not None:
+            raise UsageError(
+                "a Hugging Face folder holds parameters, and this is called as a state is",
+                kind="lay-rule",
+                where=state,
+                wanted="names that say which parameter it follows",
+                hint="leave it out, -e 'from: NAME = drop'; or say with --from LAYOUT how"
+                ' states are called: stored "model.{name}" states "optim.{name}.{state}"',
+            )
         left_out: list[str] = [o.name for o in assembled.target.objects]
         file, held = 0, 0
         for number, tensor in enumerate(assembled.target.tensors):

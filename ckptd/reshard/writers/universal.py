@@ -78,6 +78,9 @@ class UniversalPlace:
         for number, tensor in enumerate(assembled.target.tensors):
             if tensor.name in encoded:
                 continue
+            if number in assembled.apart:
+                left_out.append(tensor.name)
+                continue
             taken = templates.take(tensor.name)
             name = taken.name if taken else tensor.name
             file = _WEIGHT
