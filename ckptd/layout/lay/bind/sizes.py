@@ -111,7 +111,9 @@ def solve(
     for name, value in (relations or {}).items():
         solver.relate(name, value)
     for name, number in declared.items():
-        solver.learn(name, Fraction(number), Origin(what="declaration"))
+        solver.learn(
+            name, Fraction(number), Origin(what="a let, or what is said besides the program")
+        )
     solver.run()
     return solver.out
 
