@@ -20,7 +20,7 @@ from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors
 from ckptd.reshard.writers.pickling import Global, Made, dump
-from ckptd.reshard.writers.states import KeyPath, StateKeys, StateObjects, objects_of
+from ckptd.reshard.writers.states import KeyPath, StateKeys, StateObjects, objects_of, plain_names
 from ckptd.reshard.writers.torchzip import (
     ALIGN,
     TorchFrame,
@@ -113,11 +113,12 @@ class DcpPlace:
         whole = assembled.target
         layout = assembled.composed.composition.target.bound.layout
         encoded = {o.tensor for o in whole.objects}
-        chosen = ChosenTensors(assembled, expected)
+        chosen, plain = ChosenTensors(assembled, expected), plain_names(assembled)
         for number, t in enumerate(whole.tensors):
             if t.name not in encoded:
                 grid, owners = whole.grids[t.grid].grid(), Owners(whole.owners[t.owners])
-                chosen.add(t.name, number, grid, owners, t.base, t.aliases)
+                aliases = tuple(map(plain, t.aliases))
+                chosen.add(plain(t.name), number, grid, owners, t.base, aliases)
         objects = objects or objects_of(assembled, layout.state_names)
         for path in objects.values:
             chosen.reserve(".".join(map(str, path)))
@@ -125,7 +126,7 @@ class DcpPlace:
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out = objects.left_out
         self.options = ""
-        self._objects = objects.values
+        self._spans, self._objects = _objects_file(objects.values)
         self._keys = StateKeys(layout) if keys else None
 
     def name(self, number: int) -> str:
@@ -159,19 +160,10 @@ class DcpPlace:
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the objects, and the metadata."""
-        spans: dict[KeyPath, tuple[int, int]] = {}
-        known: dict[bytes, tuple[int, int]] = {}
-        file = bytearray()
-        for path, value in self._objects.items():
-            raw = torch_file(value)
-            if raw not in known:  # settings of a group are often the same for all parameters
-                known[raw] = len(file), len(raw)
-                file += raw.ljust(_aligned(len(raw)), b"\0")
-            spans[path] = known[raw]
-        last = [(_OBJECTS, bytes(file))] if file else []
-        return [*last, (_METADATA, self._metadata(spans))]
+        last = [(_OBJECTS, self._objects)] if self._objects else []
+        return [*last, (_METADATA, self._metadata())]
 
-    def _metadata(self, objects: Mapping[KeyPath, tuple[int, int]]) -> bytes:
+    def _metadata(self) -> bytes:
         entries: dict[str, Any] = {}
         stored: dict[Made, Made] = {}
         paths: dict[str, KeyPath] = {}
@@ -196,7 +188,7 @@ class DcpPlace:
                 entries[name] = entry
                 if self._keys is not None:
                     paths[name] = self._keys.path(name)
-        for path, (start, length) in objects.items():
+        for path, (start, length) in self._spans.items():
             name = ".".join(map(str, path))
             entries[name] = Made(Global(_CLASSES, "BytesStorageMetadata"))
             stored[_index(name, None, None)] = _stored(_OBJECTS, start, length)
@@ -212,6 +204,20 @@ class DcpPlace:
             version=_VERSION,
         )
         return dump(found)
+
+
+def _objects_file(objects: Mapping[KeyPath, Any]) -> tuple[dict[KeyPath, tuple[int, int]], bytes]:
+    """Return where each object lies in the file of the objects, and the file."""
+    spans: dict[KeyPath, tuple[int, int]] = {}
+    known: dict[bytes, tuple[int, int]] = {}
+    file = bytearray()
+    for path, value in objects.items():
+        raw = torch_file(value)
+        if raw not in known:  # settings of a group are often the same for all parameters
+            known[raw] = len(file), len(raw)
+            file += raw.ljust(_aligned(len(raw)), b"\0")
+        spans[path] = known[raw]
+    return spans, bytes(file)
 
 
 def _record(name: str, **state: Any) -> Made:

@@ -16,6 +16,7 @@ from ckptd.reshard.layouts import moment
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole_tensor
+from ckptd.reshard.writers.states import plain_names
 from ckptd.types import DTYPES
 
 __all__ = ["INDEX", "HfPlace", "index_of", "is_model_file", "model_file", "tied_metadata"]
@@ -81,7 +82,7 @@ class HfPlace:
         *,
         untie: bool = True,
     ) -> None:
-        chosen = ChosenTensors(assembled, expected)
+        chosen, plain = ChosenTensors(assembled, expected), plain_names(assembled)
         links = assembled.composed.links
         state = moment(link.tensor.name for link in links if not link.key[2])
         if state is not None:
@@ -103,14 +104,15 @@ class HfPlace:
             check_safetensors(tensor.dtype, tensor.name)
             grid = whole_tensor(assembled, number, "a Hugging Face folder")
             size = grid.piece(0).numel * DTYPES[tensor.dtype].itemsize
-            names = (tensor.name, *tensor.aliases) if untie else (tensor.name,)
+            aliases = tuple(map(plain, tensor.aliases))
+            names = (plain(tensor.name), *(aliases if untie else ()))
             left_out += () if untie else tensor.aliases
             for name in names:
                 if held and held + size > max_shard_bytes:
                     file, held = file + 1, 0
                 held += size
-                aliases = () if untie else tensor.aliases
-                chosen.add(name, number, grid, single_owner(0), file, aliases)
+                others = () if untie else aliases
+                chosen.add(name, number, grid, single_owner(0), file, others)
         self.target = chosen.target(file + 1)
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out

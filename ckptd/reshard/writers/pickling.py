@@ -18,6 +18,7 @@ from ckptd.types import DTYPES
 __all__ = ["Global", "Made", "StorageTensor", "as_plain", "dump"]
 
 _MAX_DEPTH = 64
+_MAX_INT_BYTES = 255
 _LEGACY = {
     "float64": "Double",
     "float32": "Float",
@@ -185,11 +186,8 @@ class _Pickle:
         elif -(1 << 31) <= value < 1 << 31:
             self.out += b"J" + struct.pack("<i", value)
         else:
+            check_int(value)
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(raw) > 255:  # torch reads none of that length with `weights_only`
-                raise UsageError(
-                    "a number is too large", kind="unsavable", found=f"{len(raw)} bytes"
-                )
             self.out += b"\x8a%c" % len(raw) + raw
 
     def _tuple(self, value: tuple[Any, ...], depth: int) -> None:
@@ -214,19 +212,42 @@ def dump(value: Any) -> bytes:
     return bytes(pickle.out)
 
 
+def check_int(value: int) -> None:
+    """Refuse a number that torch does not read with ``weights_only``; kind ``unsavable``."""
+    nbytes = value.bit_length() // 8 + 1
+    if nbytes > _MAX_INT_BYTES:
+        raise UsageError("a number is too large", kind="unsavable", found=f"{nbytes} bytes")
+
+
+def _plain_key(key: Any) -> Any:
+    plain = as_plain(key)
+    try:
+        hash(plain)
+    except TypeError:
+        raise UsageError(
+            "a key that another program's dict does not hold",
+            kind="unsavable",
+            found=type(key).__name__,
+        ) from None
+    return plain
+
+
 def as_plain(value: Any) -> Any:
     """Return a value with sets, numbers of numpy and the like as plain ones, as far as they are.
 
     Raises
     ------
     UsageError
-        kind ``unsavable``: it holds what is no number, text, sequence or dict.
+        kind ``unsavable``: it holds what is no number, text, sequence or dict, a number that is too
+        large, or a key that is plain only as a list.
     """
     kind = type(value)
+    if kind is int:
+        check_int(value)
     if value is None or kind in (bool, int, float, str, bytes):
         return value
     if isinstance(value, dict):
-        return {as_plain(k): as_plain(v) for k, v in value.items()}
+        return {_plain_key(k): as_plain(v) for k, v in value.items()}
     if isinstance(value, tuple):
         return tuple(as_plain(v) for v in value)
     if isinstance(value, list):

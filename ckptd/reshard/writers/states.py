@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,21 @@ import msgspec
 
 from ckptd.errors import CorruptError, UsageError
 from ckptd.format import codec
-from ckptd.format.manifest import ObjectEntry
+from ckptd.format.manifest import ObjectEntry, about_foreign
+from ckptd.format.names import unescape_fqn, unescape_key
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain
 
-__all__ = ["KeyPath", "StateKeys", "StateObjects", "nested", "objects_of", "split_groups"]
+__all__ = [
+    "KeyPath",
+    "StateKeys",
+    "StateObjects",
+    "nested",
+    "objects_of",
+    "plain_names",
+    "split_groups",
+]
 
 KeyPath = tuple[str | int, ...]
 """Keys of nested dicts, and numbers in lists, from the outside in."""
@@ -56,6 +65,27 @@ class StateKeys:
 def _around(template: str) -> tuple[str, str]:
     before, _, after = template.partition("{name}")
     return before, after
+
+
+def plain_names(assembled: Assembled) -> Callable[[str], str]:
+    """Return what gives the name of a tensor or an object as other programs have it.
+
+    ckptd escapes what keys of a state dict hold besides letters, digits and the like (``a%2Fb``);
+    names of a foreign checkpoint stand for themselves.
+    """
+    if about_foreign(assembled.composed.stock.source.manifest):
+        return str
+    return lambda name: ".".join(map(_plain_key, name.split("."))) if "%" in name else name
+
+
+def _plain_key(segment: str) -> str:
+    """Return a key of a state dict; what is not escaped as ckptd does it stays as it is."""
+    for unescape in (unescape_fqn, unescape_key):
+        try:
+            return str(unescape(segment))
+        except CorruptError:
+            continue
+    return segment
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -127,6 +157,7 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
     """
     values: dict[KeyPath, Any] = {}
     left_out = []
+    plain = plain_names(assembled)
     for entry in assembled.target.objects:
         try:
             value = as_plain(codec.decode(_raw(assembled, entry)))
@@ -134,9 +165,13 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
             left_out.append(entry.name)
             continue
         if entry.kind == "groups" and isinstance(value, list):
+            for group in value:
+                if isinstance(group.get(_PARAMS), list):
+                    group[_PARAMS] = [plain(p) if type(p) is str else p for p in group[_PARAMS]]
             found = _groups(entry.name, value, flat=states == _TITAN)
         else:
             found = {_keys(entry.name): value}
+        found = {tuple(plain(k) if type(k) is str else k for k in p): v for p, v in found.items()}
         for path in found.keys() & values.keys():
             raise _twice(path)
         values |= found

@@ -14,7 +14,7 @@ import msgspec
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.dcp import COMMON, MARK, DcpPlace
-from ckptd.reshard.writers.states import KeyPath, StateObjects, nested, objects_of
+from ckptd.reshard.writers.states import KeyPath, StateObjects, nested, objects_of, plain_names
 from ckptd.reshard.writers.torchzip import torch_file
 
 __all__ = ["TorchDistPlace"]
@@ -52,7 +52,7 @@ class TorchDistPlace(DcpPlace):
         found = objects_of(assembled, layout.state_names)
         extra = dict(_extra_states(assembled))
         super().__init__(assembled, expected, StateObjects(extra, found.left_out), keys=False)
-        self._common: dict[str, Any] = {
+        common: dict[str, Any] = {
             **_DEFAULTS,
             "iteration": assembled.composed.stock.step,
             **nested(found.values),
@@ -60,13 +60,14 @@ class TorchDistPlace(DcpPlace):
         states = any(link.key[2] for link in assembled.composed.links)
         if states and _STATES in layout.state_names:
             kind = {"distrib_optim_sharding_type": _OPTIMIZER}
-            self._common.setdefault("content_metadata", kind)
+            common.setdefault("content_metadata", kind)
+        self._common = torch_file(common)
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the common state and what says that it is Megatron's, before the metadata."""
         *files, metadata = super().last()
-        common, about = torch_file(self._common), msgspec.json.encode(_ABOUT)
-        return [*files, (COMMON, common), (MARK, about), metadata]
+        about = msgspec.json.encode(_ABOUT)
+        return [*files, (COMMON, self._common), (MARK, about), metadata]
 
 
 def _extra_states(assembled: Assembled) -> Iterator[tuple[KeyPath, Any]]:
@@ -75,8 +76,9 @@ def _extra_states(assembled: Assembled) -> Iterator[tuple[KeyPath, Any]]:
     Those of layers that are stacked are one a layer.
     """
     modules: dict[str, int] = {}
+    plain = plain_names(assembled)
     for link in assembled.composed.links:
-        name = link.tensor.name
+        name = plain(link.tensor.name)
         module = name.rpartition(".")[0]
         if link.key[2] or not module or _NO_EXTRA.fullmatch(name):
             continue

@@ -24,7 +24,7 @@ from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
 from ckptd.reshard.writers.pickling import Global, Made, StorageTensor
-from ckptd.reshard.writers.states import nested, objects_of, split_groups
+from ckptd.reshard.writers.states import nested, objects_of, plain_names, split_groups
 from ckptd.reshard.writers.torchzip import TorchFrame, TorchJoints, torch_file
 from ckptd.store.base import is_segment
 
@@ -64,7 +64,7 @@ class UniversalPlace:
         composed = assembled.composed
         layout = composed.composition.target.bound.layout
         states = composed.composition.target.states
-        templates = NameTemplates(layout)
+        templates, plain = NameTemplates(layout), plain_names(assembled)
         objects = objects_of(assembled, layout.state_names)
         self._groups, values = split_groups(objects.values)
         self._common = nested(values)
@@ -82,14 +82,14 @@ class UniversalPlace:
                 left_out.append(tensor.name)
                 continue
             taken = templates.take(tensor.name)
-            name = taken.name if taken else tensor.name
+            name = plain(taken.name if taken else tensor.name)
             file = _WEIGHT
             if taken and taken.scalar:
                 file = taken.state
             elif taken and taken.state:
                 file = states[taken.state]
             elif taken:
-                others = [t.name for a in tensor.aliases if (t := templates.take(a))]
+                others = [plain(t.name) for a in tensor.aliases if (t := templates.take(a))]
                 names[name] = (name, *others)
             found = tables.setdefault(name, {})
             if file == _WEIGHT and file in found:  # a weight of 32 bits, and what was made of it
@@ -115,6 +115,7 @@ class UniversalPlace:
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out
         self.options = self._top
+        self._last = self._small_files()
 
     def _updates(self) -> int:
         """Return how many times the optimizer has stepped, where no parameter tells."""
@@ -168,6 +169,9 @@ class UniversalPlace:
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return what counts for all, and the name of the folder."""
+        return self._last
+
+    def _small_files(self) -> Sequence[tuple[str, bytes]]:
         groups: list[dict[str, Any]] = [
             {**group, "params": [number]} for number, group in enumerate(self._groups)
         ] or [{} for _ in range(_UNKNOWN_GROUPS)]

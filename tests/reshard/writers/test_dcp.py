@@ -19,12 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptd
+from ckptd.cli.address import opened
 from ckptd.errors import UsageError
+from ckptd.format import codec
 from ckptd.format.manifest import ObjectEntry
+from ckptd.format.names import escape_fqn
+from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.prepare import prepare, source_program
+from ckptd.reshard.source import open_own
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob
+from ckptd.reshard.writers.hf import HfPlace
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
@@ -86,6 +93,37 @@ def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> N
     assert cli("verify", str(folder)).code == 0
     assert cli("cp", str(folder), str(back)).code == 0
     assert cli("diff", str(folder), str(back)).code == 0
+
+
+def test_names_are_those_that_torch_asks_for(tmp_path: Path) -> None:
+    names = ["a/b", "100%", "tab\t", "new\nline", "ü.ö", "0.x"]
+    state = {n: torch.arange(12.0).reshape(4, 3) + i for i, n in enumerate(names)}
+    tensors = {f"t.{escape_fqn(n)}": v.numpy() for n, v in state.items()}
+    objects = [
+        ObjectEntry("o.lr%2Fa", value=0.5),
+        ObjectEntry("o.x%2Ey", value={"k": 1}),
+        ObjectEntry("o.large", value=codec.encode(2**2100)),
+        ObjectEntry("o.keys", value=codec.encode({frozenset({1}): 2})),
+    ]
+    with open_store(tmp_path / "source") as store:
+        save(store, tensors, objects=objects)
+    place = write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:2")
+    assert sorted(place.left_out) == ["o.keys", "o.large"]
+    wanted: dict[str, Any] = {f"t.{n}": torch.zeros(4, 3) for n in names}
+    wanted |= {"o.lr/a": None, "o.x.y": None}
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert all(torch.equal(wanted[f"t.{n}"], v) for n, v in state.items())
+    assert (wanted["o.lr/a"], wanted["o.x.y"]) == (0.5, {"k": 1})
+    with open_store(tmp_path / "source") as store:
+        found = prepared(store, program("ddp"))
+        whole = HfPlace(found.assembled, {}, 10**9).target.tensors
+    assert {t.name.removeprefix("t.") for t in whole} == set(names)
+    # Names of a foreign checkpoint are no escaped ones.
+    dcp.save({"a%2Fb": torch.ones(3)}, checkpoint_id=str(tmp_path / "foreign"), no_dist=True)
+    with opened(str(tmp_path / "foreign"), 0, foreign=True) as catalogue:
+        stock = open_own(CkptdReader(catalogue, catalogue.commit(catalogue.line()[-1])))
+        found = prepare(stock, source_program(stock, None), program("ddp"))
+        assert [t.name for t in DcpPlace(found.assembled, {}).target.tensors] == ["a%2Fb"]
 
 
 def test_parts_of_flat_buffers_become_boxes(tmp_path: Path) -> None:

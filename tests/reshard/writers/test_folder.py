@@ -294,7 +294,9 @@ def test_two_processes_of_one_share(
     """The second is refused; where its lease does not hold it back, the checkpoint is whole."""
     out = tmp_path / "out"
     run("dcp", source, tmp_path / "calm")
-    real_run, real_finish, inner = Executor.run, FolderJob._finish, []
+    real_run: Any = Executor.run
+    real_finish: Any = FolderJob._finish
+    inner: list[str] = []
 
     def other_process() -> None:
         if not inner:
@@ -319,7 +321,7 @@ def test_two_processes_of_one_share(
 
     def finishing(*given: Any) -> str:
         other_process()
-        return real_finish(*given)
+        return str(real_finish(*given))
 
     with monkeypatch.context() as patch:
         if at == "finishing":
@@ -349,6 +351,30 @@ def test_what_a_killed_process_left_halfway_is_removed(source: Path, tmp_path: P
     assert not left.parent.exists()
     run("dcp", source, out, ReshardShare(2, 2))
     assert contents(out) == contents(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("kind", ["dcp", "universal"])
+def test_names_are_durable_before_the_folder_is_a_checkpoint(
+    kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, events = tmp_path / "out", []
+
+    def opened(path: Path) -> LocalStore:
+        store = LocalStore(path)
+        store.watch(lambda point, where: events.append((point, Path(where))))
+        return store
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "LocalStore", opened)
+        run(kind, source, out)
+    files = [p for p in out.rglob("*") if p.is_file()]
+    small = [i for i, e in enumerate(events) if e[0] == "os.replace" and e[1] in files]
+    synced = {p for point, p in events[: small[0]] if point == "os.fsync-folder"}
+    assert {f.parent for f in files} | {tmp_path} <= synced
+    last = next(
+        i for i, e in enumerate(events) if e[1].name in ("begun", "finishing") and i > small[-1]
+    )
+    assert ("os.fsync-folder", events[small[-1]][1].parent) in events[small[-1] : last]
 
 
 def test_a_source_is_not_replaced(source: Path, tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def test_shares_and_the_last_one_names_the_files(source: Path, tmp_path: Path) -
 
 def test_death_while_the_files_get_their_names(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
-    real, named = FolderJob._give_name, []
+    real = FolderJob._give_name
+    named: list[object] = []
 
     def dies(*given: Any) -> None:
         if named:

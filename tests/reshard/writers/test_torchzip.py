@@ -117,3 +117,8 @@ def test_values_that_are_as_good_as_plain() -> None:
     assert as_plain(given) == {"a": [1, 3], "b": 1.5, "c": [0, 1, 2], "d": (True, None)}
     with pytest.raises(UsageError):
         as_plain([1j])
+    refused: list[Any] = [{frozenset({1}): 2}, {"a": {(1, frozenset()): 2}}, [1 << 2100]]
+    for bad in refused:
+        with pytest.raises(UsageError) as caught:
+            as_plain(bad)
+        assert caught.value.kind == "unsavable"
