@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -651,6 +652,7 @@ class Loader:
                     matching, leaves, plan, filling, laid = self._plan(
                         state, saved, filemap, options, store
                     )
+                    self._compare_copies(matching, leaves, manifest, filemap, store)
                 objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
                 if laid is not None:
                     objects = laid.objects(objects)
@@ -659,6 +661,8 @@ class Loader:
                 error = caught
             # A rank that fails here must not leave the others waiting inside the read.
             self._agreement.no_errors(error)
+            if not options.strict:
+                self._refuse_nothing(matching, laid)
             # Where the witness's values lie is worked out while the disk is busy.
             with ThreadPoolExecutor(1, "ckptd-witness") as beside:
                 places = beside.submit(witness_places, values, filling.wants)
@@ -756,7 +760,9 @@ class Loader:
         leaves = prepare(state, names, device=options.device)
         wanted = options.wanted
         if options.weights_only:
-            weights = {n for n, leaf in leaves.tensors.items() if leaf.kind in ("param", "buffer")}
+            kinds = ("param", "buffer")
+            found = [(n, leaf) for n, leaf in leaves.tensors.items() if leaf.kind in kinds]
+            weights = {name for n, leaf in found for name in (n, *leaf.aliases)}
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
         others = leaves if laid is None else laid.rest(leaves)
         matching = match(others, rest, wanted, to_saved, strict=options.strict)
@@ -773,6 +779,64 @@ class Loader:
             allow_absent=not options.strict,
         )
         return matching, leaves, plan, filling, laid
+
+    def _refuse_nothing(self, matching: Matching, laid: LaidLoad | None) -> None:
+        """Refuse a checkpoint of which no rank's state has anything.
+
+        Raises
+        ------
+        MismatchError
+            kind ``mismatch``, on every rank.
+        """
+        some: object = matching.tensors or matching.objects or matching.per_rank
+        some = some or (laid is not None and laid.wants)
+        # What has no names to look for misses nothing.
+        own = b"found" if some or not matching.missing else b""
+        if not self._agreement.all_reports("found", own, max):
+            raise MismatchError(
+                "the checkpoint has nothing of the state",
+                kind="mismatch",
+                wanted=", ".join(matching.missing[:4]),
+                found=", ".join(matching.unexpected[:4]),
+                hint="rename= maps names",
+            )
+
+    def _compare_copies(
+        self,
+        matching: Matching,
+        leaves: Leaves,
+        manifest: Manifest,
+        filemap: FileMap,
+        store: UnionStore,
+    ) -> None:
+        """Compare what the checkpoint has under several names of one live tensor.
+
+        It is read beside the state, which stays as it is where two of them differ.
+
+        Raises
+        ------
+        MismatchError
+            kind ``mismatch``: they do.
+        """
+        for alias, (name, number) in matching.copies.items():
+            held = self._describer.held(name, leaves.tensors[name].tensor)
+            size = held.local.numel() * held.local.element_size()
+            first, second = np.empty(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
+            wants = [
+                Want(matching.tensors[name], held.regions, first),
+                Want(number, held.regions, second),
+            ]
+            execute(read_plan(manifest, filemap, wants, store=store), store)
+            if not np.array_equal(first, second):
+                raise MismatchError(
+                    "one tensor of the state has two values in the checkpoint",
+                    kind="mismatch",
+                    where=f"{name}, {alias}",
+                    wanted="equal values: these are names of one tensor",
+                    found=f"{int((first != second).sum())} bytes of {size} differ",
+                    hint="only= selects one of them, such as"
+                    f" only=lambda name: name != {alias!r}; or untie them",
+                )
 
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board
@@ -857,24 +921,39 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
     """Return options that leave the section out of a live name where the checkpoint has none.
 
     Files of weights alone have the names of a module's own parameters: there ``model.`` is a part
-    of these, or nothing. A section is left out where that finds more of its names.
+    of these, or nothing. A section is left out where that finds more of its names; where each finds
+    some and neither all, a value could come to another parameter.
 
     Raises
     ------
     MismatchError
-        kind ``mismatch``: the same tensors would fill two sections.
+        kind ``mismatch``: the same tensors would fill two sections, or it is not known which
+        names have a section.
     """
     there = saved.names()
-    live = [a for name, leaf in look(state).tensors.items() for a in (name, *leaf.aliases)]
+    leaves = look(state).tensors
     bare: dict[str, str] = {}
+    outer: dict[str, str] = {}
     for section in state:
         start = f"{section}."
-        names = [name for name in live if name.startswith(start)]
-        inner = [n.removeprefix(start) for n in names]
-        if sum(n in there for n in inner) <= sum(n in there for n in names):
+        mine = [
+            [n for n in (name, *leaf.aliases) if n.startswith(start) and options.wanted(n)]
+            for name, leaf in leaves.items()
+        ]
+        mine = [names for names in mine if names]
+        inner = [[n.removeprefix(start) for n in names] for names in mine]
+        within, without = (
+            sum(any(n in there for n in names) for names in found) for found in (mine, inner)
+        )
+        if within and without and max(within, without) < len(mine):
+            raise _doubtful(section, mine, inner, there)
+        if without <= within:
             continue
-        for name, own in zip(inner, names, strict=True):
-            if options.wanted(own) and name in there and bare.setdefault(name, own) != own:
+        every = (n for name, leaf in leaves.items() for n in (name, *leaf.aliases))
+        names = (n for n in every if n.startswith(start) and n.removeprefix(start) in there)
+        outer |= {n: n.removeprefix(start) for n in names}
+        for name, own in zip(chain(*inner), chain(*mine), strict=True):
+            if name in there and bare.setdefault(name, own) != own:
                 raise MismatchError(
                     "two parts of the state have the names of the checkpoint's tensors",
                     kind="mismatch",
@@ -882,11 +961,29 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
                     found=f"{bare[name]} and {own}",
                     hint="only= selects one of them, rename= says which is which",
                 )
-    outer = {own: name for name, own in bare.items()}
     return replace(
         options,
         to_saved=lambda name: outer.get(name, name),
         to_live=lambda name: bare.get(name, name),
+    )
+
+
+def _doubtful(
+    section: str,
+    mine: Sequence[Sequence[str]],
+    inner: Sequence[Sequence[str]],
+    there: Collection[str],
+) -> MismatchError:
+    """Return why it is not known whether the checkpoint has a section."""
+    name = next(n for n in chain(*inner) if n in there)
+    other = next(n for n in chain(*mine) if n in there)
+    return MismatchError(
+        "the names of the checkpoint fit the state with and without a section, and neither in full",
+        kind="mismatch",
+        where=name,
+        wanted="all names with the section, or all without",
+        found=f"{section}.{name} without {section!r}; {other} with it",
+        hint="rename= says which is which",
     )
 
 

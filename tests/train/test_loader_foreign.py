@@ -100,6 +100,76 @@ def test_two_modules_of_one_kind(tmp_path: Path) -> None:
         assert equal(state["model"], wanted)
 
 
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Linear(2, 2, bias=False)
+
+
+class Outer(nn.Module):
+    """``x.weight`` and ``model.x.weight``: as the section ``model`` it has the latter twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Inner()
+        self.x = nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_name_that_could_be_two_parameters_is_refused(tmp_path: Path, strict: bool) -> None:
+    net, one = Outer(), torch.ones(2, 2)
+    before = {n: v.clone() for n, v in net.state_dict().items()}
+    save_file({"model.x.weight": one}, tmp_path / "a.safetensors")
+    save_file({"model.x.weight": one, "x.weight": 2 * one}, tmp_path / "whole.safetensors")
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError, match="with and without a section"):
+            ck.load({"model": net}, source=tmp_path / "a.safetensors", strict=strict)
+        assert all(torch.equal(v, before[n]) for n, v in net.state_dict().items())
+        # Where all names are there without the section, there is no doubt.
+        ck.load({"model": net}, source=tmp_path / "whole.safetensors", strict=strict)
+        assert torch.equal(net.model.x.weight, one)
+        assert torch.equal(net.x.weight, 2 * one)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.b = nn.Linear(2, 2, bias=False)
+        self.b.weight = self.a.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"weights_only": True}])
+def test_tied_weights_that_are_there_twice(tmp_path: Path, options: dict[str, bool]) -> None:
+    one = torch.ones(2, 2)
+    save_file({"a.weight": one, "b.weight": one.clone()}, tmp_path / "equal.safetensors")
+    save_file({"a.weight": one, "b.weight": 2 * one}, tmp_path / "other.safetensors")
+    net = Tied()
+    before = net.a.weight.detach().clone()
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError, match="two values") as caught:
+            ck.load({"model": net}, source=tmp_path / "other.safetensors", **options)
+        assert caught.value.where == "model.a.weight, model.b.weight"
+        assert torch.equal(net.a.weight, before)
+        ck.load({"model": net}, source=tmp_path / "equal.safetensors", **options)
+        assert torch.equal(net.b.weight, one)
+        assert ck.last_load is not None
+        assert not ck.last_load.unexpected
+        ck.load(
+            {"model": net},
+            source=tmp_path / "other.safetensors",
+            only=lambda name: name != "model.b.weight",
+        )
+        assert torch.equal(net.b.weight, one)
+
+
+def test_nothing_is_no_load(tmp_path: Path) -> None:
+    save_file({"y": torch.ones(2)}, tmp_path / "a.safetensors")
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError, match="has nothing of the state"):
+            ck.load({"model": Inner()}, source=tmp_path / "a.safetensors", strict=False)
+
+
 def test_another_root_is_only_read(tmp_path: Path) -> None:
     state = live(0)
     with Checkpointer(str(tmp_path / "a")) as ck:

@@ -87,11 +87,19 @@ class SavedState:
 
 @dataclass
 class Matching:
-    """What a load will fill: live name to number in the manifest's table."""
+    """What a load will fill: live name to number in the manifest's table.
+
+    Attributes
+    ----------
+    copies
+        By further live name of a tensor that is filled: its name, and the number of what the
+        checkpoint has under the further one.
+    """
 
     tensors: dict[str, int] = field(default_factory=dict)
     objects: dict[str, int] = field(default_factory=dict)
     per_rank: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, tuple[str, int]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -141,6 +149,9 @@ def match(
 ) -> Matching:
     """Pair live leaves with saved entries.
 
+    A tensor with several live names may be several tensors in the checkpoint: it is filled with
+    one of them, and the others are copies that must be equal.
+
     Raises
     ------
     MismatchError
@@ -153,29 +164,31 @@ def match(
     for name, leaf in leaves.tensors.items():
         if not wanted(name):
             continue
-        source = next(
-            (
-                s
-                for s in map(to_saved, (name, *leaf.aliases))
-                if s in saved.tensors or s in saved.aliases
-            ),
-            None,
-        )
-        if source is None:
+        sources: dict[int, str] = {}
+        for one in (name, *leaf.aliases):
+            source = to_saved(one)
+            source = saved.aliases.get(source, source)
+            # An alias that nobody wants may give the tensor its value, and is no copy.
+            if source in saved.tensors and (wanted(one) or not sources):
+                sources.setdefault(saved.tensors[source], one)
+        if not sources:
             found.missing.append(name)
             continue
-        source = saved.aliases.get(source, source)
-        used.add(source)
-        entry = saved.manifest.tensors[saved.tensors[source]]
-        if (entry.dtype, entry.shape) == (leaf.dtype, leaf.shape):
-            found.tensors[name] = saved.tensors[source]
-        else:
-            differences.append(
-                f"{name}: wanted {leaf.dtype}{list(leaf.shape)}, "
-                f"found {entry.dtype}{list(entry.shape)}"
-            )
+        for number, one in sources.items():
+            entry = saved.manifest.tensors[number]
+            used.add(entry.name)
+            if (entry.dtype, entry.shape) != (leaf.dtype, leaf.shape):
+                differences.append(
+                    f"{one}: wanted {leaf.dtype}{list(leaf.shape)}, "
+                    f"found {entry.dtype}{list(entry.shape)}"
+                )
+            elif name in found.tensors:
+                found.copies[one] = name, number
+            else:
+                found.tensors[name] = number
     _match_objects(found, leaves, saved, wanted, to_saved, used)
-    live_names = {to_saved(n) for n in (*leaves.tensors, *leaves.objects, *leaves.per_rank)}
+    live = (*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank)
+    live_names = {to_saved(n) for n in live}
     everything = [*saved.tensors, *saved.objects, *saved.per_rank]
     known = used | live_names
     # A checkpoint with two things under one name does not say which of them is meant.
