@@ -98,10 +98,10 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     return part if size == part.file.data_start + part.file.data_bytes else None
 
 
-def complete_files(store: Store, folder: str) -> dict[int, FilePart]:
-    """Return the parts of all complete files, by number."""
+def complete_files(store: Store, folder: str) -> dict[int, str]:
+    """Return the keys of all complete files, by number."""
     numbers = [int(n[1:]) for n in store.children(folder + PARTS) if _PART.fullmatch(n)]
-    return {n: part for n in numbers if (part := load_part(store, folder, n)) is not None}
+    return {n: part.file.path for n in numbers if (part := load_part(store, folder, n)) is not None}
 
 
 class FilePlace(Protocol):

@@ -46,14 +46,14 @@ from ckptd.layout.owners import Owners
 from ckptd.load.files import PieceLocations
 from ckptd.readers.twin import ForeignRoot
 from ckptd.reshard.execute import Budget, Executor, FileDraft
-from ckptd.reshard.job import FilePart, ReshardShare, Work, complete_files
+from ckptd.reshard.job import ReshardShare, Work, complete_files
 from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.working import Working, at_work
-from ckptd.store.base import is_segment
+from ckptd.store.base import check_key, is_segment
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import reading, writing
 from ckptd.store.wrap import innermost
@@ -292,7 +292,7 @@ class _Job:
             for info in store.list(self.folder + name)
         ]
         if left:
-            kept = {part.file.path for part in complete_files(store, self.folder).values()}
+            kept = {*complete_files(store, self.folder).values()}
             store.delete([key for key in left if key not in kept])
 
     def leave(self, store: LocalStore, catalogue: Catalogue) -> None:
@@ -379,6 +379,7 @@ class FolderJob:
             catalogue = Catalogue(leases)
             working = Working(catalogue, _WORK.generation, share.reason)
             job = _Job(self._place, self._job_name, working.work_id)
+            self._check_names(store)
             self._clear_others(store)
             if job.replaced(store) is None:
                 self._replaceable()
@@ -417,14 +418,14 @@ class FolderJob:
         executor = Executor(self._source, target, budget, self._place.expected)
         work = Work(executor, target, job, store, store, left, progress)
         reused = len(named) + work.run()
-        parts = complete_files(store, job.folder)
-        missing = self._missing(store, job, parts)
+        complete = complete_files(store, job.folder)
+        missing = self._missing(store, job, complete)
         if not store.exists(job.begun):
             state = self._superseded(store)
         elif missing:
             state = "waiting"
         else:
-            state = self._finish(store, job, parts)
+            state = self._finish(store, job, complete)
         return Resharded(
             step=0,
             generation=0,
@@ -456,6 +457,15 @@ class FolderJob:
         return path.is_relative_to(target) and self._place.is_mine(
             path.relative_to(target).as_posix()
         )
+
+    def _check_names(self, store: LocalStore) -> None:
+        """Refuse names that lead out of the folder, as its links may make them."""
+        folders = {}
+        for number in self._all:
+            name = check_key(self._place.name(number))
+            folders[name.rpartition("/")[0]] = name
+        for name in folders.values():
+            store.local_path(name)
 
     def _clear_others(self, store: LocalStore) -> None:
         """Refuse a folder with another job that is not finished; with ``--force``, drop that."""
@@ -527,9 +537,9 @@ class FolderJob:
         draft = self._place.draft(self._place.target.filemap, number, name)
         return (self._folder / name).stat().st_size == len(draft.header) + draft.body_bytes
 
-    def _missing(self, store: LocalStore, job: _Job, parts: Mapping[int, FilePart]) -> list[int]:
+    def _missing(self, store: LocalStore, job: _Job, complete: Mapping[int, str]) -> list[int]:
         """Return the files of all shares that are not complete."""
-        missing = [f for f in self._all if f not in parts]
+        missing = [f for f in self._all if f not in complete]
         # Another process that finishes the folder removes the parts as well.
         record = job.replaced(store) if missing else None
         return [f for f in missing if record is None or not self._has_name(f, record)]
@@ -579,7 +589,7 @@ class FolderJob:
         store.delete([job.finishing])
         return None
 
-    def _finish(self, store: LocalStore, job: _Job, parts: Mapping[int, FilePart]) -> str:
+    def _finish(self, store: LocalStore, job: _Job, complete: Mapping[int, str]) -> str:
         """Give the files their names; every step may have been done by another process."""
         record = self._begin_to_finish(store, job)
         if record is None:
@@ -589,8 +599,8 @@ class FolderJob:
         first = [name for name, _ in reversed(last) if name in old]
         store.delete(first)
         store.delete(sorted(old.difference(first)))
-        for number, part in parts.items():
-            self._give_name(store, number, part, record)
+        for number, key in complete.items():
+            self._give_name(store, number, key, record)
         store.sync("")
         for name, raw in last:
             store.put(name, raw)
@@ -599,16 +609,14 @@ class FolderJob:
         _remove(store, job.folder)
         return "committed"
 
-    def _give_name(
-        self, store: LocalStore, number: int, part: FilePart, record: _Finishing
-    ) -> None:
+    def _give_name(self, store: LocalStore, number: int, key: str, record: _Finishing) -> None:
         name = self._place.name(number)
         path = self._folder / name
         store.local_path(name)  # no link of the folder leads out of it
         with writing(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.replace(self._folder / part.file.path, path)
+                os.replace(self._folder / key, path)
             except FileNotFoundError:
                 if not self._has_name(number, record):
                     raise

@@ -266,6 +266,34 @@ def test_what_is_left_of_a_job_does_not_replace_a_checkpoint(
     assert same(tensors(out), DATA)
 
 
+def test_a_replacement_that_was_begun_goes_on_and_removes_no_other_file(
+    source: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run("dcp", source, tmp_path / "calm")
+    run("dcp", other, out)
+    real: Any = FolderJob._give_name
+    named: list[object] = []
+
+    def dies(*given: Any) -> None:
+        if named:
+            raise KeyboardInterrupt
+        named.append(given)
+        real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderJob, "_give_name", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run("dcp", source, out, force=True)
+    assert not (out / ".metadata").exists()
+    with pytest.raises(RefusedError):  # another job does not take the rest for its own
+        run("dcp", other, out)
+    (out / "__9_0.distcp").write_bytes(b"later")
+    done = run("dcp", source, out)
+    assert (done.state, done.reused_files) == ("committed", done.files)
+    assert contents(out) == contents(tmp_path / "calm") | {"__9_0.distcp": b"later"}
+
+
 def test_a_checkpoint_that_appears_while_the_job_runs_stays(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +422,20 @@ def test_a_source_is_not_replaced(source: Path, tmp_path: Path) -> None:
     assert contents(out) == before
     reshard_again(out, out / "below")  # nothing that is read is there
     assert same(tensors(out / "below"), DATA)
+
+
+def test_a_link_that_leads_out_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path
+) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / "rank1").symlink_to(elsewhere)
+    with pytest.raises(RefusedError) as caught:
+        run("ranks", source, out, force=True)
+    assert caught.value.kind == "outside-root"
+    assert [p.name for p in out.iterdir()] == ["rank1"]
+    assert not [*elsewhere.iterdir()]
 
 
 @pytest.mark.parametrize(
