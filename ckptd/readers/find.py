@@ -12,12 +12,13 @@ from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, FormatReader, Listing, damaged
 from ckptd.readers.hf import END, local_pieces
+from ckptd.readers.megatron import open_buckets
 from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
 from ckptd.runtime.pauses import no_collection
 from ckptd.store.base import Store
 
-__all__ = ["find_foreign", "rank_files", "split_file"]
+__all__ = ["bucket_root", "find_foreign", "rank_files", "split_file"]
 
 _OWN = (
     "dcp:DcpReader",
@@ -109,6 +110,17 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
             for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
         ]
         return ForeignRoot(store, Foreign(pieces, has_sections=False), "ranks", step)
+
+
+def bucket_root(store: Store, step: int) -> ForeignRoot | None:
+    """Open the buckets of an optimizer in a folder; None where there are none.
+
+    They are like files of ranks: `ckptd.readers.megatron.open_buckets` says what they are called.
+    """
+    here = Listing(store)
+    with _damage(here):
+        found = open_buckets(here)
+        return None if found is None else ForeignRoot(store, found, "buckets", step)
 
 
 @contextmanager

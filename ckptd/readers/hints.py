@@ -14,7 +14,7 @@ from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Listing
 from ckptd.readers.pickles import PickledObject
 
-__all__ = ["LAYOUTS", "Hints", "config_hints", "megatron_hints"]
+__all__ = ["LAYOUTS", "Hints", "config_hints", "megatron_hints", "megatron_sizes"]
 
 LAYOUTS: Mapping[str, str] = {
     "deepseek_v3": "hf.deepseek_v3",
@@ -130,14 +130,28 @@ def megatron_hints(shapes: Mapping[str, tuple[int, ...]], common: object) -> Hin
     odd = any(part in name for name in names for part in strange)
     if not rows or odd or layout not in (*_DIST.values(), *_FORMS):
         return "", {}
+    return _text(layout, vpad=rows[0]), megatron_sizes(rows, common)
+
+
+def megatron_sizes(embedding: tuple[int, ...], common: object) -> dict[str, int]:
+    """Return the sizes of axes that the arguments of the job that wrote say, by name.
+
+    Parameters
+    ----------
+    embedding
+        Shape of the table of words, or its beginning.
+    common
+        The common state.
+    """
     args = common.get(_ARGS) if isinstance(common, dict) else None
     said = args.fields if isinstance(args, PickledObject) else {}
     grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
-    words = said.get("vocab_size")
-    padded = type(words) is int and 0 < words <= rows[0]
     found = {"kv": said.get(grouped), "hd": said.get("kv_channels")}
-    found["v"] = words if padded else rows[0]
-    return _text(layout, vpad=rows[0]), _counts(found)
+    if embedding:
+        words = said.get("vocab_size")
+        padded = type(words) is int and 0 < words <= embedding[0]
+        found["v"] = words if padded else embedding[0]
+    return _counts(found)
 
 
 def _text(layout: str, **lets: int) -> str:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from ckptd.errors import RefusedError
+from ckptd.format.codec import decode
 from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import (
     MAX_NAMES,
     Foreign,
+    ForeignPiece,
     KeptValues,
     Listing,
     damaged,
@@ -25,11 +29,11 @@ from ckptd.readers.base import (
     step_of,
 )
 from ckptd.readers.dcp import METADATA, read_items
-from ckptd.readers.hints import megatron_hints
+from ckptd.readers.hints import megatron_hints, megatron_sizes
 from ckptd.readers.pickles import PickledObject, named_values
 from ckptd.readers.torchfiles import load_torch
 
-__all__ = ["MegatronReader"]
+__all__ = ["MegatronReader", "open_buckets"]
 
 _METADATA = "metadata.json"
 _COMMON = "common.pt"
@@ -37,6 +41,14 @@ _RANK = re.compile(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")
 _WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 _MAX_BYTES = 1 << 20
 _EXTRA = "._extra_state"
+_BUCKET = re.compile(
+    r"(?P<group>.*optimizer\.distributed\.dp_group_idx_[0-9]+)\.(?P<buffer>gbuf_idx_[0-9]+)"
+    r"\.dtype_(?P<dtype>[^/]*)\.bucket_idx_(?P<number>[0-9]{1,6})\.(?P<state>\w+)"
+)
+_LENGTHS = ".per_bucket_numel/shard_0_1"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ATTENTION = "decoder.layers.self_attention.linear_"
+_DOWN = "decoder.layers.mlp.linear_fc2.weight"
 
 
 class MegatronReader:
@@ -91,6 +103,101 @@ class MegatronReader:
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
         left_out = list(values.left_out)
         return Foreign(pieces, values.objects, left_out, step=step, lay=lay, sizes=sizes)
+
+
+def open_buckets(names: Listing) -> Foreign | None:
+    """Read the optimizer of ``dp_reshardable``: buckets, which only a layout gives names.
+
+    They are called ``GROUP: gbuf_idx_0.0.exp_avg``: the ranks that have one part of the model, the
+    buffer, the bucket's number in it, and the state. The objects are their lengths with what fills
+    them up, by ``GROUP: gbuf_idx_0``; the sizes are those that the tensors of the model say.
+
+    Returns
+    -------
+    Foreign | None
+        None where the folder is no torch_dist with buckets.
+
+    Raises
+    ------
+    CorruptError
+        As `MegatronReader.open`; kind ``bad-size``: the table of lengths is damaged.
+    RefusedError
+        kind ``unreadable-format``: there are several optimizers, or types in one buffer.
+    """
+    if not {METADATA, _METADATA} <= set(names.names):
+        return None
+    found = read_items(names, lambda name: name.endswith(_LENGTHS))
+    pieces: list[ForeignPiece] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    types: dict[tuple[str, str], str] = {}
+    for piece in found.pieces:
+        shapes[piece.name] = piece.shape
+        match = _BUCKET.fullmatch(piece.name)
+        if match is None:
+            continue
+        group, buffer, number = match["group"], match["buffer"], int(match["number"])
+        if not group.startswith("optimizer."):
+            raise _not_one(names, "one optimizer", group)
+        if types.setdefault((group, buffer), match["dtype"]) != match["dtype"]:
+            raise _not_one(names, "one type in a buffer", piece.name)
+        name = f"{group}: {buffer}.{number}.{match['state']}"
+        pieces.append(replace(piece, name=name))
+    if not pieces:
+        return None
+    objects = {
+        f"{group}: {buffer}": _lengths(names, found.objects, group, buffer)
+        for group, buffer in types
+    }
+    common = load_torch(names, _COMMON).value if _COMMON in names.names else None
+    iteration = common.get("iteration") if isinstance(common, dict) else None
+    good = type(iteration) is int and 0 <= iteration <= MAX_STEP
+    step = iteration if good else found.step
+    sizes = _model_sizes(shapes, common)
+    return Foreign(pieces, objects, step=step, sizes=sizes, has_sections=False)
+
+
+def _not_one(names: Listing, wanted: str, found: str) -> RefusedError:
+    return RefusedError(
+        "the buckets of this optimizer are not read by a layout",
+        kind="unreadable-format",
+        where=names.key(METADATA),
+        wanted=wanted,
+        found=found[:200],
+        hint="load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable",
+    )
+
+
+def _lengths(names: Listing, objects: Mapping[str, Any], group: str, buffer: str) -> list[int]:
+    """Return how long the buckets of a buffer are with what fills them up."""
+    number = int(buffer.rpartition("_")[2])
+    try:
+        # A shard of one; a table for each buffer, of the one type that it has.
+        found = decode(objects[group + _LENGTHS])
+        while len(found) == 1 and isinstance(found[0], list):
+            found = found[0]
+        (lengths,) = found[number].values()
+        if not all(type(n) is int and 0 < n < 1 << 62 for n in lengths):
+            raise ValueError("a length that is no count")
+        return list(lengths)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = "the optimizer does not say how long its buckets are"
+        where = names.key(f"{METADATA}: {group}{_LENGTHS}")
+        raise damaged(what, where, error, "bad-size") from None
+
+
+def _model_sizes(shapes: Mapping[str, tuple[int, ...]], common: object) -> dict[str, int]:
+    """Return the sizes of axes that the tensors of the model say, which lie beside the buckets."""
+    sizes = dict(megatron_sizes(shapes.get(_EMBEDDING, ()), common))
+    attention = [shapes.get(f"{_ATTENTION}{n}.weight", ()) for n in ("proj", "qkv")]
+    down = shapes.get(_DOWN, ())
+    if len(down) == 3:
+        sizes |= {"l": down[0], "h": down[1], "f": down[2]}
+    if all(len(shape) == 3 for shape in attention):
+        queries, rows = attention[0][2], attention[1][1]
+        keys = (rows - queries) // 2
+        if keys > 0 and queries % keys == 0:
+            sizes["rep"] = queries // keys
+    return sizes
 
 
 def _legacy(names: Listing) -> list[str]:

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.format.manifest import UNORDERED
+from ckptd.format.manifest import UNORDERED, foreign_sizes
 from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.clip import clip, restride
 from ckptd.layout.grid import Axis, Grid, strides_of
@@ -35,8 +35,9 @@ from ckptd.layout.lay.syntax import Average, NameIndex, Text, show_name
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.base import Listing
-from ckptd.readers.find import rank_files
+from ckptd.readers.find import bucket_root, rank_files
 from ckptd.readers.hints import config_hints
+from ckptd.reshard.buckets import Bucket, check_bounds, join_buckets, place_pieces
 from ckptd.reshard.plan import ChunkFeed, Take
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
@@ -50,8 +51,8 @@ _MOST_COMPARED = 4096
 """Parts of tensors that are read and compared side by side; each costs a few hundred bytes."""
 _MAX_FILES = 1 << 20
 
-_Where = tuple[int, tuple[LocalPiece, ...]]
-"""Number of a local tensor of the source, and what of rank-local tensors it holds."""
+_Where = tuple[tuple[int, int, tuple[LocalPiece, ...]], ...]
+"""Numbers of tensors of the source and of pieces of them, and what each holds of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class _Ranks:
         owner = tensor.owners.owner(piece, tensor.base)
         average = next((m for m in rule.equation.modifiers if isinstance(m, Average)), None)
         if average is None:
-            return [self._take(key, tensor, rule, piece, blocks, owner)]
+            return self._takes(key, tensor, rule, piece, blocks, owner)
         if average.kind == "sum" and target.name.startswith(("int", "uint", "bool")):
             raise UsageError("replicas of this type are not combined", where=name)
         extent = self.form.mesh.extents[average.axis]
@@ -103,12 +104,14 @@ class _Ranks:
         first = owner - self.form.mesh.coordinates(owner)[average.axis] * stride
         takes = []
         for i in range(extent):
-            found = self._take(key, tensor, rule, piece, blocks, first + i * stride)
             change = Combine(count) if i else First(count)
-            takes.append(Take(found.tensor, 0, found.blocks, change, i))
+            takes += [
+                Take(found.tensor, found.piece, found.blocks, change, i)
+                for found in self._takes(key, tensor, rule, piece, blocks, first + i * stride)
+            ]
         return takes
 
-    def _take(
+    def _takes(
         self,
         key: TensorKey,
         tensor: StoredTensor,
@@ -116,8 +119,7 @@ class _Ranks:
         piece: int,
         blocks: Sequence[Block],
         rank: int,
-    ) -> Take:
-        number, parts = self.places[rank][key]
+    ) -> list[Take]:
         who = rule.who(self.form.mesh.coordinates(rank))
         shape = rule.local_shape(who)
         found = tensor.grid.piece(piece)
@@ -131,7 +133,16 @@ class _Ranks:
             for block in blocks
             for one in restride(_shifted(block, skip), found.box.shape, strides, base)
         ]
-        return Take(number, 0, tuple(b for one in moved for b in self._in_file(one, parts)))
+        return self._in_files(moved, self.places[rank][key])
+
+    def _in_files(self, blocks: Sequence[Block], places: _Where) -> list[Take]:
+        """Return copies out of a rank-local tensor as copies out of what files hold."""
+        out = []
+        for number, piece, parts in places:
+            inside = tuple(b for block in blocks for b in self._in_file(block, parts))
+            if inside:
+                out.append(Take(number, piece, inside))
+        return out or [Take(*places[0][:2], ())]
 
     def _in_file(self, block: Block, parts: Sequence[LocalPiece]) -> list[Block]:
         """Return a copy out of a rank-local tensor as copies out of the tensor of a file."""
@@ -167,7 +178,7 @@ class _Ranks:
             for part in () if key[0] in parts.originals else parts.of_tensor(key):
                 # A file may be that of several ranks, and a buffer may have a copy as well.
                 found = {
-                    (self.places[rank][mine][0], rule): (mine, rank)
+                    (self.places[rank][mine][0][0], rule): (mine, rank)
                     for rule, ranks in reversed(part.holders)
                     for mine in [(rule, *key[1:])]
                     for rank in reversed(ranks.tolist())
@@ -184,7 +195,7 @@ class _Ranks:
         mine: TensorKey,
         rank: int,
     ) -> _Replica:
-        number, pieces = self.places[rank][mine]
+        places = self.places[rank][mine]
         rule = self.form.rules[mine[0]]
         who = rule.who(self.form.mesh.coordinates(rank))
         strides = strides_of(rule.local_shape(who))
@@ -192,9 +203,9 @@ class _Ranks:
         for region in flat_regions(parts.boxes(rule, who)[part.cell], part.lo, part.hi):
             start = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
             block = Block(region.box.shape, start, strides, region.start, region.strides)
-            blocks += self._in_file(block, pieces)
-        what, take = (key, part.cell, part.lo), Take(number, 0, tuple(blocks))
-        return _Replica(what, mine, rank, part.hi - part.lo, take)
+            blocks.append(block)
+        what, takes = (key, part.cell, part.lo), tuple(self._in_files(blocks, places))
+        return _Replica(what, mine, rank, part.hi - part.lo, takes)
 
     def _compare(self, held: Sequence[_Replica]) -> None:
         first: dict[object, tuple[_Replica, bytes]] = {}
@@ -221,7 +232,7 @@ class _Ranks:
                 )
 
     def _shown(self, replica: _Replica) -> str:
-        name = self.source.filemap.tensors[replica.take.tensor].name
+        name = self.source.filemap.tensors[replica.takes[0].tensor].name
         (number, indexes, state), (_, cell, _) = replica.of, replica.what
         rule = self.form.rules[number]
         of = self.form.name(rule.global_name(indexes), state)
@@ -240,9 +251,9 @@ class _Ranks:
             self.source,
             [
                 (
-                    self.source.filemap.dtypes[r.take.tensor].name,
+                    self.source.filemap.dtypes[r.takes[0].tensor].name,
                     Grid((Axis(((r.numel, 1),)),)),
-                    partial(_feed, ChunkFeed((r.take,))),
+                    partial(_feed, ChunkFeed(r.takes)),
                 )
                 for r in held
             ],
@@ -272,7 +283,7 @@ class _Replica(NamedTuple):
     of: TensorKey
     rank: int
     numel: int
-    take: Take
+    takes: tuple[Take, ...]
 
 
 def _feed(found: ChunkFeed, piece: int) -> ChunkFeed:
@@ -329,16 +340,19 @@ class _Opened:
 
 
 def _open(store: Store, layout: Resolved, step: int) -> _Opened:
-    paths = _files_of(store, layout)
-    root = rank_files(store, paths, step)
+    buckets = bucket_root(store, step)
+    paths = [] if buckets else _files_of(store, layout)
+    root = buckets or rank_files(store, paths, step)
     index = Index(root)
     reader = CkptdReader(index, index.commit(root.name), listed=False)
-    headers = _headers(reader, paths)
+    if buckets:
+        paths = sorted({name.partition(": ")[0] for name in reader.infos})
+    headers = _bucket_headers(reader, paths) if buckets else _headers(reader, paths)
     mesh = layout.mesh or MeshShape(1, {}, {})
     files = [_file_of(layout, mesh, rank, paths) for rank in range(mesh.world)]
     shapes = {r: {n: t.shape for n, t in headers[f].items()} for r, f in enumerate(files)}
     axes = {a for e in layout.equations for f in e.families.values() for a in f.axes}
-    config = config_hints(Listing(store))[1]
+    config = foreign_sizes(reader.manifest) if buckets else config_hints(Listing(store))[1]
     sizes = {a: n for a, n in config.items() if a in axes and a not in layout.sizes}
     identity = reader.commit.manifest_digest
     return _Opened(reader.places, identity, paths, headers, files, RankShapes(shapes, sizes))
@@ -394,12 +408,22 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """A tensor of a file: its name there, and its number in the manifest."""
+    """A tensor of a file: its name there, and its number in the manifest.
+
+    A buffer that is made of `buckets` has the number of the first one.
+    """
 
     name: str
     number: int
     dtype: DType
     shape: tuple[int, ...]
+    buckets: tuple[Bucket, ...] = ()
+
+    def place(self, pieces: Sequence[LocalPiece]) -> _Where:
+        """Return where a tensor's pieces lie."""
+        if self.buckets:
+            return place_pieces(self.buckets, pieces)
+        return ((self.number, 0, tuple(pieces)),)
 
 
 def _headers(reader: CkptdReader, files: Sequence[str]) -> list[dict[str, _Local]]:
@@ -408,6 +432,36 @@ def _headers(reader: CkptdReader, files: Sequence[str]) -> list[dict[str, _Local
     for number, info in enumerate(reader.infos.values()):
         file, _, name = info.name.partition(": ")
         out[file][name] = _Local(name, number, info.dtype, info.shape)
+    return list(out.values())
+
+
+def _bucket_headers(reader: CkptdReader, groups: Sequence[str]) -> list[dict[str, _Local]]:
+    """Return the buffers that the buckets of each group of ranks make."""
+    found: dict[tuple[str, str], dict[str, dict[int, int]]] = {}
+    infos = list(reader.infos.values())
+    for number, info in enumerate(infos):
+        group, _, name = info.name.partition(": ")
+        buffer, index, state = name.split(".")
+        states = found.setdefault((group, buffer), {})
+        states.setdefault(state, {})[int(index)] = number
+    out: dict[str, dict[str, _Local]] = {group: {} for group in groups}
+    lengths = reader.objects()
+    for (group, buffer), states in found.items():
+        padded = lengths[f"{group}: {buffer}"]
+        for state, numbers in states.items():
+            name = f"{buffer}.{state}"
+            cuts = {i: (n, reader.filemap.grid_of(n)) for i, n in numbers.items()}
+            buckets = join_buckets(cuts, padded, f"{group}.{name}")
+            dtypes = {infos[b.number].dtype for b in buckets}
+            if len(dtypes) != 1:
+                raise MismatchError(
+                    "buckets of one state are of different types",
+                    kind="lay-fit",
+                    where=f"{group}.{name}",
+                    found=", ".join(sorted(d.name for d in dtypes)),
+                )
+            number, shape = buckets[0].number, (buckets[-1].end,)
+            out[group][name] = _Local(name, number, infos[number].dtype, shape, buckets)
     return list(out.values())
 
 
@@ -561,8 +615,13 @@ def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str])
     name = write_name(layout.files, mesh.coordinates(rank))
     if name in paths:
         return paths.index(name)
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     raise CorruptError(
-        "the file of a rank is missing", kind="missing-file", where=name, wanted=f"rank {rank}"
+        "the file of a rank is missing",
+        kind="missing-file",
+        where=name,
+        wanted=f"rank {rank}",
+        found=", ".join(paths[:4]) + more,
     )
 
 
@@ -596,11 +655,14 @@ def _held(
                 wanted=tensor.shape,
                 found=local.shape,
             )
+        if local.buckets:
+            names = [form.rules[p.rule].local_name(p.indexes) for p in tensor.pieces]
+            check_bounds(local.buckets, tensor.pieces, names, f"{tensor.name} of rank {rank}")
         for piece in tensor.pieces:
             key = (piece.rule, piece.indexes, tensor.state)
             found.setdefault(key, (local, []))[1].append(piece)
     for key, (local, pieces) in found.items():
-        yield key, (local.number, tuple(pieces)), local
+        yield key, local.place(pieces), local
 
 
 def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity: str) -> Stock:

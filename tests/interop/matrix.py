@@ -336,6 +336,14 @@ def sources() -> list[Source]:
             LLAMA,
         ),
         Source(
+            "megatron-buckets",
+            "megatron",
+            "megatron-core 0.16.1, torch_dist of TP2 x PP2 x DP2, distributed optimizer,"
+            " `dp_reshardable`, by a layout of its own",
+            sample("megatron-buckets", "iter_0000002", "expected-hf.npz", tar="megatron-buckets"),
+            ("--from", f"{SOURCE}/local.lay:buckets", "--to", "hf.llama"),
+        ),
+        Source(
             "zero3",
             "deepspeed",
             "deepspeed 0.19.8, ZeRO-3 on 2 ranks",
@@ -607,7 +615,9 @@ def convert(source: Source, path: Path, wanted: Content, target: Target, out: Pa
     commands, shown = target.commands(source), shown_command(source, target)
     places = {SOURCE: str(path), OUT: str(out), ROOT: str(out.with_suffix(".root"))}
     for _, *words in commands:
-        error = run_command([places.get(word, word) for word in words])
+        for name, place in places.items():
+            words = [place + w.removeprefix(name) if w.startswith(name) else w for w in words]
+        error = run_command(words)
         if error and error["class"] == "CorruptError" and wanted.weights:
             raise Wrong(f"{shown}: {error}")
         if error:

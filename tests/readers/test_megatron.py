@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import pickle
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.cli.running import Cli
+from tests.cli.running import Cli, Result
 from tests.readers.opening import fails, open_reader
 
 MODEL = "megatron-tp2pp2/model-stacked"
@@ -70,6 +73,133 @@ def test_weights_and_moments_of_the_distributed_optimizer(
         values |= load_file(path)
     assert set(wanted) <= set(values)
     assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+BUCKETS = "megatron-buckets/iter_0000002"
+
+
+def reshard_buckets(cli: Cli, source: Path, folder: Path, *edits: tuple[str, str]) -> Result:
+    """Reshard buckets into files of ranks, by the sample's layout with some text replaced."""
+    text = (source / "local.lay").read_text()
+    changed = text
+    for old, new in edits:
+        assert old in changed
+        changed = changed.replace(old, new)
+    mine, theirs = folder / "mine.lay", folder / "theirs.lay"
+    mine.write_text(changed)
+    theirs.write_text(text)
+    layouts = ["--from", f"{mine}:buckets", "--to", f"{theirs}:ranks"]
+    return cli("reshard", str(source), str(folder / "out"), *layouts, "--format", "ranks")
+
+
+def compare_ranks(sample: Path, out: Path) -> list[str]:
+    """Return what differs from what the optimizer said, of all ranks."""
+    differ = []
+    for path in sorted(sample.glob("local_*.npz")):
+        wanted = dict(np.load(path))
+        values = load_file(out / f"{path.stem.replace('local', 'rank')}.safetensors")
+        assert sorted(values) == sorted(wanted)
+        differ += [n for n in wanted if values[n].tobytes() != wanted[n].tobytes()]
+    return differ
+
+
+def test_buckets_by_the_order_of_a_layout(foreign: Path, tmp_path: Path, cli: Cli) -> None:
+    """Bit for bit what the optimizer says, also where a tensor lies on two data-parallel ranks."""
+    found = reshard_buckets(cli, foreign / BUCKETS, tmp_path)
+    assert found.code == 0, found.err
+    assert "order not verified" in found.err
+    assert compare_ranks(foreign / "megatron-buckets", tmp_path / "out") == []
+
+
+def test_an_order_that_fits_all_bounds_is_not_verified(
+    foreign: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """Two norms of one length at the same places: nothing but a diff tells them apart."""
+    swapped = [("L{l}.n1[h]", "X"), ("L{l}.n2[h]", "L{l}.n1[h]"), ("X", "L{l}.n2[h]")]
+    found = reshard_buckets(cli, foreign / BUCKETS, tmp_path, *swapped)
+    assert found.code == 0, found.err
+    assert "order not verified" in found.err
+    differ = compare_ranks(foreign / "megatron-buckets", tmp_path / "out")
+    assert {n.split(".", 3)[3].partition(".")[0] for n in differ} == {
+        "input_layernorm",
+        "pre_mlp_layernorm",
+    }
+
+
+PROJ = "  decoder.layers.{#l@pp}.self_attention.linear_proj.weight = L{l}.o[h (kv@tp rep hd)]\n"
+NORM = "  decoder.layers.{#l@pp}.pre_mlp_layernorm.weight = L{l}.n2[h]\n"
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ([(PROJ, ""), (NORM, NORM + PROJ)], "is cut elsewhere than the layout says"),
+        ([("order reverse ", "")], "elements, and the rules make"),
+        ([("start/64 ", "")], "elements, and the rules make"),
+        ([("let hd = 4", "let hd = 2")], "elements, and the rules make"),
+        ([("group:4=(pp:2 tp:2)", "group:2=(pp:1 tp:2)")], "elements, and the rules make"),
+        ([("group:4=(pp:2 tp:2)", "group:8=(pp:4 tp:2)")], "the file of a rank is missing"),
+        ([("gbuf_idx_0", "gbuf_idx_1")], "no rule matches gbuf_idx_0.param"),
+    ],
+)
+def test_a_layout_that_is_not_that_of_the_buckets(
+    foreign: Path, tmp_path: Path, cli: Cli, edits: list[tuple[str, str]], message: str
+) -> None:
+    found = reshard_buckets(cli, foreign / BUCKETS, tmp_path, *edits)
+    assert found.code != 0
+    assert message in found.err, found.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shipped_layout_of_buckets_is_of_other_layers(
+    foreign: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """It has the norms of Transformer Engine, inside of the projections, and so another order."""
+    said = ["-e", "from: mesh megatron_buckets = group:4=(pp:2 tp:2) dp:1"]
+    said += ["-e", "let kv = 2", "-e", "let hd = 4", "--to", "hf.llama"]
+    source, target = str(foreign / BUCKETS), str(tmp_path / "out")
+    found = cli("reshard", source, target, "--from", "megatron.buckets", *said)
+    assert "3200 elements, and the rules make 4224" in found.err
+
+
+def edited(source: Path, folder: Path, change: Callable[[str], str | None]) -> Path:
+    """Copy a folder of torch_dist, names of its tensors and values changed; None drops one."""
+    shutil.copytree(source, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entries = metadata.state_dict_metadata.items()
+    metadata.state_dict_metadata = {new: v for n, v in entries if (new := change(n)) is not None}
+    metadata.storage_data = {
+        dataclasses.replace(index, fqn=new): info
+        for index, info in metadata.storage_data.items()
+        if (new := change(index.fqn)) is not None
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("optimizer.distributed.", "chained_1.optimizer.distributed.", "are not read by a layout"),
+        ("dp_group_idx_0.per_bucket_numel/", None, "does not say how long its buckets are"),
+        (
+            "dp_group_idx_1.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_1.exp_avg",
+            None,
+            "buckets of an optimizer are missing",
+        ),
+        ("float32).bucket_idx_1", "bfloat16).bucket_idx_1", "are not read by a layout"),
+    ],
+)
+def test_buckets_that_are_not_whole(
+    foreign: Path, tmp_path: Path, cli: Cli, old: str, new: str | None, message: str
+) -> None:
+    def change(name: str) -> str | None:
+        return (None if new is None else name.replace(old, new)) if old in name else name
+
+    source = edited(foreign / BUCKETS, tmp_path / "source", change)
+    found = reshard_buckets(cli, source, tmp_path)
+    assert found.code != 0
+    assert message in found.err, found.err
 
 
 def test_other_forms_are_refused(foreign: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ SPACES = [
 ]
 MODELS = [*(f"hf.{n}" for n in SPACES), "megatron.gpt", "megatron.moe", "vllm.llama"]
 MODELS += [f"megatron.{n}{k}" for n in ("", "moe.") for k in ("dist", "dist.layers", "dist.single")]
-MODELS += [f"megatron.{n}.dist" for n in ("qwen2", "qwen3", "qwen3_moe")]
+MODELS += [*(f"megatron.{n}.dist" for n in ("qwen2", "qwen3", "qwen3_moe")), "megatron.buckets"]
 
 
 def test_all_promised_layouts_are_there() -> None:
