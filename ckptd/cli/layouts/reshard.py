@@ -70,6 +70,8 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
         Of the reshard as a whole: ``exact``, ``exact up to fill``, ``choice`` or ``lossy``.
     dropped
         Source tensors, parts of them, further names and objects that are left out on purpose.
+    simplified
+        Objects that are of plainer types in the target: sets as lists, numpy as Python has it.
     merged
         Copies of tensors, equal to them, that the target has no name for.
     apart
@@ -104,6 +106,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     tensors: int
     promise: str
     dropped: tuple[str, ...]
+    simplified: tuple[str, ...]
     merged: tuple[str, ...]
     apart: tuple[str, ...]
     unread: tuple[str, ...]
@@ -192,6 +195,7 @@ def reshard(
             tensors=run.tensors,
             promise=run.promise,
             dropped=run.dropped,
+            simplified=run.simplified,
             merged=run.merged,
             apart=run.apart,
             unread=run.unread,
@@ -234,6 +238,8 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         note(f"the source was {_source(d)}")
     if d.dropped:
         note(f"left out: {_counted(d.dropped)}")
+    if d.simplified:
+        note(f"objects with lists for sets, or plain numbers for numpy's: {_counted(d.simplified)}")
     if d.merged:
         note(f"copies that are not written again: {_counted(d.merged)}")
     if d.apart:

@@ -141,6 +141,11 @@ class ReshardRun:
         return (*composed.dropped, *composed.lost, *self._left_out)
 
     @property
+    def simplified(self) -> tuple[str, ...]:
+        """Objects that are of plainer types in the target."""
+        return tuple(self._place.simplified) if self._place is not None else ()
+
+    @property
     def merged(self) -> tuple[str, ...]:
         """Further names of tensors that the target has no name for; nothing of them is lost."""
         return tuple(self._prepared.assembled.composed.merged)

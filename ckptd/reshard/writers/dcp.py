@@ -124,7 +124,7 @@ class DcpPlace:
             chosen.reserve(".".join(map(str, path)))
         self.target = chosen.target(whole.world)
         self.expected: Mapping[int, Expected] = chosen.expected
-        self.left_out = objects.left_out
+        self.left_out, self.simplified = objects.left_out, objects.simplified
         self.options = ""
         self._spans, self._objects = _objects_file(objects.values)
         self._keys = StateKeys(layout) if keys else None

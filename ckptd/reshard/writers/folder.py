@@ -96,6 +96,10 @@ class FolderPlace(Protocol):
         """Names of what the format does not hold."""
 
     @property
+    def simplified(self) -> Sequence[str]:
+        """Names of objects that are of plainer types there than in the source."""
+
+    @property
     def options(self) -> str:
         """What else makes a difference to the files, as text."""
 

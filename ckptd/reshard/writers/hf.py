@@ -116,6 +116,7 @@ class HfPlace:
         self.target = chosen.target(file + 1)
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out
+        self.simplified: Sequence[str] = ()
         self.options = f"{max_shard_bytes} {untie}"
         self._tied: dict[int, dict[str, str]] = {}
         for entry in self.target.tensors:

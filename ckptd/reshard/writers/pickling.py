@@ -15,7 +15,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.grid import strides_of
 from ckptd.types import DTYPES
 
-__all__ = ["Global", "Made", "StorageTensor", "as_plain", "dump"]
+__all__ = ["Global", "Made", "StorageTensor", "as_plain", "dump", "is_plain"]
 
 _MAX_DEPTH = 64
 _MAX_INT_BYTES = 255
@@ -210,6 +210,15 @@ def dump(value: Any) -> bytes:
     pickle.put(value)
     pickle.out += b"."
     return bytes(pickle.out)
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether `as_plain` returns the value itself, and not one of another type."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
 
 
 def check_int(value: int) -> None:

@@ -183,6 +183,7 @@ class RanksPlace:
             *(t.name for t in whole_target.tensors[len(composed.links) :]),
             *(o.name for o in whole_target.objects if not o.tensor),
         ]
+        self.simplified: Sequence[str] = ()
         self.options = ""
 
     # --- what ranks hold --------------------------------------------------------------------------

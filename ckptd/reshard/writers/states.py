@@ -15,7 +15,7 @@ from ckptd.format.manifest import ObjectEntry, about_foreign
 from ckptd.format.names import unescape_fqn, unescape_key
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.writers.pickling import as_plain
+from ckptd.reshard.writers.pickling import as_plain, is_plain
 
 __all__ = [
     "KeyPath",
@@ -130,10 +130,13 @@ class StateObjects:
         Plain values by their keys.
     left_out
         Names of those that are no plain values.
+    simplified
+        Names of those that are values of other types in the source, such as sets.
     """
 
     values: Mapping[KeyPath, Any] = field(default_factory=dict)
     left_out: Sequence[str] = ()
+    simplified: Sequence[str] = ()
 
 
 def objects_of(assembled: Assembled, states: str) -> StateObjects:
@@ -156,14 +159,18 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
         kind ``duplicate-name``: two objects would have one name.
     """
     values: dict[KeyPath, Any] = {}
-    left_out = []
+    left_out: list[str] = []
+    simplified: list[str] = []
     plain = plain_names(assembled)
     for entry in assembled.target.objects:
         try:
-            value = as_plain(codec.decode(_raw(assembled, entry)))
+            stored = codec.decode(_raw(assembled, entry))
+            value = as_plain(stored)
         except UsageError:
             left_out.append(entry.name)
             continue
+        if not is_plain(stored):
+            simplified.append(entry.name)
         if entry.kind == "groups" and isinstance(value, list):
             for group in value:
                 if isinstance(group.get(_PARAMS), list):
@@ -175,7 +182,7 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
         for path in found.keys() & values.keys():
             raise _twice(path)
         values |= found
-    return StateObjects(_with_tuples(values), left_out)
+    return StateObjects(_with_tuples(values), left_out, simplified)
 
 
 def _twice(path: KeyPath) -> UsageError:

@@ -51,7 +51,8 @@ class TorchDistPlace(DcpPlace):
         layout = assembled.composed.composition.target.bound.layout
         found = objects_of(assembled, layout.state_names)
         extra = dict(_extra_states(assembled))
-        super().__init__(assembled, expected, StateObjects(extra, found.left_out), keys=False)
+        objects = StateObjects(extra, found.left_out, found.simplified)
+        super().__init__(assembled, expected, objects, keys=False)
         common: dict[str, Any] = {
             **_DEFAULTS,
             "iteration": assembled.composed.stock.step,

@@ -114,6 +114,7 @@ class UniversalPlace:
         self.target = chosen.target(len(self._paths))
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out
+        self.simplified = objects.simplified
         self.options = self._top
         self._last = self._small_files()
 

@@ -102,6 +102,7 @@ def test_names_are_those_that_torch_asks_for(tmp_path: Path) -> None:
     objects = [
         ObjectEntry("o.lr%2Fa", value=0.5),
         ObjectEntry("o.x%2Ey", value={"k": 1}),
+        ObjectEntry("o.some", value=codec.encode({"ids": {1, 2}})),
         ObjectEntry("o.large", value=codec.encode(2**2100)),
         ObjectEntry("o.keys", value=codec.encode({frozenset({1}): 2})),
     ]
@@ -109,6 +110,7 @@ def test_names_are_those_that_torch_asks_for(tmp_path: Path) -> None:
         save(store, tensors, objects=objects)
     place = write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:2")
     assert sorted(place.left_out) == ["o.keys", "o.large"]
+    assert place.simplified == ["o.some"]
     wanted: dict[str, Any] = {f"t.{n}": torch.zeros(4, 3) for n in names}
     wanted |= {"o.lr/a": None, "o.x.y": None}
     dcp.load(wanted, checkpoint_id=str(tmp_path / "out"), no_dist=True)

@@ -18,7 +18,7 @@ import torch
 from ckptd.errors import UsageError
 from ckptd.readers.pickles import PickledTensor, read_pickle
 from ckptd.readers.zips import extent_of, open_zip
-from ckptd.reshard.writers.pickling import Global, Made, StorageTensor, as_plain, dump
+from ckptd.reshard.writers.pickling import Global, Made, StorageTensor, as_plain, dump, is_plain
 from ckptd.reshard.writers.torchzip import ALIGN, TorchFrame, TorchJoints
 from ckptd.types import DTYPES
 
@@ -115,6 +115,9 @@ def test_what_a_pickle_names_is_not_imported() -> None:
 def test_values_that_are_as_good_as_plain() -> None:
     given = {"a": {3, 1}, "b": np.float32(1.5), "c": np.arange(3), "d": (np.bool_(True), None)}
     assert as_plain(given) == {"a": [1, 3], "b": 1.5, "c": [0, 1, 2], "d": (True, None)}
+    assert not is_plain(given)
+    assert not any(is_plain([v]) for v in given.values())
+    assert is_plain(as_plain(given))
     with pytest.raises(UsageError):
         as_plain([1j])
     refused: list[Any] = [{frozenset({1}): 2}, {"a": {(1, frozenset()): 2}}, [1 << 2100]]
