@@ -324,8 +324,16 @@ def bind_to(source: Resolved, stock: Stock) -> Bound:
     return bind_stored(source, _named_shapes(source, stock), sizes)
 
 
-def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Composed:
+def compose_layouts(
+    source: Resolved, target: Resolved, stock: Stock, *, is_recut: bool = False
+) -> Composed:
     """Combine two layouts over a source.
+
+    Parameters
+    ----------
+    is_recut
+        Whether the target is the source's layout, cut or spelled anew: then no tensor has further
+        names that it has not in the source.
 
     Raises
     ------
@@ -349,6 +357,8 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     _check_all_fed(composition, stock, links, {*dropped, *(d.tensor.name for d in duplicates)})
     links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
     aliases = alias_names(composition.target)
+    if is_recut:
+        aliases = _known_aliases(aliases, composition, stock)
     lost, merged = _further_names(composition, source, links, aliases, duplicates)
     return Composed(
         stock,
@@ -497,6 +507,18 @@ def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:
             if further not in (name, *out.get(name, ())):  # other stages may have it under its name
                 out[name] = (*out.get(name, ()), further)
     return out
+
+
+def _known_aliases(
+    aliases: Mapping[str, tuple[str, ...]], composition: Composition, stock: Stock
+) -> dict[str, tuple[str, ...]]:
+    """Return the further names, by name, that the source has as well, however it spells them."""
+    here, there = _templates(composition.source), _templates(composition.target)
+    known = {taken.name for taken in map(here.take, stock.by_name) if taken}
+    return {
+        name: tuple(n for n in further if (taken := there.take(n)) and taken.name in known)
+        for name, further in aliases.items()
+    }
 
 
 def _is_alias(rule: RuleForm) -> bool:

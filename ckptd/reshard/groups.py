@@ -14,7 +14,15 @@ from typing import Any
 from ckptd.errors import MismatchError
 from ckptd.format.manifest import OPTIMIZER_CLASS, ObjectEntry
 
-__all__ = ["Renames", "are_torchs", "gathered", "groups_name", "params_of", "renamed"]
+__all__ = [
+    "Renames",
+    "are_torchs",
+    "gathered",
+    "groups_name",
+    "params_of",
+    "renamed",
+    "settings_above",
+]
 
 Renames = Mapping[str, Sequence[str]]
 """The new names of each parameter."""
@@ -52,7 +60,7 @@ def params_of(
         Parameters that there are; None: whatever a value names may be one.
     """
     found: dict[str, None] = {}
-    above = _above(groups)
+    above = settings_above(groups)
     for entry in objects:
         if entry.kind == "groups" and entry.name == groups and isinstance(entry.value, list):
             found |= dict.fromkeys(p for g in entry.value for p in g.get(_PARAMS, ()))
@@ -65,7 +73,7 @@ def params_of(
     return list(found)
 
 
-def _above(groups: str) -> str:
+def settings_above(groups: str) -> str:
     """Return what the names of torch's values begin with, by the name of the groups object."""
     return groups.removesuffix("groups").removesuffix(_STATE) + _GROUPS
 
@@ -92,7 +100,7 @@ def gathered(
     objects
         All others, and the groups object; as they were where values do not say whose they are.
     """
-    above = _above(groups)
+    above = settings_above(groups)
     mine = {o.name.removeprefix(above): o for o in objects if o.name.startswith(above)}
     if not mine or any(o.tensor for o in mine.values()):
         return objects

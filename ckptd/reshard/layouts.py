@@ -55,7 +55,7 @@ from ckptd.layout.lay.syntax import (
 )
 from ckptd.readers.words import TITLE
 from ckptd.reshard.elements import find
-from ckptd.reshard.groups import groups_name, params_of
+from ckptd.reshard.groups import groups_name, params_of, settings_above
 from ckptd.types import Box
 
 __all__ = [
@@ -724,6 +724,8 @@ def _following(
     scalars: dict[str, None] = {}
     either: dict[str, None] = {}
     followers, apart = set(), set()
+    groups = groups_name(spelling.statement.states)
+    settings = settings_above(groups)
     for name, shape in shapes.items():
         followed = spelling.follower(name)
         param = shapes.get(followed[0]) if followed else None
@@ -735,14 +737,13 @@ def _following(
             kind = states if shape else scalars if param else either
             kind[followed[1]] = None
             followers.add(name)
-        elif not spelling.is_param(name):
+        elif not spelling.is_param(name) or name.startswith(settings):
             apart.add(name)
     for state in either:
         if state not in states and state not in scalars:
             (states if state in _SHORT else scalars)[state] = None
     if states.keys() & scalars.keys():
         return None
-    groups = groups_name(spelling.statement.states)
     named = params_of(objects, groups, {spelling.bare(n) for n in shapes if spelling.is_param(n)})
     known = sum(spelling.statement.params.replace("{name}", n) in shapes for n in named)
     if not states and not known:

@@ -176,7 +176,8 @@ def prepare(
     resolved = source.resolve()
     given = source
     stock = apart_from(stock, source)
-    if target.is_recipe:
+    is_recut = target.is_recipe
+    if is_recut:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
             # Names that a program calls the weights' own begin with no section.
@@ -185,7 +186,7 @@ def prepare(
             stock = apart_from(stock, source)
         target = wrapped(target, source)
         _check_recognised(stock, resolved, target.resolve())
-    composed = compose_layouts(resolved, target.resolve(), stock)
+    composed = compose_layouts(resolved, target.resolve(), stock, is_recut=is_recut)
     used = composed.composition.source.bound
     if hint is not None:
         read_with = hint
@@ -244,7 +245,7 @@ def _fitting_hint(
     sizes = {n: size for n, size in stock.sizes.items() if n not in source.resolve().sizes}
     said = hint_text(stock.lay, sizes)
     try:
-        bind_to(source.resolve(), stock)
+        bound = bind_to(source.resolve(), stock)
     except CkptdError as error:
         if is_recipe and not rules:
             note = f"{said}, does not fit: {error.message}"
@@ -258,7 +259,8 @@ def _fitting_hint(
             hint="say what it lacks or has wrong: -e 'let ...', -e 'from: ...'; or another layout:"
             " --from LAYOUT",
         ) from error
-    return SourceProgram(kept="hint", hinted=True)
+    known = tuple(f"{a}={bound.sizes[a]}" for a in stock.sizes if a in bound.sizes)
+    return SourceProgram(kept="hint", hinted=True, known=known)
 
 
 def _checked(

@@ -28,6 +28,8 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
         How many stored tensors were compared, of how many that are read.
     sizes
         Sizes that the user gave in place of kept ones.
+    known
+        Sizes that it is read with and that a hint says, as shapes alone need not.
     note
         The first contradiction, or what is wrong with the kept program.
     """
@@ -37,6 +39,7 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 0
     tensors: int = 0
     sizes: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
     note: str = ""
 
 

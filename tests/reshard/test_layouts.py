@@ -356,6 +356,28 @@ def test_every_chunk_is_proved_and_every_rule_explained(
     assert rules["embedding.word_embeddings.weight"].promise == "exact up to fill"
 
 
+def test_a_recipe_gives_no_further_names(tmp_path: Path) -> None:
+    """A layout calls an alias what a source may have; only where it is the target it is made."""
+    tie = tmp_path / "tied.lay"
+    tie.write_text(
+        "space s { E[v h] }\nlayout t of s on none {\n  embed = E[v h]\n  head = E[v h] alias\n}\n"
+    )
+    cut = program("fsdp", "mesh fsdp = dp:2", 'stored "model.{name}"')
+    weight = np.ones((4, 2))
+    for number, (tensors, to, wanted) in enumerate(
+        (
+            ({"embed": weight}, cut, ()),
+            ({"embed": weight, "head": weight}, cut, ("model.head",)),
+            ({"embed": weight}, program(f"{tie}:t"), ("head",)),
+        )
+    ):
+        with open_store(tmp_path / str(number)) as store:
+            save(store, tensors)
+            found = prepared(store, to, program(f"{tie}:t")).assembled.target
+        (tensor,) = found.tensors
+        assert tensor.aliases == wanted
+
+
 def test_tied_names_and_empty_tensors_stay(tmp_path: Path) -> None:
     make_root(tmp_path / "a", [10])
     resharded(tmp_path / "a", tmp_path / "b", program("fsdp", "mesh fsdp = dp:3"))

@@ -283,7 +283,7 @@ def _source(d: ReshardDocument) -> str:
         case "hint" if p.note:
             return f"{by}; the {kept}, {p.note}"
         case "hint":
-            return f"{by}, as its files hint"
+            return f"{by}, as its files hint{': ' if p.known else ''}{' '.join(p.known)}"
         case "unreadable":
             return f"{by}; the {kept} was not compared: {p.note}"
 
