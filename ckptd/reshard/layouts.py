@@ -541,6 +541,7 @@ _SPELLINGS = "names."
 """Begins the names of shipped recipes that say how states are named; the first that fits counts."""
 _MODEL = "model."
 """Section of the model, where several have the same names."""
+_EMPTY = re.compile(r"^\.|\.\.|\.$")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a dotted name
 
 Shape = tuple[int, ...]
@@ -572,8 +573,10 @@ def infer(
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
         atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
-        families.append(SpaceTensor(name, atoms))
-        rules.append(Rule(name, name, tuple(Atom(a) for a in atoms)))
+        text = "".join(part.text if isinstance(part, Text) else "0" for part in name.parts)
+        family = _dotted(number, params) if _EMPTY.search(text) else name
+        families.append(SpaceTensor(family, atoms))
+        rules.append(Rule(name, family, tuple(Atom(a) for a in atoms)))
     space = Space(
         NAME,
         tuple(families),
@@ -582,6 +585,17 @@ def infer(
     )
     said = (stored.statement,) if stored.statement != Stored() else ()
     return LayoutProgram(File((space, Layout(NAME, NAME, (), (*said, *rules)))), NAME, own=True)
+
+
+def _dotted(number: int, params: Iterable[str]) -> Name:
+    """Return what to call a logical tensor instead of a name with empty components.
+
+    In a space these do not count, so that several names would be one.
+    """
+    stem = "dotted"
+    while any(name.partition(".")[0] == stem for name in params):
+        stem += "_"
+    return Name((Text(f"{stem}.{number}"),))
 
 
 def _bare(shapes: Mapping[str, Shape], *, has_sections: bool) -> _Spelling:

@@ -77,6 +77,20 @@ def test_what_neither_is_nor_follows_a_parameter_is_not_spoken_of() -> None:
     assert infer({**known, **others}) == infer(known)
 
 
+def test_names_that_differ_in_dots_alone(tmp_path: Path, cli: Cli) -> None:
+    names = ("t", "t.", "t..", "..", "t..a", "t.a", "dotted.1", "a b.", "a b")
+    values = {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)}
+    torch.save(values, tmp_path / "a.pt")
+    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b")
+    found = cli("reshard", a, b, "--to", "fsdp", "-e", "mesh fsdp = dp:2")
+    assert found.code == 0, found.err
+    assert cli("diff", a, b).code == 0
+    # And by the program that it keeps.
+    found = cli("reshard", b, str(tmp_path / "c"), "--to", "ddp")
+    assert found.code == 0, found.err
+    assert cli("diff", a, str(tmp_path / "c")).code == 0
+
+
 def test_groups_say_what_is_a_parameter() -> None:
     shapes = {"layers.0.w": (4, 2), "norm": (3,)}
     titan = [ObjectEntry(f"optimizer.param_groups.{n}.lr", 0.1) for n in shapes]
