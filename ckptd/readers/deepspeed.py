@@ -149,9 +149,9 @@ def _check_files(sets: Sequence[_Model], names: Listing) -> None:
     world = sets[0].value.get("mp_world_size")
     found = [one.mp for one in sets]
     if type(world) is int and 0 < world <= MAX_NAMES:
-        gone = sorted(set(range(world)) - set(found))
-        if gone or len(found) != world:
-            raise missing(names.key(f"mp_rank_{gone[0] if gone else world:02d}_model_states.pt"))
+        gone = _first_gone(found)
+        if gone < world or len(found) != world:
+            raise missing(names.key(f"mp_rank_{min(gone, world):02d}_model_states.pt"))
     experts: dict[int, set[int]] = {}
     for name in names.names:
         if (match := _EXPERT_FILE.fullmatch(name)) and match[1]:
@@ -160,9 +160,15 @@ def _check_files(sets: Sequence[_Model], names: Listing) -> None:
     of = of if isinstance(of, list) and len(of) == len(experts) else [0] * len(experts)
     for (layer, there), number in zip(sorted(experts.items()), of, strict=True):
         wanted = number if type(number) is int and 0 < number <= MAX_NAMES else max(there) + 1
-        gone = sorted(set(range(wanted)) - there)
-        if gone:
-            raise missing(names.key(f"layer_{layer}_expert_{gone[0]}_mp_rank_00_model_states.pt"))
+        gone = _first_gone(there)
+        if gone < wanted:
+            raise missing(names.key(f"layer_{layer}_expert_{gone}_mp_rank_00_model_states.pt"))
+
+
+def _first_gone(numbers: Collection[int]) -> int:
+    """Return the least number that is not there, whose files' names may say any."""
+    there = set(numbers)
+    return next(n for n in range(len(there) + 1) if n not in there)
 
 
 def _check_step(wanted: Any, found: Any, where: str) -> None:
@@ -193,14 +199,32 @@ def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], li
 
 def _files(names: Listing) -> Iterator[ForeignPiece]:
     """Yield the weights in files of layers and of experts, which are the model's own."""
+    seen: dict[str, str] = {}
     for file in names.names:
-        layer = _LAYER.fullmatch(file)
-        if layer or _EXPERT_FILE.fullmatch(file):
+        layer, expert = _LAYER.fullmatch(file), _EXPERT_FILE.fullmatch(file)
+        if layer or expert:
             found, key = load_torch(names, file), names.key(file)
             prefix = f"{int(layer[1])}." if layer else ""
             for name, value in named_values(found.value, key):
-                if isinstance(value, PickledTensor):
-                    yield whole_piece(prefix + name, found, value, key)
+                if not isinstance(value, PickledTensor):
+                    continue
+                inside = _EXPERT.search(name)
+                if expert and inside and int(inside[1]) != int(expert[2]):
+                    raise _other_file(key, f"weights of expert {int(expert[2])}", name)
+                if seen.setdefault(prefix + name, key) != key:
+                    raise _other_file(key, f"no weights of {seen[prefix + name]}", prefix + name)
+                yield whole_piece(prefix + name, found, value, key)
+
+
+def _other_file(where: str, wanted: str, found: str) -> MismatchError:
+    return MismatchError(
+        "a file holds what belongs into another one",
+        kind="bad-pieces",
+        where=where,
+        wanted=wanted,
+        found=short_text(found),
+        hint="bring the files of one save, each under the name that it was saved as",
+    )
 
 
 def _tagged(names: Listing) -> Listing:
@@ -375,6 +399,8 @@ class _Rank:
     mapping
         Where each parameter begins in the rank's share, and how many elements of it are there, as
         the rank says; one table a group, or nothing.
+    fillers
+        How many elements fill the rank's share up, one number a group, or nothing.
     """
 
     rank: int
@@ -386,6 +412,7 @@ class _Rank:
     buffers: Mapping[str, Sequence[PickledTensor]]
     pads: Sequence[Sequence[int]]
     mapping: Sequence[Mapping[str, tuple[int, int]]]
+    fillers: Sequence[int]
 
 
 def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[ForeignPiece]]:
@@ -431,32 +458,30 @@ _Part = tuple["_Rank", int, str, str, tuple[int, ...], PickledTensor, int, int, 
 def _each(groups: _Groups, ranks: Sequence[_Rank]) -> Iterator[_Part]:
     """Stage 3: each rank has the same share of each parameter, rounded up.
 
-    Buffers of sub groups follow each other; a share may lie in two of them.
+    A group is one buffer, or several; each ends with a parameter, the last one with the group.
     """
     for r in ranks:
         for state, buffers in r.buffers.items():
-            left, at = list(buffers), 0
-            for number, name, shape in (
-                (i, *item) for i, group in enumerate(groups) for item in group.items()
-            ):
-                n = math.prod(shape)
-                share = -(-n // r.world)
-                low, end = min(r.rank * share, n), min((r.rank + 1) * share, n)
-                skip = share - (end - low)
-                while low < end or skip:
-                    if not left:
-                        raise _short(r, name)
-                    room = left[0].shape[0] - at
-                    if not room:
-                        left, at = left[1:], 0
-                        continue
-                    take = min(room, end - low or skip)
-                    if low < end:
-                        yield r, number, state, name, shape, left[0], low, low + take, at
-                        low += take
-                    else:
-                        skip -= take
-                    at += take
+            left, at, room = iter([b for b in buffers if b.shape[0]]), 0, 0
+            for number, group in enumerate(groups):
+                for name, shape in group.items():
+                    n = math.prod(shape)
+                    share = -(-n // r.world)
+                    if share and at == room:
+                        following = next(left, None)
+                        if following is None:
+                            raise _short(r, name)
+                        buffer, at, room = following, 0, following.shape[0]
+                    if at + share > room:
+                        raise _short(r, name, f"{share} elements", f"{room - at} are left")
+                    low, high = min(r.rank * share, n), min((r.rank + 1) * share, n)
+                    if low < high:
+                        yield r, number, state, name, shape, buffer, low, high, at
+                    at += share
+                if at != room:
+                    raise _short(r, f"group {number}", f"{at} elements", f"{room}")
+            if more := sum(b.shape[0] for b in left):
+                raise _short(r, "all groups", "no elements after the last one", f"{more}")
 
 
 def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
@@ -474,13 +499,38 @@ def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
         fits = [o for o in orders if all(_agrees(*s, group, number, size) for s in o)]
         if not fits:
             raise _short(ranks[0], f"group {number}: param_slice_mappings say otherwise")
-        for r, index, shift in fits[0]:
+        order = fits[0]
+        _check_used(group, number, order, size)
+        for r, index, shift in order:
             for local, shape, low, high, at in _held(group, r, index, number, size):
                 name = _shifted(local, shift)
                 for state, buffers in r.buffers.items():
                     if at + high - low > buffers[number].shape[0]:
                         raise _short(r, name)
                     yield r, number, state, name, shape, buffers[number], low, high, at
+
+
+def _check_used(
+    group: Mapping[str, tuple[int, ...]], number: int, order: Sequence[_Sharer], size: int
+) -> None:
+    """Check that the shapes use up the buffers, but for what fills them up to the ranks.
+
+    Ranks write that filler, or leave it out. They say how much it is; those that do not, and old
+    ones whose filler is more than the share of a rank, have less of it than two elements a rank.
+    """
+    for shift in sorted({s for _, _, s in order}):
+        ranks = [r for r, _, s in order if s == shift]
+        sizes = [r.buffers[""][number].shape[0] for r in ranks]
+        wanted = sum(map(math.prod, group.values()))
+        wanted += sum(ranks[0].pads[number]) if ranks[0].pads else 0
+        spare = sum(sizes) - wanted
+        said = sum(r.fillers[number] for r in ranks) if ranks[0].fillers else None
+        if said is None or said > size:
+            good = 0 <= spare < 2 * len(ranks)
+        else:
+            good = spare == 0 or (spare == said and min(sizes) == max(sizes))
+        if not good:
+            raise _short(ranks[0], f"group {number}", f"{wanted} elements", f"{sum(sizes)}")
 
 
 def _shifted(name: str, by: int) -> str:
@@ -538,11 +588,13 @@ def _agrees(
     return r.mapping[number] == {name: (at, high - low) for name, _, low, high, at in held}
 
 
-def _short(r: _Rank, name: str) -> CorruptError:
+def _short(r: _Rank, name: str, wanted: str = "", found: str = "") -> CorruptError:
     return CorruptError(
         "the buffers of a rank and the shapes of parameters disagree",
         kind="bad-size",
         where=f"{r.key}: {name}"[:200],
+        wanted=wanted or None,
+        found=found or None,
     )
 
 
@@ -596,11 +648,12 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
             {str(k): _address(v) for k, v in table.items()}
             for table in state.get("param_slice_mappings") or ()
         ]
-        if not {len(pads), len(mapping)} <= {0, len(weights)} and stage < 3:
+        fillers = counts(state.get("group_paddings") or ()) if stage < 3 else ()
+        if not {len(pads), len(mapping), len(fillers)} <= {0, len(weights)} and stage < 3:
             raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise damaged("not the optimizer's file of a rank of ZeRO", key, error) from None
-    return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping)
+    return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping, fillers)
 
 
 def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:

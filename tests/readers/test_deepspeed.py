@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,30 @@ def test_a_file_of_a_stage_or_an_expert_is_missing(
     assert fails(folder).kind == "missing-file"
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_expert_under_the_number_of_another(sample: Callable[[str], Path], number: int) -> None:
+    """Instead of it, or beside all others."""
+    folder, file = sample("moe0-fp32") / TAG, "layer_0_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(folder / file.format(0), folder / file.format(number))
+    error = fails(folder)
+    assert (error.kind, error.where) == ("bad-pieces", file.format(number))
+    assert str(error.wanted) == f"weights of expert {number}"
+
+
+def test_one_name_in_two_files(sample: Callable[[str], Path]) -> None:
+    folder, file = sample("pipe0-fp32") / TAG, "layer_{}-model_states.pt"
+    shutil.copy(folder / file.format("01"), folder / file.format("001"))
+    assert fails(folder).kind == "bad-pieces"
+
+
+def test_a_file_of_an_expert_with_an_absurd_number(sample: Callable[[str], Path]) -> None:
+    """A layer more than `num_experts` knows, so that the number in the name is all there is."""
+    folder, file = sample("moe0-fp32") / TAG, "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(folder / file.format(0, 3), folder / file.format(1, 3 * 10**10))
+    error = fails(folder)
+    assert (error.kind, error.where) == ("missing-file", file.format(1, 0))
+
+
 def test_tensor_parallelism_is_refused(sample: Callable[[str], Path]) -> None:
     folder = sample("moe0-fp32") / TAG
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
@@ -153,9 +177,9 @@ def test_parameters_that_are_aligned(tmp_path: Path) -> None:
 # -- stages 1 and 2 --------------------------------------------------------------------------------
 
 
-def whole() -> dict[str, torch.Tensor]:
+def whole(shapes: Sequence[Mapping[str, Sequence[int]]] = SHAPES) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(0)
-    return {n: torch.randn(s, generator=rng) for g in SHAPES for n, s in g.items()}
+    return {n: torch.randn(s, generator=rng) for g in shapes for n, s in g.items()}
 
 
 def pad(n: int) -> torch.Tensor:
@@ -163,31 +187,39 @@ def pad(n: int) -> torch.Tensor:
 
 
 def write(
-    folder: Path, stage: int = 2, *, lean: bool = False, align: int = 1, **more: Any
+    folder: Path,
+    stage: int = 2,
+    *,
+    lean: bool = False,
+    align: int = 1,
+    fillers: bool = False,
+    shapes: Sequence[Mapping[str, Sequence[int]]] = SHAPES,
+    **more: Any,
 ) -> dict[str, torch.Tensor]:
     """Write as DeepSpeed does: groups end to end, padded to the ranks, cut evenly.
 
     With `lean` as versions of today do: the last rank leaves the padding out, and the model has
-    tied weights under all of their names.
+    tied weights under all of their names. With `fillers` each rank says how much fills it up.
     """
     folder = folder / TAG
     folder.mkdir()
-    weights = whole()
+    weights = whole(shapes)
     module = {n: t.to(torch.bfloat16) for n, t in weights.items()}
     module["frozen"] = torch.arange(3.0)
     if lean:
         module |= {alias: module[name] for alias, name in more["shared_params"].items()}
-    shapes = [{n: torch.Size(s) for n, s in g.items()} for g in SHAPES]
-    model = {"module": module, "param_shapes": shapes, "global_steps": 9, **more}
+    stated = [{n: torch.Size(s) for n, s in g.items()} for g in shapes]
+    model = {"module": module, "param_shapes": stated, "global_steps": 9, **more}
     torch.save(model, folder / "mp_rank_00_model_states.pt")
     for rank in range(RANKS):
-        parts, state, gaps = [], {}, []
-        for number, group in enumerate(SHAPES):
+        parts, state, gaps, fill = [], {}, [], []
+        for number, group in enumerate(shapes):
             pads = [0 if n == [*group][-1] else -math.prod(s) % align for n, s in group.items()]
             padded = zip(group, pads, strict=True)
             flat = torch.cat([t for n, p in padded for t in (weights[n].reshape(-1), pad(p))])
             gaps.append(pads)
             share = -(-len(flat) // RANKS)
+            fill.append(max(0, (rank + 1) * share - len(flat)) if rank == RANKS - 1 else 0)
             if not lean:
                 flat = torch.nn.functional.pad(flat, (0, share * RANKS - len(flat)))
             part = flat[rank * share : (rank + 1) * share].clone()
@@ -199,6 +231,7 @@ def write(
             "single_partition_of_fp32_groups": parts,
             "base_optimizer_state": {"state": state, "param_groups": GROUPS},
             **({"param_alignment_paddings": gaps} if align > 1 else {}),
+            **({"group_paddings": fill} if fillers else {}),
         }
         torch.save({"optimizer_state_dict": optimizer}, folder / OPTIM.format(rank))
     return weights
@@ -247,7 +280,58 @@ def test_files_of_different_steps(tmp_path: Path) -> None:
 
 def test_shapes_that_are_too_large_for_the_buffers(tmp_path: Path) -> None:
     write(tmp_path, param_shapes=[{"a.weight": torch.Size([50, 3])}, {"a.bias": torch.Size([4])}])
-    assert fails(tmp_path / TAG).kind == "bad-pieces"
+    assert fails(tmp_path / TAG).kind == "bad-size"
+
+
+def drop_first(groups: list[dict[str, Any]]) -> None:
+    groups[0].pop(next(iter(groups[0])))
+
+
+def drop_last(groups: list[dict[str, Any]]) -> None:
+    groups[-1].pop([*groups[-1]][-1])
+
+
+def make_smaller(groups: list[dict[str, Any]]) -> None:
+    name, shape = next(iter(groups[0].items()))
+    groups[0][name] = torch.Size([shape[0] - 1, *shape[1:]])
+
+
+def one_too_many(groups: list[dict[str, Any]]) -> None:
+    groups[-1]["more"] = torch.Size([8])
+
+
+CHANGES = [drop_first, drop_last, make_smaller, one_too_many]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, lambda groups: groups.reverse()])
+def test_shapes_that_do_not_end_with_the_buffers_of_stage_3(
+    zero3: Path, change: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    path = zero3 / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    value = torch.load(path)
+    change(value["param_shapes"])
+    torch.save(value, path)
+    assert fails(zero3).kind == "bad-size"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fillers", ["left out", "written", "unknown"])
+def test_shapes_that_do_not_end_with_the_buffers_of_stages_1_and_2(
+    tmp_path: Path, change: Callable[[list[dict[str, Any]]], None], fillers: str
+) -> None:
+    """Without `param_slice_mappings`; parameters have more elements than could be a filler."""
+    shapes = [{"a": (5, 7), "b": (9,)}, {"c": (8, 2), "d": (7,)}]
+    lean, known = fillers == "left out", fillers != "unknown"
+    write(tmp_path, lean=lean, fillers=known, shapes=shapes, shared_params={})
+    files = tmp_path / TAG
+    path = files / "mp_rank_00_model_states.pt"
+    value = torch.load(path)
+    groups = [dict(g) for g in value["param_shapes"]]
+    open_reader(files)
+    value["param_shapes"] = groups
+    change(groups)
+    torch.save(value, path)
+    assert fails(files).kind == "bad-size"
 
 
 @pytest.mark.parametrize("shapes", [None, [], 3, [{"a": 3}], [{"a": ("x",)}], [{"a": (-1,)}]])
