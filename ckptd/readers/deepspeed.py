@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,9 +47,12 @@ _LAYER = re.compile(r"layer_([0-9]+)(?:-model_([0-9]+))?-model_states\.pt")
 _EXPERT_FILE = re.compile(r"(?:layer_([0-9]+)_)?expert_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
 _EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)([0-9]+)(?=\.)")
 _TIED = "tied_modules."
+_SHARED_FIRST = "use_data_before_expert_parallelism"
 _UNIVERSAL = "zero/"
 _OPTIMIZER = "optimizer_state.pt"
 _MOST_GROUPS = 4096
+_TELLING = 64
+"""Elements that two ranks do not have in common by chance."""
 _SKIPPED = ("optimizer_state_dict", "module", "param_shapes", "optimizer", "buffer_names")
 
 
@@ -173,14 +177,18 @@ def _first_gone(numbers: Collection[int]) -> int:
 
 def _check_step(wanted: Any, found: Any, where: str) -> None:
     if wanted != found:
-        raise MismatchError(
-            "files are of different steps",
-            kind="bad-pieces",
-            where=where,
-            wanted=short_text(wanted),
-            found=short_text(found),
-            hint="bring the files of all ranks, of one save",
-        )
+        raise _other_step(wanted, found, where)
+
+
+def _other_step(wanted: Any, found: Any, where: str) -> MismatchError:
+    return MismatchError(
+        "files are of different steps",
+        kind="bad-pieces",
+        where=where,
+        wanted=short_text(wanted),
+        found=short_text(found),
+        hint="bring the files of all ranks, of one save",
+    )
 
 
 def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], list[_Optimizer]]:
@@ -194,7 +202,10 @@ def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], li
             optimizers.append(optimizer)
             found += _steps(optimizer)
         pieces += [p for p in found if owner.setdefault(p.name, one.mp) == one.mp]
-    return pieces + [p for p in _files(names) if p.name not in owner], optimizers
+    _check_counters(optimizers)
+    files = list(_files(names))
+    _check_layers(names, sets, files)
+    return pieces + [p for p in files if p.name not in owner], optimizers
 
 
 def _files(names: Listing) -> Iterator[ForeignPiece]:
@@ -214,6 +225,41 @@ def _files(names: Listing) -> Iterator[ForeignPiece]:
                 if seen.setdefault(prefix + name, key) != key:
                     raise _other_file(key, f"no weights of {seen[prefix + name]}", prefix + name)
                 yield whole_piece(prefix + name, found, value, key)
+
+
+def _check_layers(names: Listing, sets: Sequence[_Model], files: Sequence[ForeignPiece]) -> None:
+    """Check that files of layers have what torch's optimizers of the stages train.
+
+    Layers without weights have no file, so that gaps in the numbers say nothing. What stages share
+    is in the optimizer of each, with the same moments, and in one file at least.
+    """
+    if not any(map(_LAYER.fullmatch, names.names)) or any(map(_EXPERT_FILE.fullmatch, names.names)):
+        return
+    there = Counter(p.shape for p in files)
+    trained: Counter[tuple[int, ...]] = Counter()
+    seen: set[tuple[Any, ...]] = set()
+    for one in sets:
+        mine = set()
+        # Of an optimizer that is not torch's own, states may be flat.
+        value = one.value.get("optimizer")
+        own = value.get("state") if isinstance(value, dict) else None
+        for state in own.values() if isinstance(own, dict) else ():
+            moment = state.get("exp_avg") if isinstance(state, dict) else None
+            if isinstance(moment, PickledTensor):
+                key = (moment.shape, one.found.checksum(moment.storage.key))
+                trained[moment.shape] += key not in seen
+                mine.add(key)
+        seen |= mine
+    for shape, number in sorted(trained.items()):
+        if number > there[shape]:
+            raise CorruptError(
+                "files of layers are missing",
+                kind="missing-file",
+                where=names.where,
+                wanted=f"{number} tensors of shape {shape}, which the optimizers train",
+                found=f"{there[shape]} in all files layer_*",
+                hint="bring the files of all layers, of one save",
+            )
 
 
 def _other_file(where: str, wanted: str, found: str) -> MismatchError:
@@ -347,15 +393,46 @@ def _steps(optimizer: _Optimizer) -> Iterator[ForeignPiece]:
             yield whole_piece(f"optim.{name}.step", optimizer.found, step, optimizer.key)
 
 
-def _mark(r: _Rank) -> Any:
-    """Return what tells a rank's counter of steps from others, unread; None for unknown."""
-    for state in _Optimizer.of(r.found, r.key, ()).states:
+def _counter(optimizer: _Optimizer) -> PickledTensor | int | float | None:
+    """Return the counter of steps of the first state that has one."""
+    for state in optimizer.states:
         step = state.get("step") if isinstance(state, dict) else None
-        if not isinstance(step, PickledTensor):
-            return step
-        crc, _ = r.found.checksum(step.storage.key)
-        return f"a counter with the checksum {crc:08x}" if crc and step.storage.numel == 1 else None
+        if isinstance(step, PickledTensor):
+            alone = step.storage.numel == math.prod(step.shape) == 1
+            return step if alone and step.dtype.startswith(("float", "int")) else None
+        return step if type(step) in (int, float) else None
     return None
+
+
+def _mark(optimizer: _Optimizer) -> Any:
+    """Return what tells a counter of steps from others, unread; None for unknown."""
+    step = _counter(optimizer)
+    if not isinstance(step, PickledTensor):
+        return step
+    crc, _ = optimizer.found.checksum(step.storage.key)
+    return f"a counter with the checksum {crc:08x}" if crc else None
+
+
+def _check_counters(optimizers: Sequence[_Optimizer]) -> None:
+    """Check that the optimizers of all stages are of one step."""
+    marks = [(mark, o.key) for o in optimizers if (mark := _mark(o)) is not None]
+    for mark, key in marks[1:]:
+        _check_step(marks[0][0], mark, key)
+
+
+def _check_reached(model: _Model, r: _Rank) -> None:
+    """Check that the engine has reached the optimizer's step; it counts what it skips too.
+
+    A new optimizer may be behind. Old versions of stage 3 counted once for each sub group.
+    """
+    taken, skipped = model.value.get("global_steps"), model.value.get("skipped_steps", 0)
+    if r.stage == 3 or type(taken) is not int or type(skipped) is not int:
+        return
+    step = _counter(_Optimizer.of(r.found, r.key, ()))
+    if isinstance(step, PickledTensor):
+        step = r.found.number(step, r.key)
+    if step is not None and step > taken - skipped:
+        raise _other_step(f"at most {taken - skipped}, as {model.key} says", step, r.key)
 
 
 def _add_groups(values: KeptValues, optimizers: Sequence[_Optimizer]) -> None:
@@ -421,6 +498,7 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
         return None, list(_weights(model, ()))
     groups = model.groups
     ranks = [_rank(names, rank, file) for rank, file in sorted(model.optim.items())]
+    counter = _mark(_Optimizer.of(ranks[0].found, ranks[0].key, ()))
     for r in ranks:
         if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
             raise CorruptError(
@@ -430,7 +508,10 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
                 wanted=f"{r.world} ranks, as {r.key} says",
                 found=f"{len(ranks)} files",
             )
-        _check_step(_mark(ranks[0]), _mark(r), r.key)
+        _check_step(counter, _mark(_Optimizer.of(r.found, r.key, ())), r.key)
+        _check_name(r)
+    _check_copies(ranks)
+    _check_reached(model, ranks[0])
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
     pieces = list(_weights(model, trained | {one for more in tied.values() for one in more}))
@@ -448,6 +529,36 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
             full = f"optim.{one}.{state}" if state else one
             pieces.append(ForeignPiece(full, dtype, shape, box, r.key, at, (low, high)))
     return _Optimizer.of(ranks[0].found, ranks[0].key, [list(g) for g in whole]), pieces
+
+
+def _check_name(r: _Rank) -> None:
+    """Check that a file still has its number: torch writes its first name into it.
+
+    What the ranks of stage 3 hold differs in nothing else.
+    """
+    saved = _OPTIM.fullmatch(f"{r.found.first_name}.pt")
+    if saved and int(saved[1]) != r.rank:
+        raise _other_file(r.key, f"the file of rank {r.rank}", f"{r.found.first_name}.pt")
+
+
+def _check_copies(ranks: Sequence[_Rank]) -> None:
+    """Check that no two ranks hold the same, by the checksums of their buffers.
+
+    Where weights and moments are all alike, they may be zeros, which ranks have in common.
+    """
+    seen: dict[Any, str] = {}
+    for r in ranks:
+        groups = list(zip(*r.buffers.values(), strict=True))
+        sums = [[r.found.checksum(b.storage.key) for b in group] for group in groups]
+        known = all(crc for group in sums for crc, _ in group)
+        telling = any(
+            len(group) > 2 and len(set(some)) == len(some) and group[0].shape[0] >= _TELLING
+            for group, some in zip(groups, sums, strict=True)
+        )
+        if known and telling:
+            first = seen.setdefault(str(sums), r.key)
+            if first != r.key:
+                raise _other_file(r.key, f"the file of rank {r.rank}", f"a copy of {first}")
 
 
 _Groups = Sequence[Mapping[str, tuple[int, ...]]]
@@ -496,10 +607,12 @@ def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
     for number, group in enumerate(model.groups):
         size = max(r.buffers[""][number].shape[0] for r in ranks)
         orders = list(_orders(group, ranks, number))
-        fits = [o for o in orders if all(_agrees(*s, group, number, size) for s in o)]
-        if not fits:
+        fits = [all(_agrees(*s, group, number, size) for s in o) for o in orders]
+        if not any(fits):
             raise _short(ranks[0], f"group {number}: param_slice_mappings say otherwise")
-        order = fits[0]
+        places = [[(index, shift) for _, index, shift in o] for o in orders]
+        open_to_both = all(fits) and places[0] != places[-1]
+        order = orders[_shared_first(model)] if open_to_both else orders[fits.index(True)]
         _check_used(group, number, order, size)
         for r, index, shift in order:
             for local, shape, low, high, at in _held(group, r, index, number, size):
@@ -508,6 +621,22 @@ def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
                     if at + high - low > buffers[number].shape[0]:
                         raise _short(r, name)
                     yield r, number, state, name, shape, buffers[number], low, high, at
+
+
+def _shared_first(model: _Model) -> bool:
+    """Whether neighbours have the same experts, as the configuration says."""
+    config = model.value.get("ds_config")
+    found = config.get(_SHARED_FIRST, False) if isinstance(config, dict) else None
+    if type(found) is not bool:
+        raise RefusedError(
+            "which rank has which experts is not said",
+            kind="unreadable-format",
+            where=model.key,
+            wanted=f"param_slice_mappings of the ranks, or ds_config with {_SHARED_FIRST}",
+            hint="a save by a DeepSpeed that writes them; or ckptd reshard --from LAYOUT, with a "
+            "line 'files' in the layout, reads the weights in the files of layers and experts",
+        )
+    return found
 
 
 def _check_used(

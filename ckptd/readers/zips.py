@@ -10,6 +10,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ckptd.errors import CorruptError, RefusedError
 from ckptd.layout.grid import is_packed
 from ckptd.readers.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
@@ -67,9 +69,20 @@ class TorchZip:
     ----------
     value
         What its pickle holds.
+    first_name
+        The name of the file as torch wrote it, without what follows the last dot; ``archive`` where
+        it was written into a stream.
     """
 
-    def __init__(self, read: ReadRange, start: int, where: str, entries: dict[str, _Entry]) -> None:
+    def __init__(
+        self,
+        read: ReadRange,
+        start: int,
+        where: str,
+        entries: dict[str, _Entry],
+        first_name: str,
+    ) -> None:
+        self.first_name = first_name
         self._read = read
         self._start = start
         self._where = where
@@ -92,6 +105,12 @@ class TorchZip:
         """Return what the directory says of a storage: its CRC (0: none), and its length."""
         entry = self._entries.get(f"data/{key}")
         return (entry.crc, entry.size) if entry else (0, 0)
+
+    def number(self, tensor: PickledTensor, where: str) -> float:
+        """Read a tensor of one real element."""
+        first, dtype = extent_of(self, tensor, where).start, DTYPES[tensor.dtype]
+        raw = self._read(first, first + dtype.itemsize)
+        return float(np.frombuffer(raw, dtype.numpy)[0])
 
     def locate(self, name: str) -> tuple[int, int]:
         """Return ``(first byte, length)`` of an entry; compares its local header.
@@ -188,7 +207,7 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
     inner = {name.partition("/")[2]: entry for name, entry in entries.items()}
     if len(tops) != 1 or "data.pkl" not in inner:
         raise _bad("a zip that torch did not write", where, ", ".join(list(entries)[:4]))
-    return TorchZip(read, start, where, inner)
+    return TorchZip(read, start, where, inner, min(tops))
 
 
 def _no_zip(read: ReadRange, start: int, end: int, where: str) -> Exception:

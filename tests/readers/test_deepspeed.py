@@ -139,6 +139,43 @@ def test_an_expert_under_the_number_of_another(sample: Callable[[str], Path], nu
     assert str(error.wanted) == f"weights of expert {number}"
 
 
+@pytest.mark.parametrize("number", ["00", "01", "03", "04", "05"])
+def test_layers_that_are_missing(sample: Callable[[str], Path], number: str) -> None:
+    """The optimizers know how many weights of each shape are trained; layer 2 has none."""
+    folder = sample("pipe0-fp32") / TAG
+    (folder / "layer_02-model_states.pt").unlink()
+    open_reader(folder)
+    if number in ("00", "04"):
+        # These share a weight; one of both has it.
+        (folder / f"layer_{number}-model_states.pt").unlink()
+        open_reader(folder)
+        number = {"00": "04", "04": "00"}[number]
+    (folder / f"layer_{number}-model_states.pt").unlink()
+    assert fails(folder).kind == "missing-file"
+
+
+def rename_key(path: Path, key: str) -> None:
+    """Give a key in a pickle a name that nobody knows; its classes cannot be loaded here."""
+    raw = path.read_bytes()
+    assert raw.count(key.encode()) == 1
+    path.write_bytes(raw.replace(key.encode(), b"_" * len(key)))
+
+
+@pytest.mark.parametrize("name", ["moe2-fp32", "moeshared2-fp32"])
+def test_experts_of_ranks_that_do_not_say_where_parameters_are(
+    sample: Callable[[str], Path], name: str
+) -> None:
+    """The configuration says which ranks share experts; without it there are two ways."""
+    folder = sample(name)
+    wanted = dict(np.load(folder / "expected.npz"))
+    for rank in range(4):
+        rename_key(folder / TAG / OPTIM.format(rank), "param_slice_mappings")
+    reader = open_reader(folder)
+    assert all(reader.tensor(n).tobytes() == value.tobytes() for n, value in wanted.items())
+    rename_key(folder / TAG / "mp_rank_00_model_states.pt", "ds_config")
+    assert fails(folder).kind == "unreadable-format"
+
+
 def test_one_name_in_two_files(sample: Callable[[str], Path]) -> None:
     folder, file = sample("pipe0-fp32") / TAG, "layer_{}-model_states.pt"
     shutil.copy(folder / file.format("01"), folder / file.format("001"))
@@ -276,6 +313,73 @@ def test_files_of_different_steps(tmp_path: Path) -> None:
     error = fails(tmp_path / TAG)
     assert (error.kind, error.where) == ("bad-pieces", path.name)
     assert "different steps" in error.message
+
+
+def change(path: Path, act: Callable[[Any], object]) -> None:
+    value = torch.load(path, weights_only=False)
+    act(value)
+    torch.save(value, path)
+
+
+def test_a_model_of_an_earlier_step_than_its_optimizer(tmp_path: Path) -> None:
+    """A later one is right: an optimizer may have been made anew."""
+    write(tmp_path, skipped_steps=0)
+    path = tmp_path / TAG / "mp_rank_00_model_states.pt"
+    change(path, lambda value: value.update(global_steps=12))
+    assert open_reader(tmp_path / TAG).commit.step == 12
+    change(path, lambda value: value.update(skipped_steps=4))
+    error = fails(tmp_path / TAG)
+    assert (error.kind, error.found) == ("bad-pieces", "9.0")
+    assert str(error.wanted).startswith("at most 8")
+
+
+def test_stages_of_a_pipeline_of_different_steps(tmp_path: Path) -> None:
+    write(tmp_path)
+    files = tmp_path / TAG
+    for rank in range(RANKS):
+        other = OPTIM.format(rank).replace("mp_rank_00", "mp_rank_01")
+        value = torch.load(files / OPTIM.format(rank))
+        for group in value["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            group["step"] -= 2
+        torch.save(value, files / other)
+    value = torch.load(files / "mp_rank_00_model_states.pt")
+    names = {n for g in SHAPES for n in g}
+    value["module"] = {f"1.{n}": t for n, t in value["module"].items() if n in names}
+    value["param_shapes"] = [{f"1.{n}": s for n, s in g.items()} for g in value["param_shapes"]]
+    torch.save(value, files / "mp_rank_01_model_states.pt")
+    error = fails(files)
+    assert (error.kind, error.where) == ("bad-pieces", OPTIM.format(0).replace("_00_", "_01_"))
+    assert "different steps" in error.message
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_files_of_ranks_under_the_numbers_of_others(zero3: Path, both: bool) -> None:
+    """Copied, or swapped: torch writes into a file the name that it had."""
+    one, two = (zero3 / TAG / OPTIM.format(rank) for rank in range(2))
+    before = two.read_bytes()
+    shutil.copy(one, two)
+    if both:
+        one.write_bytes(before)
+    error = fails(zero3)
+    assert (error.kind, error.where) == ("bad-pieces", f"{TAG}/{(one if both else two).name}")
+
+
+def test_a_copy_of_a_rank_that_was_written_into_a_stream(tmp_path: Path) -> None:
+    """The checksums of what ranks hold show it; what is zero everywhere may be alike."""
+    write(tmp_path, shapes=[{"a": (70, 3)}])
+    paths = [tmp_path / TAG / OPTIM.format(rank) for rank in range(RANKS)]
+    value = torch.load(paths[0])
+    for path in paths:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    error = fails(tmp_path / TAG)
+    assert (error.kind, error.where) == ("bad-pieces", OPTIM.format(1))
+    for part in (*value["optimizer_state_dict"]["base_optimizer_state"]["state"][0].values(),):
+        part.zero_()
+    for path in paths:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    assert len(open_reader(tmp_path / TAG).names) == 5
 
 
 def test_shapes_that_are_too_large_for_the_buffers(tmp_path: Path) -> None:
