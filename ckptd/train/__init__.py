@@ -9,6 +9,7 @@ from ckptd.train.checkpointer import Checkpointer
 from ckptd.train.data.batches import Batches
 from ckptd.train.hooks import robust
 from ckptd.train.loader import LoadReport
+from ckptd.train.replicas import sample_digest
 from ckptd.train.state.leaves import PerRank
 from ckptd.train.state.rng import Rng
 
@@ -23,4 +24,5 @@ __all__ = [
     "Rng",
     "SaveHandle",
     "robust",
+    "sample_digest",
 ]

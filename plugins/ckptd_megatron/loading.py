@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from ckptd.errors import MismatchError, NotFoundError
 from ckptd.save import BoxRoot
 from ckptd_dcp import CkptdReader
+from ckptd_megatron.agreed import agreed
 from ckptd_megatron.parts import Part, is_shard, objects_of, parts_of
 
 __all__ = ["latest", "load", "load_common_state_dict"]
@@ -86,7 +87,7 @@ def load(
         Which checkpoint, the newest one by default.
     strict
         Whether it is an error if the checkpoint lacks something. If not, that is left out of the
-        result and logged.
+        result and logged, and so is all that a factory makes of several tensors if one is lacking.
     continues
         Whether the first save of this process continues the line from this checkpoint, as a run
         that is resumed does. False is for a part of another run's.
@@ -103,20 +104,29 @@ def load(
     torch.distributed.checkpoint.CheckpointException
         A rank could not load; it names the ranks and their errors (`ckptd.errors`).
     """
-    # As Megatron's own load does, where it has that: tensors of Transformer Engine in fp8.
-    getattr(utils, "force_all_tensors_to_non_fp8", _leave)(sharded_state_dict)
-    sharded, result, factories = load_preprocess(sharded_state_dict)
-    sharded, _ = utils.extract_sharded_base(sharded)
-    for tensor in nested_values(sharded):
-        if isinstance(tensor, ShardedTensor):
-            tensor.init_data("cpu")
-    planner = _Planner(sharded, strict)
-    reader = _Reader(url, step, store_options=store_options)
+    with agreed("prepare a load", process_group):
+        # As Megatron's own load does, where it has that: tensors of Transformer Engine in fp8.
+        getattr(utils, "force_all_tensors_to_non_fp8", _leave)(sharded_state_dict)
+        built, result, factories = load_preprocess(sharded_state_dict)
+        sharded, _ = utils.extract_sharded_base(built)
+        for tensor in nested_values(sharded):
+            if isinstance(tensor, ShardedTensor):
+                tensor.init_data("cpu")
+        planner = _Planner(sharded, strict)
+        reader = _Reader(url, step, store_options=store_options)
     reader.continues = continues
     dcp.load({}, storage_reader=reader, planner=planner, process_group=process_group)
+    if planner.narrowed:
+        _log.warning(
+            "values are rounded to the types of the state, and become inf past their range: %s",
+            ", ".join(sorted(planner.narrowed)[:16]),
+        )
     if planner.missing:
         _log.warning("the checkpoint lacks %s", ", ".join(sorted(planner.missing)[:16]))
-        _, sharded = extract_matching_values(sharded, lambda v: _name(v) in planner.missing)
+        left = set(_without(planner.missing, factories, built))
+        _, sharded = extract_matching_values(
+            sharded, lambda v: id(v) in left or _name(v) in planner.missing
+        )
 
     def loaded(value: ShardedTensor | ShardedObject) -> Any:
         return value.data if isinstance(value, ShardedTensor) else planner.objects[_name(value)]
@@ -126,6 +136,29 @@ def load(
     found: dict[str, Any] = merge(merge(common, result), sharded)
     apply_factory_merges(found, factories)
     return found
+
+
+def _without(missing: set[str], factories: dict[Any, Any], built: Any) -> Iterator[int]:
+    """Take out the factories that lack a part; yield the ids of what they have built.
+
+    Parameters
+    ----------
+    factories
+        Nested, lists as dicts: what is left without a factory is taken out as well.
+    built
+        The state with what the factories built in their places.
+    """
+    for key, factory in list(factories.items()):
+        parts = built[key]
+        if isinstance(factory, dict):
+            yield from _without(missing, factory, parts)
+            if not factory:
+                del factories[key]
+            continue
+        values = list(nested_values(parts)) if isinstance(parts, dict | list) else [parts]
+        if any(_name(v) in missing for v in values):
+            del factories[key]
+            yield from map(id, values)
 
 
 def _leave(state: Any) -> None:
@@ -161,6 +194,7 @@ class _Planner(dcp.DefaultLoadPlanner):
         self._strict = strict
         self.objects: dict[str, Any] = {}
         self.missing: set[str] = set()
+        self.narrowed: set[str] = set()
 
     def create_local_plan(self) -> dcp.LoadPlan:
         """Look for every box of this rank, its objects and the common ones."""
@@ -169,6 +203,7 @@ class _Planner(dcp.DefaultLoadPlanner):
         for part in self._parts:
             entry = stored.get(part.name)
             if isinstance(entry, TensorStorageMetadata):
+                self._check_type(part, entry.properties.dtype)
                 items += self._items(part, tuple(entry.size))
             else:
                 self.missing.add(part.name)
@@ -186,6 +221,26 @@ class _Planner(dcp.DefaultLoadPlanner):
             index = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
         return dcp.LoadPlan(items)
+
+    def _check_type(self, part: Part, stored: torch.dtype) -> None:
+        """Refuse a type that gives other numbers; note one that rounds."""
+        mine = part.values.dtype
+        if mine is stored:
+            return
+        if mine.is_floating_point and stored.is_floating_point:
+            here, there = torch.finfo(mine), torch.finfo(stored)
+            if here.max < there.max or here.eps > there.eps:
+                self.narrowed.add(f"{part.name} ({stored} to {mine})")
+        elif not torch.can_cast(stored, mine) or (
+            not mine.is_floating_point and mine.itemsize < stored.itemsize
+        ):
+            raise MismatchError(
+                "a tensor has another type in the checkpoint",
+                where=part.name,
+                wanted=str(mine),
+                found=str(stored),
+                hint="make the state's tensor of the checkpoint's type, and convert it afterwards",
+            )
 
     def _items(self, part: Part, shape: tuple[int, ...]) -> list[ReadItem]:
         if len(shape) != len(part.shape) or (shape != part.shape and not part.padded):

@@ -6,13 +6,17 @@ import argparse
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 
 import ckptd
 from ckptd.errors import UsageError
@@ -39,6 +43,8 @@ class Part:
         A view of the shape of `box`.
     padded
         The tensor may have another shape in a checkpoint: its end is padding.
+    main
+        It is the one that Megatron would save, of those that ranks hold of the same box.
     """
 
     name: str
@@ -46,6 +52,7 @@ class Part:
     box: Box
     values: torch.Tensor
     padded: bool
+    main: bool = True
 
     def within(self, shape: tuple[int, ...]) -> Part | None:
         """Return what of the part is within a tensor of this shape."""
@@ -57,7 +64,7 @@ class Part:
             zip(box.offset, self.box.offset, box.shape, strict=True)
         ):
             values = values.narrow(dim, offset - first, size)
-        return Part(self.name, self.shape, box, values, self.padded)
+        return replace(self, box=box, values=values)
 
 
 def parts_of(sharded: Iterable[ShardedTensor]) -> Iterator[Part]:
@@ -77,7 +84,8 @@ def parts_of(sharded: Iterable[ShardedTensor]) -> Iterator[Part]:
             ]
         for box, values in found:
             # Buckets of an optimizer's buffer are followed by padding that belongs to nothing.
-            part = Part(tensor.key, shape, box, values, padded).within(shape)
+            main = is_main_replica(tensor.replica_id)
+            part = Part(tensor.key, shape, box, values, padded, main).within(shape)
             if part is not None:
                 yield part
 
