@@ -50,6 +50,9 @@ __all__ = ["RankFilePattern", "RankShapes", "open_ranks", "rank_file_pattern", "
 _MOST_COMPARED = 4096
 """Parts of tensors that are read and compared side by side; each costs a few hundred bytes."""
 _MAX_FILES = 1 << 20
+_COMBINED = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""Types whose values are averaged and summed: of integers each term would be cut to a whole number,
+of complex numbers a half lost, and packed ones are no numbers by themselves."""
 
 _Where = tuple[tuple[int, int, tuple[LocalPiece, ...]], ...]
 """Numbers of tensors of the source and of pieces of them, and what each holds of a tensor."""
@@ -96,8 +99,14 @@ class _Ranks:
         average = next((m for m in rule.equation.modifiers if isinstance(m, Average)), None)
         if average is None:
             return self._takes(key, tensor, rule, piece, blocks, owner)
-        if average.kind == "sum" and target.name.startswith(("int", "uint", "bool")):
-            raise UsageError("replicas of this type are not combined", where=name)
+        if target.name not in _COMBINED:
+            raise UsageError(
+                "replicas of this type are not combined",
+                where=name,
+                wanted=f"one of {', '.join(_COMBINED)}",
+                found=target.name,
+                hint="write `any` in the rule to take one of them",
+            )
         extent = self.form.mesh.extents[average.axis]
         stride = self.form.mesh.strides[average.axis]
         count = extent if average.kind == "avg" else 1

@@ -692,7 +692,14 @@ def _missing(
 
 def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> None:
     """Raise naming what differs between ranks that should agree."""
-    for by_digest in differing_groups(parts).values():
+    for shared, by_digest in differing_groups(parts).items():
+        hint = (
+            "what a layout names may differ on purpose, as statistics of norm layers do: write"
+            " `any` in its rule to save one rank's; otherwise the ranks have drifted apart"
+            if shared.startswith("lay:")
+            else "values that differ on purpose are declared with ckptd.PerRank(value, "
+            "on_change=...); otherwise the ranks have drifted apart"
+        )
         tables = []
         for digest in list(by_digest)[:8]:
             try:
@@ -708,6 +715,5 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
                 where=", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
                 wanted=f"what ranks {ranks[:8]} hold",
                 found=f"other values on ranks {others[:8]} ({len(names)} names differ)",
-                hint="values that differ on purpose are declared with ckptd.PerRank(value, "
-                "on_change=...); otherwise the ranks have drifted apart",
+                hint=hint,
             )

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from ckptd.errors import UsageError
 from ckptd.save.arena import Slot
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
-from ckptd.train.replicas import Samples, digest_of_sample, sampled_ranges
+from ckptd.train.replicas import Samples, digest_of_sample, sampled_bytes
 from ckptd.train.state.tensors import as_bytes
 
 __all__ = [
@@ -421,7 +420,7 @@ class DeviceSamples:
         """Take the samples of ``(tensor, its local part)`` on the current stream."""
         parts = []
         for tensor, local in tensors:
-            parts.append(_sample(device_bytes(local)))
+            parts.append(sampled_bytes(local))
             self._of.append(tensor)
             self._sizes.append(parts[-1].numel())
         if parts:
@@ -441,21 +440,6 @@ class DeviceSamples:
         for tensor, size in zip(self._of, self._sizes, strict=True):
             samples.put(tensor, digest_of_sample(raw[at : at + size]))
             at += size
-
-
-def _sample(raw: torch.Tensor) -> torch.Tensor:
-    where = _indexes(raw.numel(), raw.device)
-    return raw if where is None else raw[where]
-
-
-@cache
-def _indexes(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    ranges = sampled_ranges(nbytes)
-    if ranges is None:
-        return None
-    starts, width = ranges
-    at = torch.tensor(starts)[:, None] + torch.arange(width)
-    return at.flatten().to(device)
 
 
 class FirstBytesWatch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import msgspec
@@ -22,6 +24,7 @@ __all__ = [
     "is_common",
     "replica_digests",
     "sample_digest",
+    "sampled_bytes",
     "sampled_ranges",
     "shards_in_common",
 ]
@@ -32,12 +35,14 @@ WINDOW_BYTES = 64
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
-    """XXH3-64 of a small tensor's bytes, of 32 windows of 64 bytes spread over a large one."""
+    """XXH3-64 of a small tensor's bytes, of 32 windows of 64 bytes spread over a large one.
+
+    The windows are those of the tensor's values in row-major order, whatever its strides and
+    wherever it is.
+    """
     local = local_tensor(tensor).detach()
-    if local.numel() * local.element_size() > WHOLE_BYTES and not local.is_contiguous():
-        local = local.reshape(-1)
     if local.device.type != "cpu" or not local.is_contiguous() or local.is_conj() or local.is_neg():
-        local = local.to("cpu").contiguous().resolve_conj().resolve_neg()
+        return digest_of_sample(sampled_bytes(local).cpu().numpy())
     raw = as_bytes(local)
     ranges = sampled_ranges(raw.nbytes)
     if ranges is None:
@@ -46,6 +51,38 @@ def sample_digest(tensor: torch.Tensor) -> str:
     for start in ranges[0]:
         state.update(raw[start : start + ranges[1]].data)
     return state.hexdigest()
+
+
+def sampled_bytes(local: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that `sample_digest` digests, flat on the tensor's device.
+
+    A large strided view is not copied for the few bytes: there may be no memory for that.
+    """
+    local = local.detach()
+    size = local.element_size()
+    sampled = sampled_ranges(local.numel() * size) is not None
+    if not sampled or local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg().contiguous()
+    if not sampled:
+        return local.reshape(-1).view(torch.uint8)
+    span = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
+    # Bytes, because not every type can be indexed.
+    raw = local.as_strided((span,), (1,)).view(torch.uint8)
+    return raw[_positions(tuple(local.shape), local.stride(), size, local.device)]
+
+
+@lru_cache(maxsize=1024)
+def _positions(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int, device: torch.device
+) -> torch.Tensor:
+    """Return where the sampled bytes of a strided tensor lie behind its first one."""
+    starts, width = sampled_ranges(math.prod(shape) * size) or ([], 0)
+    wanted = (np.array(starts, dtype=np.int64)[:, None] + np.arange(width)).reshape(-1)
+    index, at = wanted // size, wanted % size
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        at += index % n * (stride * size)
+        index //= n
+    return torch.from_numpy(at).to(device)
 
 
 def sampled_ranges(nbytes: int) -> tuple[list[int], int] | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptd.errors import CorruptError, MismatchError
+from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import rank_files
 from ckptd.reshard.execute import Budget
@@ -170,6 +170,29 @@ def test_replicas_are_combined(tmp_path: Path, kind: str, factor: float) -> None
         name = f"l.{i}.n"
         assert np.allclose(found[name], factor * data[name], atol=1e-5)
         assert np.array_equal(found[f"l.{i}.q"], data[f"l.{i}.q"])
+
+
+@pytest.mark.parametrize("kind", ["avg", "sum"])
+def test_replicas_that_are_no_real_numbers_are_not_combined(tmp_path: Path, kind: str) -> None:
+    """Averages of integers would be cut term by term, complex numbers lose a half."""
+    text = f"""
+    let x = 4
+    mesh Z = dp:2
+    space s {{ A[x] }}
+    layout z of s on Z {{ files "r{{dp}}.safetensors"
+      a = A[x] {kind}(dp) }}
+    layout whole of s on none {{ a = A[x] }}
+    """
+    (tmp_path / "a").mkdir()
+    for dtype in ("int32", "uint8", "bool", "complex64", "float32"):
+        for rank in range(2):
+            save_file({"a": np.full(4, 3).astype(dtype)}, tmp_path / "a" / f"r{rank}.safetensors")
+        if dtype == "float32":
+            found = reshard(tmp_path, text, "z", "whole", allow_lossy=True)
+            assert found["a"].tolist() == [3.0 if kind == "avg" else 6.0] * 4
+        else:
+            with pytest.raises(UsageError, match="not combined"):
+                reshard(tmp_path, text, "z", "whole", allow_lossy=True)
 
 
 def test_a_missing_file_and_a_wrong_shape(tmp_path: Path) -> None:

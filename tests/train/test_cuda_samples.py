@@ -32,6 +32,12 @@ def tensors() -> dict[str, torch.Tensor]:
         "transposed": square.t(),
         "conj": complex_.conj(),
         "bfloat16": torch.randn(5000).bfloat16(),
+        "columns": torch.randn(70, 5, 71).bfloat16()[3:, 1:4, 7:],
+        "bytes of columns": torch.arange(20000).to(torch.uint8).reshape(40, 500)[:, 3:411],
+        "float8 transposed": torch.randn(70, 71).to(torch.float8_e4m3fn).t(),
+        "steps": torch.randn(99, 99, dtype=torch.complex128)[::2, 1::3],
+        "steps of conj": complex_.conj()[:, ::2].repeat(9, 9)[:, ::2],
+        "expanded": torch.randn(1, 71).expand(70, 71),
     }
 
 
@@ -50,6 +56,19 @@ def test_digests_are_those_of_the_host(name: str) -> None:
         digest = sample_digest(wanted)
         each.data.fill_(1)
         assert samples(each) == digest, "it is of the time when it was taken"
+
+
+def test_a_view_is_sampled_without_a_copy_of_it() -> None:
+    """No machine has the memory for one."""
+    row = torch.randn(1, 512)
+    views = [row.expand(1 << 40, 512), row.t().expand(512, 1 << 40)]
+    taken = DeviceSamples()
+    taken.take([(view, view) for view in views])
+    taken.fetch(HostLane())
+    samples = Samples()
+    taken.give(samples)
+    assert [samples(view) for view in views] == [sample_digest(view) for view in views]
+    assert sample_digest(views[0]) != sample_digest(views[1])
 
 
 def test_nothing_to_sample_is_fine() -> None:
