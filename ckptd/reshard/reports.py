@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Costs", "Proved", "Resharded", "RuleReport", "SourceProgram"]
+__all__ = ["Costs", "FolderNote", "Proved", "Resharded", "RuleReport", "SourceProgram"]
 
 
 class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,21 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     note: str = ""
+
+
+class FolderNote(msgspec.Struct, frozen=True):
+    """What the program that loads a folder does not find in it, or does not take from it.
+
+    Attributes
+    ----------
+    text
+        What it is, and what to do about it.
+    names
+        The tensors or objects, where it is about some.
+    """
+
+    text: str
+    names: tuple[str, ...] = ()
 
 
 class RuleReport(msgspec.Struct, frozen=True, kw_only=True):

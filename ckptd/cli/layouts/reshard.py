@@ -20,7 +20,7 @@ from ckptd.cli.output import (
     size_text,
 )
 from ckptd.format.manifest import UNORDERED
-from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
+from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport, SourceProgram
 
 __all__ = ["ReshardDocument", "reshard"]
 
@@ -72,6 +72,8 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
         Source tensors, parts of them, further names and objects that are left out on purpose.
     simplified
         Objects that are of plainer types in the target: sets as lists, numpy as Python has it.
+    notes
+        What the program that loads the folder does not find in it, or does not take from it.
     merged
         Copies of tensors, equal to them, that the target has no name for.
     apart
@@ -107,6 +109,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     promise: str
     dropped: tuple[str, ...]
     simplified: tuple[str, ...]
+    notes: tuple[FolderNote, ...]
     merged: tuple[str, ...]
     apart: tuple[str, ...]
     unread: tuple[str, ...]
@@ -196,6 +199,7 @@ def reshard(
             promise=run.promise,
             dropped=run.dropped,
             simplified=run.simplified,
+            notes=run.notes,
             merged=run.merged,
             apart=run.apart,
             unread=run.unread,
@@ -240,6 +244,8 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         note(f"left out: {_counted(d.dropped)}")
     if d.simplified:
         note(f"objects with lists for sets, or plain numbers for numpy's: {_counted(d.simplified)}")
+    for one in d.notes:
+        note(f"{one.text}: {_counted(one.names)}" if one.names else one.text)
     if d.merged:
         note(f"copies that are not written again: {_counted(d.merged)}")
     if d.apart:

@@ -24,7 +24,7 @@ from ckptd.reshard.prepare import (
     source_program,
 )
 from ckptd.reshard.ranks import RankShapes, open_ranks, rank_shapes
-from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
+from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport
 from ckptd.reshard.source import Stock, open_own
 from ckptd.reshard.verify import Expected, check_duplicates
 from ckptd.reshard.writers.dcp import DcpPlace
@@ -144,6 +144,11 @@ class ReshardRun:
     def simplified(self) -> tuple[str, ...]:
         """Objects that are of plainer types in the target."""
         return tuple(self._place.simplified) if self._place is not None else ()
+
+    @property
+    def notes(self) -> tuple[FolderNote, ...]:
+        """What the program that loads a folder does not find in it, or does not take."""
+        return tuple(self._place.notes) if self._place is not None else ()
 
     @property
     def merged(self) -> tuple[str, ...]:

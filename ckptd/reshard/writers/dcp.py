@@ -16,6 +16,7 @@ from ckptd.format.filemap import FileMap
 from ckptd.layout.block import piece_regions
 from ckptd.layout.owners import Owners
 from ckptd.reshard.execute import FileDraft
+from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors
@@ -125,6 +126,7 @@ class DcpPlace:
         self.target = chosen.target(whole.world)
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out, self.simplified = objects.left_out, objects.simplified
+        self.notes: Sequence[FolderNote] = ()
         self.options = ""
         self._spans, self._objects = _objects_file(objects.values)
         self._keys = StateKeys(layout) if keys else None

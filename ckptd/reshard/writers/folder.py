@@ -48,7 +48,7 @@ from ckptd.readers.twin import ForeignRoot
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.job import ReshardShare, Work, complete_files
 from ckptd.reshard.plan import Feed, Target
-from ckptd.reshard.reports import Resharded
+from ckptd.reshard.reports import FolderNote, Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.root.catalogue import Catalogue
@@ -98,6 +98,10 @@ class FolderPlace(Protocol):
     @property
     def simplified(self) -> Sequence[str]:
         """Names of objects that are of plainer types there than in the source."""
+
+    @property
+    def notes(self) -> Sequence[FolderNote]:
+        """What the program that loads the folder does not find, or does not take."""
 
     @property
     def options(self) -> str:

@@ -13,6 +13,7 @@ from ckptd.layout.owners import single_owner
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.layouts import moment
+from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole_tensor
@@ -117,6 +118,7 @@ class HfPlace:
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out
         self.simplified: Sequence[str] = ()
+        self.notes: Sequence[FolderNote] = ()
         self.options = f"{max_shard_bytes} {untie}"
         self._tied: dict[int, dict[str, str]] = {}
         for entry in self.target.tensors:

@@ -29,6 +29,7 @@ from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.ranks import rank_file_pattern
+from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors
@@ -184,6 +185,7 @@ class RanksPlace:
             *(o.name for o in whole_target.objects if not o.tensor),
         ]
         self.simplified: Sequence[str] = ()
+        self.notes: Sequence[FolderNote] = ()
         self.options = ""
 
     # --- what ranks hold --------------------------------------------------------------------------

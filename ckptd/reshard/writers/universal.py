@@ -8,7 +8,7 @@ calls another way for stage 3: both names are written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ckptd.layout.lay.matching import NameTemplates
 from ckptd.layout.owners import single_owner
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.plan import ChunkFeed
+from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
 from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
@@ -115,6 +116,7 @@ class UniversalPlace:
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out: Sequence[str] = left_out
         self.simplified = objects.simplified
+        self.notes: Sequence[FolderNote] = _untrained(tables, self._shapes)
         self.options = self._top
         self._last = self._small_files()
 
@@ -226,3 +228,15 @@ class UniversalPlace:
         take = self._assembled.target.feeds[number](0).takes[0]
         name = stock.tensors[take.tensor].name
         return np.float32(stock.values([name])[name]).tobytes()
+
+
+def _untrained(names: Iterable[str], trained: Collection[str]) -> Sequence[FolderNote]:
+    """Return a note on what no optimizer has: DeepSpeed loads what one trains."""
+    left = tuple(n for n in names if n not in trained) if trained else ()
+    if not left:
+        return ()
+    text = (
+        "DeepSpeed does not load what is not trained from a universal folder; load"
+        " zero/NAME/fp32.pt into the model before the engine is made"
+    )
+    return (FolderNote(text, left),)

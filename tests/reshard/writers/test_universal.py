@@ -15,6 +15,7 @@ from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.writers.folder import FolderJob
 from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.store import open_store
+from tests.cli.running import Cli
 from tests.load.builder import Array
 from tests.readers.opening import open_reader
 from tests.reshard.llama import groups, prepared, program, save, shapes, values
@@ -112,6 +113,25 @@ def test_master_weights_go_first_and_steps_follow_from_the_job(tmp_path: Path) -
         assert np.array_equal(array(zero / "fp32.pt"), data["optim.w.master"])
         assert np.array_equal(array(zero / "exp_avg.pt"), data["optim.w.m"])
         assert array(zero / "step.pt") == 7
+
+
+def test_what_is_not_trained_is_named(tmp_path: Path, cli: Cli) -> None:
+    data = {n: np.ones((4, 2), "f4") for n in ("w", "optim.w.exp_avg", "frozen")}
+    with open_store(tmp_path / "source") as store:
+        save(store, data)
+    source, out = str(tmp_path / "source"), tmp_path / "out"
+    words = ("reshard", source, str(out), "--to", "ddp", "--format", "universal")
+    done = cli(*words, "-e", "use names.plain")
+    assert done.code == 0
+    assert "not trained" in done.err
+    assert ": frozen (1 in all)" in done.err
+    # The note says where it is.
+    assert np.array_equal(array(next(out.glob("*/zero/frozen/fp32.pt"))), data["frozen"])
+    (note,) = cli.json(*words, "--force")["notes"]
+    assert note["names"] == ["frozen"]
+    with open_store(tmp_path / "weights") as store:
+        save(store, {"w": data["w"], "v": data["w"]})
+    assert write(tmp_path / "weights", tmp_path / "out2", "ddp").notes == ()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
