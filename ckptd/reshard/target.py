@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.errors import CorruptError, MismatchError
+from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.format.manifest import GridEntry, ManifestTables, MeshEntry, ObjectEntry, TensorEntry
 from ckptd.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
 from ckptd.layout.grid import Axis, Grid, whole
@@ -97,6 +97,8 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
     MismatchError
         Numbers that follow fused parameters disagree, groups or per-rank objects do not fit, or
         what the source's program does not speak of.
+    UsageError
+        kind ``duplicate-name``: what the source's program does not speak of has another's name.
     """
     form = composed.composition.target
     layout = form.bound.layout
@@ -244,7 +246,7 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
         name = _apart_name(composed, tensor)
         for one in (name, *tensor.aliases):
             if one in known:
-                raise MismatchError(
+                raise UsageError(
                     "a tensor that the layout does not speak of has the name of another one",
                     kind="duplicate-name",
                     where=one,

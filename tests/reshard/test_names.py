@@ -270,6 +270,22 @@ def test_names_that_tell_nothing_are_not_changed(tmp_path: Path, cli: Cli) -> No
     assert cli("diff", a, b).code == 0
 
 
+def test_what_is_not_spoken_of_may_not_have_the_new_name_of_a_parameter(
+    tmp_path: Path, cli: Cli
+) -> None:
+    named = nn.ModuleDict({"ema": nn.Linear(2, 3)})
+    optimizer = torch.optim.AdamW(named.parameters())
+    torch.stack([p.sum() for p in named.parameters()]).sum().backward()
+    optimizer.step()
+    other = {"weight": torch.zeros(5)}
+    with ckptd.Checkpointer(str(tmp_path / "a")) as ck:
+        ck.save(1, {"model": named, "optim": optimizer, "ema": other})
+    found = cli("reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "names.plain")
+    assert found.code == 2
+    assert "ema.weight" in found.err
+    assert "has the name of another one" in found.err
+
+
 def test_names_and_cuts_go_together_and_back(tmp_path: Path, cli: Cli) -> None:
     model, optimizer = trained(2)
     with ckptd.Checkpointer(str(tmp_path / "a")) as ck:
