@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptd.errors import NotFoundError
-from ckptd.readers.find import find_foreign, split_file
+from ckptd.errors import NotFoundError, RefusedError
+from ckptd.format.records import RootMarker
+from ckptd.readers.find import find_foreign, format_of, split_file
 from ckptd.readers.twin import ForeignRoot
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = ["foreign_format", "open_catalogue", "opened"]
+__all__ = ["begin_root", "foreign_format", "hidden_format", "open_catalogue", "opened"]
 
 
 def open_catalogue(
@@ -51,6 +52,42 @@ def open_catalogue(
             raise
         return Catalogue(found)
     return catalogue
+
+
+def hidden_format(catalogue: Catalogue) -> str:
+    """Return the format of the foreign checkpoint that a new root would hide; empty for none.
+
+    Everything that reads takes a root, where there is one. A root that is there already hides
+    nothing anew.
+    """
+    try:
+        catalogue.open()
+    except NotFoundError:
+        return format_of(catalogue.store)
+    return ""
+
+
+def begin_root(catalogue: Catalogue) -> RootMarker:
+    """Open a root that a verb writes into; make it where the folder holds no other checkpoint.
+
+    Raises
+    ------
+    RefusedError
+        kind ``exists``: a foreign checkpoint is there.
+    CkptdError
+        As of `ckptd.root.root.Root.create_or_open`.
+    """
+    found = hidden_format(catalogue)
+    if found:
+        raise RefusedError(
+            "a checkpoint of another format is there, which a root would hide",
+            kind="exists",
+            where=catalogue.store.url,
+            wanted="a root, or a folder without a checkpoint",
+            found=f"a checkpoint of the format {found}",
+            hint="name another folder",
+        )
+    return catalogue.create_or_open()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ckptd.readers.twin import ForeignRoot
 from ckptd.runtime.pauses import no_collection
 from ckptd.store.base import Store
 
-__all__ = ["bucket_root", "find_foreign", "rank_files", "split_file"]
+__all__ = ["bucket_root", "find_foreign", "format_of", "rank_files", "split_file"]
 
 _OWN = (
     "dcp:DcpReader",
@@ -51,6 +51,12 @@ def readers() -> list[FormatReader]:
         found.append(getattr(import_module(f"ckptd.readers.{module}"), name)())
     why = f"every reader of the group {READERS} is asked about a foreign checkpoint"
     return found + [load_plugin(entry, why)() for entry in entries(READERS)]
+
+
+def format_of(store: Store) -> str:
+    """Return the name of a reader that recognises the folder itself; empty where none does."""
+    here = Listing(store)
+    return next((reader.name for reader in readers() if reader.recognise(here)), "")
 
 
 def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | None:

@@ -24,6 +24,7 @@ from ckptd.format.manifest import FileEntry, Manifest, WitnessEntry
 from ckptd.format.names import PARTS, ROOT_MARKER, CommitName, data_folder, digests_key, file_key
 from ckptd.format.records import Commit
 from ckptd.load.files import PieceLocations
+from ckptd.load.opening import begin_root
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.plan import Target, share
 from ckptd.reshard.reports import Resharded
@@ -388,12 +389,13 @@ class ReshardJob:
         CorruptError
             The source is damaged, or its witness does not agree. Nothing was committed.
         RefusedError
-            Kind ``behind``: the target has this step, or a later one, and it is another one.
+            Kind ``behind``: the target has this step, or a later one, and it is another one. Kind
+            ``exists``: a foreign checkpoint is there.
         ConflictError
             Kind ``at-work``: another process is at work on this share, or on one of another count.
         """
         begun = time.monotonic()
-        self._catalogue.create_or_open()
+        begin_root(self._catalogue)
         self._bulk.anchor(ROOT_MARKER)  # a store of its own, which has opened no root
         done = self._present(share)
         if done is not None:

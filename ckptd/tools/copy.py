@@ -21,6 +21,7 @@ from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
 from ckptd.load.files import load_index, read_header
+from ckptd.load.opening import begin_root
 from ckptd.load.plan import BlockLine
 from ckptd.load.read import Fetcher
 from ckptd.load.reader import CkptdReader
@@ -312,7 +313,8 @@ class Transfer:
     UsageError
         Kind ``same-root``.
     RefusedError
-        Kind ``no-create-only``: the target cannot keep checkpoints.
+        Kind ``no-create-only``: the target cannot keep checkpoints. Kind ``exists``: a foreign
+        checkpoint is there.
     """
 
     def __init__(
@@ -328,7 +330,7 @@ class Transfer:
         self._target = target
         self._progress = progress
         self._working: Working | None = None
-        if source.open().root_id == target.create_or_open().root_id:
+        if source.open().root_id == begin_root(target).root_id:
             raise UsageError(
                 "source and target are one root",
                 kind="same-root",

@@ -76,6 +76,24 @@ def test_reshard(cli: Cli, sample: str, tmp_path: Path) -> None:
     assert "48 bit-exact" in cli("diff", sample, target).out
 
 
+@pytest.mark.parametrize("verb", [["cp"], ["reshard", "--to", "names.ckptd"]])
+def test_a_root_is_not_begun_beside_a_foreign_checkpoint(
+    cli: Cli, sample: str, tmp_path: Path, verb: list[str]
+) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    save_file({"w": np.ones(3, np.float32)}, target / "model.safetensors")
+    found = cli(verb[0], sample, str(target), *verb[1:], "--json")
+    assert (found.code, found.error["kind"]) == (5, "exists"), found.err
+    assert "hf" in found.error["found"]
+    assert [p.name for p in target.iterdir()] == ["model.safetensors"]
+    # A root that is there already is written into, whatever lies beside it.
+    (target / "model.safetensors").rename(tmp_path / "aside")
+    assert cli("cp", sample, str(target)).code == 0
+    (tmp_path / "aside").rename(target / "model.safetensors")
+    assert cli("cp", sample, str(target), "--json").document["checkpoints"][0]["state"] == "present"
+
+
 def test_two_checkpoints_in_folders(cli: Cli, sample: str, tmp_path: Path) -> None:
     shutil.copytree(sample, tmp_path / "both" / "step-1")
     assert cli("ls", str(tmp_path / "both")).code == 0

@@ -57,6 +57,19 @@ def loaded(root: str) -> int:
     return step
 
 
+def test_a_root_that_hides_a_model_begins_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    for step in (1, 2):  # the second job finds the root: nothing is hidden anew
+        with ckptd.Checkpointer(str(tmp_path)) as ck:
+            if step == 2:
+                ck.load(state_of(0))
+            saved(ck, step)
+    (said,) = [r.getMessage() for r in caplog.records if "hides" in r.message]
+    assert said.startswith(f"{tmp_path} holds a checkpoint of the format torch")
+
+
 def abandoned(ck: ckptd.Checkpointer) -> None:
     """Close what may have failed saves that nobody looked at."""
     try:
