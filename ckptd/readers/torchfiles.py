@@ -46,6 +46,7 @@ _MODEL = "pytorch_model"
 """Begins the names of files that transformers writes beside ``config.json``."""
 _BESIDE = re.compile(
     r"training_args\.bin|rng_state.*|scheduler\.(pt|bin)|random_states_.*|.*_rng.*"
+    r"|extra_state_(world_size_[0-9]+_)?rank_[0-9]+\.pt"
 )
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")

@@ -115,6 +115,20 @@ def test_dtensors_of_fsdp_over_tensor_parallel(ranks: Path) -> None:
     assert "optimizer.state.0.exp_avg" in reader.names
 
 
+def test_what_verl_keeps_beside_the_weights_of_each_rank_is_left_out(ranks: Path) -> None:
+    files = [f"extra_state_world_size_4_rank_{rank}.pt" for rank in range(4)]
+    for rank, file in enumerate(files):
+        torch.manual_seed(rank)
+        torch.save(
+            {"lr_scheduler": {"last_epoch": 3}, "rng": {"cpu": torch.get_rng_state()}}, ranks / file
+        )
+    reader = open_reader(ranks)
+    wanted = dict(np.load(ranks / "expected.npz"))
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert not [n for n in reader.names if n.startswith("rng")]
+    assert reader.manifest.metadata["ckptd.foreign"]["unread"] == files
+
+
 def test_weights_of_ranks_are_exported_without_the_optimizer(
     ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
