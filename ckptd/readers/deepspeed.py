@@ -96,6 +96,8 @@ class DeepSpeedReader:
             )
         _check_files(sets, names)
         pieces, optimizers = _universal(names, sets, cut) if universal else _all(names, sets)
+        if cut:
+            values.left_out |= dict.fromkeys(_parts_left(names, sets, {p.name for p in pieces}))
         _add_groups(values, optimizers)
         steps = values.objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
@@ -308,13 +310,7 @@ def _universal(
             if value.shape and value.shape != shape:
                 # Stage 3 leaves them flat.
                 if value.strides != (1,) or value.shape[0] != math.prod(shape):
-                    raise MismatchError(
-                        "a file and the shapes of parameters disagree",
-                        kind="bad-pieces",
-                        where=key,
-                        wanted=shape,
-                        found=value.shape,
-                    )
+                    raise _other_shape(key, shape, value.shape)
                 strides = strides_of(shape)
                 value = PickledTensor(value.storage, value.offset, shape, strides, value.dtype)
             if state != "fp32":
@@ -328,9 +324,14 @@ def _universal(
         gone = sorted(s for s in states if f"optim.{name}.{s}" not in whole)
         if gone:
             raise missing(zero.key(f"{name}/{gone[0]}.pt"))
-    for name in shapes:
+    for name in {name for groups in every for group in groups for name in group}:
         if name not in whole:
             raise missing(zero.key(f"{name}/fp32.pt"))
+    for name in trained:
+        for state in states:
+            found_shape, wanted = whole[f"optim.{name}.{state}"].shape, whole[name].shape
+            if found_shape and found_shape != wanted:
+                raise _other_shape(zero.key(f"{name}/{state}.pt"), wanted, found_shape)
     # A tied weight has a folder of its own at stages 1 and 2, with values of a narrower type.
     for name, aliases in _tied(sets[0].value, trained, names.where).items():
         whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
@@ -340,7 +341,7 @@ def _universal(
         rest = [p for p in (*_weights(one, seen), *_frozen(names, one)) if p.name not in seen]
         pieces += rest
         seen |= {p.name for p in rest}
-    pieces += [p for p in _files(names) if p.name not in seen]
+    pieces += [p for p in (() if cut else _files(names)) if p.name not in seen]
     if _OPTIMIZER in zero.names and every:
         alike = zip_longest(*every, fillvalue={})
         held = [list(dict.fromkeys(name for group in one for name in group)) for one in alike]
@@ -348,6 +349,32 @@ def _universal(
         optimizers = [_Optimizer.of(load_torch(zero, _OPTIMIZER), key, held)]
         pieces += _steps(optimizers[0])
     return pieces, optimizers
+
+
+def _other_shape(where: str, wanted: Sequence[int], found: Sequence[int]) -> MismatchError:
+    return MismatchError(
+        "a file and the shapes of parameters disagree",
+        kind="bad-pieces",
+        where=where,
+        wanted=wanted,
+        found=found,
+    )
+
+
+def _parts_left(names: Listing, sets: Sequence[_Model], seen: Collection[str]) -> Iterator[str]:
+    """Yield names of tensors that only the files of models have, which tensor parallelism cuts."""
+    for one in sets:
+        for name, value in named_values(one.value.get("module") or {}, one.key):
+            if isinstance(value, PickledTensor) and name not in seen:
+                yield name
+        yield from map(str, _table(one.value, "frozen_param_shapes", one.key))
+    for file in names.names:
+        if (layer := _LAYER.fullmatch(file)) or _EXPERT_FILE.fullmatch(file):
+            found = load_torch(names, file)
+            prefix = f"{int(layer[1])}." if layer else ""
+            for name, value in named_values(found.value, names.key(file)):
+                if isinstance(value, PickledTensor) and prefix + name not in seen:
+                    yield prefix + name
 
 
 # -- the optimizer ---------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from ckptd.format.manifest import (
 from ckptd.format.names import (
     ROOT_MARKER,
     CommitName,
+    check_name,
     commit_key,
     data_folder,
     generation_key,
@@ -235,14 +236,10 @@ class ForeignRoot(ReadOnlyStore):
             if piece.name not in tensors:
                 tensors[piece.name] = _Tensor(piece)
             tensors[piece.name].add(piece)
-        for name in (*tensors, *foreign.objects):
-            if _text(name) != name:
-                raise CorruptError(
-                    "a name that is no text",
-                    kind="bad-name",
-                    where=self.url,
-                    found=_text(name)[:200],
-                )
+        for t in tensors.values():
+            check_name(t.name, next(iter(t.pieces.values())).file)
+        for name in foreign.objects:
+            check_name(name, self.url)
         if not tensors:
             raise NotFoundError(
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url

@@ -489,6 +489,42 @@ def test_frozen_parameters_of_stage_3_beside_the_universal_form(tmp_path: Path) 
     assert (error.kind, error.where) == ("missing-file", "zero/w/fp32.pt")
 
 
+@pytest.fixture
+def joined(tmp_path: Path) -> Path:
+    """Return what is joined of two parts of tensor parallelism."""
+    for rank in range(2):
+        model = {
+            "module": {"w": torch.ones(2, 2), "bias": torch.ones(2), "table": torch.arange(3.0)},
+            "param_shapes": [{"w": torch.Size([2, 2]), "bias": torch.Size([2])}],
+            "frozen_param_shapes": {"kept": torch.Size([5])},
+        }
+        torch.save(model, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    for name, shape in {"w": (4, 2), "bias": (2,)}.items():
+        (tmp_path / "zero" / name).mkdir(parents=True)
+        for state in ("fp32", "exp_avg"):
+            torch.save({"param": torch.ones(shape)}, tmp_path / "zero" / name / f"{state}.pt")
+    return tmp_path
+
+
+def test_the_universal_form_of_tensor_parallelism(joined: Path) -> None:
+    """Files of models have parts, so that what only they have is named."""
+    reader = open_reader(joined)
+    assert sorted(reader.names) == ["bias", "optim.bias.exp_avg", "optim.w.exp_avg", "w"]
+    assert reader.tensor("w").shape == (4, 2)
+    left_out = reader.manifest.metadata["ckptd.foreign"]["left_out"]
+    assert set(left_out) >= {"kept", "table"}
+    assert "w" not in left_out
+    torch.save({"param": torch.ones(3, 2)}, joined / "zero" / "w" / "exp_avg.pt")
+    error = fails(joined)
+    assert (error.kind, error.where) == ("bad-pieces", "zero/w/exp_avg.pt")
+
+
+def test_a_parameter_that_the_universal_form_of_tensor_parallelism_lacks(joined: Path) -> None:
+    shutil.rmtree(joined / "zero" / "w")
+    error = fails(joined)
+    assert (error.kind, error.where) == ("missing-file", "zero/w/fp32.pt")
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_universal_form(tmp_path: Path, flat: bool) -> None:
     """Stage 3 leaves its parameters flat, and in the model's file what is not trained."""

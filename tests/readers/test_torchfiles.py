@@ -415,6 +415,15 @@ def test_a_tensor_alone(tmp_path: Path) -> None:
 # -- hostile values --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["line\nend", "nul\0", "\u200b"])
+def test_a_name_that_no_tensor_may_have(tmp_path: Path, name: str) -> None:
+    """The error names the file that holds it."""
+    torch.save({"w": torch.ones(2), name: torch.ones(3)}, tmp_path / "a.pt")
+    error = fails(tmp_path)
+    assert (error.kind, error.where) == ("bad-name", "a.pt")
+    assert error.found == repr(name[:80])
+
+
 @pytest.mark.parametrize("tensor", ["qint8", "surrogate"])
 def test_tensors_of_other_kinds(tmp_path: Path, tensor: str) -> None:
     value = {"w": torch.ones(2)}
