@@ -6,16 +6,23 @@ tensor has an entry under each of its names, which share the items.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from ckptd.format.filemap import FileMap
 from ckptd.layout.block import piece_regions
-from ckptd.layout.owners import Owners
+from ckptd.layout.grid import whole
+from ckptd.layout.owners import Owners, single_owner
+from ckptd.reshard.compose import TensorLink
 from ckptd.reshard.execute import FileDraft
+from ckptd.reshard.groups import are_torchs, groups_name, settings_above
+from ckptd.reshard.plan import ChunkFeed, Feed
 from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
@@ -39,6 +46,8 @@ _OBJECTS = f"__0_1{_END}"
 MARK, COMMON = "metadata.json", "common.pt"
 """What Megatron-core puts beside."""
 _VERSION = "1.0.0"
+_STEP, _MOMENT = "step", "exp_avg"
+_GROUP_STEP = re.compile(r"(?:.+\.)?param_groups\.[0-9]+\.step", re.ASCII)
 _CLASSES, _FILES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -111,22 +120,32 @@ class DcpPlace:
         *,
         keys: bool = True,
     ) -> None:
-        whole = assembled.target
+        made = assembled.target
         layout = assembled.composed.composition.target.bound.layout
-        encoded = {o.tensor for o in whole.objects}
+        encoded = {o.tensor for o in made.objects}
         chosen, plain = ChosenTensors(assembled, expected), plain_names(assembled)
-        for number, t in enumerate(whole.tensors):
+        for number, t in enumerate(made.tensors):
             if t.name not in encoded:
-                grid, owners = whole.grids[t.grid].grid(), Owners(whole.owners[t.owners])
+                grid, owners = made.grids[t.grid].grid(), Owners(made.owners[t.owners])
                 aliases = tuple(map(plain, t.aliases))
                 chosen.add(plain(t.name), number, grid, owners, t.base, aliases)
+        stepless = list(_without_steps(assembled)) if keys else []
+        steps = _steps_of_groups(assembled) if stepless else []
+        if len(steps) == 1:
+            raw = np.float32(steps[0]).tobytes()
+            for name, link in stepless:
+                owners = single_owner(max(0, link.tensor.owners.owner(0)))
+                base = link.tensor.base
+                chosen.add(plain(name), -1, whole(()), owners, base, (), _literal(raw), "float32")
         objects = objects or objects_of(assembled, layout.state_names)
         for path in objects.values:
             chosen.reserve(".".join(map(str, path)))
-        self.target = chosen.target(whole.world)
+        self.target = chosen.target(made.world)
         self.expected: Mapping[int, Expected] = chosen.expected
         self.left_out, self.simplified = objects.left_out, objects.simplified
-        self.notes: Sequence[FolderNote] = ()
+        self.notes: Sequence[FolderNote] = (
+            list(_gaps(assembled, objects, stepless, steps)) if keys else ()
+        )
         self.options = ""
         self._spans, self._objects = _objects_file(objects.values)
         self._keys = StateKeys(layout) if keys else None
@@ -206,6 +225,69 @@ class DcpPlace:
             version=_VERSION,
         )
         return dump(found)
+
+
+def _literal(raw: bytes) -> Feed:
+    """Return what fills a tensor of one piece with some bytes."""
+    feed = ChunkFeed(literal=lambda: raw)
+    return lambda piece: feed
+
+
+def _without_steps(assembled: Assembled) -> Iterator[tuple[str, TensorLink]]:
+    """Yield the names that counters of steps would have, for parameters of torch's Adam without.
+
+    Megatron and Apex count the steps of a group, torch's own optimizers those of a parameter.
+    """
+    layout = assembled.composed.composition.target.bound.layout
+    if not are_torchs(groups_name(layout.state_names)):
+        return
+    rules = assembled.composed.composition.target.rules
+    names = {t.name for t in assembled.target.tensors}
+    for link in assembled.composed.links:
+        if link.key[2]:
+            continue
+        param = rules[link.key[0]].global_name(link.key[1])
+        step = layout.state_name(param, _STEP)
+        if step not in names and layout.state_name(param, _MOMENT) in names:
+            yield step, link
+
+
+def _steps_of_groups(assembled: Assembled) -> Sequence[float]:
+    """Return the different counts of steps that groups of the source's optimizer have."""
+    found = {
+        o.value
+        for o in assembled.composed.stock.objects
+        if _GROUP_STEP.fullmatch(o.name)
+        and type(o.value) in (int, float)
+        and 0 <= o.value < 1 << 53
+    }
+    return sorted(found)
+
+
+def _gaps(
+    assembled: Assembled,
+    objects: StateObjects,
+    stepless: Sequence[tuple[str, TensorLink]],
+    steps: Sequence[float],
+) -> Iterator[FolderNote]:
+    """Yield notes on what a load of an optimizer of torch asks for and does not find."""
+    if stepless and len(steps) != 1:
+        found = f"groups of the source count {', '.join(map(str, steps))}, and do not say whose"
+        text = found if steps else "the source does not say how often its optimizer has stepped"
+        names = tuple(n for n, _ in stepless)
+        yield FolderNote(f"{text}: set them in the new job; counters that are not there", names)
+    composed = assembled.composed
+    states = composed.composition.target.bound.layout.state_names
+    groups = groups_name(states)
+    above = tuple(settings_above(groups).rstrip(".").split("."))
+    has_groups = any(".".join(map(str, p)).startswith(".".join(above)) for p in objects.values)
+    if are_torchs(groups) and not has_groups and any(link.key[2] for link in composed.links):
+        name = ".".join(above)
+        yield FolderNote(
+            f"{name} is not there, as the source has no settings of groups that name their"
+            " parameters: dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True)) keeps"
+            " those of the job"
+        )
 
 
 def _objects_file(objects: Mapping[KeyPath, Any]) -> tuple[dict[KeyPath, tuple[int, int]], bytes]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -93,6 +94,41 @@ def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> N
     assert cli("verify", str(folder)).code == 0
     assert cli("cp", str(folder), str(back)).code == 0
     assert cli("diff", str(folder), str(back)).code == 0
+
+
+@pytest.mark.parametrize("steps", [(7, 7.0), (7, 8)])
+def test_groups_that_count_the_steps(steps: tuple[float, float], tmp_path: Path) -> None:
+    """As Megatron has it: its groups name no parameters, and parameters have no counters."""
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    data = {n: np.ones(tuple(p.shape), "f4") for n, p in model.named_parameters()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        data |= {f"optim.{n}.{moment}": 2 * data[n] for n in ("weight", "bias")}
+    objects = [
+        ObjectEntry(f"optimizer.optimizer.param_groups.{n}.step", value=step)
+        for n, step in enumerate(steps)
+    ]
+    with open_store(tmp_path / "source") as store:
+        save(store, data, objects=objects)
+    names = 'stored "model.{name}" states "optim.state.{name}.{state}"'
+    place = write(tmp_path / "source", tmp_path / "out", names, name="ddp")
+    weights, states = get_state_dict(model, optim)
+    state: dict[str, Any] = {"model": weights, "optim": states}
+    found = [n.text for n in place.notes]
+    assert any(t.startswith("optim.param_groups is not there") for t in found)
+    if len(set(steps)) > 1:
+        assert set(place.notes[0].names) == {f"optim.state.{n}.step" for n in ("weight", "bias")}
+        assert "7, 8" in found[0]
+        return
+    assert len(found) == 1
+    planner = DefaultLoadPlanner(allow_partial_load=True)  # as the note says
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), planner=planner, no_dist=True)
+    set_state_dict(model, optim, model_state_dict=weights, optim_state_dict=states)
+    for n, parameter in model.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(data[n]))
+        assert optim.state[parameter]["step"] == 7
+        assert (optim.state[parameter]["exp_avg"] == 2).all()
 
 
 def test_names_are_those_that_torch_asks_for(tmp_path: Path) -> None:
