@@ -12,6 +12,7 @@ from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, FormatReader, Listing, damaged
 from ckptd.readers.hf import END, local_pieces
+from ckptd.readers.hubcache import follow_cache
 from ckptd.readers.megatron import open_buckets
 from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
@@ -55,7 +56,7 @@ def readers() -> list[FormatReader]:
 
 def format_of(store: Store) -> str:
     """Return the name of a reader that recognises the folder itself; empty where none does."""
-    here = Listing(store)
+    here = Listing(follow_cache(store))
     return next((reader.name for reader in readers() if reader.recognise(here)), "")
 
 
@@ -81,6 +82,7 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
     CorruptError, RefusedError
         It is damaged, or of a kind that is not read.
     """
+    store = follow_cache(store)
     here = Listing(store, only=[only] if only else ())
     known = readers()
     found = _best(known, here)
@@ -108,6 +110,7 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
     NotFoundError
         kind ``no-tensors``.
     """
+    store = follow_cache(store)
     here = Listing(store)
     with _damage(here):
         pieces = [
@@ -123,6 +126,7 @@ def bucket_root(store: Store, step: int) -> ForeignRoot | None:
 
     They are like files of ranks: `ckptd.readers.megatron.open_buckets` says what they are called.
     """
+    store = follow_cache(store)
     here = Listing(store)
     with _damage(here):
         found = open_buckets(here)

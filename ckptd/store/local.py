@@ -392,6 +392,9 @@ class LocalStore(Store):
         The system calls, for tests.
     """
 
+    _linked = ""
+    """A folder outside into which links may lead as well; then links to files are listed."""
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -478,12 +481,13 @@ class LocalStore(Store):
     def _refuse_outside(self, path: str) -> None:
         """Follow links only while they stay below the root: a checkpoint is untrusted input."""
         real = os.path.realpath(path)
-        if real != self._real and not real.startswith(self._real.rstrip("/") + "/"):
+        inside = [folder for folder in (self._real, self._linked) if folder]
+        if not any(real == f or real.startswith(f.rstrip("/") + "/") for f in inside):
             raise RefusedError(
                 "a symbolic link leads out of the store",
                 kind="outside-root",
                 where=path,
-                wanted=f"a path below {self._real}",
+                wanted=f"a path below {' or '.join(inside)}",
                 found=real,
                 hint="make the link's target the root of a store of its own",
             )
@@ -502,7 +506,7 @@ class LocalStore(Store):
                 continue
             try:
                 with reading(entry.path):
-                    info = entry.stat(follow_symlinks=False)
+                    info = entry.stat(follow_symlinks=bool(self._linked))
             except NotFoundError:
                 continue  # deleted since the folder was read
             yield ObjectInfo(prefix + name, info.st_size, info.st_mtime)
@@ -524,7 +528,7 @@ class LocalStore(Store):
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         found.append((entry.name + "/", entry))
-                    elif entry.is_file(follow_symlinks=False):
+                    elif entry.is_file(follow_symlinks=bool(self._linked)):
                         found.append((entry.name, entry))
         except NotFoundError:
             return []
