@@ -270,13 +270,20 @@ def _gaps(
     stepless: Sequence[tuple[str, TensorLink]],
     steps: Sequence[float],
 ) -> Iterator[FolderNote]:
-    """Yield notes on what a load of an optimizer of torch asks for and does not find."""
+    """Yield notes on what torch's load may ask for and does not find."""
     if stepless and len(steps) != 1:
         found = f"groups of the source count {', '.join(map(str, steps))}, and do not say whose"
         text = found if steps else "the source does not say how often its optimizer has stepped"
         names = tuple(n for n, _ in stepless)
         yield FolderNote(f"{text}: set them in the new job; counters that are not there", names)
     composed = assembled.composed
+    if composed.left_out:
+        yield FolderNote(
+            "the layout has rules that the source has no tensors for: dcp.load does not find what"
+            " the model has of them; a tied weight gets its other name from a rule of --to, beside"
+            " 'use names.dcp', such as -e 'lm_head.weight = alias E'",
+            tuple(composed.left_out),
+        )
     states = composed.composition.target.bound.layout.state_names
     groups = groups_name(states)
     above = tuple(settings_above(groups).rstrip(".").split("."))

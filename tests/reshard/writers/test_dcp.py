@@ -131,6 +131,33 @@ def test_groups_that_count_the_steps(steps: tuple[float, float], tmp_path: Path)
         assert (optim.state[parameter]["exp_avg"] == 2).all()
 
 
+def test_a_tied_weight_gets_the_name_that_the_source_lacks(tmp_path: Path, cli: Cli) -> None:
+    """As files of Hugging Face are: the state dict of a tied model has one name more."""
+    data = {"embed.weight": np.arange(12, dtype="f4").reshape(4, 3)}
+    with open_store(tmp_path / "source") as store:
+        save(store, data)
+    lay = tmp_path / "tied.lay"
+    lay.write_text(
+        "space s { E[v h]; head[v h] }\n"
+        "layout tied of s on none { embed.weight = E[v h]; head.weight = head[v h] }\n"
+    )
+    layout = f"{lay}:tied"
+    words = ("--from", layout, "--to", layout, "--format", "dcp", "-e", "use names.dcp")
+    source = str(tmp_path / "source")
+    done = cli("reshard", source, str(tmp_path / "one"), *words)
+    assert done.code == 0
+    assert "does not find" in done.err
+    assert "head.weight = head[v h]" in done.err
+    both = (*words, "-e", "head.weight = alias E")
+    done = cli("reshard", source, str(tmp_path / "two"), *both)
+    assert done.code == 0
+    assert "does not find" not in done.err
+    state = {"model": {n: torch.zeros(4, 3) for n in ("embed.weight", "head.weight")}}
+    dcp.load(state, checkpoint_id=str(tmp_path / "two"), no_dist=True)
+    for found in state["model"].values():
+        assert np.array_equal(found.numpy(), data["embed.weight"])
+
+
 def test_names_are_those_that_torch_asks_for(tmp_path: Path) -> None:
     names = ["a/b", "100%", "tab\t", "new\nline", "ü.ö", "0.x"]
     state = {n: torch.arange(12.0).reshape(4, 3) + i for i, n in enumerate(names)}
