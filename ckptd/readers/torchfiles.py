@@ -273,13 +273,15 @@ def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool)
         if at.part is not None:
             first = parts.setdefault((piece.name, *at.part), piece)
             if first is not piece:
-                raise _twice(first, piece, "the same part of a tensor", ranks=False)
+                raise _twice(first, piece, "the same part of a tensor", *_ONE_FILE)
             continue
         first = plain.setdefault(piece.name, piece)
         if first is piece:
             continue
         if piece.numel > 1 or not ranks or not _same(names, first, piece):
-            raise _twice(first, piece, "tensors of one name", ranks)
+            parted = any(isinstance(p.at, TensorAt) and p.at.part is not None for p in pieces)
+            remedy = _LAYOUT if ranks else _RENAME if parted else _ONE_FILE
+            raise _twice(first, piece, "tensors of one name", *remedy)
 
 
 def _same(names: Listing, *both: ForeignPiece) -> bool:
@@ -298,16 +300,28 @@ def _same(names: Listing, *both: ForeignPiece) -> bool:
     return values[0] == values[1]
 
 
-def _twice(first: ForeignPiece, piece: ForeignPiece, what: str, ranks: bool) -> MismatchError:
+_ONE_FILE = "one file", "name the file that is meant"
+_LAYOUT = (
+    "DTensors, or a layout that says which file is whose",
+    "ckptd reshard --from LAYOUT, with a line 'files' in the layout",
+)
+_RENAME = (
+    "files of ranks that their names tell, such as model_rank_0.pt and optim_rank_0.pt",
+    "rename them to NAME_rank_N.pt; if they are not of one job, name the file that is meant",
+)
+"""Each: what is wanted where two files hold a name, and what to do."""
+
+
+def _twice(
+    first: ForeignPiece, piece: ForeignPiece, what: str, wanted: str, hint: str
+) -> MismatchError:
     return MismatchError(
         f"two files hold {what}, and nothing says which one counts",
         kind="bad-pieces",
         where=f"{first.file} and {piece.file}: {piece.name}"[:400],
-        wanted="DTensors, or a layout that says which file is whose" if ranks else "one file",
+        wanted=wanted,
         found=f"{piece.shape} in both",
-        hint="ckptd reshard --from LAYOUT, with a line 'files' in the layout"
-        if ranks
-        else "name the file that is meant",
+        hint=hint,
     )
 
 

@@ -353,6 +353,21 @@ def test_two_files_with_one_tensor(tmp_path: Path, files: tuple[str, str]) -> No
     assert open_reader(tmp_path, files[1]).tensor("w").tolist() == [1, 1, 1]
 
 
+def test_files_of_ranks_that_are_not_named_so(ranks: Path) -> None:
+    for path in sorted(ranks.glob("*.pt")):
+        path.rename(ranks / path.name.replace("_world_size_4_rank_", "_"))
+    error = fails(ranks)
+    assert error.kind == "bad-pieces"
+    assert str(error.where).startswith("optim_0.pt and optim_1.pt: state.0.")
+    assert "NAME_rank_N.pt" in str(error.hint)
+    for path in sorted(ranks.glob("*.pt")):
+        path.rename(ranks / path.name.replace("_", "_rank_"))
+    wanted = dict(np.load(ranks / "expected.npz"))
+    reader = open_reader(ranks)
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert "optimizer.state.0.exp_avg" in reader.names
+
+
 def test_dtensors_of_two_checkpoints(ranks: Path) -> None:
     for rank in range(4):
         shutil.copy(ranks / VERL.format(rank), ranks / f"old_world_size_4_rank_{rank}.pt")
