@@ -17,7 +17,14 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format.strictjson import parse_json
 from ckptd.types import DTYPES, DType
 
-__all__ = ["ALIGNMENT", "Chunk", "build_header", "header_bytes", "parse_header"]
+__all__ = [
+    "ALIGNMENT",
+    "Chunk",
+    "build_header",
+    "foreign_start",
+    "header_bytes",
+    "parse_header",
+]
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -95,6 +102,21 @@ def build_header(
     return padded.to_bytes(8, "little") + text.ljust(padded, b" "), offset
 
 
+_STARTS = {
+    b"version ": "this looks like a git-lfs pointer: git lfs pull fetches the file",
+    b"\x1f\x8b": "this is compressed by gzip: gunzip it",
+    b"\x28\xb5\x2f\xfd": "this is compressed by zstd: unzstd it",
+    b"PK\x03\x04": "this is a zip, as torch.save writes: name it .pt",
+    b"<": "this looks like a web page: was the download an error page?",
+}
+"""How files begin that often have the name of another format, and what to do."""
+
+
+def foreign_start(prefix: bytes) -> str | None:
+    """Return what a file seems to be that is not of the wanted format; None for anything else."""
+    return next((hint for start, hint in _STARTS.items() if prefix.startswith(start)), None)
+
+
 def header_bytes(prefix: bytes, where: str, file_bytes: int) -> int:
     """Return the full header length (prefix included) from the first 8 bytes of a file.
 
@@ -111,6 +133,7 @@ def header_bytes(prefix: bytes, where: str, file_bytes: int) -> int:
             where=where,
             wanted=f"at most {min(MAX_HEADER_BYTES, max(0, file_bytes - 8))}",
             found=str(length) if len(prefix) >= 8 else "a file shorter than 8 bytes",
+            hint=foreign_start(prefix),
         )
     return 8 + length
 

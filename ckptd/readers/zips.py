@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptd.errors import CorruptError, RefusedError
+from ckptd.format.container import foreign_start
 from ckptd.layout.grid import is_packed
 from ckptd.readers.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from ckptd.types import DTYPES
@@ -218,7 +219,10 @@ def _no_zip(read: ReadRange, start: int, end: int, where: str) -> Exception:
             where=where,
             hint="torch.save(torch.load(OLD, weights_only=True), NEW) writes it anew",
         )
-    return _bad("not a file of torch.save", where)
+    head = read(start, min(end, start + 8))
+    is_zip = head[: len(_LOCAL)] == _LOCAL
+    hint = "it begins as one and does not end: is it complete?" if is_zip else foreign_start(head)
+    return CorruptError("not a file of torch.save", kind="bad-zip", where=where, hint=hint)
 
 
 def _bad(what: str, where: str, found: str = "") -> CorruptError:

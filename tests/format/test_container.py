@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -170,6 +171,24 @@ def test_impossible_header_lengths(prefix: bytes, file_bytes: int) -> None:
     with pytest.raises(CkptdError) as caught:
         header_bytes(prefix, "x", file_bytes)
     assert caught.value.kind == "bad-header"
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
+        (gzip.compress(b"x" * 100), "gzip"),
+        (b"\x28\xb5\x2f\xfd" + bytes(90), "zstd"),
+        (b"PK\x03\x04" + bytes(90), "zip"),
+        (b"<!DOCTYPE html>" + bytes(90), "web page"),
+        (b"\xff" * 90, None),
+    ],
+)
+def test_what_has_the_name_of_another_format(content: bytes, hint: str | None) -> None:
+    with pytest.raises(CkptdError) as caught:
+        header_bytes(content[:8], "x", len(content))
+    said = caught.value.hint
+    assert said is None if hint is None else hint in str(said)
 
 
 def test_a_stranger_s_file_parses(tmp_path: Path) -> None:

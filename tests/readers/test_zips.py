@@ -77,6 +77,20 @@ def test_a_zip_in_a_file_of_several() -> None:
     assert np.array_equal(tensors(raw, 1000)["a"], STATE["a"].numpy())
 
 
+@pytest.mark.parametrize(
+    ("raw", "hint"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
+        (saved({"w": torch.ones(100)})[:-1], "is it complete"),
+    ],
+)
+def test_what_is_no_whole_zip_says_what_it_seems_to_be(raw: bytes, hint: str) -> None:
+    with pytest.raises(CkptdError) as caught:
+        opened(raw)
+    assert caught.value.kind == "bad-zip"
+    assert hint in str(caught.value.hint)
+
+
 def test_the_format_of_before_is_refused_by_name() -> None:
     out = io.BytesIO()
     torch.save(STATE["a"], out, _use_new_zipfile_serialization=False)
