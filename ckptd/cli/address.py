@@ -21,6 +21,7 @@ from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
 from ckptd.load.opening import foreign_format, open_catalogue
 from ckptd.readers.find import split_file
+from ckptd.readers.torchfiles import SHARD
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Hold, hold_or_read, renewed
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
@@ -128,7 +129,13 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
         yield catalogue
         if found:
             # Last: an error in JSON is alone on standard error.
-            note(
+            shard = SHARD.search(file)
+            if shard and int(shard[2]) > 1:
+                warn(
+                    f"{file} alone was read, which is one of {int(shard[2])} files of a model;"
+                    " name the folder to read all"
+                )
+            warn(
                 f"{root} was read as {found}, which has no digests: sizes are checked,"
                 " bytes are not"
             )

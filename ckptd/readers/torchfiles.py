@@ -30,6 +30,7 @@ from ckptd.types import DTYPES, Box
 
 __all__ = [
     "PART",
+    "SHARD",
     "TensorAt",
     "TorchReader",
     "candidates",
@@ -51,7 +52,8 @@ _BESIDE = re.compile(
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
-_SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
+SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
+"""How names end that number the files of a model."""
 PART = re.compile(r"^shard-([0-9]{5})-")
 """How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28
@@ -189,7 +191,7 @@ def check_shards(names: Listing, files: Sequence[str]) -> None:
         return
     shards: dict[tuple[str, int], set[int]] = {}
     for file in files:
-        found = _SHARD.search(file)
+        found = SHARD.search(file)
         if found:
             beside = PART.sub("", file[: found.start()]), int(found[2])
             shards.setdefault(beside, set()).add(int(found[1]))

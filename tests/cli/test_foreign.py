@@ -39,6 +39,20 @@ def test_verbs_that_read(cli: Cli, sample: str, tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
+def test_what_is_noted_is_in_the_document_as_well(cli: Cli, tmp_path: Path) -> None:
+    names = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
+    for number, name in enumerate(names):
+        save_file({f"w{number}": np.ones(3, np.float32)}, tmp_path / name)
+    for where, count in ((tmp_path, 1), (tmp_path / names[0], 2)):
+        warnings = cli("inspect", str(where), "--json").document["warnings"]
+        assert len(warnings) == count
+        assert "no digests" in warnings[-1]
+    assert warnings[0].startswith(f"{names[0]} alone was read, which is one of 2 files")
+    exported = cli("export", str(tmp_path / names[0]), str(tmp_path / "out"))
+    assert exported.code == 0
+    assert "one of 2 files" in exported.err
+
+
 def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")
