@@ -250,6 +250,33 @@ class ForeignRoot(ReadOnlyStore):
         """Return the local file that a data file stands for; None where there is none."""
         return self.inner.local_path(self._data[key].key) if key in self._data else None
 
+    def foreign_file(self, key: str) -> tuple[str, int]:
+        """Return key and size of the file that a data file stands for.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such data file.
+        """
+        file = self._file(key)
+        return file.key, file.size
+
+    def foreign_range(self, key: str, start: int) -> tuple[int, int]:
+        """Return which bytes of its file a piece spans that begins at `start` of a data file.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such data file.
+        CorruptError
+            The file is damaged there.
+        """
+        file = self._file(key)
+        segment = file.segments[bisect.bisect_right(file.starts, start) - 1]
+        extent = self._extent(file, segment)
+        size = _span(segment.piece, extent) * dtype_of(segment.piece.dtype, key).itemsize
+        return extent.start, extent.start + size
+
     # -- the records ---------------------------------------------------------------------------
 
     def _make(self, tensors: Mapping[str, _Tensor], foreign: Foreign, step: int) -> None:

@@ -53,6 +53,19 @@ def test_what_is_noted_is_in_the_document_as_well(cli: Cli, tmp_path: Path) -> N
     assert "one of 2 files" in exported.err
 
 
+def test_files_are_those_that_are_there(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": np.ones(3, np.float32)}, path)
+    (row,) = cli("inspect", str(tmp_path), "--json").document["files"]
+    assert row == {"path": path.name, "rank": 0, "bytes": path.stat().st_size, "header_bytes": 0}
+    (tensor,) = cli("inspect", str(tmp_path), "--chunks", "--json").document["tensors"]
+    (chunk,) = tensor["chunk_list"]
+    assert chunk["file"] == path.name
+    raw = path.read_bytes()[chunk["start"] : chunk["end"]]
+    assert raw == np.ones(3, np.float32).tobytes()
+    assert f"{path.name}     0  {path.stat().st_size} B" in cli("inspect", str(tmp_path)).out
+
+
 def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")

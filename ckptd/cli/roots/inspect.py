@@ -25,11 +25,12 @@ from ckptd.cli.output import (
 from ckptd.cli.output import time_text as when
 from ckptd.cli.roots.ls import metadata_text
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.format.manifest import ObjectEntry, foreign_sizes
+from ckptd.format.manifest import FileEntry, ObjectEntry, foreign_sizes
 from ckptd.format.names import CommitName
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.reader import TensorInfo
+from ckptd.readers.twin import ForeignRoot
 from ckptd.readers.words import TensorLayout, hint_text, object_text, ranks_text
 from ckptd.root.catalogue import Catalogue
 
@@ -63,7 +64,7 @@ class ChunkRow(msgspec.Struct, frozen=True):
     file, rank
         Where it lies and who wrote it; null when it is absent.
     start, end
-        Bytes of the file's data section.
+        Bytes of the file's data section; of a foreign checkpoint, of the file.
     """
 
     offset: tuple[int, ...]
@@ -125,7 +126,10 @@ class ObjectRow(msgspec.Struct, frozen=True):
 
 
 class FileRow(msgspec.Struct, frozen=True):
-    """One data file: path below the root, the rank that wrote it, length of data and header."""
+    """One data file: path below the root, the rank that wrote it, length of data and header.
+
+    Of a foreign checkpoint it is the file itself, all of its bytes data.
+    """
 
     path: str
     rank: int
@@ -241,11 +245,7 @@ def describe(
         metadata=manifest.metadata,
         tensors=tuple(_tensor(reader, info, with_chunks=with_chunks) for info in chosen),
         objects=tuple(_object(reader, entry) for entry in reader.entries),
-        files=tuple(
-            FileRow(f.path, f.rank, f.data_bytes, f.data_start)
-            for f in manifest.files
-            if f.data_start
-        ),
+        files=tuple(_file(catalogue, f) for f in manifest.files if f.data_start),
         meshes=tuple(
             MeshRow(m.names, m.shape, ranks_text(sorted(Owners(m.ranks).array().tolist())))
             for m in manifest.meshes
@@ -253,6 +253,13 @@ def describe(
         witness=manifest.witness.kind if manifest.witness else None,
         layout=hint_text(manifest.lay, foreign_sizes(manifest)),
     )
+
+
+def _file(catalogue: Catalogue, file: FileEntry) -> FileRow:
+    if isinstance(catalogue.store, ForeignRoot):
+        path, size = catalogue.store.foreign_file(file.path)
+        return FileRow(path, file.rank, size, 0)
+    return FileRow(file.path, file.rank, file.data_bytes, file.data_start)
 
 
 def _tensor(reader: CkptdReader, info: TensorInfo, *, with_chunks: bool) -> TensorRow:
@@ -280,14 +287,20 @@ def _chunks(reader: CkptdReader, info: TensorInfo) -> Iterator[ChunkRow]:
         piece = grid.piece(number)
         file, start = reader.places.of(tensor, number)
         here = None if file == ABSENT else reader.manifest.files[file]
+        path = here.path if here else None
+        end = start + (piece.numel * info.dtype.itemsize if here else 0)
+        store = reader.places.store
+        if path and isinstance(store, ForeignRoot):
+            start, end = store.foreign_range(path, start)
+            path, _ = store.foreign_file(path)
         yield ChunkRow(
             offset=piece.box.offset,
             shape=piece.box.shape,
             flat=piece.flat,
-            file=here.path if here else None,
+            file=path,
             rank=here.rank if here else None,
             start=start,
-            end=start + (piece.numel * info.dtype.itemsize if here else 0),
+            end=end,
         )
 
 
