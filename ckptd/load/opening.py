@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptd.errors import NotFoundError, RefusedError
+from ckptd.format.names import ROOT_MARKER
 from ckptd.format.records import RootMarker
-from ckptd.readers.find import find_foreign, format_of, split_file
+from ckptd.readers.find import find_foreign, format_of, readers, split_file
 from ckptd.readers.twin import ForeignRoot
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
@@ -46,10 +47,19 @@ def open_catalogue(
         if file:
             raise NotFoundError("no root", kind="not-a-root", where=url)
         catalogue.open()
-    except NotFoundError:
-        found = find_foreign(store, file, step) if foreign else None
-        if found is None:
+    except NotFoundError as error:
+        if not foreign:
             raise
+        found = find_foreign(store, file, step)
+        if found is None:
+            raise NotFoundError(
+                error.message,
+                kind=error.kind,
+                where=error.where,
+                wanted=f"{ROOT_MARKER}, or a checkpoint of {', '.join(r.name for r in readers())}",
+                found=error.found,
+                hint=error.hint,
+            ) from None
         return Catalogue(found)
     return catalogue
 

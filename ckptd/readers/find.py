@@ -19,7 +19,7 @@ from ckptd.readers.twin import ForeignRoot
 from ckptd.runtime.pauses import no_collection
 from ckptd.store.base import Store
 
-__all__ = ["bucket_root", "find_foreign", "format_of", "rank_files", "split_file"]
+__all__ = ["bucket_root", "find_foreign", "format_of", "rank_files", "readers", "split_file"]
 
 _OWN = (
     "dcp:DcpReader",

@@ -66,6 +66,15 @@ def test_files_are_those_that_are_there(cli: Cli, tmp_path: Path) -> None:
     assert f"{path.name}     0  {path.stat().st_size} B" in cli("inspect", str(tmp_path)).out
 
 
+@pytest.mark.parametrize("name", ["", "meta-llama/Llama-3-8B", "x.tar", "x.distcp"])
+def test_where_nothing_is_other_formats_were_looked_for_as_well(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    found = cli("inspect", str(tmp_path / name), "--json")
+    assert (found.code, found.error["kind"]) == (4, "no-root")
+    assert "ckptd.json, or a checkpoint of dcp, hf, " in found.error["wanted"]
+
+
 def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")

@@ -144,7 +144,7 @@ def test_an_error_is_a_block(cli: Cli, tmp_path: Path) -> None:
     assert result.err.splitlines() == [
         "error: nothing is stored here",
         f"  where:  {tmp_path}",
-        "  wanted: ckptd.json",
+        "  wanted: ckptd.json, or a checkpoint of dcp, hf, deepspeed, megatron, torch",
         "  hint:   check the path; the first save creates the root",
     ]
 
