@@ -104,10 +104,11 @@ class Reply:
             print_document(self.document)
         else:
             self._show()
+        _warnings.clear()
 
 
 _warnings: list[str] = []
-"""What `warn` has said in this process."""
+"""What `warn` has said in this command."""
 
 
 def print_document(document: Document) -> None:
@@ -121,6 +122,7 @@ def print_document(document: Document) -> None:
 
 def print_error(error: CkptdError, as_json: bool) -> None:
     """Print an error to standard error, with its traceback when ``CKPTD_DEBUG`` is set."""
+    _warnings.clear()
     if as_json:
         body = {"error": error.to_dict(), "exit_code": error.exit_code}
         print(json_text(body), file=sys.stderr)
