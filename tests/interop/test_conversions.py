@@ -224,10 +224,10 @@ def test_experts_on_several_ranks(desk: Desk) -> None:
     made = desk.folder / "megatron"
     held = run_ranks(2, with_experts, str(made), deadline_s=280.0, env={"OMP_NUM_THREADS": "1"})
     desk.sources["./iter_0000500"] = made
-    sizes = {"let kv = 8": "let kv = 2", "let v = 32000": "let v = 64"}
+    sizes = {"let kv = 8": "let kv = 2", "let v = 32000": "let v = 128"}
     # This vocabulary is not filled up, and layers that are not Transformer Engine's call a norm so.
     norm = "decoder.layers.mlp.linear_fc1.layer_norm_weight = L.n2[l h]"
-    more = ("-e", "let vpad = 64", "-e", f"from: {norm}")
+    more = ("-e", "let vpad = 128", "-e", f"from: {norm}")
     folder = desk.run("Experts on several ranks to Hugging Face", 0, sizes, *more)
     found = read_hf(folder).weights
     compared = 0
@@ -249,4 +249,4 @@ def test_experts_on_several_ranks(desk: Desk) -> None:
             compared += 1
     assert compared == 4 * 4 * 2
     embedding = bits(held[0])["embedding.word_embeddings.weight"]
-    assert found["model.embed_tokens.weight"].tobytes() == embedding[:64].tobytes()
+    assert found["model.embed_tokens.weight"].tobytes() == embedding[:128].tobytes()
