@@ -185,8 +185,10 @@ def prepare(
             resolved = source.resolve()
             stock = apart_from(stock, source)
         target = wrapped(target, source)
-        _check_recognised(stock, resolved, target.resolve())
-    composed = compose_layouts(resolved, target.resolve(), stock, is_recut=is_recut)
+    wanted = target.resolve()
+    composed = compose_layouts(resolved, wanted, stock, is_recut=is_recut)
+    if is_recut:
+        _check_recognised(stock, resolved, wanted, composed.dropped)
     used = composed.composition.source.bound
     if hint is not None:
         read_with = hint
@@ -201,15 +203,18 @@ def prepare(
     return Prepared(stock, source, target, assembled, read_with)
 
 
-def _check_recognised(stock: Stock, source: Resolved, target: Resolved) -> None:
-    """Refuse to rename states as though they were parameters.
+def _check_recognised(
+    stock: Stock, source: Resolved, target: Resolved, dropped: Sequence[str]
+) -> None:
+    """Refuse to rename states as though they were parameters; none matters that is dropped.
 
     Raises
     ------
     MismatchError
         kind ``lay-fit``: names of the source do not say what is a parameter and what follows it.
     """
-    first = None if source.states else moment(stock.shapes)
+    left = set(dropped)
+    first = None if source.states else moment(n for n in stock.shapes if n not in left)
     same = (source.params, source.state_names) == (target.params, target.state_names)
     if first is None or same:
         return
@@ -220,7 +225,8 @@ def _check_recognised(stock: Stock, source: Resolved, target: Resolved) -> None:
         where=first,
         wanted="one model and one optimizer, states named by their parameters",
         found=f"groups of {len(groups)} optimizers: {', '.join(groups[:4])}" if groups else None,
-        hint="keep the names (a recipe without names.*), or say with --from LAYOUT how they are"
+        hint="leave states out, for example -e 'from: optimizer.** = drop' --allow lossy, keep the"
+        " names (a recipe without names.*), or say with --from LAYOUT how they are"
         ' called: stored "model.{name}" states "optim.{name}.{state}"',
     )
 

@@ -270,6 +270,25 @@ def test_names_that_tell_nothing_are_not_changed(tmp_path: Path, cli: Cli) -> No
     assert cli("diff", a, b).code == 0
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_known_by_number_are_renamed_by_nothing_and_can_be_left_out(
+    tmp_path: Path, cli: Cli
+) -> None:
+    model, optimizer = trained(3)
+    torch.save({**model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b")
+    to = ("--to", "names.dcp", "--format", "dcp")
+    found = cli("reshard", a, b, *to)
+    assert found.code != 0
+    assert "where:  optimizer.state.0.exp_avg" in found.err
+    without = "from: optimizer.** = drop"
+    assert without in found.err
+    assert cli("reshard", a, b, *to, "-e", without, "--allow", "lossy").code == 0
+    into = {"model": {n: torch.zeros_like(v) for n, v in model.state_dict().items()}}
+    dcp.load(into, checkpoint_id=b)
+    assert all(torch.equal(into["model"][n], v) for n, v in model.state_dict().items())
+
+
 def test_what_is_not_spoken_of_may_not_have_the_new_name_of_a_parameter(
     tmp_path: Path, cli: Cli
 ) -> None:
