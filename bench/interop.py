@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import common
 WIDTH, HIDDEN, WORDS = 1024, 2816, 32768
 STATES = ("exp_avg", "exp_avg_sq")
 MIB = 1 << 20
+PATIENCE_S = 900.0
 CKPTD = "from ckptd.cli.main import main; main()"
 TORCH_SAVE = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as run; "
 TO_DCP = "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp as run; "
@@ -152,11 +154,10 @@ def build(folder: Path, layers: int) -> None:
         return
     common.remove(str(folder / "sources"))
     sources = str(folder / "sources")
-    subprocess.run(
-        [sys.executable, __file__, "--dir", sources, "--case", f"files:{layers}"], check=True
-    )
-    run_ranks(4, save_dcp, sources, layers, deadline_s=900.0)
-    run_ranks(2, save_zero, sources, layers, deadline_s=900.0, env=ENVIRONMENT)
+    files = [sys.executable, __file__, "--dir", sources, "--case", f"files:{layers}"]
+    subprocess.run(files, check=True, timeout=PATIENCE_S)
+    run_ranks(4, save_dcp, sources, layers, deadline_s=PATIENCE_S)
+    run_ranks(2, save_zero, sources, layers, deadline_s=PATIENCE_S, env=ENVIRONMENT)
     made.touch()
 
 
@@ -242,12 +243,18 @@ def measure(folder: Path, command: list[str]) -> dict[str, Any]:
             env=os.environ | ENVIRONMENT,
             cwd=folder,
         )
-        _, status, used = os.wait4(process.pid, 0)
+        deadline = threading.Timer(PATIENCE_S, process.kill)
+        deadline.start()
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        finally:
+            deadline.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     os.sync()
     seconds = time.perf_counter() - start
     if status:
-        raise SystemExit(f"{command} failed:\n{(folder / 'said').read_text()[-3000:]}")
+        code = process.returncode
+        raise SystemExit(f"{command} ended with {code}:\n{(folder / 'said').read_text()[-3000:]}")
     clear(target)
     return {
         "seconds": seconds,

@@ -16,6 +16,7 @@ from ckptd.load.reader import CkptdReader
 from ckptd.testing.ranks import run_ranks
 from tests.interop.made_zero import TAG, train_and_save
 from tests.interop.models import check
+from tests.processes import PATIENCE_S
 from tests.readers.opening import open_reader
 
 pytestmark = pytest.mark.plugins
@@ -74,7 +75,10 @@ def test_the_universal_form(ranks: int, stage: int, tmp_path: Path) -> None:
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     folders = ["--input_folder", f"zero/{TAG}", "--output_folder", f"zero/{TAG}_universal"]
     few = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    subprocess.run([*tool, *folders, *few], cwd=tmp_path, check=True, env=os.environ | WORLD)
+    environment = os.environ | WORLD
+    subprocess.run(
+        [*tool, *folders, *few], cwd=tmp_path, check=True, env=environment, timeout=PATIENCE_S
+    )
     reader = open_reader(tmp_path / "zero" / f"{TAG}_universal")
     if stage < 3:  # their tool gives 32 bits to what is not trained
         wanted["kept"] = wanted["kept"].float()
