@@ -23,6 +23,7 @@ from ckptd.layout.lay.stored import StoredForm, TensorKey
 from ckptd.layout.lay.syntax import (
     Arithmetic,
     Atom,
+    Drop,
     File,
     Files,
     Flat,
@@ -236,6 +237,8 @@ Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 MAX_BYTES = 1 << 20
 _ENDS = (".lay", ".toml")
 _GIVEN = "given"
+_BESIDE = re.compile(r"\s*(mesh|space|let)\b")
+"""Begins a statement that stands beside layouts, not in one."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,10 @@ class LayoutProgram:
         """Return the program with those of some statements that fix a size."""
         return self.with_rules([r for r in rules if _fixes_size(r)])
 
+    def with_drops(self, rules: Sequence[str]) -> LayoutProgram:
+        """Return the program with those of some statements that leave tensors out."""
+        return self.with_rules([r for r in rules if _is_drop(r)])
+
     def with_rules(self, rules: Sequence[str]) -> LayoutProgram:
         """Return the program with further statements.
 
@@ -301,7 +308,7 @@ class LayoutProgram:
         statements: list[Statement] = []
         for number, text in enumerate(rules, 1):
             where = f"-e #{number}"
-            if re.match(r"\s*(mesh|space|let)\b", text):
+            if _BESIDE.match(text):
                 items += parse(text, where).items
             else:
                 statements.append(parse_statement(text, where))
@@ -349,6 +356,13 @@ def _is_size(item: object) -> bool:
 
 def _fixes_size(rule: str) -> bool:
     return rule.startswith("let ") and any(map(_is_size, parse(rule, rule).items))
+
+
+def _is_drop(rule: str) -> bool:
+    if _BESIDE.match(rule):
+        return False
+    said = parse_statement(rule, rule)
+    return isinstance(said, Rule) and any(isinstance(m, Drop) for m in said.modifiers)
 
 
 def other_sizes(kept: LayoutProgram, used: LayoutProgram) -> list[str]:

@@ -181,7 +181,7 @@ def prepare(
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
             # Names that a program calls the weights' own begin with no section.
-            source = inferred(stock, has_sections=resolved.params != "{name}")
+            source = inferred(stock, has_sections=resolved.params != "{name}").with_drops(rules)
             resolved = source.resolve()
             stock = apart_from(stock, source)
         target = wrapped(target, source)

@@ -318,3 +318,23 @@ def test_names_and_cuts_go_together_and_back(tmp_path: Path, cli: Cli) -> None:
     assert cli("diff", a, c).code == 0
     objects = [cli("inspect", root, "--json").document["objects"] for root in (a, c)]
     assert objects[0] == objects[1]
+
+
+def test_what_a_recipe_leaves_out_is_left_out_of_a_source_that_was_cut(
+    tmp_path: Path, cli: Cli
+) -> None:
+    model, optimizer = trained(2)
+    with ckptd.Checkpointer(str(tmp_path / "a")) as ck:
+        ck.save(1, {"model": model, "optim": optimizer})
+    a, b, c = (str(tmp_path / n) for n in "abc")
+    assert cli("reshard", a, b, "--to", "fsdp", "-e", "mesh fsdp = dp:2").code == 0
+    to = ("--to", "fsdp", "-e", "mesh fsdp = dp:3", "-e", "from: 0.weight = drop")
+    refused = cli("reshard", b, c, *to)
+    assert refused.code != 0
+    assert "lossy" in refused.err
+    assert cli("reshard", b, c, *to, "--allow", "lossy").code == 0
+    before, after = (
+        {t["name"] for t in cli("inspect", root, "--json").document["tensors"]} for root in (b, c)
+    )
+    assert {n for n in before if "0.weight" in n} == before - after
+    assert before - after
