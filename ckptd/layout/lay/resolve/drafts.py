@@ -9,7 +9,6 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve.finding import Finding
 from ckptd.layout.lay.resolve.lets import Lets
 from ckptd.layout.lay.resolve.pattern import encoded, filled, rule_regex
-from ckptd.layout.lay.resolve.recipe import with_recipes
 from ckptd.layout.lay.resolve.sources import ProgramSource
 from ckptd.layout.lay.syntax import (
     NOWHERE,
@@ -130,7 +129,6 @@ def _drafted(
     known: dict[str, Drafts],
 ) -> Drafts:
     layout, file = source.layout(name, at)
-    layout = with_recipes(layout, lambda use: source.layout(use.name, use.at)[0])
     # A file's beginnings of names are its own; the program's word for a size goes before a file's.
     beside = source.lets_of(file)
     lets = Lets.of(source.own_lets(), beside)

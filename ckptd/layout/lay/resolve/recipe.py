@@ -11,11 +11,10 @@ from ckptd.layout.lay.syntax import Layout, Rule, Statement, Use
 __all__ = ["is_recipe", "with_recipes"]
 
 _MAX_MORE = 4096
+_MAX_DEPTH = 64
 
 
-def is_recipe(
-    layout: Layout, find: Callable[[Use], Layout] | None = None, inside: tuple[str, ...] = ()
-) -> bool:
+def is_recipe(layout: Layout, find: Callable[[Use], Layout] | None = None) -> bool:
     """Whether a layout names no tensors, neither by rules nor by layouts that it uses.
 
     Parameters
@@ -24,17 +23,18 @@ def is_recipe(
         Any layout.
     find
         Returns the layout that a ``use`` names; without it a layout that uses any is none.
-    inside
-        Layouts that use this one.
+
+    Raises
+    ------
+    UsageError
+        ``lay-rule``: recipes use each other too deeply, or put in too many statements.
     """
-    if any(isinstance(s, Rule) for s in layout.statements) or layout.name in inside:
-        return False
-    uses = [s for s in layout.statements if isinstance(s, Use)]
-    inner = (*inside, layout.name)
-    return not uses or (find is not None and all(is_recipe(find(u), find, inner) for u in uses))
+    return _is_recipe(layout, find, {}, ())
 
 
-def with_recipes(layout: Layout, find: Callable[[Use], Layout]) -> Layout:
+def with_recipes(
+    layout: Layout, find: Callable[[Use], Layout], known: dict[str, Layout | None] | None = None
+) -> Layout:
     """Return a layout with the statements of each recipe in place of its ``use``.
 
     So ``use hf.llama; use fsdp`` means what ``use hf.llama; default [_@dp:ceil ...]`` means. The
@@ -46,17 +46,72 @@ def with_recipes(layout: Layout, find: Callable[[Use], Layout]) -> Layout:
         Any layout.
     find
         Returns the layout that a ``use`` names.
+    known
+        What was found so far with the same `find`, by name: a recipe with those that it uses put
+        in, or None for a layout that names tensors.
+
+    Raises
+    ------
+    UsageError
+        ``lay-rule``: as `is_recipe`.
     """
+    return _with_recipes(layout, find, {} if known is None else known, ())
+
+
+def _is_recipe(
+    layout: Layout,
+    find: Callable[[Use], Layout] | None,
+    known: dict[str, Layout | None],
+    inside: tuple[str, ...],
+) -> bool:
+    return not any(isinstance(s, Rule) for s in layout.statements) and all(
+        find is not None and _recipe(s, find, known, inside) is not None
+        for s in layout.statements
+        if isinstance(s, Use)
+    )
+
+
+def _with_recipes(
+    layout: Layout,
+    find: Callable[[Use], Layout],
+    known: dict[str, Layout | None],
+    inside: tuple[str, ...],
+) -> Layout:
     statements: list[Statement] = []
+    more = 0
     for statement in layout.statements:
-        used = find(statement) if isinstance(statement, Use) else None
-        if used is not None and is_recipe(used, find):
-            statements += with_recipes(used, find).statements
-        else:
+        used = _recipe(statement, find, known, inside) if isinstance(statement, Use) else None
+        if used is None:
             statements.append(statement)
-        if len(statements) > len(layout.statements) + _MAX_MORE:
+            continue
+        statements += used.statements
+        # A recipe may be empty: each use counts as well.
+        more += 1 + len(used.statements)
+        if more > _MAX_MORE:
             raise UsageError(
-                f"layout {layout.name} has more than {_MAX_MORE} statements by recipes",
+                f"layout {layout.name} has more than {_MAX_MORE} uses and statements by recipes",
                 kind="lay-rule",
             )
     return replace(layout, statements=tuple(statements))
+
+
+def _recipe(
+    use: Use,
+    find: Callable[[Use], Layout],
+    known: dict[str, Layout | None],
+    inside: tuple[str, ...],
+) -> Layout | None:
+    """Return the recipe that a ``use`` names, whole; None if it names a layout with tensors.
+
+    A layout that uses itself is no recipe.
+    """
+    if use.name in inside:
+        return None
+    # Recipes that several others use are looked up once: each of them may use another one twice.
+    if use.name not in known:
+        if len(inside) == _MAX_DEPTH:
+            raise UsageError(f"layouts use each other {_MAX_DEPTH} deep", kind="lay-rule")
+        layout, inner = find(use), (*inside, use.name)
+        whole = _is_recipe(layout, find, known, inner)
+        known[use.name] = _with_recipes(layout, find, known, inner) if whole else None
+    return known[use.name]

@@ -42,6 +42,7 @@ class ProgramSource:
         self._own = list(files)
         self._shipped: dict[str, File] = {}
         self._first: dict[tuple[type, str], tuple[SyntaxNode, File]] = {}
+        self._recipes: dict[str, Layout | None] = {}
         for own in files:
             for item in own.items:
                 if isinstance(item, Mesh | Space | Layout):
@@ -56,7 +57,8 @@ class ProgramSource:
     def layout(self, name: str, at: Position) -> tuple[Layout, File]:
         """Return a layout and the file that it stands in; recipes that it uses are put in."""
         found, file = self._layout(name, at)
-        return with_recipes(found, lambda use: self._layout(use.name, use.at)[0]), file
+        whole = with_recipes(found, lambda u: self._layout(u.name, u.at)[0], self._recipes)
+        return whole, file
 
     def _layout(self, name: str, at: Position) -> tuple[Layout, File]:
         found = self._find(Layout, name)

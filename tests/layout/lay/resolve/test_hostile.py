@@ -7,8 +7,9 @@ import pytest
 from ckptd.errors import CkptdError
 from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.resolve import drafts as resolve_draft
-from ckptd.layout.lay.resolve import resolve
-from ckptd.layout.lay.syntax import load, parse
+from ckptd.layout.lay.resolve import is_recipe, resolve
+from ckptd.layout.lay.resolve.sources import ProgramSource
+from ckptd.layout.lay.syntax import File, Layout, Use, load, parse
 
 
 def uses(depth: int, times: int) -> str:
@@ -45,6 +46,43 @@ def test_a_layout_is_looked_up_once(text: str, monkeypatch: pytest.MonkeyPatch) 
     assert asked <= len(file.items)
 
 
+def recipes(depth: int, times: int) -> str:
+    """Each recipe uses the next one several times; the last one is empty."""
+    text = "space s { A[x] }\n"
+    for i in range(depth):
+        text += f"layout l{i} on none {{ {f'use l{i + 1}; ' * times}}}\n"
+    text += f"layout l{depth} on none {{ }}\n"
+    return text + "layout x of s on none { a = A[x]; use l0; use l0 }\n"
+
+
+@pytest.mark.parametrize("text", [recipes(14, 2), recipes(40, 2), recipes(14, 30)])
+def test_a_recipe_is_looked_up_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    real = ProgramSource._layout
+
+    def counting(*args: object) -> tuple[Layout, File]:
+        nonlocal asked
+        asked += 1
+        # Else a failure would take for ever.
+        assert asked <= len(file.items)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ProgramSource, "_layout", counting)
+    file = parse(text)
+    assert [e.text for e in resolve([file], "x").equations] == ["a = A[x]"]
+    found = {i.name: i for i in file.items if isinstance(i, Layout)}
+    asked = 0
+
+    def find(use: Use) -> Layout:
+        nonlocal asked
+        asked += 1
+        assert asked <= len(file.items)
+        return found[use.name]
+
+    assert is_recipe(found["l0"], find)
+    assert not is_recipe(found["x"], find)
+
+
 def multiplied(depth: int, times: int) -> str:
     """Each layout overrides each rule of the next one for some numbers, several times."""
     text = "space s { L{l}.A[x] }\n"
@@ -66,12 +104,15 @@ def sums(count: int) -> str:
 
 @pytest.mark.parametrize(
     "text",
-    [multiplied(14, 6), many(4000, "bN = alias A"), many(20_000, "bN = A[x]"), sums(3000)],
-    ids=["multiplied", "aliases", "rules", "sums"],
+    [
+        *(multiplied(14, 6), many(4000, "bN = alias A"), many(20_000, "bN = A[x]"), sums(3000)),
+        *(recipes(100, 1), recipes(1, 5000), recipes(14, 2).replace("{ }", "{ default [_] }")),
+    ],
+    ids=["multiplied", "aliases", "rules", "sums", "deep recipes", "wide recipes", "recipes"],
 )
 def test_what_would_take_for_ever_is_refused(text: str) -> None:
     with pytest.raises(CkptdError) as caught:
-        resolve([parse(text)], "l0")
+        resolve([parse(text)], "x" if "layout x" in text else "l0")
     assert caught.value.kind == "lay-rule"
 
 
