@@ -14,7 +14,15 @@ from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Listing
 from ckptd.readers.pickles import PickledObject
 
-__all__ = ["LAYOUTS", "Hints", "config_hints", "megatron_hints", "megatron_sizes"]
+__all__ = [
+    "LAYOUTS",
+    "Hints",
+    "config_hints",
+    "megatron_args",
+    "megatron_hints",
+    "megatron_said",
+    "megatron_sizes",
+]
 
 LAYOUTS: Mapping[str, str] = {
     "deepseek_v3": "hf.deepseek_v3",
@@ -143,15 +151,26 @@ def megatron_sizes(embedding: tuple[int, ...], common: object) -> dict[str, int]
     common
         The common state.
     """
-    args = common.get(_ARGS) if isinstance(common, dict) else None
-    said = args.fields if isinstance(args, PickledObject) else {}
-    grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
-    found = {"kv": said.get(grouped), "hd": said.get("kv_channels")}
+    found = megatron_said(common)
+    words = found.pop("v", None)
     if embedding:
-        words = said.get("vocab_size")
-        padded = type(words) is int and 0 < words <= embedding[0]
-        found["v"] = words if padded else embedding[0]
-    return _counts(found)
+        rows = embedding[0]
+        found |= _counts({"v": rows if words is None else min(words, rows)})
+    return found
+
+
+def megatron_said(common: object) -> dict[str, int]:
+    """Return the sizes of axes that the arguments alone say: ``kv``, ``hd`` and ``v``."""
+    said = megatron_args(common)
+    grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
+    sizes = {"kv": grouped, "hd": "kv_channels", "v": "vocab_size"}
+    return _counts({axis: said.get(name) for axis, name in sizes.items()})
+
+
+def megatron_args(common: object) -> Mapping[str, Any]:
+    """Return the arguments of the job that wrote, by name; none where there are none."""
+    args = common.get(_ARGS) if isinstance(common, dict) else None
+    return args.fields if isinstance(args, PickledObject) else {}
 
 
 def _text(layout: str, **lets: int) -> str:

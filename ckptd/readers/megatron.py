@@ -29,8 +29,8 @@ from ckptd.readers.base import (
     step_of,
 )
 from ckptd.readers.dcp import METADATA, read_items
-from ckptd.readers.hints import megatron_hints, megatron_sizes
-from ckptd.readers.pickles import PickledObject, named_values
+from ckptd.readers.hints import megatron_args, megatron_hints, megatron_said, megatron_sizes
+from ckptd.readers.pickles import named_values
 from ckptd.readers.torchfiles import load_torch
 
 __all__ = ["MegatronReader", "open_buckets"]
@@ -225,16 +225,14 @@ def _command(names: Listing, folders: Sequence[str]) -> str:
     inside = names.inside(folders[0])
     file = next(n for n in _WEIGHTS if n in inside.names)
     value = load_torch(inside, file).value
-    args = value.get("args") if isinstance(value, dict) else None
-    said = args.fields if isinstance(args, PickledObject) else {}
-    if len(sizes) > 2 or said.get("num_experts") or "model0" in value:
+    if not isinstance(value, dict):
+        value = {}
+    if len(sizes) > 2 or megatron_args(value).get("num_experts") or "model0" in value:
         return "ckptd reshard --from LAYOUT, with a line 'files' in the layout"
-    grouped = "num_query_groups" if said.get("group_query_attention") else "num_attention_heads"
     tp, pp = (*sizes, 1)[:2]
-    lets = {"kv": said.get(grouped), "hd": said.get("kv_channels"), "v": said.get("vocab_size")}
     axes = "_".join(("{tp:02}", "{pp:03}")[: len(sizes)])
     words = [f"from: mesh megatron_gpt = pp:{pp} dp:1 tp:{tp}"]
-    words += [f"let {k} = {v}" for k, v in lets.items() if type(v) is int and 0 < v < 1 << 31]
+    words += [f"let {k} = {v}" for k, v in megatron_said(value).items()]
     words += [f'from: files "mp_rank_{axes}/{file}"', 'from: stored "model.{name}"']
     given = "".join(f" -e {shlex.quote(word)}" for word in words)
     return f"ckptd reshard {shlex.quote(names.where)} OUT --from megatron.gpt{given}"

@@ -246,6 +246,16 @@ def write_legacy(sample: Path, folder: Path) -> None:
         torch.save({"model": model, "args": args, "iteration": 7}, there / "model_optim_rng.pt")
 
 
+def test_a_legacy_file_without_a_table_on_top_is_refused_with_a_command(tmp_path: Path) -> None:
+    for rank in range(2):
+        there = tmp_path / f"mp_rank_{rank:02}"
+        there.mkdir()
+        torch.save(3, there / "model_optim_rng.pt")
+    error = fails(tmp_path)
+    assert error.kind == "unreadable-format"
+    assert 'from: files "mp_rank_{tp:02}/model_optim_rng.pt"' in str(error.hint)
+
+
 def test_the_legacy_form_names_the_command_that_reads_it(
     foreign: Path, tmp_path: Path, cli: Cli
 ) -> None:
