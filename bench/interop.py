@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ WIDTH, HIDDEN, WORDS = 1024, 2816, 32768
 STATES = ("exp_avg", "exp_avg_sq")
 MIB = 1 << 20
 PATIENCE_S = 900.0
+SPEED_AIM, BYTES_AIM = 0.8, 1.05
+"""Of the disk's speed, at least; bytes read for one that is written, at most."""
 CKPTD = "from ckptd.cli.main import main; main()"
 TORCH_SAVE = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as run; "
 TO_DCP = "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp as run; "
@@ -296,9 +299,9 @@ def main() -> None:
 
 
 def report(found: dict[str, list[dict[str, Any]]], every: Any, layers: int, options: Any) -> None:
-    m, size = common.median, weight_bytes(layers)
+    m, size, reps = common.median, weight_bytes(layers), len(found["limit"])
     read, write = (common.limit_of(found["limit"], w) for w in ("read", "write"))
-    rows = []
+    rows: list[list[Any]] = []
     for name, tools in every.items():
         for tool, (_, written) in tools.items():
             samples = found.get(f"{name}: {tool}")
@@ -321,13 +324,45 @@ def report(found: dict[str, list[dict[str, Any]]], every: Any, layers: int, opti
     head += ["bytes read / written", "CPU s"]
     text = (
         f"A state of {3 * size / 1e9:.2f} GB, of which {size / 1e9:.2f} GB are weights; budget "
-        f"{options.budget // MIB} MiB; {len(found['limit'])} repetitions, medians; processes with "
-        f"their start. The disk alone, for the weights: {write:.2f} s to write, {read:.2f} s to "
-        "read. `dcp_to_torch_save` writes moments too, as it cannot leave them out; libraries that "
-        "are read at the start are among the bytes.\n\n"
+        f"{options.budget // MIB} MiB; {reps} repetition{'s' * (reps > 1)}, medians; processes "
+        f"with their start. The disk alone, for the weights: {write:.2f} s to write, {read:.2f} s "
+        "to read. `dcp_to_torch_save` writes moments too, as it cannot leave them out; in files of "
+        "DCP they lie between the weights. Libraries that are read at the start are among the "
+        f"bytes.\n\n{summary(rows)}\n\n"
     )
-    command = f"python bench/interop.py --gb {options.gb:g}"
+    command = f"python bench/interop.py --gb {options.gb:g} --reps {reps}"
     common.publish("interop", command, text + common.table(head, rows), found)
+
+
+def summary(rows: list[list[Any]]) -> str:
+    """Return in words how ours compares with the others, and which aims it misses."""
+    ours = {row[0]: row for row in rows if row[1] == "ckptd"}
+    pairs = [(ours[row[0]], row) for row in rows if row[1] != "ckptd" and row[0] in ours]
+    words = []
+    if pairs:
+        time, memory = (span(mine[k] / theirs[k] for mine, theirs in pairs) for k in (2, 4))
+        words += [f"Ours takes {time} of the time of theirs, and {memory} of the memory."]
+    aims = {
+        f"at least {SPEED_AIM:g} of the disk's speed": [
+            row[3] for row in ours.values() if row[3] < SPEED_AIM
+        ],
+        f"at most {BYTES_AIM:g} bytes read for one that is written": [
+            row[5] for row in ours.values() if row[5] > BYTES_AIM
+        ],
+    }
+    missed = [
+        f"{aim} (in {len(values)} of {len(ours)}: {span(values)})"
+        for aim, values in aims.items()
+        if values
+    ]
+    return " ".join([*words, f"Missed aims: {'; '.join(missed) or 'none'}."])
+
+
+def span(values: Iterable[float]) -> str:
+    """Return the lowest and the highest value."""
+    found = sorted(values)
+    low, high = f"{found[0]:.2f}", f"{found[-1]:.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":
