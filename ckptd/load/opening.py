@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptd.errors import NotFoundError, RefusedError
+from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.format.names import ROOT_MARKER
 from ckptd.format.records import RootMarker
 from ckptd.readers.find import find_foreign, format_of, readers, split_file
@@ -14,7 +15,9 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = ["begin_root", "foreign_format", "hidden_format", "open_catalogue", "opened"]
+__all__ = ["begin_root", "foreign_format", "note_hidden", "open_catalogue", "opened"]
+
+_log = logging.getLogger("ckptd")
 
 
 def open_catalogue(
@@ -64,17 +67,33 @@ def open_catalogue(
     return catalogue
 
 
-def hidden_format(catalogue: Catalogue) -> str:
-    """Return the format of the foreign checkpoint that a new root would hide; empty for none.
+def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
+    """Open a root; where there is none, return the format of the foreign checkpoint, if any."""
+    try:
+        return catalogue.open()
+    except NotFoundError:
+        return format_of(catalogue.store)
+
+
+def note_hidden(catalogue: Catalogue) -> None:
+    """Log what a new root hides; a job that trains is not stopped for it.
 
     Everything that reads takes a root, where there is one. A root that is there already hides
     nothing anew.
     """
     try:
-        catalogue.open()
-    except NotFoundError:
-        return format_of(catalogue.store)
-    return ""
+        found = _opened_or_format(catalogue)
+    except CkptdError as error:
+        _log.warning("cannot tell whether the root hides another checkpoint: %s", error)
+        return
+    if isinstance(found, str) and found:
+        _log.warning(
+            "%s holds a checkpoint of the format %s. The root that begins there hides it:"
+            " ckptd reads the root from now on, and the other one only by the names of its"
+            " files. Another folder for the root keeps both readable.",
+            catalogue.store.url,
+            found,
+        )
 
 
 def begin_root(catalogue: Catalogue) -> RootMarker:
@@ -87,7 +106,9 @@ def begin_root(catalogue: Catalogue) -> RootMarker:
     CkptdError
         As of `ckptd.root.root.Root.create_or_open`.
     """
-    found = hidden_format(catalogue)
+    found = _opened_or_format(catalogue)
+    if isinstance(found, RootMarker):
+        return found
     if found:
         raise RefusedError(
             "a checkpoint of another format is there, which a root would hide",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError
+from ckptd.errors import NotFoundError, RefusedError, StoreError
 from ckptd.format.names import CommitName, attempt_name
 from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
@@ -86,30 +86,14 @@ class Lineage:
             if late is not None:
                 self._catalogue.check_not_superseded(late.newest)
                 return self._claim(late.parent, "load", committed=late.committed)
-            self._note_hidden()
+            from ckptd.load.opening import note_hidden  # with readers of all formats
+
+            note_hidden(self._catalogue)
             self._catalogue.create_or_open()
             parent = self._catalogue.continue_line(step, self._fresh_line)
             return self._claim(parent, "start" if parent is None else "continue")
 
         self._take(self._agreement.on_rank_zero("claim", claim))
-
-    def _note_hidden(self) -> None:
-        """Log what the new root hides; a job that trains is not stopped for it."""
-        from ckptd.load.opening import hidden_format  # with readers of all formats
-
-        try:
-            found = hidden_format(self._catalogue)
-        except CkptdError as error:
-            _log.warning("cannot tell whether the root hides another checkpoint: %s", error)
-            return
-        if found:
-            _log.warning(
-                "%s holds a checkpoint of the format %s. The root that begins there hides it:"
-                " ckptd reads the root from now on, and the other one only by the names of its"
-                " files. Another folder for the root keeps both readable.",
-                self._catalogue.store.url,
-                found,
-            )
 
     @phase(Phase.CKPT)
     def claim_for_load(

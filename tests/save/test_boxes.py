@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -161,6 +162,22 @@ def test_a_process_that_loaded_nothing_does_not_go_on(tmp_path: Path) -> None:
     with BoxRoot(str(tmp_path)) as fresh:
         write(fresh, fresh.begin(1, 1, whole, fresh_line=True), 1)
         assert fresh.latest() == 1
+
+
+def test_a_root_that_hides_a_model_begins_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    file = len(header).to_bytes(8, "little") + header + b"\0"
+    (tmp_path / "model.safetensors").write_bytes(file)
+    with BoxRoot(str(tmp_path)) as root:
+        write(root, root.begin(1, 1, WHOLE_W), 1)
+    (said,) = [r.getMessage() for r in caplog.records if "hides" in r.message]
+    assert said.startswith(f"{tmp_path} holds a checkpoint of the format hf")
+    caplog.clear()
+    with BoxRoot(str(tmp_path)) as root:
+        write(root, root.begin(2, 1, WHOLE_W, fresh_line=False), 1)
+    assert not caplog.records, "a root that is there hides nothing anew"
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
