@@ -26,6 +26,7 @@ from ckptd.layout.lay.replicated import ReplicatedParts
 from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
 from ckptd.reshard.layouts import LayoutProgram
+from ckptd.train.layout.common import CommonParts
 from ckptd.train.layout.program import LayoutSpec, Spelling, read_layout, spelling_of
 from ckptd.train.ranks import Agreement
 from ckptd.train.state.leaves import Leaves
@@ -170,6 +171,11 @@ class JobLayout:
     def replicated(self) -> ReplicatedParts:
         """Which parts of the stored tensors several ranks hold."""
         return ReplicatedParts(self.form)
+
+    @cached_property
+    def common(self) -> CommonParts:
+        """What this rank has in common with others."""
+        return CommonParts(self.replicated, self.coordinates, self.rank)
 
     @cached_property
     def local(self) -> Mapping[str, LaidTensor]:

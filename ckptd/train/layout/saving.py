@@ -22,9 +22,8 @@ from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.block import flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.local import LocalPiece
-from ckptd.layout.lay.replicated import ReplicatedPart
 from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.stored import StoredTensor, TensorKey, local_cells
+from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
@@ -54,11 +53,6 @@ class LeafPart:
     stored: StoredTensor
     leaf: TensorLeaf
     piece: LocalPiece
-
-    @property
-    def key(self) -> TensorKey:
-        """Rule, indexes and state of what the leaf has."""
-        return self.piece.rule, self.piece.indexes, self.stored.state
 
 
 class _Replica(NamedTuple):
@@ -209,69 +203,23 @@ class LaidLeaves:
         # Once a save: digests are found again by the views that they were taken of.
         if self._found_replicas is None:
             self._found_replicas = []
+            copied = self.job.replicated.copied
             for name, part in self.parts.items():
                 shared = holders.tensor(name)
-                if part.stored.rule in self.job.replicated.copied:
-                    self._found_replicas += self._copies_of(part)
+                if part.stored.rule in copied:
+                    self._found_replicas += self._replicas_of(part)
                 elif not shared.alone:
-                    self._found_replicas += self._replicas_of(name, part, shared.key)
+                    self._found_replicas += self._replicas_of(part, f":{shared.key}")
             for part in self.copies:
-                self._found_replicas += self._copies_of(part)
+                self._found_replicas += self._replicas_of(part)
         return self._found_replicas
 
-    def _replicas_of(self, name: str, part: LeafPart, key: str) -> Iterator[_Replica]:
+    def _replicas_of(self, part: LeafPart, key: str = "") -> Iterator[_Replica]:
         """Yield what groups of ranks hold of one tensor; `key` tells groups of the same ranks."""
-        groups: dict[str, list[ReplicatedPart]] = {}
-        for found in self.job.replicated.of_rank(part.key, self.job.rank):
-            groups.setdefault(found.group, []).append(found)
-        for group, parts in groups.items():
-            first = int(parts[0].ranks[0]) == self.job.rank
-            views = list(chain.from_iterable(self._views(part, p) for p in parts))
-            if len(groups) == 1 and self._is_whole(part, parts):
-                views = [part.leaf.tensor]
-            here = Shared(f"lay:{group}:{key}", first, False)
-            yield _Replica(name, here, id(part.leaf.tensor), views)
-
-    def _copies_of(self, part: LeafPart) -> Iterator[_Replica]:
-        """Yield what ranks hold of a tensor that has aliases, or of an alias, part by part.
-
-        Ranks that have only a copy do not have the tensor's name, and a rank may have one part of
-        the tensor and another one of a copy.
-        """
-        for found in self.job.replicated.of_rank(part.key, self.job.rank):
-            first = int(found.ranks[0]) == self.job.rank
-            name = part.stored.name
-            key = f"lay:{found.group}:{name}:{found.cell}:{found.lo}"
-            views = list(self._views(part, found))
-            yield _Replica(name, Shared(key, first, False), id(part.leaf.tensor), views)
-
-    def _is_whole(self, part: LeafPart, parts: Sequence[ReplicatedPart]) -> bool:
-        """Whether all ranks of a group hold the whole of the same tensor, and nothing beside."""
-        mesh, rule = self.job.form.mesh, self.job.form.rules[part.piece.rule]
-        ranks = parts[0].ranks
-        at = self.job.coordinates
-        return (
-            self.job.form.packing.flat_of(*part.key) is None
-            and sum(p.hi - p.lo for p in parts) == part.piece.hi - part.piece.lo
-            and all((ranks // mesh.strides[a] % mesh.extents[a] == at[a]).all() for a in rule.axes)
-        )
-
-    def _views(self, part: LeafPart, found: ReplicatedPart) -> Iterator[torch.Tensor]:
-        """Yield views of a part of a tensor: the same shapes on all ranks that hold it."""
-        rule = self.job.form.rules[part.piece.rule]
-        who = rule.who(self.job.coordinates)
-        box = self.job.replicated.boxes(rule, who)[found.cell]
-        tensor = part.leaf.tensor.detach()
-        flat = self.job.form.packing.flat_of(*part.key)
-        if flat is None:
-            ends = zip(box.offset, box.shape, strict=True)
-            yield tensor[tuple(slice(o, o + n) for o, n in ends)]
-            return
-        strides, step = strides_of(rule.local_shape(who)), tensor.stride(0)
-        for region in flat_regions(box, found.lo, found.hi):
-            at = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
-            start = tensor.storage_offset() + (at - part.piece.lo + part.piece.at) * step
-            yield tensor.as_strided(region.box.shape, [s * step for s in strides], start)
+        tensor = part.leaf.tensor
+        for found in self.job.common.of(part.piece, part.stored.state):
+            here = Shared(found.group + key, found.first, False)
+            yield _Replica(part.stored.name, here, id(tensor), found.views(tensor))
 
     def _group(self, axes: frozenset[str]) -> str:
         """Name the ranks that agree with this one on some axes."""

@@ -36,9 +36,13 @@ class AllHold:
         return Shared("all", first=False, alone=False)
 
 
-def tables(form: StoredForm, rank: int, tensors: dict[str, torch.Tensor]) -> Tables:
+def job_of(form: StoredForm, rank: int) -> JobLayout:
+    return JobLayout(cast("LayoutProgram", None), form, Spelling(), rank)
+
+
+def tables(job: JobLayout, tensors: dict[str, torch.Tensor]) -> Tables:
     """Return the digests of what a rank of a job holds in common with others."""
-    job = JobLayout(cast("LayoutProgram", None), form, Spelling(), rank)
+    form = job.form
     kept = {r.number for r in form.stored_rules}
     laid = LaidLeaves(job, Leaves())
     for found in job.local.values():
@@ -75,6 +79,7 @@ def apart(ranks: list[Tables]) -> bool:
 
 @pytest.mark.slow
 def test_no_element_of_one_replica_is_changed_unseen() -> None:
+    kept = 0
     for drawn in drawn_layouts(PROGRAMS, least=4):
         form, brute = StoredForm(drawn.bound), Brute(drawn.bound)
         compared = {r.number for r in form.stored_rules} | set(ReplicatedParts(form).originals)
@@ -82,16 +87,27 @@ def test_no_element_of_one_replica_is_changed_unseen() -> None:
             {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
             for r in range(form.mesh.world)
         ]
-        good = [tables(form, r, tensors) for r, tensors in enumerate(ranks)]
+        jobs = [job_of(form, r) for r in range(form.mesh.world)]
+        kept += sum(map(found_once, jobs))
+        good = [tables(job, tensors) for job, tensors in zip(jobs, ranks, strict=True)]
         assert not apart(good), drawn.what
         for one in (h for h in drawn.chosen() if h.piece.rule in compared):
             name = one.tensor.name
             wrong = ranks[one.rank][name].clone()
             wrong.view(-1)[drawn.rng.choice(one.common)] += 0.5
-            changed = tables(form, one.rank, {**ranks[one.rank], name: wrong})
+            changed = tables(jobs[one.rank], {**ranks[one.rank], name: wrong})
             mixed = [changed if r == one.rank else t for r, t in enumerate(good)]
             seen = apart(mixed) or ("own", "differ") in changed
             assert seen, f"{name} of rank {one.rank}, {drawn.what}"
+    assert kept
+
+
+def found_once(job: JobLayout) -> int:
+    """Return of how many tensors something is common, which is kept for all saves."""
+    held = [(p, t.state) for t in job.local.values() for p in t.pieces]
+    first = [job.common.of(*one) for one in held]
+    assert all(job.common.of(*o) is f for o, f in zip(held, first, strict=True))
+    return sum(map(bool, first))
 
 
 PROGRAM = """
