@@ -19,6 +19,7 @@ __all__ = [
     "are_torchs",
     "gathered",
     "groups_name",
+    "keys_above",
     "params_of",
     "renamed",
     "settings_above",
@@ -27,7 +28,7 @@ __all__ = [
 Renames = Mapping[str, Sequence[str]]
 """The new names of each parameter."""
 
-_STATE = "state."
+_STATE, _OBJECT = "state", "groups"
 _GROUPS = "param_groups."
 _PARAMS = "params"
 _NUMBERED = re.compile(
@@ -37,12 +38,24 @@ _NUMBERED = re.compile(
 
 def groups_name(states: str) -> str:
     """Return the name of the groups object, by the names that a layout gives states."""
-    return re.split(r"\{name\}|\{state\}", states, maxsplit=1)[0] + "groups"
+    return re.split(r"\{name\}|\{state\}", states, maxsplit=1)[0] + _OBJECT
 
 
 def are_torchs(name: str) -> bool:
     """Whether groups stand beside states as torch has them: ``optim.state``, ``param_groups``."""
-    return name.endswith(f"{_STATE}groups")
+    return name.split(".")[-2:] == [_STATE, _OBJECT]
+
+
+def keys_above(groups: str) -> tuple[str, ...]:
+    """Return the keys of an optimizer in a state dict, by the name of the groups object.
+
+    Those of ``optim.state.groups`` and ``optim.groups`` are ``optim``.
+    """
+    *keys, last = groups.split(".")
+    if keys[-1:] == [_STATE]:
+        del keys[-1]
+    rest = last.removesuffix(_OBJECT)
+    return (*keys, rest) if rest else tuple(keys)
 
 
 def params_of(
@@ -75,7 +88,7 @@ def params_of(
 
 def settings_above(groups: str) -> str:
     """Return what the names of torch's values begin with, by the name of the groups object."""
-    return groups.removesuffix("groups").removesuffix(_STATE) + _GROUPS
+    return "".join(f"{key}." for key in keys_above(groups)) + _GROUPS
 
 
 def gathered(

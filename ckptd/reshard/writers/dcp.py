@@ -286,10 +286,10 @@ def _gaps(
         )
     states = composed.composition.target.bound.layout.state_names
     groups = groups_name(states)
-    above = tuple(settings_above(groups).rstrip(".").split("."))
-    has_groups = any(".".join(map(str, p)).startswith(".".join(above)) for p in objects.values)
+    above = settings_above(groups)
+    has_groups = any(".".join(map(str, p)).startswith(above) for p in objects.values)
     if are_torchs(groups) and not has_groups and any(link.key[2] for link in composed.links):
-        name = ".".join(above)
+        name = above.rstrip(".")
         yield FolderNote(
             f"{name} is not there, as the source has no settings of groups that name their"
             " parameters: dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True)) keeps"

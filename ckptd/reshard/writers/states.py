@@ -14,6 +14,7 @@ from ckptd.format import codec
 from ckptd.format.manifest import ObjectEntry, about_foreign
 from ckptd.format.names import unescape_fqn, unescape_key
 from ckptd.layout.lay.resolve import Resolved
+from ckptd.reshard.groups import keys_above
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain, is_plain
 
@@ -218,8 +219,7 @@ def _groups(name: str, groups: Sequence[dict[str, Any]], *, flat: bool) -> dict[
     flat
         Give each parameter settings of its own.
     """
-    top = name.removesuffix("groups").rstrip(".").removesuffix("state").rstrip(".")
-    keys = tuple(top.split(".")) if top else ()
+    keys = keys_above(name)
     if not flat:
         return {
             (*keys, _GROUPS, number, str(key)): value

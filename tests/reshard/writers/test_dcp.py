@@ -27,6 +27,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import escape_fqn
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
+from ckptd.reshard.groups import gathered
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
 from ckptd.reshard.source import open_own
@@ -246,6 +247,22 @@ def test_each_of_two_optimizers_keeps_its_settings(tmp_path: Path, names: str) -
         assert [g["lr"] for o in state.values() for g in o["param_groups"]] == wanted
     else:
         assert [v for o in state.values() for v in o.values()] == wanted
+
+
+def test_an_optimizer_whose_key_ends_in_state_keeps_it(tmp_path: Path) -> None:
+    wanted = {n.replace("optim.", "opt_state."): v for n, v in values().items()}
+    with open_store(tmp_path / "source") as store:
+        objects = [ObjectEntry("opt_state.groups", kind="groups", value=groups())]
+        save(store, wanted, objects=objects)
+    names = 'stored "{name}" states "opt_state.{name}.{state}"'
+    place = write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:1", names)
+    assert not place.notes  # on what an optimizer of torch would ask for
+    state: dict[str, Any] = {"opt_state": {"param_groups": [{"lr": 0.0} for _ in groups()]}}
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert [g["lr"] for g in state["opt_state"]["param_groups"]] == [g["lr"] for g in groups()]
+    # And they are groups of an optimizer again where the folder is read.
+    found = [ObjectEntry("opt_state.param_groups.0.params", value=list(shapes()))]
+    assert [o.name for o in gathered(found, "opt_state.groups", [])] == ["opt_state.groups"]
 
 
 def test_values_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
