@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import tarfile
 import tempfile
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ import hypothesis
 import pytest
 
 from ckptd.testing.ranks import PRELOADED
+from tests.cli.running import Cli
 from tests.processes import agents_in, until
 from tests.selection import is_fast, starts_processes
 
@@ -107,6 +109,25 @@ def _tell_group(item: pytest.Item, group: str) -> None:
     """
     if (node_id := getattr(item, "_id", None)) is not None:
         object.__setattr__(item, "_id", type(node_id).parse(f"{item.nodeid}@{group}"))
+
+
+SAMPLES = Path(__file__).parent / "readers" / "samples"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs commands in this process."""
+    return Cli(capsys)
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of real foreign checkpoints; readers/samples/README.md says what they are."""
+    folder = tmp_path_factory.mktemp("foreign")
+    for path in sorted(SAMPLES.glob("*.tar.xz")):
+        with tarfile.open(path) as packed:
+            packed.extractall(folder, filter="data")
+    return folder
 
 
 _run_folder_numbers = count()

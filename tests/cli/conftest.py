@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.roots import make_root
-from tests.cli.running import Cli
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
 
 
 @pytest.fixture

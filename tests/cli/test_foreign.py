@@ -15,9 +15,6 @@ from ckptd.cli.address import opened
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.source import open_own
 from tests.cli.running import Cli
-from tests.readers.conftest import foreign
-
-__all__ = ["foreign"]
 
 
 @pytest.fixture

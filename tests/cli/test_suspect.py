@@ -17,11 +17,6 @@ FIXTURE = Path(__file__).parents[1] / "compat/root-539564c"
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1 to 3 of generation 1, gone back to 2, and step 4 of generation 3 after a load."""
     from ckptd.format.records import Generation, decode_record, encode_record

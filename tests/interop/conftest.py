@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import Cli
 from tests.interop.models import MODELS, save
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,6 @@ from tests.readers.opening import foreign_stock, write_model
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
-@pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A model as transformers saves it: 4 heads in 2 groups, 6 wide."""
     write_model(tmp_path / "llama")

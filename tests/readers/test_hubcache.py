@@ -28,10 +28,7 @@ def snapshot(tmp_path: Path) -> Path:
     return revision
 
 
-def test_a_snapshot_is_read_by_its_links(
-    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cli = Cli(capsys)
+def test_a_snapshot_is_read_by_its_links(snapshot: Path, tmp_path: Path, cli: Cli) -> None:
     assert cli("verify", str(snapshot)).code == 0
     assert cli("verify", str(snapshot / "model.safetensors")).code == 0
     assert cli("export", str(snapshot), str(tmp_path / "out")).code == 0

@@ -22,11 +22,6 @@ MODEL = "megatron-tp2pp2/model-stacked"
 OPTIMIZER = "megatron-tp2pp2-opt/optim-fully_reshardable"
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 def test_a_model_of_tp2_pp2(foreign: Path) -> None:
     reader = open_reader(foreign / MODEL)
     assert reader.info("decoder.layers.mlp.linear_fc1.weight").shape == (4, 48, 16)

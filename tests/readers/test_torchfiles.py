@@ -130,9 +130,9 @@ def test_what_verl_keeps_beside_the_weights_of_each_rank_is_left_out(ranks: Path
 
 
 def test_weights_of_ranks_are_exported_without_the_optimizer(
-    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    found = Cli(capsys)("export", str(ranks), str(tmp_path / "hf"))
+    found = cli("export", str(ranks), str(tmp_path / "hf"))
     assert found.code == 0, found.err
     values = load_file(tmp_path / "hf" / "model.safetensors")
     wanted = dict(np.load(ranks / "expected.npz"))
@@ -265,9 +265,7 @@ layout whole of s on none {
 """
 
 
-def test_plain_tensors_of_ranks_with_a_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_tensors_of_ranks_with_a_layout(tmp_path: Path, cli: Cli) -> None:
     whole = torch.arange(24.0).reshape(3, 8)
     for rank, part in enumerate(whole.chunk(2, 1)):  # views of the whole storage
         folder = tmp_path / "a" / f"mp_rank_{rank:02}"
@@ -276,14 +274,12 @@ def test_plain_tensors_of_ranks_with_a_layout(
     (tmp_path / "p.lay").write_text(LAYOUT)
     layout, target = str(tmp_path / "p.lay"), str(tmp_path / "hf")
     given = ["--from", f"{layout}:local", "--to", f"{layout}:whole", "--format", "hf"]
-    found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
+    found = cli("reshard", str(tmp_path / "a"), target, *given)
     assert found.code == 0, found.err
     assert load_file(tmp_path / "hf" / "model.safetensors")["w"].tolist() == whole.tolist()
 
 
-def test_legacy_files_of_megatron_with_a_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_legacy_files_of_megatron_with_a_layout(tmp_path: Path, cli: Cli) -> None:
     """What the refusal of the legacy form advises."""
     for rank in range(2):
         folder = tmp_path / "a" / f"mp_rank_{rank:02}"
@@ -294,7 +290,7 @@ def test_legacy_files_of_megatron_with_a_layout(
     (tmp_path / "p.lay").write_text(LAYOUT.replace("model.pt", "model_optim_rng.pt"))
     layout, target = str(tmp_path / "p.lay"), str(tmp_path / "hf")
     given = ["--from", f"{layout}:local", "--to", f"{layout}:whole", "--format", "hf"]
-    found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
+    found = cli("reshard", str(tmp_path / "a"), target, *given)
     assert found.code == 0, found.err
     assert load_file(tmp_path / "hf" / "model.safetensors")["w"][0].tolist() == [0] * 4 + [1] * 4
 

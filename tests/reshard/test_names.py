@@ -27,11 +27,6 @@ NAMES = [n for n in library.names() if n.startswith("names.")]
 SHAPES = {"layers.0.w": (4, 2), "layers.1.w": (4, 2), "norm": (3,), "logit_scale": ()}
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 def spelling(names: str) -> Stored:
     layout = next(i for i in library.load(names).items if isinstance(i, Layout))
     return next(s for s in layout.statements if isinstance(s, Stored))

@@ -21,10 +21,7 @@ from ckptd.root.index import Index
 from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.load.builder import Array
-from tests.readers.conftest import foreign
 from tests.reshard.llama import everything, job_into, latest
-
-__all__ = ["foreign"]
 
 LAYERS, KV, REP, HEAD, WIDTH, HIDDEN = 4, 4, 2, 3, 6, 10
 SPACE = """
@@ -294,11 +291,6 @@ layout net of net on none {
   norm.{weight,bias} = norm.{w,b}[h]
 }
 """.replace("STATE", "optimizer_state_dict")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
 
 
 def test_files_of_zero3_are_parts_end_to_end(foreign: Path, tmp_path: Path, cli: Cli) -> None:

@@ -163,9 +163,7 @@ def test_a_forgotten_load_is_refused(tmp_path: Path) -> None:
     assert loaded(root) == 11
 
 
-def test_no_rule_deletes_what_another_run_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_rule_deletes_what_another_run_wrote(tmp_path: Path, cli: Cli) -> None:
     root = str(tmp_path)
     with ckptd.Checkpointer(root) as ck:
         for step in (10, 20):
@@ -181,7 +179,6 @@ def test_no_rule_deletes_what_another_run_wrote(
         assert ck.latest() == 3
     catalogue = Catalogue(open_store(root))
     assert [n.step for n in catalogue.commits()] == [3, 10, 20]
-    cli = Cli(capsys)
     assert cli("gc", root, "--keep", "1", "--abandoned", "0s", "--yes").code == 0
     assert [n.step for n in catalogue.commits()] == [3, 10, 20]
     assert cli("gc", root, "--abandoned", "0s", "--other-runs", "--yes").code == 0
@@ -208,7 +205,7 @@ def seen() -> Iterator[list[events.LoadDone]]:
 def test_nothing_can_be_written_and_everything_is_read(
     how: str,
     tmpfs: Mounted,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     seen: list[events.LoadDone],
 ) -> None:
     root = tmpfs.path / "root"
@@ -235,7 +232,6 @@ def test_nothing_can_be_written_and_everything_is_read(
     assert ck.load(state, 1) == 1
     with pytest.raises(StoreError):
         ck.save(2, state_of(2))
-    cli = Cli(capsys)
     for verb in (("verify",), ("inspect",), ("ls",), ("ls", "--all"), ("pins",)):
         found = cli(verb[0], str(root), *verb[1:], "--json")
         assert found.code == 0, found.err

@@ -10,10 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.cli.running import Cli
-from tests.readers.conftest import foreign
 from tests.readers.opening import open_reader
-
-__all__ = ["foreign"]
 
 OPTIMIZER = "megatron-tp2pp2-opt/optim-fully_reshardable"
 MODEL = "megatron-tp2pp2/model-stacked"
