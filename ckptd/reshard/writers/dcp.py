@@ -7,7 +7,7 @@ tensor has an entry under each of its names, which share the items.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -175,9 +175,14 @@ class DcpPlace:
                 yield _Item(chunk.tensor, box, frame, at)
                 at = _aligned(at + frame.nbytes)
 
-    def is_mine(self, name: str) -> bool:
-        """Tell whether a file is of such a folder, or what Megatron puts beside."""
-        return name == _METADATA or name.endswith(_END) or name in (MARK, COMMON)
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
+        """Tell whether a file is of such a folder, or what Megatron puts beside.
+
+        Other programs give their files such names as well: Megatron's do not stand alone.
+        """
+        if name in (MARK, COMMON):
+            return COMMON in beside and any(map(_is_dcp, beside))
+        return _is_dcp(name)
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the objects, and the metadata."""
@@ -225,6 +230,10 @@ class DcpPlace:
             version=_VERSION,
         )
         return dump(found)
+
+
+def _is_dcp(name: str) -> bool:
+    return name == _METADATA or name.endswith(_END)
 
 
 def _literal(raw: bytes) -> Feed:

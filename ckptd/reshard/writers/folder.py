@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -113,8 +113,16 @@ class FolderPlace(Protocol):
     def draft(self, filemap: FileMap, number: int, key: str) -> FileDraft:
         """Return a file that is written under a key: what stands around the chunks."""
 
-    def is_mine(self, name: str) -> bool:
-        """Tell whether a file, or a folder that ends in "/", is of a checkpoint of this format."""
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
+        """Tell whether a file, or a folder that ends in "/", is of a checkpoint of this format.
+
+        Parameters
+        ----------
+        name
+            Below the folder of the checkpoint.
+        beside
+            The names in that folder.
+        """
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the small files in the order of writing; the last makes it a checkpoint."""
@@ -451,7 +459,12 @@ class FolderJob:
     def _refuse_source(self) -> None:
         """Refuse a folder where the job would replace what it reads."""
         target = self._folder.resolve()
-        found = [f for f in _source_paths(self._source) if f == target or self._replaces(target, f)]
+        there = _entries(target)
+        found = [
+            f
+            for f in _source_paths(self._source)
+            if f == target or self._replaces(target, there, f)
+        ]
         if found:
             raise UsageError(
                 "the checkpoint would replace its own source",
@@ -461,9 +474,9 @@ class FolderJob:
                 hint="name another folder",
             )
 
-    def _replaces(self, target: Path, path: Path) -> bool:
+    def _replaces(self, target: Path, there: Collection[str], path: Path) -> bool:
         return path.is_relative_to(target) and self._place.is_mine(
-            path.relative_to(target).as_posix()
+            path.relative_to(target).as_posix(), there
         )
 
     def _check_names(self, store: LocalStore) -> None:
@@ -507,10 +520,10 @@ class FolderJob:
             Kind ``exists``: a checkpoint is there that may not be replaced.
         """
         entries = [n for n in _entries(self._folder) if not _JOB.fullmatch(n)]
-        folders = {n for n in entries if n.endswith("/") and self._place.is_mine(n)}
+        folders = {n for n in entries if n.endswith("/") and self._place.is_mine(n, entries)}
         names = [n for n in entries if n not in folders]
         names += [below for n in sorted(folders) for below in _below(self._folder, n)]
-        mine = [n for n in names if n != ROOT_MARKER and self._place.is_mine(n)]
+        mine = [n for n in names if n != ROOT_MARKER and self._place.is_mine(n, entries)]
         others = [n for n in names if n not in set(mine) and _is_other(n)]
         if others:
             raise RefusedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -138,7 +138,7 @@ class HfPlace:
         metadata = tied_metadata(self._tied.get(number, {}))
         return safetensors_draft(filemap, number, key, entries, metadata)
 
-    def is_mine(self, name: str) -> bool:
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
         """Tell whether a file is of a model."""
         return is_model_file(name)
 

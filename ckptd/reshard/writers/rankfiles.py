@@ -7,7 +7,7 @@ whether it is one of safetensors or of torch.save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -298,7 +298,7 @@ class RanksPlace:
         frame = TorchFrame(nested(values), [c.end - c.start for c in chunks])
         return FileDraft(number, key, frame.head, frame.ends[-1], joints=TorchJoints(frame))
 
-    def is_mine(self, name: str) -> bool:
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
         """Tell whether a file, or a folder, is of some rank."""
         if not name.endswith("/"):
             return self._pattern.matches(name)

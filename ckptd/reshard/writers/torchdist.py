@@ -6,7 +6,7 @@ Tensors have the names of the target's layout; ``megatron.dist`` has those of Me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -63,6 +63,10 @@ class TorchDistPlace(DcpPlace):
             kind = {"distrib_optim_sharding_type": _OPTIMIZER}
             common.setdefault("content_metadata", kind)
         self._common = torch_file(common)
+
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
+        """Tell whether a file is of such a folder."""
+        return name in (MARK, COMMON) or super().is_mine(name, beside)
 
     def last(self) -> Sequence[tuple[str, bytes]]:
         """Return the common state and what says that it is Megatron's, before the metadata."""

@@ -166,7 +166,7 @@ class UniversalPlace:
         frame = TorchFrame(value, [self.target.sizes[number]])
         return FileDraft(number, key, frame.head, frame.ends[-1], joints=TorchJoints(frame))
 
-    def is_mine(self, name: str) -> bool:
+    def is_mine(self, name: str, beside: Collection[str]) -> bool:
         """Tell whether a file, or a folder, is of a universal checkpoint."""
         return name == _LATEST or _TAG.fullmatch(name) is not None
 

@@ -453,3 +453,20 @@ def test_files_of_another_format_are_another_checkpoint(
         assert caught.value.kind == "exists"
     (out / name).rename(out / "training_args.bin")
     assert run("dcp", source, out).state == "committed"
+
+
+def test_a_file_that_is_called_as_megatrons_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    about = out / "metadata.json"
+    about.write_text("{}")
+    assert run("dcp", source, out).state == "committed"
+    assert run("dcp", source, out, force=True).state == "committed"
+    assert about.read_text() == "{}"
+    with pytest.raises(RefusedError) as caught:  # which writes one itself
+        run("torch_dist", source, out)
+    assert caught.value.kind == "exists"
+    assert run("torch_dist", source, out, force=True).state == "committed"
+    # Now it is Megatron's, and does not stay beside another checkpoint.
+    assert run("dcp", source, out, force=True).state == "committed"
+    assert not about.exists()
