@@ -27,7 +27,7 @@ from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine, put_fill
 from ckptd.reshard.plan import RoundPlan, RoundPlanner, Stretch, Target, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
-from ckptd.reshard.verify import Expected, FileSamples
+from ckptd.reshard.verify import ExpectedValues, FileSamples
 from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
 
@@ -349,7 +349,7 @@ class Executor:
         source: PieceLocations,
         target: Target,
         budget: Budget,
-        expected: Mapping[int, Expected],
+        expected: ExpectedValues,
     ) -> None:
         self._source = source
         self._target = target

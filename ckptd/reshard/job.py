@@ -28,7 +28,7 @@ from ckptd.load.opening import begin_root
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.plan import Target, share
 from ckptd.reshard.reports import Resharded
-from ckptd.reshard.verify import Expected, FileSamples
+from ckptd.reshard.verify import ExpectedValues, FileSamples
 from ckptd.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.root.working import Working, refuse_behind
 from ckptd.save.commit import remove_parts
@@ -369,7 +369,7 @@ class ReshardJob:
         step: int,
         identity: str,
         bulk: Store,
-        expected: Mapping[int, Expected],
+        expected: ExpectedValues,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source = source

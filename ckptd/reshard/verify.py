@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from ckptd.types import DType
 
 __all__ = [
     "Expected",
+    "ExpectedValues",
     "FileSamples",
     "changed",
     "check_duplicates",
@@ -65,6 +66,13 @@ class Expected:
     sources: I64
 
 
+class ExpectedValues(Protocol):
+    """What the source's witness wants to see, by target tensor."""
+
+    def get(self, tensor: int, /) -> Expected | None:
+        """Return the values of a tensor; None when there are none."""
+
+
 @dataclass(slots=True, eq=False)
 class _Places:
     """Elements of a file to look at, rising: byte offset, item size, and what for."""
@@ -92,7 +100,7 @@ class FileSamples:
 
     target: Target
     chunks: Sequence[ChunkRef]
-    expected: Mapping[int, Expected]
+    expected: ExpectedValues
     names: Sequence[str]
     checked: int = 0
     _slots: list[I64] = field(default_factory=list)

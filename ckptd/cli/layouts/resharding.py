@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ckptd.reshard.prepare import (
 from ckptd.reshard.ranks import RankShapes, open_ranks, rank_shapes
 from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport
 from ckptd.reshard.source import Stock, open_own
-from ckptd.reshard.verify import Expected, check_duplicates
+from ckptd.reshard.verify import ExpectedValues, check_duplicates
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
@@ -102,7 +102,7 @@ class ReshardRun:
         self._share = check_share(shard)
         self._place = _place_of(prepared, format, most, untie=untie)
         self._target: Target = prepared.assembled.target
-        self._expected: Mapping[int, Expected] = prepared.expected
+        self._expected: ExpectedValues = prepared.expected
         self._left_out: list[str] = list(prepared.assembled.dropped_objects)
         if self._place is not None:
             self._target, self._expected = self._place.target, self._place.expected

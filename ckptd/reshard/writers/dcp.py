@@ -25,7 +25,7 @@ from ckptd.reshard.groups import are_torchs, groups_name, settings_above
 from ckptd.reshard.plan import ChunkFeed, Feed
 from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.verify import Expected
+from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.reshard.writers.folder import ChosenTensors
 from ckptd.reshard.writers.pickling import Global, Made, dump
 from ckptd.reshard.writers.states import KeyPath, StateKeys, StateObjects, objects_of, plain_names
@@ -141,7 +141,7 @@ class DcpPlace:
         for path in objects.values:
             chosen.reserve(".".join(map(str, path)))
         self.target = chosen.target(made.world)
-        self.expected: Mapping[int, Expected] = chosen.expected
+        self.expected: ExpectedValues = chosen.expected
         self.left_out, self.simplified = objects.left_out, objects.simplified
         self.notes: Sequence[FolderNote] = (
             list(_gaps(assembled, objects, stepless, steps)) if keys else ()

@@ -50,7 +50,7 @@ from ckptd.reshard.job import ReshardShare, Work, complete_files
 from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import FolderNote, Resharded
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.verify import Expected
+from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.working import Working, at_work
 from ckptd.store.base import check_key, is_segment
@@ -88,7 +88,7 @@ class FolderPlace(Protocol):
         """What is written, a "rank" a file."""
 
     @property
-    def expected(self) -> Mapping[int, Expected]:
+    def expected(self) -> ExpectedValues:
         """What the source's witness wants to see in it."""
 
     @property

@@ -15,7 +15,7 @@ from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.layouts import moment
 from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.verify import Expected
+from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole_tensor
 from ckptd.reshard.writers.states import plain_names
 from ckptd.types import DTYPES
@@ -115,7 +115,7 @@ class HfPlace:
                 others = () if untie else aliases
                 chosen.add(name, number, grid, single_owner(0), file, others)
         self.target = chosen.target(file + 1)
-        self.expected: Mapping[int, Expected] = chosen.expected
+        self.expected: ExpectedValues = chosen.expected
         self.left_out: Sequence[str] = left_out
         self.simplified: Sequence[str] = ()
         self.notes: Sequence[FolderNote] = ()

@@ -31,7 +31,7 @@ from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.ranks import rank_file_pattern
 from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.verify import Expected
+from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors
 from ckptd.reshard.writers.pickling import StorageTensor
 from ckptd.reshard.writers.states import KeyPath, StateKeys, nested
@@ -59,7 +59,7 @@ class _Local:
     holds: tuple[object, ...]
 
 
-class _Found(Mapping[int, Expected]):
+class _Found:
     """What the source's witness wants to see in local tensors; found when it is asked for."""
 
     def __init__(
@@ -74,13 +74,8 @@ class _Found(Mapping[int, Expected]):
         self._numbers = numbers
         self._locals = locals_
 
-    def __len__(self) -> int:
-        return len(self._locals)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._locals)))
-
-    def __getitem__(self, number: int) -> Expected:
+    def get(self, number: int, /) -> Expected | None:
+        """Return the values of a local tensor; None when there are none."""
         local = self._locals[number]
         found = [
             part
@@ -89,7 +84,7 @@ class _Found(Mapping[int, Expected]):
             if len(part[0])
         ]
         if not found:
-            raise KeyError(number)
+            return None
         at, values, sources = (np.concatenate(some) for some in zip(*found, strict=True))
         order = np.argsort(at, kind="stable")
         return Expected(at[order], values[order], sources[order])
@@ -178,7 +173,7 @@ class RanksPlace:
                 locals_.append(local)
         self._locals = locals_
         self.target = replace(chosen.target(len(self._names)), plan=self._plan)
-        self.expected: Mapping[int, Expected] = _Found(form, expected, self._links, locals_)
+        self.expected: ExpectedValues = _Found(form, expected, self._links, locals_)
         whole_target = assembled.target
         self.left_out: Sequence[str] = [
             *(t.name for t in whole_target.tensors[len(composed.links) :]),

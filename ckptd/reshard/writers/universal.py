@@ -22,7 +22,7 @@ from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.reports import FolderNote
 from ckptd.reshard.target import Assembled
-from ckptd.reshard.verify import Expected
+from ckptd.reshard.verify import Expected, ExpectedValues
 from ckptd.reshard.writers.folder import ChosenTensors, whole_tensor
 from ckptd.reshard.writers.pickling import Global, Made, StorageTensor
 from ckptd.reshard.writers.states import nested, objects_of, plain_names, split_groups
@@ -113,7 +113,7 @@ class UniversalPlace:
             for one in names.get(name, (name,)):
                 self._add(chosen, assembled, one, files)
         self.target = chosen.target(len(self._paths))
-        self.expected: Mapping[int, Expected] = chosen.expected
+        self.expected: ExpectedValues = chosen.expected
         self.left_out: Sequence[str] = left_out
         self.simplified = objects.simplified
         self.notes: Sequence[FolderNote] = _untrained(tables, self._shapes)
