@@ -207,24 +207,34 @@ def relied_on(index: Index, name: CommitName) -> Commit:
     return commit
 
 
-def hold_latest(index: Index, *, seconds: float = LEASE_S, holder: str = "") -> Hold | None:
-    """Hold the newest checkpoint that counts; None when there is none.
+def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:
+    """Hold the newest checkpoint that counts, as `hold_or_read` does; None when there is none.
 
     Retention may delete it between finding and holding, because a newer one came: then that one
     is taken.
+
+    Raises
+    ------
+    ConflictError
+        Kind ``busy``: each of `MAX_TRIES` was deleted at that moment.
+    StoreError
+        As of `hold_or_read`.
     """
     for _ in range(MAX_TRIES):
         name = index.latest()
         if name is None:
             return None
         try:
-            return hold(index, name, seconds=seconds, holder=holder)
+            return hold_or_read(index, name, holder=holder)
         except NotFoundError:
             continue
     raise ConflictError(
         "checkpoints are replaced faster than one can be held",
         kind="busy",
         where=index.store.url,
+        wanted="the newest checkpoint",
+        found=f"{MAX_TRIES} that were deleted at this very moment",
+        hint="try again; ckptd pin keeps a checkpoint",
     )
 
 

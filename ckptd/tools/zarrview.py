@@ -31,7 +31,7 @@ from ckptd.load.opening import foreign_format, open_catalogue
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import split_file
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import MAX_TRIES, Hold, Unheld, hold_or_read, renewed
+from ckptd.root.leases import Hold, Unheld, hold_latest, hold_or_read, renewed
 from ckptd.root.opening import root_spec
 from ckptd.tools.zarrtypes import EXTENSIONS, register_types
 from ckptd.types import Box, DType
@@ -74,6 +74,8 @@ def zarr_store(
     ------
     NotFoundError
         There is no checkpoint, or not of that step.
+    ConflictError
+        Kind ``busy``: checkpoints are replaced faster than one can be held.
     MismatchError, CorruptError, RefusedError
         It is damaged, or of a kind that is not read.
     ImportError
@@ -505,28 +507,18 @@ def _held(
     catalogue: Catalogue, url: str, step: int | None, generation: int | None
 ) -> Hold | Unheld:
     """Hold the checkpoint that is meant; a foreign one is deleted by no rule of ckptd's."""
-    for _ in range(MAX_TRIES):
-        if step is not None:
-            name = catalogue.find(step, all=generation is not None, generation=generation)
-        else:
-            latest = catalogue.latest()
-            if latest is None:
-                break
-            name = latest
-        if foreign_format(catalogue):
-            return Unheld(catalogue.commit(name), "")
-        try:
-            return hold_or_read(catalogue, name, holder="zarr")
-        except NotFoundError:
-            if step is not None:
-                raise
-            # Retention deleted it meanwhile, because a newer one came.
-    raise NotFoundError(
-        "no checkpoint counts here",
-        kind="no-commit",
-        where=url,
-        hint=f"ckptd ls {url} --all shows abandoned lines",
-    )
+    if step is not None:
+        name = catalogue.find(step, all=generation is not None, generation=generation)
+        return hold_or_read(catalogue, name, holder="zarr")
+    held = hold_latest(catalogue, holder="zarr")
+    if held is None:
+        raise NotFoundError(
+            "no checkpoint counts here",
+            kind="no-commit",
+            where=url,
+            hint=f"ckptd ls {url} --all shows abandoned lines",
+        )
+    return held
 
 
 def _opened_again(

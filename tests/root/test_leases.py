@@ -11,7 +11,7 @@ from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, lease_key
 from ckptd.format.records import Lease
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import LEASE_S, SLACK_S, expired, hold, hold_latest, leases, renewed
+from ckptd.root.leases import LEASE_S, SLACK_S, Hold, expired, hold, hold_latest, leases, renewed
 from ckptd.store.memory import MemoryStore
 from tests.processes import until
 from tests.root.checkpoints import Visited, save
@@ -81,12 +81,17 @@ def test_expiry_allows_for_clocks() -> None:
     assert expired(lease, 1001.0 + SLACK_S)
 
 
+def held_latest(catalogue: Catalogue) -> Hold:
+    held = hold_latest(catalogue)
+    assert isinstance(held, Hold)
+    return held
+
+
 def test_hold_latest(catalogue: Catalogue) -> None:
     assert hold_latest(catalogue) is None
     name = save(catalogue, 1, 1)
-    held = hold_latest(catalogue)
-    assert held is not None
-    assert held.commit.name == name
+    with held_latest(catalogue) as held:
+        assert held.commit.name == name
 
 
 def test_hold_latest_takes_the_next_when_one_is_replaced() -> None:
@@ -101,8 +106,7 @@ def test_hold_latest_takes_the_next_when_one_is_replaced() -> None:
             save(live, 2, 1)
             live.store.delete([commit_key(old)])
 
-        held = hold_latest(Catalogue(Visited(inner, number, replace)))
-        assert held is not None
+        held = held_latest(Catalogue(Visited(inner, number, replace)))
         assert held.commit.step in (1, 2)
         # Never a lease on something else than what is held.
         assert [x.step for x in leases(live).values()] == [held.commit.step]

@@ -19,7 +19,7 @@ from ckptd.format.records import Commit
 from ckptd.root import index as marks
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import GcPlan, apply_retention, plan_gc, run_gc
-from ckptd.root.leases import Hold, hold, hold_latest
+from ckptd.root.leases import Hold, Unheld, hold, hold_latest
 from ckptd.root.policy import Keep, select
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
@@ -157,8 +157,13 @@ class LineageMachine(RuleBasedStateMachine):
 
     # -- saves ---------------------------------------------------------------------------------
 
+    def held_latest(self, catalogue: Catalogue) -> Hold | None:
+        held = hold_latest(catalogue)
+        assert not isinstance(held, Unheld)  # its lease can be written
+        return held
+
     def attempt(self, step: int, generation: int, reuse: bool) -> tuple[Commit, Hold | None]:
-        held = hold_latest(self.job) if reuse else None
+        held = self.held_latest(self.job) if reuse else None
         commit = put_attempt(
             self.store,
             CommitName(step, generation),
@@ -259,7 +264,7 @@ class LineageMachine(RuleBasedStateMachine):
 
     @rule(fresh=st.booleans(), keep=st.booleans())
     def read_latest(self, fresh: bool, keep: bool) -> None:
-        held = hold_latest(Catalogue(self.store) if fresh else self.job)
+        held = self.held_latest(Catalogue(self.store) if fresh else self.job)
         assert (held.commit.name if held else None) == self.model.latest
         if held is None:
             return

@@ -26,7 +26,7 @@ from ckptd.format.names import commit_key
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.root.index import Index
-from ckptd.root.leases import hold_or_read, leases
+from ckptd.root.leases import MAX_TRIES, hold_or_read, leases
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -379,19 +379,21 @@ def test_the_newest_is_replaced_while_it_is_opened(
     root: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(root, {"w": Saved.whole(np.array([1]))}, witness=False)
-    true, tries = hold_or_read, []
+    true, tries, last = hold_or_read, [], 1
 
     def hold(catalogue: Any, name: Any, **options: Any) -> Any:
         tries.append(name.step)
-        if len(tries) == 1:
-            build(root, {"w": Saved.whole(np.array([2]))}, step=2, witness=False)
+        if len(tries) <= last:
+            build(root, {"w": Saved.whole(np.array([2]))}, step=name.step + 1, witness=False)
             root.delete([commit_key(name)])
         return true(catalogue, name, **options)
 
-    monkeypatch.setattr(zarrview, "hold_or_read", hold)
+    monkeypatch.setattr("ckptd.root.leases.hold_or_read", hold)
     with ckptd.zarr_store(root.url) as store:
         assert (tries, store.commit.step) == ([1, 2], 2)
     assert error_in(lambda: ckptd.zarr_store(root.url, step=1)).kind == "no-step"
+    tries, last = [], MAX_TRIES  # each newest one is replaced
+    assert error_in(lambda: ckptd.zarr_store(root.url)).kind == "busy"
 
 
 def test_a_lease_for_as_long_as_it_is_open(root: MemoryStore) -> None:
