@@ -19,7 +19,7 @@ from ckptd.save.structure import ReplicaHolders, Shared
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import Spelling
-from ckptd.train.layout.saving import LaidLeaves, LeafPart
+from ckptd.train.layout.saving import laid_leaves
 from ckptd.train.replicas import Samples
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from tests.layout.lay.agreement.brute import Brute
@@ -42,21 +42,8 @@ def job_of(form: StoredForm, rank: int) -> JobLayout:
 
 def tables(job: JobLayout, tensors: dict[str, torch.Tensor]) -> Tables:
     """Return the digests of what a rank of a job holds in common with others."""
-    form = job.form
-    kept = {r.number for r in form.stored_rules}
-    laid = LaidLeaves(job, Leaves())
-    for found in job.local.values():
-        tensor = tensors[found.name]
-        leaf = TensorLeaf(found.name, tensor, "", "tensor", "", tensor)
-        for piece in found.pieces:
-            rule = job.replicated.originals.get(piece.rule, piece.rule)
-            if rule in kept:
-                stored = form.tensor(rule, piece.indexes, found.state)
-                part = LeafPart(stored, leaf, piece)
-                if rule == piece.rule:
-                    laid.parts[stored.name] = part
-                else:
-                    laid.copies.append(part)
+    leaves = Leaves({n: TensorLeaf(n, tensors[n], "", "tensor", "", tensors[n]) for n in job.local})
+    laid = laid_leaves(job, leaves)
     holders = cast("ReplicaHolders", AllHold())
     try:
         found_tables = laid.replica_tables(holders, Samples(views=laid.views(holders)))
