@@ -339,14 +339,11 @@ _BUFFER = r"flat\.[0-9]+\.[^.]+"
 
 
 def _called(name: Name, flat: Flat, resolved: Resolved) -> Iterator[str]:
-    """Yield an expression for the buffers of each state."""
+    """Yield an expression for the buffers of each state, for each way to spell it."""
     inner = "".join(re.escape(p.text) if isinstance(p, Text) else "[0-9]+" for p in name.parts)
-    for state in ("", *(s.name for s in resolved.states)):
+    for state, stored in {"": "", **{s.name: s.stored for s in resolved.states}}.items():
         if "*" not in flat.states and (state or "params") not in flat.states:
             continue
-        template = resolved.params
-        if state:
-            stored = next(s.stored for s in resolved.states if s.name == state)
-            template = resolved.state_names.replace("{state}", stored)
-        before, after = _around(template)
-        yield re.escape(before) + inner + re.escape(after)
+        for template in resolved.state_templates if state else (resolved.params,):
+            before, after = _around(template.replace("{state}", stored))
+            yield re.escape(before) + inner + re.escape(after)

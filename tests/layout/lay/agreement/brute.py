@@ -252,7 +252,9 @@ class Brute(Sequences):
         if not state:
             return self.layout.params.replace("{name}", name)
         stored = {s.name: s.stored for s in self.layout.states}[state]
-        return self.layout.state_names.replace("{state}", stored).replace("{name}", name)
+        templates = [t for n, t in self.layout.other_states if _matched(n, name) is not None]
+        template = [*templates, self.layout.state_names][0]
+        return template.replace("{state}", stored).replace("{name}", name)
 
     # --- what is there --------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ _CONSTRUCTS = """
     for, the same name for others, tensors of some numbers, alias, replicas, flat each, flat
     group, flat group by index, flat bucket, flat parts, parts until full, named buffers, two
     flats, flat of params, flat of states, flat of all, reverse, robin, start, end, grain of a flat,
-    two meshes, axis seen as finer ones, split over a finer axis, no mesh, one rank, states
+    two meshes, axis seen as finer ones, split over a finer axis, no mesh, one rank, states,
+    other names of states
 """
 CONSTRUCTS = tuple(" ".join(c.split()) for c in _CONSTRUCTS.split(","))
 
@@ -63,6 +64,7 @@ def constructs(file: File, layouts: Sequence[Resolved]) -> set[str]:
 def _in_layout(layout: Resolved) -> Iterator[str]:
     mesh = layout.mesh
     yield "states" if layout.states else ""
+    yield "other names of states" if layout.other_states else ""
     yield "no mesh" if mesh is None else "one rank" if mesh.world == 1 else ""
     yield "axis seen as finer ones" if mesh and any("_" in a for a in mesh.extents) else ""
     for pipe in layout.pipes:

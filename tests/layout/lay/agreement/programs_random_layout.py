@@ -41,6 +41,7 @@ from ckptd.layout.lay.syntax import (
     Size,
     Split,
     Statement,
+    Stored,
     Sum,
     Text,
     Value,
@@ -115,7 +116,7 @@ class LayoutMaker:
         for block in self.world.blocks:
             self.present(block)
         statements: list[Statement] = [c.pipe for c in self.cuts.values() if c.pipe]
-        statements += [*self.rules, *self.flats]
+        statements += [*self.rules, *self.flats, *self.other_states()]
         return Layout(self.name, "sp", tuple(m.name for m in self.meshes), tuple(statements))
 
     # --- meshes -----------------------------------------------------------------------------------
@@ -485,6 +486,14 @@ class LayoutMaker:
             end,
             called=called,
         )
+
+    def other_states(self) -> list[Stored]:
+        """Draw how states of some names are called where buffers have names of their own."""
+        rng = self.rng
+        if not any(f.called for f in self.flats) or not self.world.states or rng.random() < 0.3:
+            return []
+        names = [Name((Text("packed0."), Glob(True))), Name((Glob(True),)), self.pattern()]
+        return [Stored(states="other.{name}.{state}", names=rng.choice(names))]
 
     def pattern(self) -> Name:
         """Draw a pattern of names."""

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from ckptd.errors import MismatchError, NotFoundError, UsageError
 from ckptd.layout.lay.bind import bind_ranks, bind_sizes, bind_stored
 from ckptd.layout.lay.check import check_bound
+from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.resolve import Bound, Equation, Resolved, ValueScope, resolve
+from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import Atom, Dim, File, NameIndex, On, Split, Text, parse, show
 from tests.layout.lay.meaning import seq
 
@@ -470,3 +472,36 @@ def test_a_layout_of_which_nothing_is_there() -> None:
     text = PACKED.replace("  flat group(**) @dp:ceil of *\n", "")
     with pytest.raises(MismatchError, match="no rule of this layout has any of the tensors"):
         bind_ranks(resolve([parse(text)], "a"), {0: {}}, {"o": 4, "i": 3, "l": 3})
+
+
+SPELLED = """
+mesh M = dp:2
+space s { A[x] L{l}.n[x] follow m=exp_avg, s=exp_avg_sq }
+layout a of s on M {
+  stored "p.{name}"
+  stored states "other.{name}.{state}" of **.experts.**
+  a = A[x]
+  layers.{l}.n = L{l}.n[x]
+  flat group(a) @dp of m as "g.experts.{buffer}"
+  flat group(layers.**) @dp of * as "g.rest.{buffer}"
+}
+"""
+
+
+def test_a_layout_knows_its_buffers_by_all_names_that_it_gives_them() -> None:
+    layout = resolve([parse(SPELLED)], "a")
+    sizes = {"x": 4, "l": 3}
+    form = StoredForm(Bound(layout, sizes))
+    ranks = {r: {t.name: t.shape for t in local_tensors(form, r)} for r in range(2)}
+    buffers = {n: s for n, s in ranks[0].items() if ".g." in n}
+    assert buffers == {
+        "other.g.experts.0.exp_avg": (2,),
+        "p.g.rest.0": (6,),
+        "optim.g.rest.1.exp_avg": (6,),
+        "optim.g.rest.0.exp_avg_sq": (6,),
+    }
+    assert bind_ranks(layout, ranks, sizes).sizes == sizes
+    # The first flat has no buffers of that state.
+    ranks[0]["other.g.experts.0.exp_avg_sq"] = (2,)
+    with pytest.raises(MismatchError, match=r"no rule matches other\.g\.experts\.0\.exp_avg_sq"):
+        bind_ranks(layout, ranks, sizes)
