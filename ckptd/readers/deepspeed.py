@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
@@ -634,7 +635,8 @@ def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
     for number, group in enumerate(model.groups):
         size = max(r.buffers[""][number].shape[0] for r in ranks)
         orders = list(_orders(group, ranks, number))
-        fits = [all(_agrees(*s, group, number, size) for s in o) for o in orders]
+        line = _Line(group, number)
+        fits = [all(_agrees(*s, line, size) for s in o) for o in orders]
         if not any(fits):
             raise _short(ranks[0], f"group {number}: param_slice_mappings say otherwise")
         places = [[(index, shift) for _, index, shift in o] for o in orders]
@@ -642,7 +644,7 @@ def _whole(model: _Model, ranks: Sequence[_Rank]) -> Iterator[_Part]:
         order = orders[_shared_first(model)] if open_to_both else orders[fits.index(True)]
         _check_used(group, number, order, size)
         for r, index, shift in order:
-            for local, shape, low, high, at in _held(group, r, index, number, size):
+            for local, shape, low, high, at in line.held(r, index, size):
                 name = _shifted(local, shift)
                 for state, buffers in r.buffers.items():
                     if at + high - low > buffers[number].shape[0]:
@@ -718,30 +720,46 @@ def _orders(
     yield [(r, i % shares, i // shares * len(local)) for i, r in enumerate(ranks)]
 
 
-def _held(
-    group: Mapping[str, tuple[int, ...]], r: _Rank, index: int, number: int, size: int
-) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
-    """Yield ``(name, shape, range of its elements, where it begins in the share)``."""
-    begin, at = index * size, 0
-    pads = r.pads[number] if r.pads else [0] * len(group)
-    if len(pads) != len(group):
-        raise _short(r, f"group {number}: {len(pads)} paddings for {len(group)} parameters")
-    for (name, shape), pad in zip(group.items(), pads, strict=True):
-        n = math.prod(shape)
-        low, high = max(at, begin), min(at + n, begin + size)
-        if high > low:
-            yield name, shape, low - at, high - at, low - begin
-        at += n + pad
+class _Line:
+    """The parameters of a group, end to end in its buffer."""
+
+    def __init__(self, group: Mapping[str, tuple[int, ...]], number: int) -> None:
+        self.number = number
+        self._parameters = [(name, shape, math.prod(shape)) for name, shape in group.items()]
+        self._starts: dict[tuple[int, ...] | None, list[int]] = {}
+
+    def _begins(self, r: _Rank) -> list[int]:
+        """Return where each parameter begins, and where the last one ends, as a rank pads them."""
+        said = tuple(r.pads[self.number]) if r.pads else None
+        if said not in self._starts:
+            pads = (0,) * len(self._parameters) if said is None else said
+            if len(pads) != len(self._parameters):
+                found = f"{len(pads)} paddings for {len(self._parameters)} parameters"
+                raise _short(r, f"group {self.number}: {found}")
+            sizes = (n + pad for (_, _, n), pad in zip(self._parameters, pads, strict=True))
+            self._starts[said] = list(accumulate(sizes, initial=0))
+        return self._starts[said]
+
+    def held(
+        self, r: _Rank, index: int, size: int
+    ) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
+        """Yield ``(name, shape, range of its elements, where it begins in the share)``."""
+        begin, end, starts = index * size, (index + 1) * size, self._begins(r)
+        for number in range(bisect_right(starts, begin) - 1, len(self._parameters)):
+            (name, shape, n), at = self._parameters[number], starts[number]
+            if at >= end:
+                return
+            low, high = max(at, begin), min(at + n, end)
+            if high > low:
+                yield name, shape, low - at, high - at, low - begin
 
 
-def _agrees(
-    r: _Rank, index: int, shift: int, group: Mapping[str, tuple[int, ...]], number: int, size: int
-) -> bool:
+def _agrees(r: _Rank, index: int, shift: int, line: _Line, size: int) -> bool:
     """Whether a rank says that its share holds what follows from the shapes, if it says so."""
     if not r.mapping:
         return True
-    held = _held(group, r, index, number, size)
-    return r.mapping[number] == {name: (at, high - low) for name, _, low, high, at in held}
+    held = line.held(r, index, size)
+    return r.mapping[line.number] == {name: (at, high - low) for name, _, low, high, at in held}
 
 
 def _short(r: _Rank, name: str, wanted: str = "", found: str = "") -> CorruptError:
