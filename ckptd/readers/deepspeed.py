@@ -798,7 +798,7 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
         stage = state["zero_stage"]
         stage = int(stage if type(stage) is int else stage.args[0])
         count = state["partition_count"]
-        shares = counts([count]) if type(count) is int else counts(count)
+        shares = counts([count] if type(count) is int else count, _MOST_GROUPS)
         if stage == 3:
             weights = state["fp32_flat_groups"]
             base = state["optimizer_state_dict"]["state"]
@@ -817,12 +817,12 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
             raise ValueError("a buffer that is not flat")
         if any(len(some) != len(weights) for some in buffers.values()):
             raise ValueError("states and weights have different numbers of buffers")
-        pads = [counts(p) for p in state.get("param_alignment_paddings") or ()]
+        pads = [counts(p, MAX_NAMES) for p in state.get("param_alignment_paddings") or ()]
         mapping = [
             {str(k): _address(v) for k, v in table.items()}
             for table in state.get("param_slice_mappings") or ()
         ]
-        fillers = counts(state.get("group_paddings") or ()) if stage < 3 else ()
+        fillers = counts(state.get("group_paddings") or (), _MOST_GROUPS) if stage < 3 else ()
         if not {len(pads), len(mapping), len(fillers)} <= {0, len(weights)} and stage < 3:
             raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

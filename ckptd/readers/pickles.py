@@ -251,10 +251,10 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
         stack += reversed(inner)
 
 
-def counts(values: Any) -> tuple[int, ...]:
-    """Return the sizes, offsets or strides of a tensor; `ValueError` for anything else."""
-    if not isinstance(values, list | tuple) or len(values) > _MAX_DEPTH:
-        raise ValueError("no list of sizes, or too many dimensions")
+def counts(values: Any, most: int = _MAX_DEPTH) -> tuple[int, ...]:
+    """Return numbers such as the sizes or strides of a tensor; `ValueError` for anything else."""
+    if not isinstance(values, list | tuple) or len(values) > most:
+        raise ValueError("no list of sizes, or too many of them")
     for n in values:
         if type(n) is not int or not 0 <= n < 1 << 62:
             raise ValueError("a size that is no count")

@@ -203,9 +203,10 @@ def test_tensor_parallelism_is_refused(sample: Callable[[str], Path]) -> None:
     assert fails(folder).kind == "unreadable-format"
 
 
-def test_parameters_that_are_aligned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, [{f"p{i}": (i % 5 + 1,) for i in range(80)}]])
+def test_parameters_that_are_aligned(tmp_path: Path, shapes: Any) -> None:
     """`parameter_alignment` leaves gaps between the parameters of a buffer."""
-    weights = write(tmp_path, align=4)
+    weights = write(tmp_path, align=4, shapes=shapes)
     reader = open_reader(tmp_path / TAG)
     for name, tensor in weights.items():
         assert reader.tensor(name).tobytes() == tensor.numpy().tobytes(), name
