@@ -477,9 +477,8 @@ def _bucket_headers(reader: CkptdReader, groups: Sequence[str]) -> list[dict[str
 def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
     """Yield the stored tensors, and the copies that ranks hold of them under other names."""
     yield from form.by_name.items()
-    stored = {r.number for r in form.stored_rules}
     for rule in form.rules:
-        if rule.number not in stored:
+        if rule.number not in form.stored_numbers:
             for indexes in rule.tensors():
                 name = form.name(rule.global_name(indexes), "")
                 if name not in form.by_name:  # else another stage has its copy under the same name

@@ -336,7 +336,7 @@ class Transfers:
         Together with what all others give this is what all ranks of the target take; work and
         memory are in what is given.
         """
-        kept = {r.number for r in self.composition.source.stored_rules}
+        kept = self.composition.source.stored_numbers
         for tensor in local_tensors(self.composition.source, rank):
             merged: dict[tuple[int, str], list[Block]] = {}
             for p in tensor.pieces:

@@ -101,11 +101,10 @@ class ReplicatedParts:
 
         Rules whose replicas are chosen or combined are left out.
         """
-        stored = {r.number for r in self.form.stored_rules}
         return {
             copy.number: original.number
             for copy in self.form.rules
-            if copy.number not in stored and _are_checked(copy)
+            if copy.number not in self.form.stored_numbers and _are_checked(copy)
             for original in self.form.stored_rules
             if _is_copy(copy, original) and _are_checked(original)
         }

@@ -107,6 +107,11 @@ class StoredForm:
         )
 
     @cached_property
+    def stored_numbers(self) -> frozenset[int]:
+        """Numbers of `stored_rules`."""
+        return frozenset(r.number for r in self.stored_rules)
+
+    @cached_property
     def states(self) -> Mapping[str, str]:
         """Stored name of each state, by short name; the parameter itself is the empty one."""
         return {"": ""} | {s.name: s.stored for s in self.bound.layout.states}

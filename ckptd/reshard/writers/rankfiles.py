@@ -140,7 +140,7 @@ class RanksPlace:
             )
         self._pattern = rank_file_pattern(layout)
         self._composed = composed
-        self._stored = frozenset(r.number for r in form.stored_rules)
+        self._stored = form.stored_numbers
         self._links = {link.key: n for n, link in enumerate(composed.links)}
         self._copies: dict[TensorKey, TensorLink | None] = {}
         self.files: dict[str, dict[str, _Local]] = {}

@@ -268,9 +268,8 @@ def _sort(job: JobLayout, out: LaidLeaves, leaf: TensorLeaf, name: str, seen: se
     if kind.tensor is not None:
         _check(leaf, name, kind.tensor.shape)
         seen.add(kind.tensor.name)
-        kept = {r.number for r in job.form.stored_rules}
         for piece in kind.tensor.pieces:
-            if piece.rule in kept:
+            if piece.rule in job.form.stored_numbers:
                 stored = job.form.tensor(piece.rule, piece.indexes, kind.tensor.state)
                 out.parts[stored.name] = LeafPart(stored, leaf, piece)
             elif piece.rule in job.replicated.originals and name == leaf.name:

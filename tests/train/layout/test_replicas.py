@@ -69,7 +69,7 @@ def test_no_element_of_one_replica_is_changed_unseen() -> None:
     kept = 0
     for drawn in drawn_layouts(PROGRAMS, least=4):
         form, brute = StoredForm(drawn.bound), Brute(drawn.bound)
-        compared = {r.number for r in form.stored_rules} | set(ReplicatedParts(form).originals)
+        compared = form.stored_numbers | set(ReplicatedParts(form).originals)
         ranks = [
             {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
             for r in range(form.mesh.world)
