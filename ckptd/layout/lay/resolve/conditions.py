@@ -40,19 +40,21 @@ def _listed(modifier: For, lets: Lets) -> Numbers:
     for r in modifier.ranges:
         first = _end(r.first, lets)
         last = first if r.last is None else _end(r.last, lets)
+        # One less than none leaves nothing: ``0..(dense - 1)`` where no layer is dense.
+        low = [n for n, least in ((first, 0), (last, -1)) if n < least]
         highest = max(first, last, r.step)
-        if first < 0 or highest >= MAX_NUMBERS:
+        if low or highest >= MAX_NUMBERS:
             raise UsageError(
                 "a number of 'for' is too high, or below zero",
                 kind="lay-rule",
                 wanted=f"numbers and steps below {MAX_NUMBERS}",
-                found=min(first, highest) if first < 0 else highest,
+                found=low[0] if low else highest,
             )
         before = (False,) * first
         if r.last is None:
             out |= Numbers(before, tuple(k == 0 for k in range(r.step)))
         else:
-            # Ends that were computed may leave nothing between them: no layer is dense.
+            # Ends that were computed may leave nothing between them.
             inside = tuple(k % r.step == 0 for k in range(last - first + 1))
             out |= Numbers(before + inside, (False,))
     return out

@@ -72,11 +72,25 @@ def test_absurd_numbers_are_refused() -> None:
     ],
 )
 def test_ends_may_be_sizes(numbers: str, dense: int, wanted: list[int]) -> None:
+    assert with_dense(numbers, dense).below(6) == wanted
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dense"),
+    [("5..(dense - 9)", 7), ("0..(dense - 2)", 0), ("(dense - 1)", 0), ("(dense - 1)..3", 0)],
+)
+def test_ends_below_zero_are_refused(numbers: str, dense: int) -> None:
+    """Only a last number may be -1: then there are none."""
+    with pytest.raises(UsageError, match="below zero") as caught:
+        with_dense(numbers, dense)
+    assert caught.value.found == str(-1 if "- 1" in numbers else -2)
+
+
+def with_dense(numbers: str, dense: int) -> Numbers:
     file = parse(f"space s {{\n  L{{l}}[h] for l={numbers}\n  let dense = {dense}\n}}\n")
     space = file.items[0]
     assert isinstance(space, Space)
-    found = numbers_of(space.families[0].only, Lets.of(space.lets))
-    assert found["l"].below(6) == wanted
+    return numbers_of(space.families[0].only, Lets.of(space.lets))["l"]
 
 
 def test_a_size_that_nothing_says_is_no_end() -> None:
