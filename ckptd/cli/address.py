@@ -15,7 +15,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import note, warn
+from ckptd.cli.output import warn
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
@@ -23,7 +23,7 @@ from ckptd.load.opening import foreign_format, open_catalogue
 from ckptd.readers.find import split_file
 from ckptd.readers.torchfiles import SHARD
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import Hold, hold_or_read, renewed
+from ckptd.root.leases import hold_or_read, reading
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
@@ -148,11 +148,5 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
     Where no lease can be written (a full disk, a root that is read-only), it is read without one,
     and the user is warned.
     """
-    lease = hold_or_read(catalogue, name, holder=holder)
-    if not isinstance(lease, Hold):
-        if lease.text:
-            warn(lease.text)
-        yield lease.commit
-        return
-    with renewed(lease, note):
-        yield lease.commit
+    with reading(hold_or_read(catalogue, name, holder=holder), warn) as commit:
+        yield commit

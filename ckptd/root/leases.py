@@ -35,6 +35,7 @@ __all__ = [
     "hold_latest",
     "hold_or_read",
     "leases",
+    "reading",
     "relied_on",
     "renewed",
 ]
@@ -186,6 +187,26 @@ def hold_or_read(index: Index, name: CommitName, *, holder: str = "") -> Hold | 
         commit = index.commit(name)
         text = f"{name} is read without a lease, which could not be written: {error.message}"
         return Unheld(commit, f"{text}; if it is deleted meanwhile, this fails")
+
+
+@contextmanager
+def reading(lease: Hold | Unheld, say: Callable[[str], None]) -> Iterator[Commit]:
+    """Read a checkpoint while the block runs, however long that takes; yield its record.
+
+    Its lease is renewed meanwhile, and released at the end.
+
+    Parameters
+    ----------
+    say
+        Called with why there is no lease; and, from a thread, with why one was not renewed.
+    """
+    if isinstance(lease, Unheld):
+        if lease.text:
+            say(lease.text)
+        yield lease.commit
+        return
+    with renewed(lease, say):
+        yield lease.commit
 
 
 def relied_on(index: Index, name: CommitName) -> Commit:

@@ -7,6 +7,7 @@ plans, every rank writes its file, one process commits.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 from collections import Counter
@@ -29,7 +30,7 @@ from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
-from ckptd.root.leases import Hold, hold_or_read
+from ckptd.root.leases import hold_latest, hold_or_read, reading
 from ckptd.root.opening import root_spec
 from ckptd.root.spans import saving
 from ckptd.save.commit import finish_attempt
@@ -39,6 +40,8 @@ from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.types import Box, dtype_of
 
 __all__ = ["BoxRoot", "BoxSave", "BoxTensor"]
+
+_log = logging.getLogger("ckptd")
 
 U8 = NDArray[np.uint8]
 
@@ -380,26 +383,30 @@ class BoxRoot:
     def open(self, step: int | None = None) -> Iterator[CkptdReader]:
         """Read a checkpoint, the newest one by default; nobody deletes it meanwhile.
 
+        Where no lease can be written, the checkpoint is read without one, which is logged.
+
         Raises
         ------
         NotFoundError
             There is none, or not this one.
+        ConflictError
+            kind ``busy``: checkpoints are replaced faster than the newest one can be held.
         CorruptError
             Its metadata is damaged.
         """
         catalogue = self._catalogue
         catalogue.open()
-        name = catalogue.latest() if step is None else catalogue.find(check_step(step))
-        if name is None:
+        lease = (
+            hold_latest(catalogue)
+            if step is None
+            else hold_or_read(catalogue, catalogue.find(check_step(step)))
+        )
+        if lease is None:
             raise NotFoundError(
                 "the root has no checkpoint", kind="no-commit", where=self._store.url
             )
-        held = hold_or_read(catalogue, name)
-        try:
-            yield CkptdReader(catalogue, held.commit)
-        finally:
-            if isinstance(held, Hold):
-                held.release()
+        with reading(lease, _log.warning) as commit:
+            yield CkptdReader(catalogue, commit)
 
     def loaded(self, checkpoint: CkptdReader) -> None:
         """Let the first `begin` continue from a checkpoint, which the job has loaded."""

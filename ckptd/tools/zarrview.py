@@ -31,7 +31,7 @@ from ckptd.load.opening import foreign_format, open_catalogue
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import split_file
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import Hold, Unheld, hold_latest, hold_or_read, renewed
+from ckptd.root.leases import Hold, Unheld, hold_latest, hold_or_read, reading
 from ckptd.root.opening import root_spec
 from ckptd.tools.zarrtypes import EXTENSIONS, register_types
 from ckptd.types import Box, DType
@@ -137,11 +137,7 @@ class CkptdStore(Store):
             catalogue = open_catalogue(store, url, file, step or 0)
             self._format = foreign_format(catalogue)
             lease = _held(catalogue, url, step, generation)
-            self.commit = lease.commit
-            if isinstance(lease, Hold):
-                opened.enter_context(renewed(lease, _log.warning))
-            elif lease.text:
-                _log.warning("%s", lease.text)
+            self.commit = opened.enter_context(reading(lease, _log.warning))
             self._reader = CkptdReader(catalogue, self.commit)
             self._direct = opened.enter_context(DirectReader(self._reader))
             # A store that is dropped and not closed is closed when it is collected.

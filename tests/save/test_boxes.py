@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.format.names import CommitName, commit_key
 from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import hold_or_read, leases
 from ckptd.root.opening import root_spec
 from ckptd.save import BoxRoot, BoxSave, BoxTensor
 from ckptd.store.wrap import innermost
@@ -178,6 +181,38 @@ def test_a_root_that_hides_a_model_begins_with_a_warning(
     with BoxRoot(str(tmp_path)) as root:
         write(root, root.begin(2, 1, WHOLE_W, fresh_line=False), 1)
     assert not caplog.records, "a root that is there hides nothing anew"
+
+
+def test_what_is_read_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def keepers() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name == "ckptd-lease"]
+
+    true, tries = hold_or_read, []
+
+    def hold(catalogue: Any, name: CommitName, **options: Any) -> Any:
+        tries.append(name.step)
+        if len(tries) == 1:  # it is deleted meanwhile, because a newer one came
+            write(root, root.begin(2, 1, WHOLE_W), 1)
+            (tmp_path / commit_key(name)).unlink()
+        return true(catalogue, name, **options)
+
+    with BoxRoot(str(tmp_path)) as root:
+        write(root, root.begin(1, 1, WHOLE_W), 1)
+        monkeypatch.setattr("ckptd.root.leases.hold_or_read", hold)
+        with root.open() as reader, root_spec(str(tmp_path)).open() as store:
+            assert (tries, reader.commit.step) == ([1, 2], 2)
+            assert [lease.step for lease in leases(Catalogue(store)).values()] == [2]
+            assert keepers(), "nothing renews the lease"
+        assert not keepers()
+        assert not list(tmp_path.glob("leases/*"))
+        assert not caplog.records
+        (tmp_path / "leases").touch()  # no lease can be written
+        for step in (None, 2):
+            with root.open(step) as reader:
+                assert (reader.tensor("w") == WHOLE).all()
+            assert "read without a lease" in caplog.records.pop().getMessage()
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
