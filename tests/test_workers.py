@@ -29,9 +29,9 @@ def test_plain(number):
 
 def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "processes.py", "reporting.py", "selection.py"):
-        shutil.copy(here / name, tmp_path / "tests")
+    (tmp_path / "tests/cli").mkdir(parents=True)
+    for name in ("__init__", "conftest", "processes", "reporting", "selection", "cli/running"):
+        shutil.copy(here / f"{name}.py", tmp_path / f"tests/{name}.py")
     shutil.copy(here.parent / "pyproject.toml", tmp_path)
     for name in ("one", "two"):
         (tmp_path / f"tests/test_ranks_{name}.py").write_text(RANKS)

@@ -57,8 +57,11 @@ class MegatronReader:
     name = "megatron"
 
     def recognise(self, names: Listing) -> int:
-        """Return 110 for the two metadata files; more than dcp, whose folder it is as well."""
-        if {METADATA, _METADATA} <= set(names.names):
+        """Return 110 for its three files; more than dcp, whose folder it is as well.
+
+        Not for two of them: other programs call their files ``metadata.json``, too.
+        """
+        if {METADATA, _METADATA, _COMMON} <= set(names.names):
             return 110
         return 90 if _legacy(names) else 0
 
@@ -92,13 +95,12 @@ class MegatronReader:
             )
         found = read_items(names, lambda name: _EXTRA not in name)
         values = KeptValues(found.objects, found.left_out)
-        step, common = step_of(names), None
-        if _COMMON in names.names:
-            common = load_torch(names, _COMMON).value
-            for name, value in named_values(common, names.key(_COMMON)):
-                values.add(name, value)
-            iteration = values.objects.get("iteration")
-            step = iteration if type(iteration) is int and 0 <= iteration <= MAX_STEP else step
+        common = load_torch(names, _COMMON).value
+        for name, value in named_values(common, names.key(_COMMON)):
+            values.add(name, value)
+        step = iteration = values.objects.get("iteration")
+        if type(iteration) is not int or not 0 <= iteration <= MAX_STEP:
+            step = step_of(names)
         pieces = list(found.pieces)
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
         left_out = list(values.left_out)
@@ -124,7 +126,7 @@ def open_buckets(names: Listing) -> Foreign | None:
     RefusedError
         kind ``unreadable-format``: there are several optimizers, or types in one buffer.
     """
-    if not {METADATA, _METADATA} <= set(names.names):
+    if not {METADATA, _METADATA, _COMMON} <= set(names.names):
         return None
     found = read_items(names, lambda name: name.endswith(_LENGTHS))
     pieces: list[ForeignPiece] = []

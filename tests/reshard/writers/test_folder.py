@@ -189,8 +189,13 @@ def test_shares_and_what_is_there(source: Path, tmp_path: Path) -> None:
         assert caught.value.kind == "exists"
     with pytest.raises(RefusedError):  # --force replaces what is of the same format
         run("hf", source, out, force=True)
-    # What Megatron puts beside would make another checkpoint of it.
+    # A file that is only called as one of Megatron's is the user's.
     (out / "metadata.json").write_text("{}")
+    run("dcp", source, out, force=True)
+    assert contents(out) == wanted | {"notes.txt": b"mine", "metadata.json": b"{}"}
+    assert same(tensors(out), DATA)
+    # What Megatron puts beside would make another checkpoint of it.
+    (out / "common.pt").write_bytes(b"{}")
     run("dcp", source, out, force=True)
     assert contents(out) == wanted | {"notes.txt": b"mine"}
     assert same(tensors(out), DATA)
@@ -463,6 +468,7 @@ def test_a_file_that_is_called_as_megatrons_is_not_replaced(source: Path, tmp_pa
     assert run("dcp", source, out).state == "committed"
     assert run("dcp", source, out, force=True).state == "committed"
     assert about.read_text() == "{}"
+    assert same(tensors(out), DATA)
     with pytest.raises(RefusedError) as caught:  # which writes one itself
         run("torch_dist", source, out)
     assert caught.value.kind == "exists"
