@@ -47,6 +47,9 @@ __all__ = [
 ]
 
 _PREFIX = "run-"
+_MOST_INTERRUPT_S = 3600.0
+_KILL_S = 2.0
+"""From the kill of a session until its node says that it is dead."""
 _ELSEWHERE = "192.0.2.1"
 """No host's address; what is sent there takes the usual way out."""
 SWITCHES = frozenset(
@@ -225,6 +228,13 @@ class JobOptions:
             " twice from the same place before the first step; 'none' turns it off."
         ),
     ] = "repeat"
+    interrupt: Annotated[
+        float | None,
+        Parameter(
+            help="Seconds that ckptd.elastic.session has to leave a generation before its process"
+            " is killed; 1 by default, 8 on a machine with accelerators."
+        ),
+    ] = None
     setting: Annotated[
         tuple[str, ...],
         Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
@@ -247,6 +257,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: str
     role: str
     max_restarts: int | None
+    interrupt_s: float
     json: bool
 
 
@@ -445,8 +456,33 @@ def _options(
         local_addr=torchrun.local_addr,
         role=torchrun.role,
         max_restarts=torchrun.max_restarts,
+        interrupt_s=_interrupt_s(own.interrupt),
         json=json,
     )
+
+
+def _interrupt_s(given: float | None) -> float:
+    """Return the time that sessions have to leave a generation.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``.
+    """
+    from ckptd.elastic.messages import DEVICE_INTERRUPT_S, INTERRUPT_S
+    from ckptd.runtime.accelerators import accelerators_here
+
+    if given is None:
+        return DEVICE_INTERRUPT_S if gpu_count() or accelerators_here() else INTERRUPT_S
+    if not 0.0 < given <= _MOST_INTERRUPT_S:
+        raise UsageError(
+            "a session cannot leave its generation in this time",
+            kind="bad-argument",
+            where="--interrupt",
+            wanted=f"more than 0 seconds, {_MOST_INTERRUPT_S:.0f} at most",
+            found=f"{given:g}",
+        )
+    return given
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -500,9 +536,20 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     }
     for name, value in given.items():
         out += [name, str(value)] if value else []
-    for text in _settings(own.setting, own.level, options.max_restarts, own.no_restart_on):
+    settings = _settings(own.setting, own.level, options.max_restarts, own.no_restart_on)
+    for text in (*settings, *_patience(settings, options.interrupt_s)):
         out += ["--set", text]
     return out
+
+
+def _patience(settings: tuple[str, ...], interrupt_s: float) -> tuple[str, ...]:
+    """Return what a controller needs to be told to wait for sessions as long as launchers do."""
+    from ckptd.elastic.control.states import ControllerSettings
+
+    set_already = any(text.partition("=")[0] == "fence_s" for text in settings)
+    if set_already or interrupt_s + _KILL_S <= ControllerSettings.fence_s:
+        return ()
+    return (f"fence_s={interrupt_s + _KILL_S:g}",)
 
 
 def _need_torch() -> None:
@@ -605,7 +652,12 @@ class _Run:
         )
         self._launcher = launcher = NodeLauncher(
             NodeSettings(
-                job=o.job, node=o.node, slots=o.slots, address=o.local_addr, grace_s=grace_s
+                job=o.job,
+                node=o.node,
+                slots=o.slots,
+                address=o.local_addr,
+                interrupt_s=o.interrupt_s,
+                grace_s=grace_s,
             ),
             program,
             output,
@@ -684,6 +736,7 @@ class _Run:
             max_restarts=o.max_restarts or 0,
             launcher=folder / "launcher.sock",
             lease=folder / "lease",
+            interrupt_s=o.interrupt_s,
         )
         base: Mapping[str, str] = {**os.environ, **self._recording(folder)}
         if "OMP_NUM_THREADS" not in base and o.slots > 1:

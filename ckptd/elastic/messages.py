@@ -18,7 +18,10 @@ from ckptd.elastic.membership import Record
 from ckptd.elastic.policy import Shape
 
 __all__ = [
+    "DEVICE_INTERRUPT_S",
     "EXIT_CODES",
+    "INTERRUPT_S",
+    "INTERRUPT_VARIABLE",
     "LAUNCHER_VARIABLE",
     "LEASE_EXIT_CODE",
     "LEASE_VARIABLE",
@@ -91,6 +94,15 @@ LAUNCHER_VARIABLE = "CKPTD_LAUNCHER"
 """Path of the launcher's socket."""
 LEASE_VARIABLE = "CKPTD_LEASE"
 """Path of the file that says until when workers may step."""
+INTERRUPT_VARIABLE = "CKPTD_INTERRUPT_S"
+"""Seconds after which the launcher kills a session that has not left its generation."""
+INTERRUPT_S = 1.0
+"""What that is where ranks use no device."""
+DEVICE_INTERRUPT_S = 8.0
+"""What that is where they may: an abort waits for the kernels that are queued.
+
+Less than the ``fence_s`` of a controller, which has every process killed that is not out by then.
+"""
 LEASE_EXIT_CODE = 86
 """With which a worker ends whose lease is over."""
 MOST_BYTES = 1 << 18
@@ -857,9 +869,19 @@ class Mark(msgspec.Struct, frozen=True, tag=True):
 
 
 class Out(msgspec.Struct, frozen=True, tag=True):
-    """A worker has left a generation, holds nothing of it, and waits for `Go`."""
+    """A worker has left a generation, holds nothing of it, and waits for `Go`.
+
+    Attributes
+    ----------
+    generation
+        Which.
+    unfit
+        Why its process must not be used in another generation; empty if it may. The launcher kills
+        it, and starts another one in its seat.
+    """
 
     generation: _Count
+    unfit: _Text = ""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -186,6 +186,11 @@ class WorkerLink:
         """Say that `generation` is left."""
         self.tell(Out(generation))
 
+    def unfit(self, generation: int, reason: str) -> None:
+        """Say that this process can go on in no generation; returns as `done` does."""
+        self.tell(Out(generation, reason[:2000]))
+        self._flush()
+
     def broken(self, reason: str) -> None:
         """Say that a call failed though nobody had interrupted it."""
         self.tell(Broken(generation=self.generation, reason=reason[:2000]))
@@ -193,6 +198,9 @@ class WorkerLink:
     def done(self) -> None:
         """Say that the session has returned; returns when it is said, or after two seconds."""
         self.tell(Done(self.generation))
+        self._flush()
+
+    def _flush(self) -> None:
         said = threading.Event()
         self._outbox.put(said)
         said.wait(_LAST_WORDS_S)  # the process may end right after this, and its threads with it

@@ -22,6 +22,7 @@ from ckptd.train.cuda import CHUNK_BYTES, CudaCopies, CudaSnapshot, OnDevice
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow, grouped
 from ckptd.train.memorywatch import MemorySpan, Pages, SpanWatch, mappings
 from ckptd.train.replicas import Samples
+from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.leaves import TensorLeaf
 from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
@@ -337,6 +338,8 @@ class Snapshot:
             for number, step in enumerate(steps if look else ())
             if step.name in self._late and step.name not in on_host
         }
+        session = Interrupter.current
+        self._aborts = None if session is None else session.aborts
         self._checking = threading.Lock()
         self._changed: list[str] | None = None
         self._on_cuda: CudaSnapshot | None = None
@@ -440,7 +443,8 @@ class Snapshot:
         ------
         SaveError
             kind ``mutated``: something changed before it was copied; the snapshot is worth
-            nothing. Names what. Kind ``draining``: a device hangs.
+            nothing. Names what. Kind ``draining``: a device hangs. Kind ``aborted``: collectives
+            of a device were cut off meanwhile.
         """
         if self._feed is None:
             self._feed = self._feed_of(self._host_groups(), ())
@@ -468,6 +472,15 @@ class Snapshot:
             self._locals, self._late, self._sources = {}, {}, None
 
     def _check(self) -> None:
+        # An optimizer's step may stand behind a collective that was cut off, and run on garbage,
+        # and these copies behind it. A copy that the host saw done before an abort began is right.
+        if self._aborts is not None and self._aborts.begun:
+            raise SaveError(
+                "collectives were cut off while this snapshot was copied",
+                kind="aborted",
+                wanted="values that were computed before the generation ended",
+                hint="nothing: the next generation loads an earlier step",
+            )
         changed = self._changes() + self._unsteady
         if self._on_cuda is not None:
             changed += self._on_cuda.changed()

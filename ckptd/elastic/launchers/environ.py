@@ -7,7 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.elastic.messages import LAUNCHER_VARIABLE, LEASE_VARIABLE, Begin, Seat
+from ckptd.elastic.messages import (
+    INTERRUPT_S,
+    INTERRUPT_VARIABLE,
+    LAUNCHER_VARIABLE,
+    LEASE_VARIABLE,
+    Begin,
+    Seat,
+)
 
 __all__ = ["SIGNALS_TO_HANDLE", "JobFacts", "common", "of_seat", "of_store"]
 
@@ -23,6 +30,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
         Names and numbers as the command line says.
     launcher, lease
         Socket of the launcher, and file of the lease.
+    interrupt_s
+        See `ckptd.elastic.launchers.node.NodeSettings`.
     """
 
     job: str
@@ -32,6 +41,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     launcher: Path
     lease: Path
+    interrupt_s: float = INTERRUPT_S
 
 
 def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str]:
@@ -46,6 +56,7 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
         "CKPTD_NODE": told.node,
         LAUNCHER_VARIABLE: str(told.launcher),
         LEASE_VARIABLE: str(told.lease),
+        INTERRUPT_VARIABLE: f"{told.interrupt_s:g}",
     }
     unless = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if slots > 1:  # as torchrun does, lest every rank takes all cores

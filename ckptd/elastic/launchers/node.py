@@ -28,6 +28,7 @@ from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import (
+    INTERRUPT_S,
     LEASE_EXIT_CODE,
     Attach,
     Begin,
@@ -94,7 +95,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     lease_s: float = 120.0
     beat_s: float = 0.5
-    interrupt_s: float = 1.0
+    interrupt_s: float = INTERRUPT_S
     grace_s: float = 30.0
 
 
@@ -497,12 +498,21 @@ class NodeLauncher:
             self._attached(worker, end, message)
         elif worker.end is not end:
             return  # sent by another program than the worker; see `_attached`
+        elif isinstance(message, Out) and message.unfit:
+            self._not_again(worker, message.unfit)
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
         elif message.generation == worker.generation == self._node.running:
             self._take(worker, message)
         self._settle_marks()
         self._settle()
+
+    def _not_again(self, worker: Worker, why: str) -> None:
+        """Kill a worker that can go on in no generation; another one takes its seat."""
+        if not worker.killed:
+            rank = f"rank {worker.seat.rank} (process {worker.pid})"
+            self._say(f"{rank} is not used again, another process takes its place: {why}")
+            worker.kill()
 
     def _attached(self, worker: Worker, end: WorkerEnd, message: Attach) -> None:
         if worker.end is not None and end.pid not in (worker.end.pid, worker.pid):

@@ -3,18 +3,17 @@
 What it may wait in, and what ends that:
 
 - a collective of gloo: its connections are shut down, and it raises;
-- a collective of NCCL: the communicator is aborted (written after torch's documentation: it could
-  not be tried on a machine without GPUs);
+- a collective of NCCL, or a wait for the device behind one: all groups are aborted at once, see
+  `ckptd.train.session.groups`;
 - the job's store: the connection is shut down, if the thread is still there after a moment;
 - Python, sleeps and locks included: a signal, whose handler raises;
-- anything else, as a long computation or a file system that hangs: nothing. The launcher kills who
-  is not out in a second, and starts another process.
+- anything else, as a long computation or a file system that hangs: nothing. The launcher kills a
+  process that is not out in time (``ckptd run --interrupt``), and starts another one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -24,17 +23,14 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 from ckptd.errors import UsageError
 from ckptd.train.session import sockets
+from ckptd.train.session.groups import GroupAborts
 
 __all__ = ["Interrupted", "Interrupter", "whole"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_log = logging.getLogger("ckptd.elastic")
 _SIGNAL = signal.SIGURG
 """Ignored where nobody handles it, and used by next to nobody."""
 _POKE_S = 0.02
@@ -96,6 +92,7 @@ class Interrupter:
         self._wanted = threading.Event()
         self._out = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._aborts = GroupAborts()
         self._sockets = sockets.GroupSockets()
         self._sockets.watch()
         self._before = signal.signal(_SIGNAL, self._on_signal)
@@ -104,6 +101,11 @@ class Interrupter:
     def wanted(self) -> bool:
         """Whether the generation is to end, or has."""
         return self._wanted.is_set()
+
+    @property
+    def aborts(self) -> GroupAborts:
+        """The aborts of the groups of this generation; others in the next one."""
+        return self._aborts
 
     def check(self) -> None:
         """Raise `Interrupted` in a generation that is to end."""
@@ -130,11 +132,27 @@ class Interrupter:
             self._inside, self._handled = False, None
             self._out.notify_all()
 
-    def again(self) -> None:
-        """Another generation may begin; everything of the last one is gone."""
+    def settle(self, until: float) -> list[str]:
+        """Wait until groups may be destroyed: all is done that ends the generation.
+
+        Parameters
+        ----------
+        until
+            When to give up, by ``time.monotonic``.
+
+        Returns
+        -------
+        list
+            Names of groups whose abort hangs. Nothing may be destroyed then.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # it ends by itself once the main thread is out
             self._thread = None
+        return self._aborts.wait(until)
+
+    def again(self) -> None:
+        """Another generation may begin; everything of the last one is gone, by `settle` as well."""
+        self._aborts = GroupAborts()
         self._sockets.forget()
         self._wanted.clear()
 
@@ -157,8 +175,8 @@ class Interrupter:
 
     def _drive(self) -> None:
         began = time.monotonic()
-        _abort_nccl()
         while True:
+            self._aborts.begin()  # also of groups that were made meanwhile
             stores = time.monotonic() - began > _STORES_S
             # Also where the main thread is out already, by an error: calls that are still under way
             # in the background wait for one another's ranks, and destroying a group for them.
@@ -197,23 +215,3 @@ class Interrupter:
 def _store_ports() -> frozenset[int]:
     text = os.environ.get("MASTER_PORT", "")
     return frozenset({int(text)} if text.isdecimal() else ())
-
-
-def _abort_nccl() -> None:
-    """Let collectives of NCCL fail; other backends have no abort that does anything."""
-    if not dist.is_nccl_available():
-        return
-    for group in _groups_with("nccl"):
-        try:
-            group.abort()
-        except (RuntimeError, AttributeError) as error:
-            _log.warning("a group's communicators cannot be aborted: %s", error)
-
-
-def _groups_with(backend: str) -> list[Any]:
-    """Return the groups of which some device's collectives go through `backend`.
-
-    The other table of torch has what the program has named: nothing, more often than not.
-    """
-    configs: dict[Any, str] = dict(getattr(distributed_c10d._world, "pg_backend_config", {}))
-    return [group for group, config in configs.items() if backend in str(config)]

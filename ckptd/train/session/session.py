@@ -10,17 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-from ckptd.elastic.messages import LEASE_EXIT_CODE, FenceNow, Go, Quit, ToWorker
+from ckptd.elastic.messages import (
+    INTERRUPT_S,
+    INTERRUPT_VARIABLE,
+    LEASE_EXIT_CODE,
+    FenceNow,
+    Go,
+    Quit,
+    ToWorker,
+)
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import StoreError, UsageError
 from ckptd.train.ranks import forget_boards
 from ckptd.train.recorder.recorder import regroup
 from ckptd.train.session.elastichooks import abandon_all
+from ckptd.train.session.groups import destroy_groups
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import BEFORE_STEP, end_if_over, guard_steps
 from ckptd.train.session.world import World
@@ -33,16 +39,10 @@ T = TypeVar("T")
 _log = logging.getLogger("ckptd.elastic")
 _LOOK_S = 0.1
 """How often an idle worker looks at its lease, in seconds."""
-_TABLES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "pg_to_tag",
-    "tags_to_pg",
-    "pg_coalesce_state",
-)
-"""What torch knows of groups, by its own names."""
+_SHARE = 0.8
+"""Of the time to leave a generation: what takes longer is told, and then the process is killed."""
+_KILLED_S = 5.0
+_UNFIT_EXIT_CODE = 1
 _CAUSE_S = 1.5
 """So long after a failed call a lost rank is probably why; later, the error is shown to people."""
 _BROKEN_S = 5.0
@@ -57,8 +57,8 @@ def session(
     When ranks come or go, the launcher interrupts `train` wherever it is: in a collective, a wait,
     a sleep. What it raised is dropped, process groups are destroyed, open checkpointers abandoned,
     and `train` is called again with the ranks there are then. So it makes everything anew: process
-    groups, model, optimizer, loaders, checkpointer, and loads the state. Who cannot be
-    interrupted within a second is killed, and replaced by another process.
+    groups, model, optimizer, loaders, checkpointer, and loads the state. A process
+    that has not left its generation in time (``ckptd run --interrupt``) is killed, and replaced.
 
     Without ``ckptd run`` it calls `train` once, with what the environment says.
 
@@ -94,6 +94,7 @@ class _Session:
         self._changed = threading.Condition()
         self._go: Go | None = None
         self._interrupted = 0
+        self._leave_by = 0.0
         self._training = False
         self._idle = False
         self._quit = False
@@ -169,11 +170,15 @@ class _Session:
         return self._interrupted >= self._link.generation
 
     def _leave(self) -> None:
-        """Let go of everything of the generation, and say so."""
+        """Let go of everything of the generation, and say so; ends a process that cannot."""
         with self._changed:
             self._training = False
+            until = self._leave_by
         abandon_all()
-        _destroy_groups()
+        if hung := self._interrupter.settle(until):
+            names = ", ".join(hung)
+            self._end(f"collectives of {len(hung)} groups cannot be aborted in time: {names}")
+        destroy_groups()
         forget_boards()
         sys.excepthook = self._excepthook  # each default group puts one of its own around it
         self._interrupter.again()
@@ -185,6 +190,13 @@ class _Session:
         if not self._settled:
             self._settled = True
             gc.freeze()  # what was imported within the first generation
+
+    def _end(self, why: str) -> NoReturn:
+        """End this process, which can go on in no generation; the launcher starts another one."""
+        _log.error("this process is not used again: %s", why)
+        self._link.unfit(self._interrupted, why)
+        time.sleep(_KILLED_S)
+        os._exit(_UNFIT_EXIT_CODE)  # its launcher has not killed it, and must not seat it again
 
     def _wait_go(self) -> bool:
         """Wait for another generation and make it this process's own; False if none will be."""
@@ -219,6 +231,8 @@ class _Session:
         with self._changed:
             if isinstance(message, FenceNow):
                 over = message.generation - 1
+                if over > self._interrupted:
+                    self._leave_by = time.monotonic() + _SHARE * _interrupt_s()
                 self._interrupted = max(self._interrupted, over)
                 if self._training and self._is_over():
                     self._interrupter.interrupt()
@@ -230,6 +244,14 @@ class _Session:
             elif isinstance(message, Quit):
                 self._quit = True
             self._changed.notify_all()
+
+
+def _interrupt_s() -> float:
+    """Return the seconds that the launcher gives a session to leave its generation."""
+    try:
+        return float(os.environ.get(INTERRUPT_VARIABLE, INTERRUPT_S))
+    except ValueError:
+        return INTERRUPT_S
 
 
 def _stay_small() -> None:
@@ -248,26 +270,3 @@ def _record_anew(generation: int, world: World) -> None:
         regroup(generation, world.rank, world.world_size)
     except StoreError as error:
         _log.warning("this rank is not watched any more: %s", error.message)
-
-
-def _destroy_groups() -> None:
-    """Destroy all process groups, also where they were only half made."""
-    world: Any = distributed_c10d._world
-    try:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (RuntimeError, ValueError, AssertionError) as error:
-        _log.warning("process groups were left in disorder: %s", error)
-    finally:
-        # Where that has failed, or there was no default group yet, others still have their names.
-        _forget_default_group()
-        # Other ranks count groups from 0 in the next generation, and name them by that count.
-        for table in _TABLES:
-            getattr(world, table, {}).clear()
-        world.group_count = 0
-
-
-def _forget_default_group() -> None:
-    for name, args in (("_update_default_pg", (None,)), ("_unregister_all_process_groups", ())):
-        if (function := getattr(distributed_c10d, name, None)) is not None:  # they are private
-            function(*args)

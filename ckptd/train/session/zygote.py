@@ -30,6 +30,7 @@ from ckptd.elastic.launchers.zygotewire import (
     ToZygote,
 )
 from ckptd.errors import WorkerError
+from ckptd.runtime.accelerators import device_file
 from ckptd.runtime.channel import SocketChannel
 from ckptd.train.session.zygote_child import become, die_with
 
@@ -45,7 +46,6 @@ PRELOADED = (
     "ckptd.train.session.leaseguard",
 )
 _READ_S = 1e-4
-_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 
 
 def unsafe_to_fork() -> str:
@@ -56,11 +56,17 @@ def unsafe_to_fork() -> str:
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one through which they are listed
             target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(_DEVICES):
+            if device_file(target):
                 return f"importing PyTorch has opened {target}"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "importing PyTorch has initialised a device"
+    with open("/proc/self/maps") as maps:  # what is mapped stays so when its file is closed
+        for line in maps:
+            target = line.split(maxsplit=5)[-1].rstrip("\n")
+            if device_file(target):
+                return f"importing PyTorch has mapped {target}"
+    for kind in ("cuda", "xpu", "mtia"):
+        module = getattr(sys.modules.get("torch"), kind, None)
+        if module is not None and module.is_initialized():
+            return f"importing PyTorch has initialised a device of {kind}"
     return ""
 
 

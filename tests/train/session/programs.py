@@ -10,12 +10,15 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 
 import ckptd
 from ckptd.elastic import World, session
+from tests.train.session import waiting_group
+from tests.train.session.waiting_group import WaitingGroup
 
 LONG = timedelta(hours=1)
 
@@ -107,6 +110,23 @@ def regroups(world: World, folder: Path) -> None:
             file.write(json.dumps(_held()) + "\n")
         checkpointer.save(step + 1, state)
         time.sleep(3600)
+
+
+def collects(world: World, folder: Path) -> None:
+    """Wait, in C, for a device on which collectives of several groups run that never end."""
+    waiting_group.register()
+    WaitingGroup.hangs = (folder / "hangs").exists()
+    dist.init_process_group(waiting_group.NAME)
+    for group in (None, dist.new_group(), dist.new_group()):
+        dist.all_reduce(torch.ones(1), group=group)
+    name = f"{world.generation}-{os.environ['CKPTD_NODE']}"
+    Thread(target=_touch_later, args=(folder / name,)).start()
+    waiting_group.synchronize()
+
+
+def _touch_later(path: Path) -> None:
+    time.sleep(0.05)  # by then the main thread waits
+    path.touch()
 
 
 def _held() -> dict[str, int]:

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ckptd
 from ckptd.elastic import World, session
 from ckptd.elastic.messages import LEASE_EXIT_CODE, Broken, FenceNow, Go, Out, Quit
 from ckptd.elastic.policy import Shape
-from ckptd.errors import UsageError
+from ckptd.errors import SaveError, UsageError
+from ckptd.train.copy import Snapshot
 from ckptd.train.session import interrupt
-from ckptd.train.session.interrupt import Interrupted, Interrupter, _groups_with, whole
-from ckptd.train.session.session import _destroy_groups
+from ckptd.train.session.interrupt import Interrupted, Interrupter, whole
 from tests.processes import PATIENCE_S, until
 from tests.train.session.minilauncher import MiniJob
 
@@ -112,6 +113,35 @@ def test_what_a_program_may_be_in(make_job: MakeJob) -> None:
         job.interrupt()
     for name in names:
         assert f"{name} left {len(waits)}" in job.nodes[name].output.read_text()
+
+
+@pytest.mark.dist
+def test_a_process_goes_on_whose_groups_wait_for_one_another(make_job: MakeJob) -> None:
+    """All groups are aborted at once, and one whose abort hangs is the last of its process."""
+    job = make_job(PROGRAMS, "collects", CKPTD_INTERRUPT_S="20")
+    for generation in (1, 2):
+        job.begin("a")
+        until((job.folder / f"{generation}-a").exists, job.nodes["a"].output.read_text)
+        if generation == 2:
+            break
+        job.interrupt()
+    node = job.nodes["a"]
+    assert node.end is not None
+    assert node.process is not None
+    assert [m.unfit for _, m in node.log if isinstance(m, Out)] == [""]
+    assert "cannot be" not in node.output.read_text()
+    # Another process, whose aborts never return: it says so before it would be killed for it.
+    (job.folder / "hangs").touch()
+    job.environ["CKPTD_INTERRUPT_S"] = "0.5"
+    job.begin("b")
+    node = job.nodes["b"]
+    until((job.folder / "3-b").exists, node.output.read_text)
+    assert node.end is not None
+    assert node.process is not None
+    node.end.send(FenceNow(4, 0))
+    unfit = node.until(Out, 3)[1].unfit
+    assert "collectives of 3 groups cannot be aborted in time" in unfit
+    assert node.process.wait(PATIENCE_S) == 1, "nobody has killed it"
 
 
 @pytest.mark.dist
@@ -401,6 +431,31 @@ def test_a_program_within_an_import_is_interrupted(
     del sys.modules["is_imported"]
 
 
+def test_no_snapshot_has_what_ran_behind_a_collective_that_was_cut_off(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device runs an optimizer's step behind an aborted collective, and the copies behind it."""
+    copied = threading.Event()
+    whole = Snapshot.copy_rest
+
+    def wait_first(self: Snapshot) -> None:
+        assert copied.wait(PATIENCE_S)
+        whole(self)
+
+    monkeypatch.setattr(Snapshot, "copy_rest", wait_first)
+    state = {"w": torch.ones(1000)}
+    with ckptd.Checkpointer(str(tmp_path / "root"), refer=False) as checkpointer:
+        handle = checkpointer.save(1, state)
+        interrupter.aborts._threads[dist.group.WORLD] = threading.Thread()  # one has begun
+        interrupter.again()  # another generation may have begun by the time of the last copy
+        copied.set()
+        with pytest.raises(SaveError, match="cut off") as raised:
+            handle.durable(PATIENCE_S)
+        assert raised.value.kind == "aborted"
+        checkpointer.save(2, state).durable(PATIENCE_S)
+        assert checkpointer.latest() == 2
+
+
 def test_a_checkpointer_is_let_go_of_in_one_piece(
     interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,33 +473,6 @@ def test_a_checkpointer_is_let_go_of_in_one_piece(
     interrupted_in(interrupter, checkpointer.abandon)
     assert client is not None
     assert client._left
-
-
-def test_groups_by_what_they_communicate_through_though_nobody_named_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts another one in its place
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert _groups_with("gloo") == [dist.group.WORLD]
-        assert _groups_with("nccl") == []
-    finally:
-        _destroy_groups()
-
-
-def test_groups_that_cannot_be_destroyed_are_not_in_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails() -> None:
-        raise RuntimeError("a communicator was aborted")
-
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for destroy in (fails, dist.destroy_process_group):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.new_group([0])
-        monkeypatch.setattr(dist, "destroy_process_group", destroy)
-        _destroy_groups()
-        assert not dist.is_initialized()
 
 
 def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -> None:
