@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +19,10 @@ from ckptd.format.filemap import ChunkRef
 from ckptd.layout.block import Region
 from ckptd.save.arena import Slot
 from ckptd.save.structure import SavePlan
-from ckptd.train.cuda import CHUNK_BYTES, CudaCopies, CudaSnapshot, OnDevice
+from ckptd.train.device import has_streams, kind_of
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow, grouped
 from ckptd.train.memorywatch import MemorySpan, Pages, SpanWatch, mappings
+from ckptd.train.ondevice import CHUNK_BYTES, DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.train.replicas import Samples
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.state.describe import Describer
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("ckptd")
 REPORT_BYTES = 8 << 20
 SMALL_TENSOR_BYTES = 4096
 
@@ -106,6 +109,8 @@ class CopySources:
     ----------
     locals, late
         Local tensor by name: all of them, and those that are copied late.
+    on_device
+        Names of those on devices with streams and events.
     shared
         Names of those in memory that other processes may write. These ask no gate, so such memory
         is copied at once, and must be the same afterwards.
@@ -120,7 +125,9 @@ class CopySources:
         self.leaves = leaves
         self._held = held
         self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
-        self.mixed = any(x.is_cuda for x in self.locals.values())
+        self.on_device = {n for n, x in self.locals.items() if has_streams(x.device)}
+        for kind in {x.device.type for x in self.locals.values()}:
+            _note_if_without_streams(kind)
         on_host = any(x.device.type == "cpu" for x in self.locals.values())
         self._mappings = mappings() if on_host else []
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
@@ -133,7 +140,7 @@ class CopySources:
 
     def _cut(self, step: CopyStep) -> Iterable[CopyStep]:
         local = self.locals[step.name]
-        if not local.is_cuda or step.end - step.start <= CHUNK_BYTES:
+        if step.name not in self.on_device or step.end - step.start <= CHUNK_BYTES:
             return (step,)
         shape = tuple(local.shape) if step.part is None else step.part.shape
         return step.cut(shape, local.element_size(), CHUNK_BYTES)
@@ -142,12 +149,12 @@ class CopySources:
         """Tell whether a leaf is copied late."""
         tensor = local_tensor(leaf.tensor)
         if tensor.device.type == "cpu":
-            # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
-            # the host has to wait for at the gate.
-            small = self.mixed and tensor.numel() * tensor.element_size() <= SMALL_TENSOR_BYTES
+            # Beside tensors on devices the few bytes of an optimizer's step counters would be all
+            # that the host has to wait for at the gate.
+            small = self.on_device and tensor.numel() * tensor.element_size() <= SMALL_TENSOR_BYTES
             alone = id(tensor) not in self._shared_locals and _is_dense(tensor)
             return alone and not small and self._held(leaf)
-        return tensor.is_cuda and self._held(leaf)
+        return has_streams(tensor.device) and self._held(leaf)
 
     def versions(self) -> dict[str, list[int]]:
         """Return what torch counts of changes of what is copied late."""
@@ -180,7 +187,7 @@ class CopySources:
         return [
             number
             for number, step in enumerate(self.steps)
-            if step.name not in self.late and not self.locals[step.name].is_cuda
+            if step.name not in self.late and step.name not in self.on_device
         ]
 
     @cached_property
@@ -189,7 +196,7 @@ class CopySources:
         return [
             number
             for number, step in enumerate(self.steps)
-            if (local := self.late.get(step.name)) is not None and not local.is_cuda
+            if step.name in self.late and step.name not in self.on_device
         ]
 
     def source(self, number: int) -> torch.Tensor:
@@ -283,10 +290,10 @@ class Snapshot:
     look
         Digest what is held now and again when it is copied: finds also what torch does not count
         as a mutation (writes through ``.data`` or numpy). Costs a pass over the state.
-    cuda
-        Carries out the copies from CUDA devices.
+    copies
+        Carries out the copies from devices.
     clone
-        See `CudaSnapshot`.
+        See `DeviceSnapshot`.
     samples
         Gets digests of what ranks hold in common, each of the values that are copied. None: ranks
         are not compared.
@@ -296,12 +303,12 @@ class Snapshot:
     Attributes
     ----------
     on_device
-        Whether anything is copied from a CUDA device, so that `order` lets the host go on.
+        Whether anything is copied from a device by streams, so that `order` lets the host go on.
 
     Notes
     -----
-    Tensors on the host and on CUDA devices may be held. What is on other accelerators is copied at
-    once and synchronously.
+    Tensors on the host and on devices with streams and events may be held. What is on other devices
+    is copied at once and synchronously.
     """
 
     def __init__(
@@ -310,7 +317,7 @@ class Snapshot:
         slot: Slot,
         *,
         look: bool = False,
-        cuda: CudaCopies | None = None,
+        copies: DeviceCopies | None = None,
         clone: bool = True,
         samples: Samples | None = None,
         timeout_s: float = 1800.0,
@@ -319,7 +326,7 @@ class Snapshot:
         self._slot = slot
         self._sources: CopySources | None = sources
         self._samples = samples
-        self._shared = cuda
+        self._shared = copies
         self._clone = clone
         self._timeout_s = timeout_s
         self._locals: Mapping[str, torch.Tensor] = sources.locals
@@ -331,7 +338,8 @@ class Snapshot:
         self._unsteady: list[str] = []
         # Until the gate opens nothing changes what is on the host; what a device has may change
         # before the host sees its copies done, so of that the staged bytes are compared.
-        on_host = {n: x for n, x in self._late.items() if not x.is_cuda} if look else {}
+        on_device = sources.on_device
+        on_host = {n: x for n, x in self._late.items() if n not in on_device} if look else {}
         self._digests = {name: _digest(local) for name, local in on_host.items()}
         self._staged_digests = {
             number: _digest(sources.source(number).cpu())
@@ -342,7 +350,7 @@ class Snapshot:
         self._aborts = None if session is None else session.aborts
         self._checking = threading.Lock()
         self._changed: list[str] | None = None
-        self._on_cuda: CudaSnapshot | None = None
+        self._on_device: DeviceSnapshot | None = None
         self._feed: CopyFeed | None = None
         self.on_device = False
 
@@ -363,28 +371,30 @@ class Snapshot:
             if name in self._live.shared and not self._live.is_copied(number, self._slot):
                 self._unsteady.append(name)
         self._sample_on_host(late=False)
-        if (self._live.mixed or self._samples is not None) and (devices := self._devices()):
+        look = self._live.on_device or self._samples is not None
+        if look and (devices := self._devices()):
             self._begin_on(devices)
 
-    def _common(self, kind: str, *, late: bool) -> list[torch.Tensor]:
-        """Return what other ranks hold as well, on devices of a kind or not of CUDA."""
+    def _common(self, *, on_device: bool, late: bool) -> list[torch.Tensor]:
+        """Return what other ranks hold as well, on devices with streams or elsewhere."""
         if self._samples is None:
             return []
         tensors = {
             id(leaf.tensor): leaf.tensor  # several may lie in one buffer
             for leaf in self._live.leaves.values()
             if self._samples.wants(leaf.tensor)
-            and (leaf.tensor.device.type == "cuda") == (kind == "cuda")
+            and has_streams(leaf.tensor.device) == on_device
             and self._live.is_held(leaf) == late
         }
         return [v for t in tensors.values() for v in self._samples.views(t)]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
-        """Return what is on CUDA devices, without the steps."""
-        found = {x.device: OnDevice() for x in self._locals.values() if x.is_cuda}
+        """Return what is on devices with streams, without the steps."""
+        on_device = (self._locals[name] for name in self._live.on_device)
+        found = {x.device: OnDevice() for x in on_device}
         if self._samples is not None:
             for late in (False, True):
-                for tensor in self._common("cuda", late=late):
+                for tensor in self._common(on_device=True, late=late):
                     local = local_tensor(tensor)
                     part = found.setdefault(local.device, OnDevice())
                     common = part.common_late if late else part.common_early
@@ -394,7 +404,7 @@ class Snapshot:
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
         for number, step in enumerate(self._steps):
             local = self._locals[step.name]
-            if not local.is_cuda:
+            if step.name not in self._live.on_device:
                 continue
             part = devices[local.device]
             if step.name in self._late:
@@ -402,8 +412,8 @@ class Snapshot:
                 part.held[step.name] = local
             else:
                 part.early.append(number)
-        self._on_cuda = CudaSnapshot(
-            self._shared or CudaCopies(),
+        self._on_device = DeviceSnapshot(
+            self._shared or DeviceCopies(),
             self._slot,
             devices,
             self._steps,
@@ -411,8 +421,8 @@ class Snapshot:
             clone=self._clone,
             timeout_s=self._timeout_s,
         )
-        groups = self._on_cuda.groups + self._host_groups()
-        self._feed = self._feed_of(groups, self._on_cuda.placed)
+        groups = self._on_device.groups + self._host_groups()
+        self._feed = self._feed_of(groups, self._on_device.placed)
         self.on_device = True
 
     def _host_groups(self) -> list[CopyGroup]:
@@ -425,7 +435,7 @@ class Snapshot:
 
     def _sample_on_host(self, *, late: bool) -> None:
         if self._samples is not None:
-            for tensor in self._common("cpu", late=late):
+            for tensor in self._common(on_device=False, late=late):
                 self._samples(tensor)
 
     def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
@@ -448,11 +458,11 @@ class Snapshot:
         """
         if self._feed is None:
             self._feed = self._feed_of(self._host_groups(), ())
-        with nullcontext() if self._on_cuda is None else self._on_cuda.devices():
+        with nullcontext() if self._on_device is None else self._on_device.devices():
             try:
                 self._feed.run(self._timeout_s)
-                if self._on_cuda is not None and self._samples is not None:
-                    self._on_cuda.give(self._samples)
+                if self._on_device is not None and self._samples is not None:
+                    self._on_device.give(self._samples)
                 self._check()
             finally:
                 self._release_sources()
@@ -461,9 +471,9 @@ class Snapshot:
     def _release_sources(self) -> None:
         """Drop what keeps memory, unless a device may still use it."""
         if self._feed is not None and not self._feed.stuck:
-            if self._on_cuda is not None:
-                self._on_cuda.release()
-            self._feed = self._on_cuda = None
+            if self._on_device is not None:
+                self._on_device.release()
+            self._feed = self._on_device = None
             with self._checking:
                 self._changed = self._changed or []
                 if self._watched is not None:
@@ -482,8 +492,8 @@ class Snapshot:
                 hint="nothing: the next generation loads an earlier step",
             )
         changed = self._changes() + self._unsteady
-        if self._on_cuda is not None:
-            changed += self._on_cuda.changed()
+        if self._on_device is not None:
+            changed += self._on_device.changed()
         for number, wanted in self._staged_digests.items():
             step = self._steps[number]
             if digest(self._slot.data[step.start : step.end]) != wanted:
@@ -517,13 +527,13 @@ class Snapshot:
         bool
             False: even that took longer than `timeout_s`.
         """
-        feed, on_cuda = self._feed, self._on_cuda
-        if feed is None or on_cuda is None:
+        feed, on_device = self._feed, self._on_device
+        if feed is None or on_device is None:
             return True  # everything is copied, or given up
         if not feed.hurry(timeout_s):
             return False
         self._changes()
-        on_cuda.order()
+        on_device.order()
         return True
 
     @property
@@ -531,6 +541,17 @@ class Snapshot:
         """Whether a device may still write into the slot though the copying was given up."""
         feed = self._feed
         return feed is not None and feed.stuck
+
+
+@cache
+def _note_if_without_streams(kind: str) -> None:
+    """Log, once in a process, that a kind of device has no lazy path."""
+    if kind not in ("cpu", "meta") and not kind_of(kind).has_streams:
+        _log.warning(
+            "tensors on %s are copied in save, which waits for them: torch has no streams and "
+            "events for that kind of device",
+            kind,
+        )
 
 
 def _mutated(names: Iterable[str]) -> SaveError:

@@ -1,7 +1,7 @@
 """What is copied into a slot, in which order, how much is under way, when all of it is in place.
 
 Scheduling alone, without torch: what carries a copy out is a `CopyLane`. A lane on the host copies
-in `push`; one of a GPU enqueues there and is done later (`ckptd.train.cuda`).
+in `push`; one of a GPU enqueues there and is done later (`ckptd.train.ondevice`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Tensors of a model and its optimizer do not change between one optimizer step and the next, so they
 are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). An
 optimizer that is about to step waits only while the copying is not done: this thread for what is on
-the host, the current stream for what is on a CUDA device.
+the host, the current stream for what is on a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptd import events
 from ckptd.errors import SaveError
 from ckptd.monitor.job import Phase
 from ckptd.save.arena import MOST_SLOTS
-from ckptd.train.cuda import is_capturing
+from ckptd.train.device import is_capturing
 from ckptd.train.recorder.recorder import phase
 from ckptd.train.state.leaves import TensorLeaf
 
@@ -32,7 +32,7 @@ __all__ = ["Gate"]
 _log = logging.getLogger("ckptd")
 
 
-class DeviceCopies(Protocol):
+class GatedCopies(Protocol):
     """The copies of a snapshot, where a device carries some of them out."""
 
     def order(self, timeout_s: float) -> bool:
@@ -57,8 +57,8 @@ class Gate:
         self._timeout_s = timeout_s
         self._copy: Future[None] | None = None
         self._hung: Future[None] | None = None
-        self._on_device: DeviceCopies | None = None
-        self._earlier: deque[DeviceCopies] = deque(maxlen=MOST_SLOTS)
+        self._on_device: GatedCopies | None = None
+        self._earlier: deque[GatedCopies] = deque(maxlen=MOST_SLOTS)
         self._give_up: Callable[[str], None] | None = None
         self._scope = events.current()
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
@@ -94,7 +94,7 @@ class Gate:
         self,
         copy: Future[None],
         give_up: Callable[[str], None],
-        on_device: DeviceCopies | None = None,
+        on_device: GatedCopies | None = None,
     ) -> None:
         """Hold mutations back until `copy` is done; `give_up` is called if it is never.
 
@@ -111,7 +111,7 @@ class Gate:
     def wait(self) -> None:
         """Return when everything may change. Never raises: what failed is in the save's handle.
 
-        What is copied from a CUDA device may be changed by what the current stream of that device
+        What is copied from a device may be changed by what the current stream of that device
         does after this; the host goes on.
         """
         if self._on_device is None or self._copy is None or self._copy.done() or is_capturing():

@@ -26,9 +26,9 @@ from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
 from ckptd.train.copy import CopySources, Snapshot, copy_steps
-from ckptd.train.cuda import CudaCopies, refuse_capture
 from ckptd.train.feed import CopyStep
 from ckptd.train.gate import Gate
+from ckptd.train.ondevice import DeviceCopies, refuse_capture
 from ckptd.train.ranks import Agreement
 from ckptd.train.recorder.recorder import at_step, phase
 from ckptd.train.replicas import Samples, replica_digests, shards_in_common
@@ -194,7 +194,7 @@ class Saver:
         self._gate = Gate(timeout_s)
         self._unchecked: list[SaveTracker] = []
         self._warned = False
-        self._cuda = CudaCopies()
+        self._device_copies = DeviceCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, "ckptd-copy")
 
@@ -407,7 +407,7 @@ class Saver:
                     sources,
                     slot,
                     look=self._look,
-                    cuda=self._cuda,
+                    copies=self._device_copies,
                     clone=self._lazy != "off",
                     samples=samples,
                     timeout_s=self._timeout_s,

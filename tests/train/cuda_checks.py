@@ -14,8 +14,8 @@ from torch import nn
 
 import ckptd
 from ckptd.errors import SaveError, UsageError
-from ckptd.train import cuda as cudacopy
-from ckptd.train.cuda import Pins
+from ckptd.train import ondevice
+from ckptd.train.ondevice import Pins
 
 __all__ = ["CHECKS", "DEVICE"]
 
@@ -72,7 +72,7 @@ def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
 @contextmanager
 def slow_copies(ck: ckptd.Checkpointer) -> Any:
     """Keep the copying stream busy first: what is not ordered behind the copies comes before."""
-    (stream,) = ck._saver._cuda._streams.values()
+    (stream,) = ck._saver._device_copies._streams.values()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
     yield stream
@@ -205,10 +205,10 @@ def debug_finds_what_torch_does_not_count(root: str) -> None:
 def averages_may_change_at_once(root: str) -> None:
     for memory in ("enough", "none"):
         live = {"ema": torch.randn(3 * WIDTH, WIDTH, device=DEVICE)}
-        plain = cudacopy.CLONE_ALWAYS, cudacopy._free_bytes
+        plain = ondevice.CLONE_ALWAYS, ondevice._free_bytes
         try:
             if memory == "none":
-                cudacopy.CLONE_ALWAYS, cudacopy._free_bytes = 0, lambda device: 0
+                ondevice.CLONE_ALWAYS, ondevice._free_bytes = 0, lambda device: 0
             with warm(f"{root}-{memory}", live) as ck:
                 wanted = live["ema"].clone()
                 ck.save(2, live)
@@ -216,7 +216,7 @@ def averages_may_change_at_once(root: str) -> None:
                 ck.wait()
                 ck.load(live, 2)
         finally:
-            cudacopy.CLONE_ALWAYS, cudacopy._free_bytes = plain
+            ondevice.CLONE_ALWAYS, ondevice._free_bytes = plain
         assert torch.equal(live["ema"], wanted)
 
 
@@ -284,7 +284,7 @@ def a_save_inside_a_capture_is_refused(root: str) -> None:
 
 def all_kinds() -> Values:
     """Sizes around the chunk, every way to lie in memory, the dtypes of training."""
-    chunk = cudacopy.CHUNK_BYTES
+    chunk = ondevice.CHUNK_BYTES
     sizes = [0, 1, 3, 4095, chunk // 4, chunk // 4 + 1, chunk // 2 + 7]
     out: Values = {f"flat{n}": torch.arange(n, device=DEVICE).float() for n in sizes}
     wide = torch.randn(3, chunk // 4 + 5, device=DEVICE)
@@ -340,7 +340,7 @@ def off_copies_before_it_returns(root: str) -> None:
 def page_locked_memory_is_given_back(root: str) -> None:
     state = trained()
     ck = warm(root, state)
-    pins = ck._saver._cuda.pins
+    pins = ck._saver._device_copies.pins
     assert pins.locked > 0
     larger = {"more": torch.zeros(8 * WIDTH, WIDTH, device=DEVICE), **state}
     before = pins.locked
@@ -354,13 +354,13 @@ def page_locked_memory_is_given_back(root: str) -> None:
 def a_slot_that_cannot_be_locked_is_filled_through_buffers(root: str) -> None:
     state = trained()
     with ckptd.Checkpointer(root) as ck:
-        ck._saver._cuda.pins = Pins(budget=1)
+        ck._saver._device_copies.pins = Pins(budget=1)
         wanted = values(state)
         backward(state["model"])
         ck.save(1, state)
         state["optim"].step()
         ck.wait()
-        assert ck._saver._cuda.pins.locked == 0
+        assert ck._saver._device_copies.pins.locked == 0
     wanted |= {n: t for n, t in values(state).items() if n.startswith("4.") and "running" in n}
     wanted["4.num_batches_tracked"] = state["model"][4].num_batches_tracked.clone()
     assert_loads(root, state, 1, wanted)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ckptd.train.device import kind_of
 from ckptd.train.recorder.calls import first_tensor
 
 __all__ = ["DeviceClock", "DeviceEnds", "Ends"]
@@ -137,7 +136,6 @@ def _has_failed(future: Any) -> bool:
 
 _RENEW_S = 60.0
 _MOST = 4096
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 
 DeviceEnded = Callable[..., None]
 
@@ -228,7 +226,7 @@ class DeviceEnds:
         if not self._pending:
             return
         if self._free is None:
-            self._free = _free_of_captures()
+            self._free = kind_of("cuda").ignore_captures()
         for _ in range(len(self._pending)):
             try:
                 pending = self._pending.popleft()
@@ -252,15 +250,3 @@ class DeviceEnds:
             return False
         pending.ended(work.exception() is not None, seen)
         return True
-
-
-def _free_of_captures() -> bool:
-    """Let this thread ask events while other threads capture graphs; False if it cannot be."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-        path = next(w for line in maps.splitlines() for w in line.split() if "libcudart" in w)
-        mode = ctypes.c_int(_THREAD_LOCAL)
-        code = ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    except (OSError, StopIteration, AttributeError):
-        return False
-    return int(code) == 0

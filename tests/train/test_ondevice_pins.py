@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ckptd.save.arena import Slot
-from ckptd.train.cuda import CudaSnapshot, Pins
+from ckptd.train.device import kind_of
+from ckptd.train.ondevice import DeviceSnapshot, Pins
 
 NBYTES = 1 << 20
+CUDA = kind_of("cuda")
 
 
 class Driver:
@@ -42,7 +44,6 @@ def is_mapped(address: int) -> bool:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr("ckptd.train.cuda._clear_error", lambda: None)
     return driver
 
 
@@ -52,8 +53,8 @@ def address_of(slot: Slot) -> int:
 
 def test_a_closed_slot_is_unlocked(driver: Driver) -> None:
     pins, slot = Pins(), Slot(0, NBYTES)
-    assert pins.lock(slot)
-    assert pins.lock(slot)
+    assert pins.lock(slot, CUDA)
+    assert pins.lock(slot, CUDA)
     assert list(driver.locked.values()) == [NBYTES]
     pins.use(slot, 1)
     pins.use(slot, -1)
@@ -69,7 +70,7 @@ def test_a_slot_that_is_closed_while_it_is_copied_to_is_unlocked_by_the_last(
     pins = Pins()
     for _ in range(4):
         slot = Slot(0, NBYTES)
-        assert pins.lock(slot), "an old range lies where this one is"
+        assert pins.lock(slot, CUDA), "an old range lies where this one is"
         address = address_of(slot)
         pins.use(slot, 1)
         pins.use(slot, 1)
@@ -88,7 +89,7 @@ def test_a_slot_that_is_closed_while_it_is_copied_to_is_unlocked_by_the_last(
 
 def test_the_gate_orders_while_the_copying_ends() -> None:
     """`optimizer.step()` raised "dictionary changed size during iteration"."""
-    snapshot = CudaSnapshot.__new__(CudaSnapshot)
+    snapshot = DeviceSnapshot.__new__(DeviceSnapshot)
     ordered: list[int] = []
 
     class Lane:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptd.train.cuda import MOST_WATCHED, CudaLane, DeviceSamples, FirstBytesWatch, device_bytes
+from ckptd.train.ondevice import (
+    MOST_WATCHED,
+    DeviceLane,
+    DeviceSamples,
+    FirstBytesWatch,
+    device_bytes,
+)
 from ckptd.train.replicas import Samples, sample_digest
 
 
-class HostLane(CudaLane):
+class HostLane(DeviceLane):
     """Brings to the host what is there already."""
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""What one snapshot has on CUDA devices: clones, lanes, and what is looked at there."""
+"""What one snapshot has on devices: clones, lanes, and what is looked at there.
+
+On those whose kind has streams and events, whatever it is (`ckptd.train.device`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 
 from ckptd.errors import UsageError
 from ckptd.save.arena import Slot
+from ckptd.train.device import DeviceKind, is_capturing, kind_of
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
 from ckptd.train.replicas import Samples, digest_of_sample, sampled_bytes
 from ckptd.train.state.tensors import as_bytes
@@ -23,23 +27,20 @@ from ckptd.train.state.tensors import as_bytes
 __all__ = [
     "CHUNK_BYTES",
     "Buffers",
-    "CudaCopies",
-    "CudaLane",
-    "CudaSnapshot",
+    "DeviceCopies",
+    "DeviceLane",
     "DeviceSamples",
+    "DeviceSnapshot",
     "FirstBytesWatch",
     "OnDevice",
     "Pins",
     "cloned",
     "device_bytes",
-    "is_capturing",
     "refuse_capture",
 ]
 
 
 _log = logging.getLogger("ckptd")
-PORTABLE = 1
-"""cudaHostRegisterPortable: locked for every device, not only for the current one."""
 
 
 class _Pin:
@@ -48,9 +49,10 @@ class _Pin:
     _left: ClassVar[set[_Pin]] = set()
     """Slots that were closed while a device still copied to them."""
 
-    def __init__(self, slot: Slot, address: int) -> None:
+    def __init__(self, slot: Slot, address: int, kind: DeviceKind) -> None:
         self.nbytes = slot.nbytes
         self._address = address
+        self._kind = kind
         self._slot = weakref.ref(slot)
         self._users = 0
         self._mapped: object = None
@@ -78,11 +80,10 @@ class _Pin:
             self._left.add(self)
 
     def _unlock(self) -> None:
-        status = int(torch.cuda.cudart().cudaHostUnregister(self._address))
+        refused = self._kind.unlock_pages(self._address)
         self.nbytes = 0
-        if status:
-            _clear_error()
-            _log.warning("CUDA did not unlock a slot: error %d", status)
+        if refused is not None:
+            _log.warning("a slot is not unlocked: %s", refused)
 
 
 class Pins:
@@ -103,10 +104,10 @@ class Pins:
         """Bytes that are locked now."""
         return sum(p.nbytes for p in self._known.values() if p is not None)
 
-    def lock(self, slot: Slot) -> bool:
+    def lock(self, slot: Slot, kind: DeviceKind) -> bool:
         """Lock a slot unless it is already; False where that cannot be had, which is logged."""
         if slot not in self._known:
-            pin = self._known[slot] = self._register(slot)
+            pin = self._known[slot] = self._register(slot, kind)
             if pin is not None:
                 slot.before_close = pin.release
         return self._known[slot] is not None
@@ -117,7 +118,7 @@ class Pins:
         if pin is not None:
             pin.use(more)
 
-    def _register(self, slot: Slot) -> _Pin | None:
+    def _register(self, slot: Slot, kind: DeviceKind) -> _Pin | None:
         if not slot.nbytes:
             return None
         if self._budget is None:
@@ -126,12 +127,10 @@ class Pins:
             why = f"more than {self._budget / 1e9:.1f} GB would be locked"
         else:
             address = np.frombuffer(slot.data, dtype=np.uint8).ctypes.data
-            cudart = torch.cuda.cudart()
-            status = int(cudart.cudaHostRegister(address, slot.nbytes, PORTABLE))
-            if not status:
-                return _Pin(slot, address)
-            _clear_error()
-            why = f"CUDA error {status}"
+            refused = kind.lock_pages(address, slot.nbytes)
+            if refused is None:
+                return _Pin(slot, address, kind)
+            why = refused
         _log.warning(
             "%.2f GB for snapshots cannot be page-locked (%s): copies go through a small buffer, "
             "and optimizers' steps wait for them",
@@ -139,14 +138,6 @@ class Pins:
             why,
         )
         return None
-
-
-def _clear_error() -> None:
-    """Take back what a refused call leaves behind: torch would blame the next kernel for it."""
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError as error:
-        _log.debug("taken back after a refused call: %s", error)
 
 
 CHUNK_BYTES = 32 << 20
@@ -198,7 +189,7 @@ def _buffer() -> torch.Tensor:
 class _Copied:
     """A group behind an event; `after` carries it on, on the host."""
 
-    event: torch.cuda.Event
+    event: torch.Event
     after: Callable[[], None] | None = None
 
     def done(self) -> bool:
@@ -211,7 +202,7 @@ class _Copied:
         return True
 
 
-class CudaLane:
+class DeviceLane:
     """The copies of one snapshot from one device. See `Lane`.
 
     Parameters
@@ -234,32 +225,33 @@ class CudaLane:
     def __init__(
         self,
         device: torch.device,
-        stream: torch.cuda.Stream,
+        stream: torch.Stream,
         target: torch.Tensor,
         steps: Sequence[CopyStep],
         source: Callable[[int], torch.Tensor],
         buffers: Buffers | None = None,
     ) -> None:
         self.device = device
+        self._kind = kind_of(device)
         self._stream = stream
         self._target = target
         self._steps = steps
         self._source = source
         self._buffers = buffers
-        self._last: torch.cuda.Event | None = None
+        self._last: torch.Event | None = None
         self.free = buffers is None
         self.limit = IN_FLIGHT if buffers is None else max(1, buffers.count)
 
     def begin(self) -> None:
         """Let everything that is copied come after what the current stream holds by now."""
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
+        ready = self._kind.make_event()
+        ready.record(self._kind.current_stream(self.device))
         self._stream.wait_event(ready)
 
     def push(self, group: CopyGroup) -> CopyMark:
         """See `Lane`."""
         after = None
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+        with self._kind.on_stream(self.device, self._stream), torch.no_grad():
             if self._buffers is None:
                 for number in group.steps:
                     part = device_bytes(self._source(number))
@@ -271,7 +263,7 @@ class CudaLane:
                     self._place(number).copy_(device_bytes(self._source(number)))
             if group.task is not None:
                 group.task()
-            self._last = torch.cuda.Event()
+            self._last = self._kind.make_event()
             self._last.record(self._stream)
         return _Copied(self._last, after)
 
@@ -300,7 +292,7 @@ class CudaLane:
     def order(self) -> None:
         """Let what the current stream does from now on come after everything that is pushed."""
         if self._last is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._last)
+            self._kind.current_stream(self.device).wait_event(self._last)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a small tensor to the host on the current stream; it is there when this is done."""
@@ -310,7 +302,7 @@ class CudaLane:
 
 
 @dataclass(slots=True)
-class CudaCopies:
+class DeviceCopies:
     """What the snapshots of one checkpointer share: a stream a device, page-locked memory.
 
     Attributes
@@ -320,7 +312,7 @@ class CudaCopies:
     """
 
     pins: Pins = field(default_factory=Pins)
-    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+    _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
     _buffers: dict[torch.device, Buffers] = field(default_factory=dict)
 
     def lanes(
@@ -329,18 +321,19 @@ class CudaCopies:
         slot: Slot,
         steps: Sequence[CopyStep],
         source: Callable[[int], torch.Tensor],
-    ) -> dict[torch.device, CudaLane]:
+    ) -> dict[torch.device, DeviceLane]:
         """Return a lane for each device; page-locks the slot the first time."""
         slot.allocate()
-        locked = self.pins.lock(slot)
         target = torch.from_numpy(np.frombuffer(slot.data, dtype=np.uint8))
         found = {}
         for device in devices:
+            kind = kind_of(device)
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = kind.make_stream(device)
+            locked = self.pins.lock(slot, kind)
             buffers = None if locked else self._buffers_of(device)
             stream = self._streams[device]
-            found[device] = CudaLane(device, stream, target, steps, source, buffers)
+            found[device] = DeviceLane(device, stream, target, steps, source, buffers)
         return found
 
     def _buffers_of(self, device: torch.device) -> Buffers:
@@ -376,13 +369,11 @@ def cloned(
 
 
 def _free_bytes(device: torch.device) -> int:
-    free: int = torch.cuda.mem_get_info(device)[0]
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + idle
+    return kind_of(device).free_bytes(device) or 0
 
 
 def refuse_capture() -> None:
-    """Raise where the current stream is being captured into a CUDA graph.
+    """Raise where the current stream is being captured into a graph.
 
     Raises
     ------
@@ -391,16 +382,11 @@ def refuse_capture() -> None:
     """
     if is_capturing():
         raise UsageError(
-            "a save cannot be part of a CUDA graph: a replay would copy, and save nothing",
+            "a save cannot be part of a graph: a replay would copy, and save nothing",
             kind="capturing",
-            wanted="save() outside torch.cuda.graph()",
+            wanted="save() outside the capture of a graph, as torch.cuda.graph() makes it",
             hint="save between replays, and call before_mutation() before the next one",
         )
-
-
-def is_capturing() -> bool:
-    """Tell whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 MOST_WATCHED = 64
@@ -426,7 +412,7 @@ class DeviceSamples:
         if parts:
             self._taken.append(torch.cat(parts))
 
-    def fetch(self, lane: CudaLane) -> None:
+    def fetch(self, lane: DeviceLane) -> None:
         """Bring to the host what was taken, on the current stream."""
         if self._taken:
             self._host = lane.fetch(torch.cat(self._taken))
@@ -463,7 +449,7 @@ class FirstBytesWatch:
         parts = [device_bytes(t)[:WATCHED_BYTES] for t in self._watched.values()]
         return torch.cat(parts) if parts else None
 
-    def look_again(self, lane: CudaLane) -> None:
+    def look_again(self, lane: DeviceLane) -> None:
         """Compare, on the current stream: behind the copies, before anything may change."""
         now = self._look()
         if now is not None and self._before is not None:
@@ -508,7 +494,7 @@ class OnDevice:
     common_late: list[Pair] = field(default_factory=list)
 
 
-class CudaSnapshot:
+class DeviceSnapshot:
     """Begins the copies of one snapshot from all devices, without waiting.
 
     What may change at once is cloned on the device first; where memory does not allow that, it is
@@ -535,7 +521,7 @@ class CudaSnapshot:
 
     def __init__(
         self,
-        shared: CudaCopies,
+        shared: DeviceCopies,
         slot: Slot,
         parts: Mapping[torch.device, OnDevice],
         steps: Sequence[CopyStep],
@@ -575,7 +561,7 @@ class CudaSnapshot:
         clone = self._clones.get(number)
         return self._live((number,))[0] if clone is None else clone
 
-    def _begin(self, lane: CudaLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
+    def _begin(self, lane: DeviceLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
         samples = self._samples[lane.device]
         samples.take(part.common_early)
         watch = FirstBytesWatch(part.held)
@@ -596,7 +582,7 @@ class CudaSnapshot:
         self.groups += self._grouped(lane, part.late)
         self.groups.append(CopyGroup(lane, (), last))
 
-    def _grouped(self, lane: CudaLane, numbers: Sequence[int]) -> list[CopyGroup]:
+    def _grouped(self, lane: DeviceLane, numbers: Sequence[int]) -> list[CopyGroup]:
         return list(grouped(lane, self._steps, numbers, CHUNK_BYTES, MOST_STEPS))
 
     def order(self) -> None:
@@ -609,7 +595,7 @@ class CudaSnapshot:
         """Make this thread ask nothing of a device that the snapshot has nothing on."""
         with ExitStack() as stack:
             for device in self._lanes:
-                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(kind_of(device).on(device))
             yield
 
     def changed(self) -> list[str]:

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptd.save.arena import Slot
 from ckptd.train.copy import CopySources
-from ckptd.train.cuda import CudaCopies, CudaLane, CudaSnapshot, OnDevice, cloned
 from ckptd.train.feed import CopyStep, StridedWindow
+from ckptd.train.ondevice import DeviceCopies, DeviceLane, DeviceSnapshot, OnDevice, cloned
 from ckptd.train.state.leaves import TensorLeaf
 
 CPU = torch.device("cpu")
 
 
-class HostLane(CudaLane):
+class HostLane(DeviceLane):
     """Copies nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class HostLane(CudaLane):
         pass
 
 
-class HostCopies(CudaCopies):
+class HostCopies(DeviceCopies):
     """Has lanes on the host."""
 
     def lanes(
@@ -36,7 +36,7 @@ class HostCopies(CudaCopies):
         slot: Slot,
         steps: Sequence[CopyStep],
         source: Callable[[int], torch.Tensor],
-    ) -> dict[torch.device, CudaLane]:
+    ) -> dict[torch.device, DeviceLane]:
         return {device: HostLane(device) for device in devices}
 
 
@@ -75,7 +75,7 @@ def test_windows_of_a_turned_tensor_share_one_copy_of_it() -> None:
     slot, early = Slot(0, 64), list(range(len(steps)))
     parts = {CPU: OnDevice(early=early)}
     with Copied() as copied:
-        snapshot = CudaSnapshot(
+        snapshot = DeviceSnapshot(
             HostCopies(), slot, parts, sources.steps, sources.parts, clone=True, timeout_s=1.0
         )
     assert copied.numels.count(rows * columns) == len(tensors)
