@@ -206,8 +206,8 @@ class Collectives:
             rows[name] = calls[name]
         rows["first"] = self._leaders[at] == places
         rows["bytes"] = np.maximum(calls["bytes"], 0)
-        failed = calls["flags"] & int(CallFlag.FAILED) != 0
-        rows["seconds"] = np.where(failed, np.nan, np.maximum(calls["end"] - calls["start"], 0))
+        untimed = calls["flags"] & int(CallFlag.FAILED | CallFlag.UNSEEN) != 0
+        rows["seconds"] = np.where(untimed, np.nan, np.maximum(calls["end"] - calls["start"], 0))
         rows["since"] = now
         return rows
 

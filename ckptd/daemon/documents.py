@@ -377,6 +377,10 @@ class CallDocument(Struct, frozen=True, kw_only=True):
     step: int | None
     phase: str
     failed: bool
+    queued: bool
+    """Its device has not come to it."""
+    unseen: bool
+    """Its end is not known: `end_s` is when it was enqueued."""
 
     @staticmethod
     def of(call: Any, names: Names, moved: float = 0.0) -> CallDocument:
@@ -394,6 +398,8 @@ class CallDocument(Struct, frozen=True, kw_only=True):
             step=int(call["step"]) if call["step"] >= 0 else None,
             phase=phase_name(int(call["phase"])),
             failed=bool(int(call["flags"]) & CallFlag.FAILED),
+            queued=bool(int(call["flags"]) & CallFlag.QUEUED) and bool(np.isnan(end)),
+            unseen=bool(int(call["flags"]) & CallFlag.UNSEEN),
         )
 
 

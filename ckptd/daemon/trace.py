@@ -157,7 +157,7 @@ def chrome_trace(calls: Array, names: Names, nodes: dict[int, str], now: float) 
                     "step": what.step,
                     "phase": what.phase,
                     "site": what.site,
-                    "ended": what.end_s is not None,
+                    "ended": what.end_s is not None and not what.unseen,
                 },
             }
         )

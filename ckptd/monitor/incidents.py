@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import NotFoundError
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CallFlag, JobView
 from ckptd.monitor.report import EvidenceReport, GroupInfo, ProbeResult, Stack
 from ckptd.monitor.rules.slow import FIRST_SLOW
 from ckptd.monitor.settings import IsolationBudget, WatchSettings
@@ -216,7 +216,13 @@ def _line(call: np.void, texts: Mapping[int, str], names: Mapping[int, GroupInfo
     told = (info.kind or info.name) if info is not None else ""
     group = told or f"{int(call['group']):016x}"
     spent = call["end"] - call["start"]
-    ended = f"took {spent:.6f} s" if spent == spent else "goes on"
+    flags = CallFlag(int(call["flags"]))
+    if CallFlag.UNSEEN in flags:
+        ended = "its end is not known"
+    elif spent == spent:
+        ended = f"took {spent:.6f} s"
+    else:
+        ended = "its device has not come to it" if CallFlag.QUEUED in flags else "goes on"
     site = texts.get(int(call["site"]), "")
     return (
         f"{call['start']:+.3f} s  {group} #{int(call['seq'])}  {op}  "

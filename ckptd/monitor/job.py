@@ -71,6 +71,11 @@ class CallFlag(enum.IntFlag):
     COUNTED = 8
     """Its step is one of an optimizer, counted by the recorder: other ranks may rightly be in
     another one."""
+    QUEUED = 16
+    """Its device has not come to it yet: what is before it in the queue still runs."""
+    UNSEEN = 32
+    """Its end is not known. The time that stands for it is when the call was enqueued, or when
+    somebody stopped looking."""
 
 
 GROUP: np.dtype[Any] = np.dtype(

@@ -246,6 +246,7 @@ _ENTERED_AT, _COMPLETED_AT, _ENTERED, _COMPLETED = 3, 4, 5, 6
 # Every call passes by these; a member of an enum takes longer to look up, and to index with.
 _SLOTS_WORD = HEADER_BYTES // _WORD
 _WRITTEN, _FAILED = Counter.WRITTEN.value, CallFlag.FAILED.value
+_UNSEEN, _QUEUED = CallFlag.UNSEEN.value, CallFlag.QUEUED.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,18 +419,27 @@ class RingWriter:
         *,
         failed: bool = False,
         at: int | None = None,
+        seen: bool = True,
     ) -> None:
         """Write down that a call has ended, now or `at` that time in nanoseconds.
 
-        A slot that serves another call is left alone.
+        A slot that serves another call is left alone. Without `seen` the call is marked as one
+        whose end is not known.
         """
         now = _now() if at is None else at
         word = _SLOTS_WORD + (number - 1) % self._slots * _SLOT_WORDS
         if self._words[word] == number:
-            if failed:
-                self._bytes[word * _WORD + _FLAGS_BYTE] |= _FAILED
+            if failed or not seen:
+                more = (_FAILED if failed else 0) | (0 if seen else _UNSEEN)
+                self._bytes[word * _WORD + _FLAGS_BYTE] |= more
             self._words[word + _END_WORD] = now
         group.complete(seq, now)
+
+    def reached(self, number: int) -> None:
+        """Write down that the device has come to a call that was entered as queued."""
+        word = _SLOTS_WORD + (number - 1) % self._slots * _SLOT_WORDS
+        if self._words[word] == number:
+            self._bytes[word * _WORD + _FLAGS_BYTE] &= 0xFF ^ _QUEUED
 
     @property
     def address(self) -> int:
@@ -706,6 +716,7 @@ Rows = np.ndarray[Any, Any]
 _COUNTERS = Struct(f"<{len(Counter)}q")
 _NS = 1e-9
 _EARLIEST = 1  # 0 stands for "never" in all times
+_WIDER = 4  # times as many calls are read where the oldest that were read is under way
 
 
 class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -786,7 +797,8 @@ class RingReader(RankFile):
         ----------
         calls
             How many of the last calls to return at most; None is all that the ring holds. A poll
-            that asks for few reads few.
+            that asks for few reads few, and more only to find the oldest call that is under way,
+            which is returned as well: a device is hundreds of calls behind its program.
         members
             Whether to return the ranks of the groups, which never change.
 
@@ -797,8 +809,16 @@ class RingReader(RankFile):
         """
         # Calls first: a call that is returned as entered is then counted by its group as well.
         counters = self._read_counters()
-        slots = self._read_slots(_within(counters[Counter.WRITTEN], 1 << 62), calls)
+        written = _within(counters[Counter.WRITTEN], 1 << 62)
+        slots = self._read_slots(written, calls)
         groups = self._read_groups()
+        wanted = len(slots)
+        while len(slots) and not slots["end"][0] and len(slots) < min(written, self._shape().slots):
+            before, slots = len(slots), self._read_slots(written, _WIDER * len(slots))
+            if len(slots) <= before:
+                break
+        if len(slots) > wanted:
+            slots = _with_oldest_open(slots, wanted)
         counters = self._read_counters()
         rows = _calls(slots, groups)
         if counters[Counter.COUNTED] == 1:
@@ -985,6 +1005,14 @@ def _calls(slots: Rows, groups: Rows) -> Rows:
     rows["end"] = np.where(slots["end"] >= _EARLIEST, slots["end"] * _NS, np.nan)
     rows["phase"] = np.minimum(rows["phase"], max(Phase))
     return rows
+
+
+def _with_oldest_open(slots: Rows, wanted: int) -> Rows:
+    """Return the last `wanted` slots, and before them the oldest of a call under way."""
+    first = len(slots) - wanted
+    open_ = np.flatnonzero(slots["end"][:first] == 0)[:1]
+    found: Rows = slots[np.concatenate([open_, np.arange(first, len(slots))])]
+    return found
 
 
 def _groups(groups: Rows) -> Rows:

@@ -100,6 +100,39 @@ def test_an_old_call_makes_room(ring: RingWriter) -> None:
     assert len(read(ring.path, 0).calls) == 0
 
 
+def test_a_device_comes_to_a_call_and_ends_it_or_nobody_knows(ring: RingWriter) -> None:
+    group = group_of(ring)
+    calls = [ring.enter(group, 1, 8, 1, -1, CallFlag.ASYNC | CallFlag.QUEUED, 5) for _ in range(3)]
+    assert read(ring.path).calls["flags"].tolist() == [CallFlag.ASYNC | CallFlag.QUEUED] * 3
+    ring.reached(calls[0][0])
+    ring.leave(group, *calls[1], seen=False, failed=True)
+    ring.reached(calls[1][0])
+    flags = read(ring.path).calls["flags"].tolist()
+    both = CallFlag.FAILED | CallFlag.UNSEEN
+    assert flags == [CallFlag.ASYNC, CallFlag.ASYNC | both, CallFlag.ASYNC | CallFlag.QUEUED]
+    for _ in range(SMALL.slots):
+        ring.leave(group, *enter(ring, group))
+    before = read(ring.path).calls
+    ring.reached(calls[2][0])  # its slot serves another call by now
+    assert read(ring.path).calls.tobytes() == before.tobytes()
+
+
+def test_the_oldest_open_call_is_found_behind_a_deep_queue(tmp_path: Path) -> None:
+    ring = RingWriter(tmp_path / "deep.ring", RingIdentity(rank=0, world=8))
+    group = group_of(ring)
+    for _ in range(300):
+        ring.leave(group, *enter(ring, group))
+    for _ in range(300):
+        enter(ring, group)
+    view = read(ring.path, 16)
+    assert (view.pending_group, view.pending_seq) == (77, 301)
+    assert view.calls["seq"].tolist() == [301, *range(585, 601)]
+    assert view.pending_since == view.calls["start"][0]
+    ring.leave(group, *enter(ring, group))
+    # The last ones alone have ended: the first of those that are returned is under way.
+    assert read(ring.path, 16).calls["seq"].tolist() == [301, *range(586, 602)]
+
+
 def test_completed_is_the_end_of_an_unbroken_run(ring: RingWriter) -> None:
     group = group_of(ring)
     calls = [enter(ring, group) for _ in range(4)]

@@ -188,8 +188,10 @@ def hangs(
     yield from found
     if not found and not gone.any():
         # Beside a known culprit, ranks that wait for silent ones may wait for it through them.
-        unheard = tuple(_silent(job, wait, within))
-        yield from unheard or _held_up_unseen(job, limits, gone, stopped)
+        unheard = tuple(_silent(job, wait, within)) or tuple(
+            _held_up_unseen(job, limits, gone, stopped)
+        )
+        yield from unheard or _all_unseen(job, np.maximum(outside, within))
 
 
 # --- outside communication ----------------------------------------------------------------------
@@ -204,14 +206,20 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
     rows = rows[np.argsort(-idle[rows], kind="stable")]
     details = [_subtype(job, int(row)) for row in rows[:MOST_NAMED]]
     waiting = int((wait.inside & ~wait.complete).sum())
+    unseen = int(_ends_unseen(job)[rows].sum())
+    evidence = [
+        f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
+        f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
+    ]
+    if unseen:
+        evidence.append(f"{unseen} of them may still be in their last call: {_UNSEEN}")
     yield Verdict(
         kind=VerdictKind.HANG,
-        suspects=rank_suspects(job, rows[:MOST_NAMED], 0.95, details),
-        evidence=(
-            f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
-            f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
-        ),
-        rules_out=(
+        suspects=rank_suspects(job, rows[:MOST_NAMED], 0.5 if unseen else 0.95, details),
+        evidence=tuple(evidence),
+        rules_out=()
+        if unseen
+        else (
             "a broken link: these ranks have not entered the call",
             "a deadlock: these ranks wait for nobody",
         ),
@@ -425,10 +433,13 @@ def _complete(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     for code, last in _overdue(job, wait, limit).items():
         rows = np.flatnonzero(wait.complete & (wait.code == code))
         frozen = rows[_frozen(job)[rows]]
+        queued = rows[_queued(job)[rows]]
+        engine = _engine_s(job, np.array([code]))
         if len(frozen):
             yield _frozen_inside(job, frozen, last)
+        elif len(queued):
+            yield _before(job, queued, len(rows), last, float(limit[rows].max()), engine)
         else:
-            engine = _engine_s(job, np.array([code]))
             yield _stuck(
                 job, rows, int(job.group_ids[code]), last, float(limit[rows].max()), engine
             )
@@ -470,6 +481,52 @@ def _frozen_inside(job: JobView, rows: Array, last: float) -> Verdict:
         refuted_by="the named processes run",
         action="take stacks, flush the snapshot, restart; isolate a stopped process",
         numbers={"hung": len(rows), "cannot run": len(rows), "since last arrival s": last},
+    )
+
+
+def _queued(job: JobView) -> Array:
+    """Return ranks whose device has not come to the oldest open call.
+
+    The rank itself looks, by the thread of its heartbeat: what it wrote before that stopped says
+    nothing of now.
+    """
+    calls, ranks = job.calls, job.ranks
+    out = np.zeros(len(ranks), bool)
+    out[calls["row"][_pending(job) & ((calls["flags"] & CallFlag.QUEUED) != 0)]] = True
+    looks: Array = out & (ranks["heartbeat"] <= STALE_S)
+    return looks
+
+
+def _before(
+    job: JobView, rows: Array, members: int, last: float, limit: float, engine: float
+) -> Verdict:
+    """Return what is to be said of a call that some devices have not come to."""
+    detail = "its device has not come to the call: what was enqueued before it still runs"
+    named = rows[:MOST_NAMED]
+    inside = members - len(rows)
+    return Verdict(
+        kind=VerdictKind.HANG,
+        suspects=rank_suspects(job, named, 0.9, [detail] * len(named)),
+        evidence=(
+            f"all members have enqueued the call, the last one {last:.1f} s ago",
+            f"{len(rows)} devices have not come to it; {inside} are in it and wait",
+        ),
+        rules_out=(
+            "a broken link: the call has not begun on the devices of these ranks",
+            "a hung program: these ranks have enqueued the call",
+        ),
+        refuted_by="the device of a named rank comes to the call",
+        action="take stacks; look at the kernels of these devices and their errors (dmesg, the "
+        "vendor's tool); restart, and isolate a device that hangs again",
+        numbers={
+            "hung": len(rows),
+            "inside": inside,
+            "runs": _running(job, rows),
+            "since last arrival s": last,
+            "limit s": limit,
+            "engine s": engine,
+        },
+        place=_place(job, int(rows[0])),
     )
 
 
@@ -544,6 +601,54 @@ def _held_up_unseen(
             "cannot run": len(rows),
             "idle s": float(ranks["idle"][others].min()),
             "limit s": limits.still_s,
+        },
+        place=_place(job, int(rows[0])),
+    )
+
+
+_UNSEEN = "the recorder does not know when calls end on its device"
+
+
+def _ends_unseen(job: JobView) -> Array:
+    """Return ranks that may still be in their last call, though it counts as ended."""
+    out = np.zeros(len(job.ranks), bool)
+    known = job.last_call >= 0
+    flags = job.calls["flags"][job.last_call[known]]
+    out[known] = (flags & CallFlag.UNSEEN) != 0
+    return out
+
+
+def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
+    """Yield that no rank moves, where their last calls may go on without anybody knowing.
+
+    A program that computes for long looks the same: this accuses nobody, and waits for the time
+    after which the backend itself gives up.
+    """
+    ranks = job.ranks
+    unseen = _ends_unseen(job) & ranks["alive"]
+    if not unseen.any():
+        return
+    last = job.last_call[unseen]
+    engine = _engine_s(job, np.unique(job.code_of(job.calls["group"][last])))
+    still = ranks["idle"] > np.maximum(limit, engine)
+    if not still[ranks["alive"]].all():
+        return
+    idle = float(ranks["idle"][ranks["alive"]].min())
+    rows = np.flatnonzero(unseen)[:MOST_NAMED]
+    yield Verdict(
+        kind=VerdictKind.CANNOT_SAY,
+        suspects=rank_suspects(job, rows, round(0.5 / len(rows), 3), [_UNSEEN] * len(rows)),
+        evidence=(
+            f"no rank has moved for {idle:.1f} s",
+            f"{int(unseen.sum())} ranks may still be in their last call: {_UNSEEN}",
+        ),
+        rules_out=(),
+        refuted_by="a rank moves",
+        action="take stacks: they show who waits for a device; the backend's log names the call",
+        numbers={
+            "unseen": int(unseen.sum()),
+            "age s": idle,
+            "engine s": engine,
         },
         place=_place(job, int(rows[0])),
     )

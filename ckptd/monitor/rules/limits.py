@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckptd.monitor.job import JobView, Phase
+from ckptd.monitor.job import CallFlag, JobView, Phase
 from ckptd.monitor.stats import Array, mix
 
 __all__ = ["ENGINE_S", "MOST_KEYS", "HangLimits", "Learned", "learn", "learn_cut_short"]
@@ -192,7 +192,8 @@ def _gaps(job: JobView) -> tuple[Array, Array]:
 def _durations(job: JobView) -> tuple[Array, Array]:
     order, starts = job.cohorts
     calls = job.calls
-    spans = (calls["end"] - calls["start"])[order]
+    unseen = (calls["flags"] & CallFlag.UNSEEN) != 0
+    spans = np.where(unseen, np.nan, calls["end"] - calls["start"])[order]
     shortest = np.minimum.reduceat(spans, starts)  # NaN, if one member has not ended it
     size = np.zeros(len(job.group_ids), np.int64)
     np.maximum.at(size, job.group_codes, job.groups["size"])

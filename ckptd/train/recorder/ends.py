@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ckptd.train.device import kind_of
+from ckptd.train.device import DeviceKind, kind_of
 from ckptd.train.recorder.calls import first_tensor
 
-__all__ = ["DeviceClock", "DeviceEnds", "Ends"]
+__all__ = ["DeviceCall", "DeviceClock", "DeviceEnds", "Ends", "QueuedCall"]
 
 
+_log = logging.getLogger("ckptd.monitor")
 _MOST_AWAITED = 1024
 
-Ended = Callable[[bool], None]
-"""Called once, with whether the call failed; must not raise."""
+Ended = Callable[..., None]
+"""Called once, as ``ended(failed)``, or ``ended(failed, seen=False)``; must not raise.
+
+See `DeviceCall.ended`.
+"""
+
+
+Forgotten = Callable[[], None]
+"""Called where nobody has waited for a work for so long that its wait is looked for no more."""
 
 
 class Ends:
     """Tells when works end: by their future, or when somebody waits, as the caller does at once.
 
-    The future of an accelerator's work fires when that is enqueued: see `recorder_device`.
+    The future of an accelerator's work fires when that is enqueued: see `DeviceEnds`.
     """
 
     def __init__(self, broken: Callable[[BaseException], None]) -> None:
         self._broken = broken
-        self._awaited: OrderedDict[int, tuple[Any, Ended]] = OrderedDict()
+        self._awaited: OrderedDict[int, tuple[Any, Ended, Forgotten]] = OrderedDict()
         self._by_output: dict[int, int] = {}
         self._library: torch.library.Library | None = None
         self._without: set[str] = set()
@@ -104,17 +115,20 @@ class Ends:
                 return
         self.at_its_wait(work, ended, output)
 
-    def at_its_wait(self, work: Any, ended: Ended, output: Any = None) -> None:
+    def at_its_wait(
+        self, work: Any, ended: Ended, output: Any = None, forgotten: Forgotten | None = None
+    ) -> None:
         """Call `ended` when somebody has waited for `work`, or for what it writes if that is given.
 
         Where the caller waits at once this is cheaper than a future, which takes the GIL in a
-        thread of the backend.
+        thread of the backend. Where nobody waits, and nobody says by `forgotten` that it looks
+        itself, the call counts as one whose end is not known: for ever under way, it would look
+        like a hang.
         """
         # The same object comes back to the caller as long as it is held here.
-        self._awaited[id(work)] = (work, ended)
+        self._awaited[id(work)] = (work, ended, forgotten or partial(ended, False, seen=False))
         if len(self._awaited) > _MOST_AWAITED:
-            # Nobody waits for this one any more. For ever under way, it would look like a hang.
-            self._awaited.popitem(last=False)[1][1](False)
+            self._awaited.popitem(last=False)[1][2]()
         written = None if output is None else first_tensor(output)
         if written is not None:
             self._by_output[_address(written)] = id(work)
@@ -136,8 +150,21 @@ def _has_failed(future: Any) -> bool:
 
 _RENEW_S = 60.0
 _MOST = 4096
+_MOST_IDLE = 256
+"""Events that are kept for calls to come."""
 
-DeviceEnded = Callable[..., None]
+
+class DeviceCall(Protocol):
+    """A call of the ring that a device carries out. Nothing here raises."""
+
+    def reached(self) -> None:
+        """Write down that the device has come to it."""
+
+    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
+        """Write down that it has ended, now or `at` that time in monotonic nanoseconds.
+
+        Without `seen` its end is not known.
+        """
 
 
 class DeviceClock:
@@ -160,93 +187,237 @@ class DeviceClock:
 class _Anchor:
     """An event to count from, and the clock that goes with it."""
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
+    def __init__(self, kind: DeviceKind, stream: torch.Stream) -> None:
+        self.event = kind.make_event(timing=True)
+        self.event.record(stream)
         self.clock = DeviceClock()
         self.until = time.monotonic() + _RENEW_S
 
 
-class _Pending:
-    """A call under way on a device."""
+class QueuedCall:
+    """A call that is enqueued on a device, from before it is. Made by `DeviceEnds.enqueue`."""
 
-    __slots__ = ("anchor", "ended", "event", "work")
+    __slots__ = (
+        "anchor",
+        "begun",
+        "begun_on",
+        "call",
+        "device",
+        "end",
+        "end_on",
+        "kind",
+        "over",
+        "work",
+    )
 
-    def __init__(self, work: Any, ended: DeviceEnded) -> None:
-        self.work = work
-        self.ended = ended
-        self.event: Any = None
+    def __init__(
+        self,
+        call: DeviceCall,
+        kind: DeviceKind,
+        device: torch.device,
+        stream: torch.Stream,
+        begun: torch.Event,
+    ) -> None:
+        self.call = call
+        self.kind = kind
+        self.device = device
+        self.begun_on = self.end_on = stream
+        self.begun: torch.Event | None = begun
+        """Behind what was enqueued before it; None once the device has come there."""
+        self.work: Any = None
+        """From when the backend took the call until somebody has waited for it."""
+        self.end: torch.Event | None = None
+        """Behind the program's wait."""
         self.anchor: _Anchor | None = None
+        self.over = False
 
 
 class DeviceEnds:
-    """Tells when calls on an accelerator end; `ends` hears of waits."""
+    """Tells when devices come to calls and end them; `ends` tells of waits.
+
+    Parameters
+    ----------
+    ends
+        Shared with calls of the host.
+    """
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
-        self._pending: deque[_Pending] = deque()
-        self._anchors: dict[int, _Anchor] = {}
-        self._free: bool | None = None
+        self._pending: deque[QueuedCall] = deque()
+        self._anchors: dict[torch.device, _Anchor] = {}
+        self._idle: dict[tuple[DeviceKind, bool], list[torch.Event]] = {}
+        self._captures: dict[DeviceKind, Callable[[], bool]] = {}
+        self._blind: set[DeviceKind] = set()
+        # A wait that fails and the look at events are in two threads: each call ends once.
+        self._lock = threading.Lock()
 
-    def watch(self, work: Any, device: Any, output: Any, ended: DeviceEnded) -> None:
-        """Call ``ended(failed, at)`` when `work` is done on `device`."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            ended(False)
-            return
-        pending = _Pending(work, ended)
-        self._pending.append(pending)
+    # -- in the thread that calls ----------------------------------------------------------------
+
+    def enqueue(self, device: torch.device, call: DeviceCall) -> QueuedCall | None:
+        """Take note that a call is about to be enqueued behind what the current stream holds.
+
+        None where nobody will know when it ends: it is captured into a graph, which runs later, or
+        this kind of device has no events, which is logged once. The backend may block before it
+        takes the call, so devices are looked at from now on.
+        """
+        kind = kind_of(device.type)
+        if not kind.has_streams:
+            self._cannot_look(kind, f"torch.{kind.type} has no events")
+            return None
+        if kind in self._blind or self._is_capturing(kind):
+            return None
+        stream = kind.current_stream(device)
+        begun = self._recorded(kind, stream, timing=False)
+        queued = QueuedCall(call, kind, device, stream, begun)
+        self._pending.append(queued)
         if len(self._pending) > _MOST:
             # Nobody could look at them in time. For ever under way, they would look like a hang.
-            self._pending.popleft().ended(False)
+            self._end(self._pending.popleft(), seen=False)
+        return queued
 
-        def waited(failed: bool) -> None:
-            self._waited(pending, device.index or 0, failed)
+    def _is_capturing(self, kind: DeviceKind) -> bool:
+        # Asked twice a call, of a kind that is in use: `DeviceKind.is_capturing` asks for more.
+        asked = self._captures.get(kind)
+        if asked is None:
+            asked = getattr(kind.module, "is_current_stream_capturing", None) or bool
+            self._captures[kind] = asked
+        return asked()
 
-        self._ends.at_its_wait(work, waited, output)
+    def _recorded(self, kind: DeviceKind, stream: torch.Stream, *, timing: bool) -> torch.Event:
+        """Return an event behind what a stream holds by now."""
+        idle = self._idle.get((kind, timing))
+        event = idle.pop() if idle else kind.make_event(timing=timing)
+        event.record(stream)
+        return event
 
-    def _waited(self, pending: _Pending, device: int, failed: bool) -> None:
-        if failed or torch.cuda.is_current_stream_capturing():
-            self._forget(pending)
-            pending.ended(failed)
+    def _give_back(self, kind: DeviceKind, event: torch.Event, *, timing: bool) -> None:
+        idle = self._idle.setdefault((kind, timing), [])
+        if len(idle) < _MOST_IDLE:
+            idle.append(event)
+
+    def refused(self, queued: QueuedCall) -> None:
+        """Look no more at a call that the backend did not take."""
+        with self._lock:
+            queued.over = True
+
+    def taken(self, queued: QueuedCall, work: Any, output: Any) -> None:
+        """Take note that the backend has taken a call: `work`, which writes `output`."""
+        queued.work = work
+        # Where nobody waits the work itself is asked.
+        self._ends.at_its_wait(work, partial(self._waited, queued), output, _nothing)
+
+    def _waited(self, queued: QueuedCall, failed: bool) -> None:
+        kind = queued.kind
+        if failed or self._is_capturing(kind):
+            self._end(queued, failed, seen=failed)
             return
-        with torch.cuda.device(device):
-            anchor = self._anchors.get(device)
-            if anchor is None or anchor.until < time.monotonic():
-                anchor = self._anchors[device] = _Anchor()
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        pending.anchor, pending.event, pending.work = anchor, event, None
+        device = queued.device
+        stream = kind.current_stream(device)
+        anchor = self._anchors.get(device)
+        if anchor is None or anchor.until < time.monotonic():
+            anchor = self._anchors[device] = _Anchor(kind, stream)
+        queued.end_on, queued.anchor = stream, anchor
+        queued.end = self._recorded(kind, stream, timing=True)  # from now on the other thread looks
+        queued.work = None
 
-    def _forget(self, pending: _Pending) -> None:
-        if pending in self._pending:
-            self._pending.remove(pending)
+    def _end(
+        self, queued: QueuedCall, failed: bool = False, at: int | None = None, *, seen: bool = True
+    ) -> None:
+        with self._lock:
+            if not queued.over:
+                queued.over = True
+                queued.call.ended(failed, at, seen=seen)
+
+    def _cannot_look(self, kind: DeviceKind, why: str) -> None:
+        if kind not in self._blind:
+            self._blind.add(kind)
+            _log.warning(
+                "when collectives on %s tensors end is not known (%s): each counts as ended when "
+                "it is enqueued and is marked so, and a hang inside one is not told from others",
+                kind.type,
+                why,
+            )
+
+    # -- in the thread that looks ----------------------------------------------------------------
 
     def poll(self) -> None:
-        """Tell of what has ended. Called by one thread, which is no thread of the program's."""
-        if not self._pending:
-            return
-        if self._free is None:
-            self._free = kind_of("cuda").ignore_captures()
+        """Tell what devices have come to and ended. Called by one thread, which makes no calls."""
+        # A queue is in order: behind an event that has not happened none has.
+        ahead: set[torch.Stream] = set()
+        open_: set[torch.Stream] = set()
         for _ in range(len(self._pending)):
             try:
-                pending = self._pending.popleft()
+                queued = self._pending.popleft()
             except IndexError:
                 return
-            # Without that freedom asking would break the capture of a graph in another thread.
-            if not self._free:
-                pending.ended(False)
-            elif not self._done(pending):
-                self._pending.append(pending)
+            if queued.over:
+                continue
+            if queued.kind in self._blind or not queued.kind.ignore_captures():
+                # Without that freedom asking would break the capture of a graph in another thread.
+                self._cannot_look(queued.kind, "asking for events would break captures of graphs")
+                self._end(queued, seen=False)
+            elif not self._is_over(queued, ahead, open_):
+                self._pending.append(queued)
 
-    def _done(self, pending: _Pending) -> bool:
+    def _is_over(
+        self, queued: QueuedCall, ahead: set[torch.Stream], open_: set[torch.Stream]
+    ) -> bool:
         seen = time.monotonic_ns()
-        work, event, anchor = pending.work, pending.event, pending.anchor
-        if event is not None and anchor is not None:
-            if not event.query() or not anchor.event.query():
+        begun = queued.begun
+        if begun is not None:
+            if queued.begun_on in ahead:
                 return False
-            pending.ended(False, anchor.clock.host_ns(anchor.event.elapsed_time(event), seen))
+            if not begun.query():
+                ahead.add(queued.begun_on)
+                return False
+            self._reached(queued, begun)
+        end, anchor, work = queued.end, queued.anchor, queued.work
+        if end is not None and anchor is not None:
+            if queued.end_on in open_:
+                return False
+            if not end.query() or not anchor.event.query():
+                open_.add(queued.end_on)
+                return False
+            self._end(queued, at=_host_ns(anchor, end, seen))
+            self._give_back(queued.kind, end, timing=True)
             return True
         if work is None or not work.is_completed():
             return False
-        pending.ended(work.exception() is not None, seen)
+        self._end(queued, _work_has_failed(work), seen)
         return True
+
+    def _reached(self, queued: QueuedCall, begun: torch.Event) -> None:
+        queued.begun = None
+        self._give_back(queued.kind, begun, timing=False)
+        with self._lock:
+            if not queued.over:
+                queued.call.reached()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _host_ns(anchor: _Anchor, end: torch.Event, seen: int) -> int:
+    """Return when an event happened; when it was seen where the device has no clock for it."""
+    try:
+        return anchor.clock.host_ns(anchor.event.elapsed_time(end), seen)
+    except (RuntimeError, NotImplementedError):
+        return seen
+
+
+def _work_has_failed(work: Any) -> bool:
+    """Whether a work that is completed has failed, as far as its backend says.
+
+    `Work.exception` would print that it is deprecated. A future of NCCL's that is done says only
+    that the call was enqueued; its other one has the result.
+    """
+    try:
+        future = work.get_future_result()
+    except (RuntimeError, NotImplementedError):
+        try:
+            future = work.get_future()
+        except (RuntimeError, NotImplementedError):
+            return False
+        return bool(future.done()) and _has_failed(future)
+    return bool(future.done()) and (_has_failed(future) or bool(int(future.value())))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ from ckptd.monitor.ring import (
     read,
 )
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, call_kinds
-from ckptd.train.recorder.ends import DeviceEnds, Ends
+from ckptd.train.recorder.ends import DeviceEnds, Ends, QueuedCall
 from ckptd.train.recorder.hook import one_call
 from ckptd.train.recorder.sources import Broken
 
@@ -259,6 +260,32 @@ class NativeSource:
             raise RuntimeError(f"the self-test of the native hook saw {seen} {native.error()}")
 
 
+class _OnDevice:
+    """See `DeviceCall`."""
+
+    __slots__ = ("_life", "_native", "_number", "_row", "_seq")
+
+    def __init__(self, native: ModuleType, row: int, number: int, seq: int) -> None:
+        self._native = native
+        self._row = row
+        self._number = number
+        self._seq = seq
+        self._life = native.life()
+
+    def reached(self) -> None:
+        self._native.reached(self._number, self._life)
+
+    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
+        self._native.leave(self._row, self._number, self._seq, failed, at or 0, seen, self._life)
+
+
+class _OfThread(threading.local):
+    """The call that a thread is about to enqueue."""
+
+    call: _OnDevice | None = None
+    queued: QueuedCall | None = None
+
+
 class _Answers:
     """What the native hook asks. Nothing here raises but what it then steps aside for."""
 
@@ -274,6 +301,7 @@ class _Answers:
         self.site = self._sites.named
         self._ends = Ends(broken)
         self._ends_on = False
+        self._of_thread = _OfThread()
         self.device = DeviceEnds(self._ends)
 
     def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
@@ -290,20 +318,32 @@ class _Answers:
         """Return the code of an element type."""
         return self._ring.text(str(tensor.dtype).removeprefix("torch."))
 
-    def on_device(
-        self, row: int, number: int, seq: int, work: Any, tensor: torch.Tensor, output: Any
-    ) -> None:
-        """Watch a call of an accelerator."""
-        if not self._ends_on:
-            self._ends_on = True
-            self._ends.install()
+    def enqueue(self, row: int, number: int, seq: int, tensor: torch.Tensor) -> None:
+        """Take note of a call that this thread is about to enqueue on an accelerator."""
+        call = _OnDevice(self._native, row, number, seq)
+        self._of_thread.call = call
+        self._of_thread.queued = self.device.enqueue(tensor.device, call)
+        if self._of_thread.queued is None:
+            call.reached()  # for all that anybody will know
 
-        life = self._native.life()
+    def taken(self, work: Any, output: Any) -> None:
+        """Take note that the backend has taken that call."""
+        call, queued = self._of_thread.call, self._of_thread.queued
+        self._of_thread.call = self._of_thread.queued = None
+        if queued is not None:
+            if not self._ends_on:
+                self._ends_on = True
+                self._ends.install()
+            self.device.taken(queued, dist.Work.unbox(work), output)
+        elif call is not None:
+            call.ended(False, seen=False)
 
-        def ended(failed: bool, at: int | None = None) -> None:
-            self._native.leave(row, number, seq, failed, at or 0, life)
-
-        self.device.watch(dist.Work.unbox(work), tensor.device, output, ended)
+    def refused(self) -> None:
+        """Take note that the backend has refused that call."""
+        queued = self._of_thread.queued
+        self._of_thread.call = self._of_thread.queued = None
+        if queued is not None:
+            self.device.refused(queued)
 
     def remove(self) -> None:
         """Take away what was hooked for accelerators."""

@@ -10,22 +10,41 @@ import torch.distributed as dist
 from ckptd.monitor.job import CallFlag
 from ckptd.monitor.ring import RecorderState, RingGroup, RingWriter
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, first_tensor, nbytes
-from ckptd.train.recorder.ends import DeviceEnds, Ends
+from ckptd.train.recorder.ends import DeviceEnds, Ends, QueuedCall
 from ckptd.train.recorder.hook import DispatcherHook, hook_works
 from ckptd.train.recorder.sources import Broken
 
 __all__ = ["PythonSource"]
 
-# Group, number, number in the group; the device that ends it (None: the host), what it writes, and
-# whether the caller waits at once.
-_Started = tuple[RingGroup, int, int, Any, Any, bool]
+# Group, number, number in the group; whether a device carries it out, and as what (None: its end
+# will not be known); what it writes, and whether the caller waits at once.
+_Started = tuple[RingGroup, int, int, bool, QueuedCall | None, Any, bool]
 
 # Every call passes here, so nothing is looked up twice.
 _ASYNC, _VARIABLE = CallFlag.ASYNC.value, CallFlag.VARIABLE.value
+_QUEUED = CallFlag.QUEUED.value
 _unbox_group = dist.ProcessGroup.unbox
 _unbox_work: Any = dist.Work.unbox  # None where there is no work to wait for
 # Frames between a call's site and the search for it: of the hook's kernel, and of `begin`.
 _OWN_FRAMES = 2
+
+
+class _OnDevice:
+    """See `DeviceCall`."""
+
+    __slots__ = ("_number", "_row", "_seq", "_source")
+
+    def __init__(self, source: PythonSource, row: RingGroup, number: int, seq: int) -> None:
+        self._source = source
+        self._row = row
+        self._number = number
+        self._seq = seq
+
+    def reached(self) -> None:
+        self._source._reached(self._number)
+
+    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
+        self._source._ended(self._row, self._number, self._seq, failed, at, seen=seen)
 
 
 class PythonSource:
@@ -87,6 +106,9 @@ class PythonSource:
             flags = _ASYNC if is_async else 0
             if kind.may_vary and kind.is_variable(args):
                 flags |= _VARIABLE
+            on_device = first is not None and not first.is_cpu
+            if on_device:
+                flags |= _QUEUED
             bytes_ = dtype = 0
             if sized and first is not None:
                 bytes_, dtype = nbytes(tensors), self._code(first.dtype)
@@ -99,18 +121,23 @@ class PythonSource:
                 flags,
                 self._sites.here(_OWN_FRAMES),
             )
+            queued = None
+            if on_device:
+                call = _OnDevice(self, row, number, seq)
+                queued = self._device.enqueue(first.device, call)
+                if queued is None:
+                    self._ring.reached(number)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
             return None
-        device = None if first is None or first.is_cpu else first.device
-        return row, number, seq, device, args[0], at >= 0 and not is_async
+        return row, number, seq, on_device, queued, args[0], at >= 0 and not is_async
 
     def launched(self, call: _Started | None, kind: CallKind, result: Any) -> None:
         """See `HookTarget`."""
         if call is None:
             return
         try:
-            row, number, seq, device, written, waits = call
+            row, number, seq, on_device, queued, written, waits = call
             ended = partial(self._ended, row, number, seq)
             if result is None:
                 ended(False)
@@ -118,8 +145,10 @@ class PythonSource:
             work = _unbox_work(result[-1] if isinstance(result, tuple) else result)
             if work is None:
                 ended(False)
-            elif device is not None:
-                self._device.watch(work, device, written, ended)
+            elif queued is not None:
+                self._device.taken(queued, work, written)
+            elif on_device:
+                ended(False, seen=False)
             elif waits:
                 self._ends.at_its_wait(work, ended)
             else:
@@ -130,15 +159,32 @@ class PythonSource:
     def failed(self, call: _Started | None) -> None:
         """See `HookTarget`."""
         if call is not None:
+            if call[4] is not None:
+                self._device.refused(call[4])
             self._ended(*call[:3], failed=True)
 
+    def _reached(self, number: int) -> None:
+        if not self.on:
+            return
+        try:
+            self._ring.reached(number)
+        except Exception as error:  # noqa: BLE001 - the watched program must not notice
+            self._broken(error)
+
     def _ended(
-        self, row: RingGroup, number: int, seq: int, failed: bool, at: int | None = None
+        self,
+        row: RingGroup,
+        number: int,
+        seq: int,
+        failed: bool,
+        at: int | None = None,
+        *,
+        seen: bool = True,
     ) -> None:
         if not self.on:
             return
         try:
-            self._ring.leave(row, number, seq, failed=failed, at=at)
+            self._ring.leave(row, number, seq, failed=failed, at=at, seen=seen)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 

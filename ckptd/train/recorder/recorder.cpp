@@ -41,7 +41,7 @@ constexpr int64_t kHeaderBytes = 4096, kCounters = 256, kGroupBytes = 128;
 constexpr int kPhase = 2, kStep = 4, kWritten = 7, kState = 11, kLost = 12;
 constexpr int kAside = 3;
 constexpr int kEnteredAt = 3, kCompletedAt = 4, kEntered = 5, kCompleted = 6;
-constexpr uint8_t kVariable = 1, kAsync = 2, kFailed = 4;
+constexpr uint8_t kVariable = 1, kAsync = 2, kFailed = 4, kQueued = 16, kUnseen = 32;
 constexpr int kDeepest = 48;
 
 struct Slot {
@@ -127,12 +127,17 @@ class Ring {
     store<int64_t>(&counters_[kWritten], call.number);
   }
 
-  void leave(const Call& call, bool failed, int64_t at) {
+  void reached(uint64_t number) {
+    Slot* slot = slot_of(number);
+    if (slot->commit == number) {
+      slot->flags &= static_cast<uint8_t>(~kQueued);
+    }
+  }
+
+  void leave(const Call& call, bool failed, int64_t at, bool seen = true) {
     Slot* slot = slot_of(call.number);
     if (slot->commit == call.number) {
-      if (failed) {
-        slot->flags |= kFailed;
-      }
+      slot->flags |= (failed ? kFailed : 0) | (seen ? 0 : kUnseen);
       store<uint64_t>(&slot->end, at);
     }
     complete(*rows_.at(call.row), call.seq, at);
@@ -507,11 +512,11 @@ uint32_t op_code(Kind& kind, const Stack& stack, size_t first) {
 
 // --- the hook -----------------------------------------------------------------------------------
 
-// A call that has begun; the tensors only where an accelerator makes it.
+// A call that has begun; what it writes only where an accelerator makes it.
 struct Started {
   Call call;
-  bool begun = false, on_cpu = true;
-  at::Tensor tensor, output;
+  bool begun = false, on_cpu = true;  // on_cpu: the host ends it
+  at::Tensor output;
 };
 
 void begin(Kind& kind, const Stack& stack, size_t first, Started& out) {
@@ -533,8 +538,8 @@ void begin(Kind& kind, const Stack& stack, size_t first, Started& out) {
   }
   out.on_cpu = tensor == nullptr || tensor->device().is_cpu();
   if (!out.on_cpu) {
-    out.tensor = *tensor;
     first_tensor(stack[first], out.output);
+    slot.flags |= kQueued;
   }
   slot.op = op_code(kind, stack, first);
   slot.root = kind.root < 0 ? -1 : static_cast<int32_t>(stack[first + kind.root].toInt());
@@ -544,9 +549,24 @@ void begin(Kind& kind, const Stack& stack, size_t first, Started& out) {
   bool split = kind.splits >= 0 && !stack[first + kind.splits].toIntVector().empty();
   slot.flags |= kind.variable || split ? kVariable : 0;
   slot.site = site();
-  std::lock_guard<std::mutex> lock(s.guard);
-  s.ring->enter(out.call, slot);
-  out.begun = true;
+  {
+    std::lock_guard<std::mutex> lock(s.guard);
+    s.ring->enter(out.call, slot);
+    out.begun = true;
+  }
+  if (!out.on_cpu) {
+    // An event between what was enqueued before and the call itself tells the two apart.
+    py::gil_scoped_acquire gil;
+    py::handle(s.target).attr("enqueue")(out.call.row, out.call.number, out.call.seq, *tensor);
+  }
+}
+
+void refused(const Started& started, uint64_t life) {
+  if (!started.on_cpu) {
+    py::gil_scoped_acquire gil;
+    py::handle(state().target).attr("refused")();
+  }
+  Ender(started.call, life).end(true);
 }
 
 void launched(Kind& kind, const Started& started, uint64_t life, const c10::IValue* result) {
@@ -554,14 +574,7 @@ void launched(Kind& kind, const Started& started, uint64_t life, const c10::IVal
   if (result != nullptr && !started.on_cpu) {
     // It ends when the device says so, which Python watches.
     py::gil_scoped_acquire gil;
-    py::handle(state().target)
-        .attr("on_device")(
-            call.row,
-            call.number,
-            call.seq,
-            torch::jit::toPyObject(*result),
-            started.tensor,
-            started.output);
+    py::handle(state().target).attr("taken")(torch::jit::toPyObject(*result), started.output);
     return;
   }
   auto ender = std::make_shared<Ender>(call, life);
@@ -593,7 +606,11 @@ class Hook final : public c10::OperatorKernel {
       op.redispatchBoxed(keys & below, stack);
     } catch (...) {
       if (started.begun) {
-        Ender(started.call, life).end(true);
+        try {
+          refused(started, life);
+        } catch (const std::exception& error) {
+          aside(error.what());
+        }
       }
       throw;
     }
@@ -673,13 +690,26 @@ void uninstall() {
   state().library.reset();
 }
 
-// End a call of an accelerator, at a monotonic time in nanoseconds; 0 is now.
-void leave(int row, uint64_t number, int64_t seq, bool failed, int64_t at, uint64_t life) {
+// Take note that an accelerator has come to a call.
+void reached(uint64_t number, uint64_t life) {
   State& s = state();
   if (s.on) {
     std::lock_guard<std::mutex> lock(s.guard);
     if (s.life == life) {
-      s.ring->leave(Call{number, row, seq}, failed, at > 0 ? at : now());
+      s.ring->reached(number);
+    }
+  }
+}
+
+// End a call of an accelerator, at a monotonic time in nanoseconds; 0 is now. What is not seen has
+// ended or goes on.
+void leave(
+    int row, uint64_t number, int64_t seq, bool failed, int64_t at, bool seen, uint64_t life) {
+  State& s = state();
+  if (s.on) {
+    std::lock_guard<std::mutex> lock(s.guard);
+    if (s.life == life) {
+      s.ring->leave(Call{number, row, seq}, failed, at > 0 ? at : now(), seen);
     }
   }
 }
@@ -702,6 +732,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("begin", &begin_life);
   m.def("end", &end_life);
   m.def("uninstall", &uninstall);
+  m.def("reached", &reached);
   m.def("leave", &leave);
   m.def("layout", &layout);
   m.def("life", []() { return state().life; });

@@ -226,3 +226,66 @@ def test_where_in_the_program_it_was_last_seen() -> None:
     assert place(site=0) == "all_reduce in dp"
     (verdict,) = _told(jobs.job(*_late()))
     assert verdict.place == ""
+
+
+# --- on a device ----------------------------------------------------------------------------------
+
+
+def _on_device(rank: int, flags: int, **other: Any) -> RankView:
+    """A rank that has enqueued call 10 of group 7 and two more, 40 s ago."""
+    rows = [jobs.call(7, seq, jobs.NOW - 40.0, flags=flags) for seq in (10, 11, 12)]
+    usual: dict[str, Any] = {"calls": jobs.calls(*rows), "groups": jobs.groups({7: (4, 12, 9)})}
+    return jobs.inside(rank, 7, 10, 40.0, 4, **(usual | other))
+
+
+def test_a_device_that_has_not_come_to_a_call_is_the_cause() -> None:
+    views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0) for r in range(4)]
+    (verdict,) = _told(jobs.job(*views))
+    assert jobs.told([verdict]) == [("non-communication hang", ["2"])]
+    assert "has not come to the call" in verdict.suspects[0].detail
+    assert (verdict.numbers["hung"], verdict.numbers["inside"]) == (1, 3)
+    assert "a broken link" in verdict.rules_out[0]
+
+
+def test_a_call_that_all_devices_have_come_to_hangs_itself() -> None:
+    (verdict,) = _told(jobs.job(*(_on_device(r, 0) for r in range(4))))
+    assert jobs.told([verdict])[0][0] == "communication hang"
+
+
+def test_a_rank_that_no_longer_looks_says_nothing_of_its_device() -> None:
+    views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0) for r in range(4)]
+    views[2] = jobs.changed(views[2], heartbeat=jobs.NOW - 40.0)
+    assert jobs.told(_told(jobs.job(*views)))[0][0] == "communication hang"
+
+
+def _unseen(rank: int, idle: float, seq: int = 9, flags: int = CallFlag.UNSEEN) -> RankView:
+    at = jobs.NOW - idle
+    return jobs.outside(
+        rank, 7, seq, idle, 4, calls=jobs.calls(jobs.call(7, seq, at, at, flags=flags))
+    )
+
+
+def test_an_end_that_is_not_known_is_not_taken_for_one() -> None:
+    """Three ranks wait for a fourth, which may still be in its last call."""
+    views = [jobs.inside(r, 7, 10, 41.0, 4) for r in range(3)]
+    (sure,) = _told(jobs.job(*views, _unseen(3, 40.0, flags=0)))
+    (verdict,) = _told(jobs.job(*views, _unseen(3, 40.0)))
+    assert jobs.told([sure]) == jobs.told([verdict]) == [("non-communication hang", ["3"])]
+    assert verdict.suspects[0].confidence < sure.suspects[0].confidence
+    assert "may still be in its last call" in verdict.evidence[-1].replace("their", "its")
+    assert sure.rules_out
+    assert not verdict.rules_out
+
+
+def test_nobody_moves_and_ends_are_not_known() -> None:
+    def all_of(idle: float, flags: int = CallFlag.UNSEEN) -> list[Verdict]:
+        return _told(jobs.job(*(_unseen(r, idle, flags=flags) for r in range(4))))
+
+    (verdict,) = all_of(5000.0)
+    assert jobs.told([verdict]) == [("cannot say", ["0", "1", "2", "3"])]
+    assert sum(s.confidence for s in verdict.suspects) <= 1
+    assert verdict.numbers["unseen"] == 4
+    assert not all_of(300.0)  # a backend gives up by itself later than that
+    assert not all_of(5000.0, flags=0)
+    moving = [_unseen(r, 5000.0 if r else 10.0) for r in range(4)]
+    assert not _told(jobs.job(*moving))

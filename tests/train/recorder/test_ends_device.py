@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ckptd.train.recorder.ends import DeviceClock
+from ckptd.train.recorder.ends import DeviceClock, DeviceEnds, Ends, _work_has_failed
 from tests.train.recorder.cuda_checks import CHECKS
 
 
@@ -23,6 +25,61 @@ def test_nothing_ends_after_it_was_seen() -> None:
     clock = DeviceClock()
     clock.host_ns(0.0, 500_000_000)
     assert clock.host_ns(90.0, 580_000_000) == 580_000_000
+
+
+class _Call:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def reached(self) -> None:
+        self.said.append("reached")
+
+    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
+        self.said.append((failed, seen))
+
+
+def test_a_kind_of_device_without_events_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    broken: list[BaseException] = []
+    ends = DeviceEnds(Ends(broken.append))
+    with caplog.at_level(logging.WARNING, "ckptd.monitor"):
+        for _ in range(2):
+            assert ends.enqueue(torch.device("mps", 0), _Call()) is None  # no streams to queue on
+    [record] = caplog.records
+    assert "on mps tensors end is not known" in record.getMessage()
+    ends.poll()
+    assert not broken
+
+
+class _Ended(dist._Work):
+    """A work of a backend that says by its future how it ended."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        if error is None:
+            self._future.set_result([])
+        else:
+            self._future.set_exception(error)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the peer is gone")])
+def test_how_a_work_ended_is_asked_without_a_word_to_the_user(
+    error: Exception | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert _work_has_failed(_Ended(error)) == (error is not None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        assert not _work_has_failed(work)
+    finally:
+        dist.destroy_process_group()
+    assert "deprecated" not in capfd.readouterr().err
 
 
 @pytest.mark.cuda

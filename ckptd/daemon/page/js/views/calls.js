@@ -44,7 +44,7 @@ export function calls(root) {
     trace.href = `api/v1/trace?seconds=${Math.max(30, span)}&ranks=${encodeURIComponent(wanted)}`;
     try {
       answer = await get(`collectives?seconds=${span}&ranks=${encodeURIComponent(wanted)}&limit=5000`);
-      for (const rank of answer.ranks) endUnseen(rank.calls);
+      for (const rank of answer.ranks) endUnseen(rank.calls, answer.now);
       setText(said, "");
     } catch (error) {
       if (error.status === 400) setText(said, "Write ranks as 0-7,12.");
@@ -62,7 +62,7 @@ export function calls(root) {
     const width = box.clientWidth;
     if (!total || !width) return;
     const ops = [...new Set(answer.ranks.flatMap((r) => r.calls.map((c) => c.op)))].sort();
-    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or failed. A thin line: its end was not told, and lies on the line. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
+    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or failed. A thin line: its end is not known, and lies on the line. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
     paint(width, ops);
   }
 
@@ -86,7 +86,7 @@ export function calls(root) {
       c.fillText(`rank ${rank.rank}`, 0, y + 11);
       for (const call of rank.calls) {
         const from = Math.max(LABEL, x(call.start_s));
-        const to = call.end_s === null ? x(call.until ?? answer.now) : x(call.end_s);
+        const to = x(call.until ?? call.end_s ?? answer.now);
         if (to < LABEL) continue;
         const wide = Math.max(1.5, to - from - 0.5);
         c.fillStyle = colours.series[ops.indexOf(call.op) % 8];
@@ -118,7 +118,8 @@ export function calls(root) {
   }
 
   const words = ({ rank, call }) => [`${call.op} · rank ${rank}`, `${call.kind ? `${call.kind} · ` : ""}${call.group} #${count(call.seq)}`,
-    call.end_s === null && call.until !== undefined ? "its end was not seen" : call.end_s === null ? `not completed for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
+    call.unseen ? "its end is not known: its device does not say" : call.until !== undefined ? "its end was not seen"
+      : call.end_s === null ? `${call.queued ? "its device has not come to it" : "not completed"} for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
     [bytes(call.bytes), call.step === null ? null : `step ${count(call.step)}`, call.phase?.toLowerCase()].filter((t) => t && t !== "–").join(" · "), call.site].filter(Boolean);
 
   canvas.addEventListener("pointermove", (event) => {
@@ -150,13 +151,15 @@ export function calls(root) {
 
 /**
  * A call of which no sheet told the end is over when a later one of its group was told: what is
- * not known is when. It is shown until that one began.
+ * not known is when. It is shown until that one began. So is a call whose device does not say when
+ * it ends, and the last of these until now: it may go on.
  */
-function endUnseen(calls) {
+function endUnseen(calls, now) {
   const next = new Map();
   for (const call of calls.slice().sort((a, b) => b.seq - a.seq)) {
     const later = next.get(call.group);
-    if (call.end_s === null && later) call.until = Math.max(call.start_s, later.start_s);
+    if (later && (call.unseen || call.end_s === null)) call.until = Math.max(call.start_s, later.start_s);
+    else if (call.unseen) call.until = now;
     next.set(call.group, call);
   }
 }
