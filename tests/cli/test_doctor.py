@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.elastic.nccl import SETTINGS
 from ckptd.errors import StoreError, TransientStoreError
 from ckptd.runtime.host import environment, mount_of, versions
 from ckptd.store import StoreSpec, register_store
@@ -60,6 +61,40 @@ def test_without_a_root(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["environment"]["AWS_SECRET_ACCESS_KEY"] == "***"
     assert document["environment"]["AWS_ENDPOINT_URL"] == "http://***@localhost:1"
     assert "hush" not in cli.good("doctor").out
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "wanted"),
+    [
+        (None, {"NCCL_NVLS_ENABLE": "1"}, [("info", "no NCCL")]),
+        ((2, 29, 3), {}, [("ok", "NCCL 2.29.3; a session sets TORCH_NCCL_ASYNC_ERROR_HANDLING=0")]),
+        (
+            (2, 25, 1),
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"},
+            [
+                ("warn", "TORCH_NCCL_ASYNC_ERROR_HANDLING=1: PyTorch's watchdog ends the process"),
+                ("warn", "NCCL 2.25.1 may hang when its communicators are aborted; 2.26.2 and"),
+            ],
+        ),
+    ],
+)
+def test_what_recovery_in_process_wants_of_nccl(
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, ...] | None,
+    environ: dict[str, str],
+    wanted: list[tuple[str, str]],
+) -> None:
+    monkeypatch.setattr("ckptd.cli.roots.doctor.installed_version", lambda: version)
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting.name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    rows = cli.json("doctor")["recovery"]
+    assert [row["status"] for row in rows] == [status for status, _ in wanted]
+    for row, (status, text) in zip(rows, wanted, strict=True):
+        assert row["message"].startswith(text)
+        assert (status != "warn") or "; run: " in row["message"]
 
 
 def test_a_root_that_lost_a_file(cli: Cli, root: str) -> None:

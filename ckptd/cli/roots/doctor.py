@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, Reply, flag, option
+from ckptd.elastic.nccl import (
+    LEAST_TORCH,
+    SETTINGS,
+    installed_version,
+    too_old,
+    wrong_settings,
+)
 from ckptd.errors import RefusedError, UsageError
 from ckptd.runtime.host import environment, versions
 from ckptd.store import StoreSpec, registry_problems
 from ckptd.tools.doctor import CREATE_ONLY, StoreCheck, probe
 
-__all__ = ["DoctorDocument", "PluginRow", "doctor"]
+__all__ = ["DoctorDocument", "PluginRow", "RecoveryRow", "doctor"]
 
 
 class PluginRow(msgspec.Struct, frozen=True):
@@ -21,6 +30,13 @@ class PluginRow(msgspec.Struct, frozen=True):
 
     scheme: str
     origin: str
+    message: str
+
+
+class RecoveryRow(msgspec.Struct, frozen=True):
+    """One finding about recovery in process: ``ok``, ``info`` or ``warn``, and words for people."""
+
+    status: Literal["ok", "info", "warn"]
     message: str
 
 
@@ -39,6 +55,8 @@ class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
         (``ok``, ``info``, ``warn``, ``fail``) and message.
     plugins
         Installed packages that do not work.
+    recovery
+        What keeps `ckptd.elastic.session` from going on in the same process on NCCL.
     versions
         By package; null when it is not installed.
     environment
@@ -49,6 +67,7 @@ class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
     healthy: bool
     checks: tuple[StoreCheck, ...]
     plugins: tuple[PluginRow, ...]
+    recovery: tuple[RecoveryRow, ...]
     versions: dict[str, str | None]
     environment: dict[str, str]
 
@@ -109,6 +128,7 @@ def doctor(
         healthy=not problems and all(c.status != "fail" for c in checks),
         checks=tuple(checks),
         plugins=problems,
+        recovery=tuple(_recovery(os.environ)),
         versions=versions(),
         environment=environment(),
     )
@@ -119,9 +139,30 @@ def doctor(
     return reply
 
 
+def _recovery(environ: Mapping[str, str]) -> Iterator[RecoveryRow]:
+    """Look at what a session wants of NCCL, as far as this environment is that of a job."""
+    version = installed_version()
+    if version is None:
+        yield RecoveryRow("info", "no NCCL from a wheel here: groups of gloo need no settings")
+        return
+    name, sound = ".".join(map(str, version)), True
+    for setting in wrong_settings(environ):
+        sound = False
+        found = f"{setting.name}={environ[setting.name]}"
+        yield RecoveryRow("warn", f"{found}: {setting.consequence}; run: unset {setting.name}")
+    if old := too_old(version):
+        sound = False
+        yield RecoveryRow("warn", f"{old}; run: pip install --upgrade 'torch>={LEAST_TORCH}'")
+    if sound:
+        settings = " ".join(f"{s.name}={s.wanted}" for s in SETTINGS)
+        yield RecoveryRow("ok", f"NCCL {name}; a session sets {settings}")
+
+
 def _show(document: DoctorDocument) -> None:
     for p in document.plugins:
         print(f"fail  plugin       {p.scheme}:// from {p.origin}: {p.message}")
+    for row in document.recovery:
+        print(f"{row.status:5} recovery     {row.message}")
     for name, version in document.versions.items():
         print(f"info  version      {name} {version or '(not installed)'}")
     for name, value in document.environment.items():

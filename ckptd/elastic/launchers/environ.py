@@ -15,6 +15,7 @@ from ckptd.elastic.messages import (
     Begin,
     Seat,
 )
+from ckptd.elastic.nccl import DEFAULTS_VARIABLE
 
 __all__ = ["SIGNALS_TO_HANDLE", "JobFacts", "common", "of_seat", "of_store"]
 
@@ -58,9 +59,11 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
         LEASE_VARIABLE: str(told.lease),
         INTERRUPT_VARIABLE: f"{told.interrupt_s:g}",
     }
+    # As torchrun does, and right for programs without a session; see `ckptd.elastic.nccl`.
     unless = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if slots > 1:  # as torchrun does, lest every rank takes all cores
         unless["OMP_NUM_THREADS"] = "1"
+    more[DEFAULTS_VARIABLE] = ",".join(name for name in unless if name not in base)
     return {**unless, **base, **more}
 
 

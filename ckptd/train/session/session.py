@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from ckptd.elastic.messages import (
     INTERRUPT_S,
     INTERRUPT_VARIABLE,
@@ -21,6 +24,7 @@ from ckptd.elastic.messages import (
     Quit,
     ToWorker,
 )
+from ckptd.elastic.nccl import apply_settings, too_old, wrong_settings
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import StoreError, UsageError
 from ckptd.train.ranks import forget_boards
@@ -104,6 +108,13 @@ class _Session:
 
     def run(self, train: Callable[[World], T]) -> T | None:
         _stay_small()
+        if INTERRUPT_VARIABLE in os.environ:
+            _prepare_nccl()
+        elif self._link.rank == 0:
+            _log.warning(
+                "the launcher of this job starts all processes anew when ranks come or go: "
+                "with ckptd run, a session goes on in the same process"
+            )
         guard_steps()
         BEFORE_STEP.append(self._interrupter.check)
         self._link.listen(self._hear)
@@ -244,6 +255,18 @@ class _Session:
             elif isinstance(message, Quit):
                 self._quit = True
             self._changed.notify_all()
+
+
+def _prepare_nccl() -> None:
+    """Have groups of NCCL made so that they can be left; log what keeps them from it, once."""
+    if not dist.is_nccl_available():
+        return
+    for setting in wrong_settings(os.environ):
+        found = os.environ[setting.name]
+        _log.warning("%s=%s: %s; unset it", setting.name, found, setting.consequence)
+    apply_settings(os.environ)
+    if old := too_old(torch.cuda.nccl.version()):
+        _log.warning("%s: this process may be killed and replaced where it could go on", old)
 
 
 def _interrupt_s() -> float:

@@ -150,6 +150,7 @@ class MiniJob:
             "TORCHELASTIC_RUN_ID": "mini",
             "OMP_NUM_THREADS": "1",
             "CKPTD_NODE": name,
+            "CKPTD_INTERRUPT_S": self.environ.get("CKPTD_INTERRUPT_S", "1"),
             "CKPTD_GENERATION": str(self.generation),
             "CKPTD_SHAPE": ",".join(map(str, shape)),
             "CKPTD_PLACE": ",".join(map(str, place)),

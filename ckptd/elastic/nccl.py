@@ -1,0 +1,110 @@
+"""What recovery in process wants of NCCL: settings, and a version.
+
+A session (`ckptd.elastic.session`) sets what nobody has set; ``ckptd doctor`` looks at the rest.
+Programs without a session keep PyTorch's settings: there the watchdog that ends a process is what
+ends a collective whose peer is gone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from typing import NamedTuple
+
+__all__ = [
+    "DEFAULTS_VARIABLE",
+    "LEAST_TORCH",
+    "LEAST_VERSION",
+    "SETTINGS",
+    "NcclSetting",
+    "apply_settings",
+    "installed_version",
+    "too_old",
+    "wrong_settings",
+]
+
+DEFAULTS_VARIABLE = "CKPTD_DEFAULTS"
+"""Names of variables that a launcher has set because the user had not."""
+LEAST_VERSION = (2, 26, 2)
+"""Earlier ones may hang in an abort (pytorch#149153)."""
+LEAST_TORCH = "2.7"
+"""The first PyTorch whose wheels have it."""
+_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+class NcclSetting(NamedTuple):
+    """A variable of the environment.
+
+    Attributes
+    ----------
+    name, wanted
+        What it is to be.
+    consequence
+        What happens otherwise.
+    """
+
+    name: str
+    wanted: str
+    consequence: str
+
+
+SETTINGS = (
+    NcclSetting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "PyTorch's watchdog ends the process, or aborts its collectives and lets it go on with "
+        "what they have left, before the session can leave its generation",
+    ),
+    NcclSetting(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "PyTorch's watchdog ends the process when a call of CUDA or NCCL fails, as calls do after "
+        "the loss of a peer",
+    ),
+    NcclSetting(
+        "NCCL_NVLS_ENABLE",
+        "0",
+        "NVLink SHARP is in use, of which NVIDIA's resiliency extension says that a restart in "
+        "process must do without",
+    ),
+)
+
+
+def apply_settings(environ: MutableMapping[str, str]) -> None:
+    """Set what the user has not set, in place of what a launcher set for want of that."""
+    replaceable = _defaults(environ)
+    for setting in SETTINGS:
+        if setting.name not in environ or setting.name in replaceable:
+            environ[setting.name] = setting.wanted
+
+
+def wrong_settings(environ: Mapping[str, str]) -> Iterator[NcclSetting]:
+    """Yield the settings that the user has set to something else than a session wants."""
+    replaceable = _defaults(environ)
+    for setting in SETTINGS:
+        found = environ.get(setting.name, setting.wanted)
+        if found != setting.wanted and setting.name not in replaceable:
+            yield setting
+
+
+def _defaults(environ: Mapping[str, str]) -> Collection[str]:
+    return environ.get(DEFAULTS_VARIABLE, "").split(",")
+
+
+def installed_version() -> tuple[int, ...] | None:
+    """Return the version of the NCCL that PyTorch's wheels bring along; None: there is none."""
+    for wheel in _WHEELS:
+        try:
+            words = importlib.metadata.version(wheel).split(".")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return tuple(int(word) for word in words[:3] if word.isdecimal())
+    return None
+
+
+def too_old(version: tuple[int, ...]) -> str:
+    """Return what is wrong with a version of NCCL; empty if nothing is."""
+    if version[:3] >= LEAST_VERSION:
+        return ""
+    found, wanted = (".".join(map(str, v)) for v in (version, LEAST_VERSION))
+    return f"NCCL {found} may hang when its communicators are aborted; {wanted} and later do not"
