@@ -41,7 +41,7 @@ def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torc
 def keyed_rng(*key: int | str) -> Iterator[None]:
     """Draw from streams named by a key within the block; see `keyed_seed`.
 
-    The global streams of torch, CUDA (current device), numpy and Python are set at the begin and
+    The global streams of torch, its current device, numpy and Python are set at the begin and
     come back at the end, also after an error. For forward and backward of one micro-batch::
 
         for index, ids in zip(sampler.indices, loader):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.errors import UsageError
+from ckptd.train.device import kind_of
 
 __all__ = ["global_tokens", "scale_gradients"]
 
@@ -75,5 +76,8 @@ def scale_gradients(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    """Return where the group reduces: the host if it can there, else the current device."""
+    kinds = [device.type for device in (group or dist.group.WORLD)._device_types]  # type: ignore[union-attr]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return kind_of(kinds[0]).current_device()

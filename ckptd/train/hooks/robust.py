@@ -165,7 +165,7 @@ def robust_hook(state: RobustState, bucket: dist.GradBucket) -> Reduced:
     def combined(_: Any) -> torch.Tensor:
         return tensor.copy_(state.rule(rows))
 
-    if tensor.is_cuda:
+    if tensor.device.type != "cpu":
         reduced: Reduced = work.get_future().then(combined)
         return reduced
     # Not in gloo's thread: if that lets go of the group last, it waits for itself and aborts.

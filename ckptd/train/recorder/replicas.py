@@ -15,6 +15,7 @@ from torch import nn
 from ckptd.errors import StoreError, UsageError
 from ckptd.monitor.rules.corruption import CHUNK, checksum
 from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
+from ckptd.train.device import kind_of
 from ckptd.train.hooks.commhook import Reduced, comm_hook, mean
 from ckptd.train.recorder.recorder import Recorder, recorder
 from ckptd.train.state.modules import has_statistics
@@ -76,7 +77,7 @@ def check_replicas(
     """Take a checksum of what other ranks hold as well, for the monitor to compare.
 
     Call it on every rank in each step, after the optimizer. Nothing is sent between ranks here and
-    nothing is waited for, except that bytes of a CUDA device are copied to the host.
+    nothing is waited for, except that bytes of a device are copied to the host.
 
     Parameters
     ----------
@@ -252,10 +253,12 @@ def _finish(of: _Norms, samples: _Samples) -> None:
     step = samples.step("norms")
     if step % of.every == 0:
         norm, event = torch.linalg.vector_norm(torch.stack(buckets)), None
-        if norm.is_cuda:
+        kind = kind_of(norm.device)
+        if kind.has_streams:
+            stream = kind.current_stream(norm.device)
             norm = norm.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = kind.make_event()
+            event.record(stream)
         of.pending.append((step, norm, event))
     while of.pending and (of.pending[0][2] is None or of.pending[0][2].query()):
         then, norm, _ = of.pending.popleft()

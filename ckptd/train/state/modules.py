@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptd.errors import UsageError
 from ckptd.format.names import escape_fqn
+from ckptd.train.device import accelerator, kind_of
 from ckptd.train.state.leaves import (
     Leaves,
     OwnKind,
@@ -44,19 +45,17 @@ __all__ = [
 def target_device(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
     """Return where memory for `tensor` belongs: `device` when it is on the meta device.
 
-    Without `device`: the device of a DTensor's mesh, else the current CUDA device, else the CPU.
+    Without `device`: the device of a DTensor's mesh, else the current device of the accelerator,
+    else the CPU.
     """
     if not tensor.is_meta:
         return tensor.device
     if device is not None:
         return device
-    if is_dtensor(tensor):
-        kind = tensor.device_mesh.device_type
-    else:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
+    kind = kind_of(tensor.device_mesh.device_type) if is_dtensor(tensor) else accelerator()
+    if kind is None or not kind.is_available:
+        return torch.device("cpu")
+    return kind.current_device()
 
 
 def materialise(

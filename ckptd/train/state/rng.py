@@ -3,70 +3,76 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckptd.errors import CorruptError
+from ckptd.train.device import DeviceKind, accelerator
 
 __all__ = ["OwnStreams", "Rng", "RngStreams"]
+
+_log = logging.getLogger("ckptd")
+_ON_HOST = ("torch", "numpy", "python")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RngStreams:
     """Where the global random streams of a process stand.
 
-    `cpu` is that of torch; `cuda` is that of the current device; None where CUDA was not in use.
+    `cpu` is that of torch on the host; `devices` are those of the current devices, by the kind of
+    device: one of each kind that was in use.
     """
 
     cpu: torch.Tensor
     numpy: Any
     python: Any
-    cuda: torch.Tensor | None
+    devices: Mapping[str, torch.Tensor]
 
     @staticmethod
     def now() -> RngStreams:
         """Return where the global streams stand; draws nothing."""
-        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
         return RngStreams(
-            torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate(), cuda
+            torch.get_rng_state(),
+            np.random.get_state(legacy=True),
+            random.getstate(),
+            {kind.type: kind.rng_state() for kind in _kinds_in_use()},
         )
 
     @staticmethod
     def of_seed(seed: int) -> RngStreams:
         """Return streams that begin at a seed; the global ones stay where they are."""
-        # Generators of their own: `torch.manual_seed` before the first use of CUDA would leave
-        # the seed behind for the global stream of CUDA.
-        cuda = None
-        if _cuda_in_use():
-            cuda = torch.Generator("cuda").manual_seed(seed).get_state()
+        # Generators of their own: `torch.manual_seed` before the first use of a device would leave
+        # the seed behind for the global stream of the device.
         return RngStreams(
             torch.Generator().manual_seed(seed).get_state(),
             np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=True),
             random.Random(seed).getstate(),
-            cuda,
+            {kind.type: kind.seeded_state(seed) for kind in _kinds_in_use()},
         )
 
-    def forked(self, *, cuda: int) -> RngStreams:
+    def forked(self, *, devices: int) -> RngStreams:
         """Return other streams that follow from these, each from its own alone.
 
         A program that seeds torch and nothing else is to get the same from torch each time.
 
         Parameters
         ----------
-        cuda
-            The seed of CUDA's.
+        devices
+            The seed of the devices'.
         """
         seeds = [_seed_of(self.cpu.numpy().tobytes())]
         seeds += [_seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
         others = [RngStreams.of_seed(seed) for seed in seeds]
         return RngStreams(
-            others[0].cpu, others[1].numpy, others[2].python, RngStreams.of_seed(cuda).cuda
+            others[0].cpu, others[1].numpy, others[2].python, RngStreams.of_seed(devices).devices
         )
 
     def _numpy_key(self) -> tuple[Any, ...]:
@@ -75,7 +81,7 @@ class RngStreams:
 
     @staticmethod
     def of_values(state: dict[str, Any]) -> RngStreams:
-        """Return what `values` told.
+        """Return what `values` returned.
 
         Raises
         ------
@@ -89,12 +95,14 @@ class RngStreams:
                 _bytes_tensor(state["torch"]),
                 (name, keys, position, has_gauss, gauss),
                 (version, tuple(int(w) for w in words), python_gauss),
-                _bytes_tensor(state["cuda"]) if "cuda" in state else None,
+                {kind: _bytes_tensor(raw) for kind, raw in state.items() if kind not in _ON_HOST},
             )
             # Streams of their own try the states first, so that an error changes nothing.
             torch.Generator().set_state(streams.cpu)
             np.random.RandomState().set_state(streams.numpy)
             random.Random().setstate(streams.python)
+            for kind, at in streams._available():
+                torch.Generator(kind.type).set_state(at)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptError(
                 "not the state of random streams", kind="bad-object", found=repr(error)[:200]
@@ -110,17 +118,22 @@ class RngStreams:
             "numpy": [name, np.array(keys), int(position), int(has_gauss), float(gauss)],
             "python": [version, np.array(words, np.uint32), python_gauss],
         }
-        if self.cuda is not None:
-            state["cuda"] = self.cuda.numpy().tobytes()
-        return state
+        return state | {kind: at.numpy().tobytes() for kind, at in self.devices.items()}
 
     def set(self) -> None:
-        """Set the global streams. A CUDA stream is left out on a machine without CUDA."""
+        """Set the global streams. Those of devices that this machine lacks are left out."""
         torch.set_rng_state(self.cpu)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        for kind, at in self._available():
+            kind.set_rng_state(at)
+
+    def _available(self) -> Iterator[tuple[DeviceKind, torch.Tensor]]:
+        """Yield the kinds of device that this machine has, and where their streams stand."""
+        own = accelerator()
+        for name, at in self.devices.items():
+            if own is not None and own.type == name and own.is_available and _has_stream(own):
+                yield own, at
 
 
 class OwnStreams:
@@ -146,16 +159,15 @@ class OwnStreams:
         """
         before = RngStreams.now()
         seed = int(torch.empty((), dtype=torch.int64).random_())
-        return OwnStreams(seed, before.forked(cuda=seed))
+        return OwnStreams(seed, before.forked(devices=seed))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Make them the global streams within the block; the others come back, also on errors."""
         outside = RngStreams.now()
-        if self.at.cuda is None and outside.cuda is not None:
-            self.at = RngStreams(
-                self.at.cpu, self.at.numpy, self.at.python, RngStreams.of_seed(self.seed).cuda
-            )
+        if outside.devices.keys() - self.at.devices.keys():
+            begun = RngStreams.of_seed(self.seed).devices
+            self.at = replace(self.at, devices={**begun, **self.at.devices})
         self.at.set()
         try:
             yield
@@ -165,7 +177,7 @@ class OwnStreams:
 
 
 class Rng:
-    """The global random streams of this process: torch, CUDA (current device), numpy, Python.
+    """The global random streams of this process: torch, its current device, numpy, Python.
 
     Put one into the state: ``{"model": model, "rng": Rng()}``. It is per rank; a load into the
     same number of ranks restores all streams bit for bit, a load into another number reseeds
@@ -181,7 +193,7 @@ class Rng:
         return RngStreams.now().values()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the streams. A CUDA stream is left out on a machine without CUDA.
+        """Set the streams. Those of a kind of device that this machine lacks are left out.
 
         Raises
         ------
@@ -201,8 +213,23 @@ def _seed_of(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1
 
 
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+def _kinds_in_use() -> list[DeviceKind]:
+    """Return the kinds of device that this process uses, and that draw from a stream of torch's."""
+    kind = accelerator()
+    return [kind] if kind is not None and kind.is_in_use and _has_stream(kind) else []
+
+
+@cache
+def _has_stream(kind: DeviceKind) -> bool:
+    """Tell whether the random stream of a kind of device can be read; log once that it cannot."""
+    found = all(hasattr(kind.module, name) for name in ("get_rng_state", "set_rng_state"))
+    if not found:
+        _log.warning(
+            "random streams of %s are not saved: torch.%s has no get_rng_state",
+            kind.type,
+            kind.type,
+        )
+    return found
 
 
 def _bytes_tensor(raw: bytes) -> torch.Tensor:
