@@ -31,7 +31,13 @@ _BACKSTOP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is told: who it is, where the job store listens, what to call, how long."""
+    """What a rank gets: its number, where the job store listens, what to call, how long.
+
+    Attributes
+    ----------
+    group
+        Whether it joins the process group first.
+    """
 
     rank: int
     nproc: int
@@ -41,6 +47,7 @@ class RankSpec:
     deadline_s: float
     cwd: str
     env: Mapping[str, str]
+    group: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,8 @@ def _call(spec: RankSpec) -> RankResult:
 
     torch.set_num_threads(1)
     try:
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=spec.deadline_s))
+        if spec.group:
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=spec.deadline_s))
         function, args = pickle.loads(spec.payload)
         value = function(*args)
         if distributed.is_initialized():

@@ -17,10 +17,10 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar, cast
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.testing.rank_main import STACKS_SIGNAL, RankFiles, RankSpec, main
 
-__all__ = ["PRELOADED", "RankOutcome", "rank_outcomes", "run_ranks"]
+__all__ = ["PRELOADED", "RankOutcome", "play_world", "rank_outcomes", "result_of", "run_ranks"]
 
 T = TypeVar("T")
 PRELOADED = [
@@ -129,9 +129,14 @@ def run_ranks(
     outcomes = rank_outcomes(
         nproc, function, *args, deadline_s=deadline_s, grace_s=grace_s, env=env
     )
+    return result_of(outcomes, deadline_s)
+
+
+def result_of(outcomes: Sequence[RankOutcome[T]], deadline_s: float) -> list[T]:
+    """Return what ranks returned; raises as `run_ranks` does."""
     failed = sorted((o for o in outcomes if not o.ok), key=_cause_first)
     if failed:
-        raise _explain(failed, nproc, deadline_s)
+        raise _explain(failed, len(outcomes), deadline_s)
     return [cast("T", o.value) for o in outcomes]
 
 
@@ -142,11 +147,20 @@ def rank_outcomes(
     deadline_s: float = 90.0,
     grace_s: float = 10.0,
     env: Mapping[str, str] | None = None,
+    group: bool = True,
+    play: Play | None = None,
 ) -> list[RankOutcome[T]]:
     """Call ``function(*args)`` in `nproc` gloo ranks and tell how each ended, in rank order.
 
-    Parameters are those of `run_ranks`. A rank that raises, dies or hangs is an outcome here and
-    not an error.
+    Parameters are those of `run_ranks`, and the following. A rank that raises, dies or hangs is an
+    outcome here and not an error.
+
+    Parameters
+    ----------
+    group
+        Whether ranks join a process group before the function is called.
+    play
+        Starts the ranks elsewhere, as `play_world` does.
 
     Raises
     ------
@@ -166,23 +180,39 @@ def rank_outcomes(
                 deadline_s=deadline_s,
                 cwd=os.getcwd(),
                 env={**os.environ, **(env or {})},
+                group=group,
             )
             for rank in range(nproc)
         ]
-        world = _World(specs, deadline, grace_s)
-        try:
-            world.start()
-            world.wait()
-        finally:
-            world.end()
-        return [world.outcome(rank) for rank in range(nproc)]
+        if play is not None:
+            return play(specs, deadline, grace_s)
+        return play_world(specs, deadline, grace_s, _start_server())
+
+
+Play = Callable[[Sequence[RankSpec], float, float], "list[RankOutcome[Any]]"]
+
+
+def play_world(
+    specs: Sequence[RankSpec], deadline: float, grace_s: float, context: BaseContext
+) -> list[RankOutcome[Any]]:
+    """Start ranks by `context`, wait for them until `deadline` (monotonic), tell how each ended."""
+    world = _World(specs, deadline, grace_s, context)
+    try:
+        world.start()
+        world.wait()
+    finally:
+        world.end()
+    return [world.outcome(spec.rank) for spec in specs]
 
 
 class _World:
     """The processes of one call."""
 
-    def __init__(self, specs: list[RankSpec], deadline: float, grace_s: float) -> None:
+    def __init__(
+        self, specs: Sequence[RankSpec], deadline: float, grace_s: float, context: BaseContext
+    ) -> None:
         self._specs = specs
+        self._context = context
         self._files = [RankFiles(Path(s.folder), s.rank) for s in specs]
         self._deadline = deadline
         self._grace_s = grace_s
@@ -191,10 +221,9 @@ class _World:
         self._ended_by_harness: set[int] = set()
 
     def start(self) -> None:
-        context = _start_server()
         for spec in self._specs:
             # Not daemonic: those may not start processes, and a checkpointer does.
-            process = context.Process(target=main, args=(spec,), name=f"rank{spec.rank}")
+            process = _process(self._context, spec)
             process.start()
             self._processes.append(process)
 
@@ -262,6 +291,11 @@ class _World:
                     os.killpg(process.pid, number)
 
 
+def _process(context: Any, spec: RankSpec) -> BaseProcess:
+    made: BaseProcess = context.Process(target=main, args=(spec,), name=f"rank{spec.rank}")
+    return made
+
+
 def _payload(nproc: int, function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     if nproc < 1:
         raise UsageError("a world needs ranks", wanted="nproc >= 1", found=nproc)
@@ -288,7 +322,7 @@ def _job_store(nproc: int) -> Iterator[int]:
         del store
 
 
-def _start_server() -> ForkServerContext:
+def _start_server() -> BaseContext:
     """Return the forkserver context, its server started with torch already imported.
 
     Four ranks that each import torch cost seconds a test; forks of a server that has it and has no

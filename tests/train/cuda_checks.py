@@ -23,6 +23,8 @@ DEVICE = "cuda"
 LONG = 3_000_000_000
 """Cycles of a kernel that outlasts everything that a host does meanwhile: more than a second."""
 WIDTH = 1024
+LARGE = (5000, 4001)
+"""A matrix of several chunks."""
 Values = dict[str, torch.Tensor]
 
 
@@ -289,7 +291,7 @@ def all_kinds() -> Values:
     out: Values = {f"flat{n}": torch.arange(n, device=DEVICE).float() for n in sizes}
     wide = torch.randn(3, chunk // 4 + 5, device=DEVICE)
     out |= {"scalar": torch.tensor(3.0, device=DEVICE), "wide": wide, "wide.t": wide.clone().t()}
-    square = torch.randn(5000, 4001, device=DEVICE)
+    square = torch.randn(*LARGE, device=DEVICE)
     out |= {"transposed": square.t(), "every other": square.clone()[::2, 1::3]}
     image = torch.randn(8, 16, 9, 9, device=DEVICE)
     out["channels last"] = image.to(memory_format=torch.channels_last)

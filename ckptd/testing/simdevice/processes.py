@@ -1,0 +1,190 @@
+"""Functions in processes that have simulated devices, for tests whose own process has none.
+
+One process for each kind of device has everything imported, and forks one for each call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import IO, Any, TypeVar, cast
+
+from ckptd.errors import CkptdError, DeadlineError
+from ckptd.testing.rank_main import RankSpec
+from ckptd.testing.ranks import PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
+from ckptd.testing.simdevice.loading import installed
+
+__all__ = ["run", "run_simulated_ranks"]
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<Q")
+_MORE_S = 60.0
+"""Beyond the deadline of a call: the start of the process, and what is taken of a world that hangs.
+"""
+
+
+def run(
+    function: Callable[..., T],
+    *args: object,
+    name: str = "cuda",
+    devices: int = 2,
+    schedule: str = "eager",
+    delays: int | None = None,
+    deadline_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+) -> T:
+    """Call ``function(*args)`` in a process with simulated devices; return what it returned.
+
+    Parameters
+    ----------
+    function
+        A function of a module: the process imports it by name.
+    args
+        Pickled.
+    name, devices
+        See `install`.
+    schedule, delays
+        See `Simulator.test`, in which the function is called.
+    deadline_s
+        Seconds for everything; then the process writes its stacks and is killed.
+    env
+        Further environment variables.
+
+    Raises
+    ------
+    BaseException
+        What the function raised; `AssertionError` where the simulator has found problems.
+    DeadlineError
+        Kind ``rank-deadline``.
+    """
+    asked = (function, schedule, delays, *args)
+    outcomes = rank_outcomes(
+        1, _tested, *asked, deadline_s=deadline_s, env=env, group=False, play=_player(name, devices)
+    )
+    return cast("T", result_of(outcomes, deadline_s)[0])
+
+
+def run_simulated_ranks(
+    ranks: int,
+    function: Callable[..., T],
+    *args: object,
+    name: str = "cuda",
+    devices: int = 2,
+    schedule: str = "eager",
+    delays: int | None = None,
+    deadline_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Do as `run` in some gloo ranks, each with devices of its own; see `run_ranks`."""
+    asked = (function, schedule, delays, *args)
+    outcomes = rank_outcomes(
+        ranks, _tested, *asked, deadline_s=deadline_s, env=env, play=_player(name, devices)
+    )
+    return cast("list[T]", result_of(outcomes, deadline_s))
+
+
+def _tested(function: Callable[..., T], schedule: str, delays: int | None, *args: object) -> T:
+    simulator = installed()
+    with simulator.test(schedule, delays):
+        value = function(*args)
+    if simulator.problems:
+        raise AssertionError("; ".join(simulator.problems))
+    return value
+
+
+@cache
+def _player(name: str, devices: int) -> Callable[..., list[RankOutcome[Any]]]:
+    return _Server(name, devices).play
+
+
+class _Server:
+    """The process that forks others."""
+
+    def __init__(self, name: str, devices: int) -> None:
+        self._asked = json.dumps([name, devices, PRELOADED, sys.path])
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def play(
+        self, specs: Sequence[RankSpec], deadline: float, grace_s: float
+    ) -> list[RankOutcome[Any]]:
+        """Do as `play_world` there."""
+        if self._process is None:
+            # The limits must be there before numpy and torch are imported.
+            limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve()", self._asked],
+                env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _send(process.stdin, (list(specs), deadline, grace_s))
+        if not select.select([process.stdout], [], [], deadline - time.monotonic() + _MORE_S)[0]:
+            self.close()
+            raise DeadlineError(
+                "the process with simulated devices does not answer", kind="rank-deadline"
+            )
+        answer = _receive(process.stdout)
+        if answer is None:
+            self.close()
+            raise CkptdError("the process with simulated devices died", kind="rank-died")
+        if isinstance(answer, BaseException):
+            raise answer
+        return cast("list[RankOutcome[Any]]", answer)
+
+
+def _send(file: IO[bytes], value: object) -> None:
+    raw = pickle.dumps(value)
+    file.write(_LENGTH.pack(len(raw)) + raw)
+    file.flush()
+
+
+def _receive(file: IO[bytes]) -> Any:
+    head = file.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    return pickle.loads(file.read(_LENGTH.unpack(head)[0]))
+
+
+def serve() -> None:
+    """Be the process that forks others, until its input ends."""
+    import importlib
+
+    from ckptd.testing.simdevice.loading import install
+
+    name, devices, preloaded, path = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    sys.path[:] = path
+    try:
+        install(name, devices)
+    except Exception as error:  # noqa: BLE001 - the one that asks raises it
+        while _receive(sys.stdin.buffer) is not None:
+            _send(answers, error)
+        return
+    for module in preloaded:
+        importlib.import_module(module)
+    context = multiprocessing.get_context("fork")
+    while (asked := _receive(sys.stdin.buffer)) is not None:
+        specs, deadline, grace_s = asked
+        _send(answers, play_world(specs, deadline, grace_s, context))

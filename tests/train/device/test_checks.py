@@ -1,0 +1,41 @@
+"""What lazy copies promise, on a simulated device, whatever it does by itself and when."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from ckptd.testing.simdevice import SCHEDULES, installed, run
+from tests.simulated import ON_SIMULATED_DEVICES
+from tests.train import cuda_checks
+
+pytestmark = ON_SIMULATED_DEVICES
+
+
+def small() -> None:
+    """Make the checks small: what counts here is the order of things and no rate."""
+    cuda_checks.WIDTH = 64
+    cuda_checks.LARGE = (370, 401)
+    cuda_checks.ondevice.CHUNK_BYTES = 1 << 18
+
+
+def checked(folder: str, schedule: str) -> dict[str, str]:
+    """Call every check; return the traces of those that fail."""
+    small()
+    failed = {}
+    for name, check in cuda_checks.CHECKS.items():
+        with installed().test(schedule) as simulator:
+            try:
+                check(f"{folder}/{name}")
+                assert not simulator.problems, simulator.problems
+            except Exception:  # noqa: BLE001 - all that fail are named
+                failed[name] = traceback.format_exc()
+    return failed
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_checks_pass(schedule: str, tmp_path: Path) -> None:
+    failed = run(checked, str(tmp_path), schedule, schedule=schedule, deadline_s=250.0)
+    assert not failed, "\n".join(f"{name}:\n{trace}" for name, trace in failed.items())
