@@ -8,7 +8,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve.cut import ValueScope, evaluate
 from ckptd.layout.lay.resolve.lets import Lets
 from ckptd.layout.lay.resolve.numbers import ALL, MAX_NUMBERS, NONE, Numbers
-from ckptd.layout.lay.syntax import Arithmetic, For, Value
+from ckptd.layout.lay.syntax import For, Value
 
 __all__ = ["numbers_of"]
 
@@ -62,9 +62,4 @@ def _listed(modifier: For, lets: Lets) -> Numbers:
 
 def _end(end: int | Value, lets: Lets) -> int:
     """Return an end as a number; the one of ``0..(n - 1)`` is below zero where n is zero."""
-    if isinstance(end, int):
-        return end
-    scope, value = ValueScope({}, {}), lets.value(end)
-    if isinstance(value, Arithmetic) and value.operator == "-":
-        return evaluate(value.left, scope) - evaluate(value.right, scope)
-    return evaluate(value, scope)
+    return end if isinstance(end, int) else evaluate(lets.value(end), ValueScope({}, {}), least=-1)

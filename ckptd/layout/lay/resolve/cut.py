@@ -67,13 +67,24 @@ def scope_of(bound: Bound) -> ValueScope:
     return ValueScope(bound.sizes, mesh.extents, bound.layout.refined)
 
 
-def evaluate(value: Value, scope: ValueScope, depth: int = 0) -> int:
+def evaluate(value: Value, scope: ValueScope, depth: int = 0, *, least: int = 0) -> int:
     """Compute a value.
+
+    Parameters
+    ----------
+    value
+        The value.
+    scope
+        What its names stand for.
+    depth
+        How deep it stands in another one.
+    least
+        The least that it, and what it is made of, may be.
 
     Raises
     ------
     UsageError
-        A name is unknown, a divisor is zero, a result is negative or beyond 2^63 - 1.
+        A name is unknown, a divisor is zero, a result is too low or beyond 2^63 - 1.
     """
     if depth > MAX_DEPTH:
         raise _wrong("a value is nested too deeply")
@@ -85,8 +96,9 @@ def evaluate(value: Value, scope: ValueScope, depth: int = 0) -> int:
                 return scope.extent(value.name)
             return scope.size(value.name)
         case Arithmetic():
-            left = evaluate(value.left, scope, depth + 1)
-            return _bounded(_apply(value.operator, left, evaluate(value.right, scope, depth + 1)))
+            left = evaluate(value.left, scope, depth + 1, least=least)
+            right = evaluate(value.right, scope, depth + 1, least=least)
+            return _bounded(_apply(value.operator, left, right), least)
 
 
 def _apply(operator: str, left: int, right: int) -> int:
@@ -209,8 +221,8 @@ def _indivisible(n: int, grain: int, extent: int) -> MismatchError:
     )
 
 
-def _bounded(number: int) -> int:
-    if not 0 <= number <= MAX_EXTENT:
+def _bounded(number: int, least: int = 0) -> int:
+    if not least <= number <= MAX_EXTENT:
         raise _wrong(f"a value is {'negative' if number < 0 else 'beyond 2^63 - 1'}")
     return number
 

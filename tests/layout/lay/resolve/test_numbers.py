@@ -66,6 +66,8 @@ def test_absurd_numbers_are_refused() -> None:
         ("(dense)..", 3, [3, 4, 5]),
         ("0..(dense - 1)", 3, [0, 1, 2]),
         ("0..(dense - 1)", 0, []),
+        ("0..((dense - 1) // 2)", 0, []),
+        ("0..((dense - 1) // 2)", 5, [0, 1, 2]),
         ("(dense)..", 0, [0, 1, 2, 3, 4, 5]),
         ("[0 (dense + 1)..(2*dense)]", 2, [0, 3, 4]),
         ("(dense)../2", 1, [1, 3, 5]),
@@ -76,14 +78,30 @@ def test_ends_may_be_sizes(numbers: str, dense: int, wanted: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "dense"),
-    [("5..(dense - 9)", 7), ("0..(dense - 2)", 0), ("(dense - 1)", 0), ("(dense - 1)..3", 0)],
+    ("numbers", "dense", "why"),
+    [
+        ("5..(dense - 9)", 7, "a value is negative"),
+        ("0..(dense - 2)", 0, "a value is negative"),
+        ("0..((dense - 2) // 2)", 0, "a value is negative"),
+        ("(dense - 1)", 0, "below zero"),
+        ("(dense - 1)..3", 0, "below zero"),
+    ],
 )
-def test_ends_below_zero_are_refused(numbers: str, dense: int) -> None:
+def test_ends_below_zero_are_refused(numbers: str, dense: int, why: str) -> None:
     """Only a last number may be -1: then there are none."""
-    with pytest.raises(UsageError, match="below zero") as caught:
+    with pytest.raises(UsageError, match=why):
         with_dense(numbers, dense)
-    assert caught.value.found == str(-1 if "- 1" in numbers else -2)
+
+
+@pytest.mark.parametrize(("last", "wrong"), [(-1, None), (-8, "-8")])
+def test_ends_below_zero_of_built_ranges_are_refused(last: int, wrong: str | None) -> None:
+    condition = For("l", (Range(5, last),))
+    if wrong is None:
+        assert not numbers_of([condition], NOTHING)["l"]
+        return
+    with pytest.raises(UsageError, match="below zero") as caught:
+        numbers_of([condition], NOTHING)
+    assert caught.value.found == wrong
 
 
 def with_dense(numbers: str, dense: int) -> Numbers:
