@@ -69,7 +69,8 @@ def test_no_element_of_one_replica_is_changed_unseen() -> None:
     kept = 0
     for drawn in drawn_layouts(PROGRAMS, least=4):
         form, brute = StoredForm(drawn.bound), Brute(drawn.bound)
-        compared = form.stored_numbers | set(ReplicatedParts(form).originals)
+        copies = set(ReplicatedParts(form).originals)
+        compared = form.stored_numbers | copies
         ranks = [
             {n: torch.tensor(c, dtype=torch.float32) for n, (_, c) in brute.local(r).items()}
             for r in range(form.mesh.world)
@@ -78,7 +79,8 @@ def test_no_element_of_one_replica_is_changed_unseen() -> None:
         kept += sum(map(found_once, jobs))
         good = [tables(job, tensors) for job, tensors in zip(jobs, ranks, strict=True)]
         assert not apart(good), drawn.what
-        for one in (h for h in drawn.chosen() if h.piece.rule in compared):
+        chosen = [h for h in drawn.chosen() if h.piece.rule in compared]
+        for one in (*chosen, *(h for h in drawn.common if h.piece.rule in copies)):
             name = one.tensor.name
             wrong = ranks[one.rank][name].clone()
             wrong.view(-1)[drawn.rng.choice(one.common)] += 0.5
