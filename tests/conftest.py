@@ -7,7 +7,6 @@ import gc
 import os
 import shutil
 import signal
-import tarfile
 import tempfile
 import threading
 from collections import Counter
@@ -22,6 +21,7 @@ import pytest
 from ckptd.testing.ranks import PRELOADED
 from tests.cli.running import Cli
 from tests.processes import agents_in, until
+from tests.readers.opening import SAMPLES, unpack
 from tests.selection import is_fast, starts_processes
 
 
@@ -111,9 +111,6 @@ def _tell_group(item: pytest.Item, group: str) -> None:
         object.__setattr__(item, "_id", type(node_id).parse(f"{item.nodeid}@{group}"))
 
 
-SAMPLES = Path(__file__).parent / "readers" / "samples"
-
-
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs commands in this process."""
@@ -125,8 +122,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of real foreign checkpoints; readers/samples/README.md says what they are."""
     folder = tmp_path_factory.mktemp("foreign")
     for path in sorted(SAMPLES.glob("*.tar.xz")):
-        with tarfile.open(path) as packed:
-            packed.extractall(folder, filter="data")
+        unpack(path.name.removesuffix(".tar.xz"), folder)
     return folder
 
 

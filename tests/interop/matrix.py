@@ -13,7 +13,6 @@ import json
 import shlex
 import shutil
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-SAMPLES = Path(__file__).parents[1] / "readers" / "samples"
+from tests.readers.opening import unpack
+
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "interop.md"
 
 Array = np.ndarray[Any, Any]
@@ -143,8 +143,7 @@ def sample(
     """Return what unpacks a sample of the repository, whose library said what it holds."""
 
     def make(out: Path) -> Made:
-        with tarfile.open(SAMPLES / f"{tar}.tar.xz") as packed:
-            packed.extractall(out, filter="data")
+        unpack(tar, out)
         found = dict(np.load(out / folder / expected))
         return out / folder / path, split(found, weight, state)
 
@@ -233,8 +232,7 @@ def one_file(out: Path) -> Made:
 
 def joined(out: Path) -> Made:
     """Unpack a universal folder that DeepSpeed's own script made; torch says what it holds."""
-    with tarfile.open(SAMPLES / "deepspeed.tar.xz") as packed:
-        packed.extractall(out, filter="data")
+    unpack("deepspeed", out)
     folder = out / "deepspeed" / "pipe1-universal"
     return folder, read_universal(folder)
 

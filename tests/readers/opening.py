@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from ckptd.reshard.source import Stock, open_own
 from ckptd.root.index import Index
 from ckptd.store import Store, open_store
 
+SAMPLES = Path(__file__).parent / "samples"
 MODELS = Path(__file__).parents[1] / "layout" / "lay" / "models" / "models.json"
 """Names, shapes and configurations that Hugging Face transformers saved."""
+
+
+def unpack(name: str, out: Path) -> None:
+    """Unpack one of the samples, ``NAME.tar.xz``; samples/README.md says what they are."""
+    with tarfile.open(SAMPLES / f"{name}.tar.xz") as packed:
+        packed.extractall(out, filter="data")
 
 
 def open_reader(folder: Path, only: str = "") -> CkptdReader:
