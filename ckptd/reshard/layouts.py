@@ -261,7 +261,11 @@ class LayoutProgram:
     own: bool = False
 
     def resolve(self) -> Resolved:
-        """Look the layout up; raises as `ckptd.layout.lay.resolve.resolve`."""
+        """Look the layout up, once; raises as `ckptd.layout.lay.resolve.resolve`."""
+        return self._resolved
+
+    @cached_property
+    def _resolved(self) -> Resolved:
         return resolve([self.file], self.layout)
 
     @property

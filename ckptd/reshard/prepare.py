@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ckptd.errors import CkptdError, MismatchError, RefusedError
@@ -114,16 +114,21 @@ def apart_from(stock: Stock, source: LayoutProgram) -> Stock:
 
 
 def _kept(stock: Stock) -> LayoutProgram:
-    program = read_text(stock.lay, f"the program of step {stock.step}")
-    program = replace(program, own=not stock.hinted)
+    return _read_kept(stock.lay, stock.step, stock.world, own=not stock.hinted)
+
+
+@lru_cache(1)
+def _read_kept(text: str, step: int, world: int, *, own: bool) -> LayoutProgram:
+    """Read the program that a source keeps; several look at it, and a large one takes a while."""
+    program = replace(read_text(text, f"the program of step {step}"), own=own)
     mesh = program.resolve().mesh
-    if mesh is not None and mesh.world > stock.world:
+    if mesh is not None and mesh.world > world:
         # Whoever wrote it was one of these ranks; more of them are only work to count.
         raise MismatchError(
             "the kept program is for more ranks than wrote the checkpoint",
             kind="lay-kept",
-            where=f"the program of step {stock.step}",
-            wanted=f"at most {stock.world} ranks",
+            where=f"the program of step {step}",
+            wanted=f"at most {world} ranks",
             found=f"{mesh.world}",
             hint="say the layout yourself: --from LAYOUT",
         )
@@ -248,7 +253,8 @@ def _fitting_hint(
     kept = _kept(stock)
     if source.text != kept.with_rules(rules).text:
         return None
-    sizes = {n: size for n, size in stock.sizes.items() if n not in source.resolve().sizes}
+    stated = source.resolve().sizes
+    sizes = {n: size for n, size in stock.sizes.items() if n not in stated}
     said = hint_text(stock.lay, sizes)
     try:
         bound = bind_to(source.resolve(), stock)
