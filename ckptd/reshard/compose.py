@@ -789,14 +789,13 @@ def _check_all_fed(
     form = composition.source
     keys = {key for link in links for key in link.sources if not key[2]}
     counted = {form.rules[rule].global_name(indexes) for rule, indexes, _ in keys}
-    counted |= {u.name for name in dropped for u in [_templates(form).take(name)] if u}
-    found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
-    scales = {t.name for t in found if t is not None}
-    scales |= stock.apart
     templates = _templates(form)
+    counted |= {u.name for name in dropped for u in [templates.take(name)] if u}
+    found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
+    carried = stock.apart | {t.name for t in found if t is not None}
     lost = []
     for tensor in stock.tensors:
-        if tensor.name in fed or tensor.encoded or tensor.name in scales:
+        if tensor.name in fed or tensor.encoded or tensor.name in carried:
             continue
         undressed = templates.take(tensor.name)
         if undressed is not None and undressed.scalar and undressed.name in counted:

@@ -240,10 +240,11 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
     """Add what the source's program does not speak of, cut by rows; return the numbers."""
     stock, first = composed.stock, len(build.entries)
     known = {name for e in build.entries for name in (e.name, *e.aliases)}
+    templates = NameTemplates(composed.composition.source.bound.layout)
     for tensor in stock.tensors:
         if tensor.name not in stock.apart:
             continue
-        name = _apart_name(composed, tensor)
+        name = _apart_name(composed, templates, tensor)
         for one in (name, *tensor.aliases):
             if one in known:
                 raise UsageError(
@@ -259,7 +260,7 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
     return range(first, len(build.entries))
 
 
-def _apart_name(composed: Composed, tensor: StockTensor) -> str:
+def _apart_name(composed: Composed, templates: NameTemplates, tensor: StockTensor) -> str:
     """Return the name of such a tensor: one that follows a parameter goes with it.
 
     Raises
@@ -269,7 +270,7 @@ def _apart_name(composed: Composed, tensor: StockTensor) -> str:
     """
     composition = composed.composition
     source, target = composition.source, composition.target
-    state = NameTemplates(source.bound.layout).take_any(tensor.name)
+    state = templates.take_any(tensor.name)
     links = composed.by_parameter.get(state.name, ()) if state else ()
     if state is None or not links:
         return tensor.name

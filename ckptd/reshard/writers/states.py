@@ -163,9 +163,10 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
     left_out: list[str] = []
     simplified: list[str] = []
     plain = plain_names(assembled)
+    raws = _raws(assembled)
     for entry in assembled.target.objects:
         try:
-            stored = codec.decode(_raw(assembled, entry))
+            stored = codec.decode(raws[entry.name])
             value = as_plain(stored)
         except UsageError:
             left_out.append(entry.name)
@@ -259,23 +260,33 @@ def _keys(name: str) -> KeyPath:
     return (*above, _GROUPS, int(found[2]), found[3])
 
 
-def _raw(assembled: Assembled, entry: ObjectEntry) -> Any:
-    """Return the encoded value of an object; of one a rank, a list."""
+def _raws(assembled: Assembled) -> dict[str, Any]:
+    """Return the values of all objects, not decoded, by name; of one a rank, a list."""
     target, stock = assembled.target, assembled.composed.stock
-    if not entry.tensor:
-        return entry.value
-    number = next(n for n, t in enumerate(target.tensors) if t.name == entry.tensor)
-    grid = target.grids[target.tensors[number].grid].grid()
-    made = [target.feeds[number](piece).literal for piece in range(grid.npieces)]
-    if all(made):
-        raws = [literal() for literal in made if literal is not None]
-    elif entry.per_rank:
-        found = stock.per_rank(entry.name)
-        raws = [found[rank] for rank in sorted(found)]
-    else:
-        raws = [stock.values([entry.tensor])[entry.tensor].tobytes()]
-    values = [_decoded(raw, entry.name) for raw in raws]
-    return values if entry.per_rank else values[0]
+    numbers = {t.name: number for number, t in enumerate(target.tensors)}
+    raws: dict[str, list[bytes]] = {}
+    copied: list[ObjectEntry] = []
+    for entry in target.objects:
+        if not entry.tensor:
+            continue
+        number = numbers[entry.tensor]
+        grid = target.grids[target.tensors[number].grid].grid()
+        made = [target.feeds[number](piece).literal for piece in range(grid.npieces)]
+        if all(made):
+            raws[entry.name] = [literal() for literal in made if literal is not None]
+        elif entry.per_rank:
+            found = stock.per_rank(entry.name)
+            raws[entry.name] = [found[rank] for rank in sorted(found)]
+        else:
+            copied.append(entry)
+    values = stock.values([e.tensor for e in copied]) if copied else {}
+    raws |= {e.name: [values[e.tensor].tobytes()] for e in copied}
+    out = {e.name: e.value for e in target.objects if not e.tensor}
+    for entry in target.objects:
+        if entry.tensor:
+            parts = [_decoded(raw, entry.name) for raw in raws[entry.name]]
+            out[entry.name] = parts if entry.per_rank else parts[0]
+    return out
 
 
 def _decoded(raw: bytes, where: str) -> Any:
