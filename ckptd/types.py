@@ -6,6 +6,7 @@ numpy only; importing this module must stay cheap, because the command line does
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,6 +132,29 @@ class Box:
         if any(e <= o for o, e in zip(offset, end, strict=True)):
             return None
         return Box(offset, tuple(e - o for o, e in zip(offset, end, strict=True)))
+
+    def cut(self, itemsize: int, limit: int) -> Iterator[Box]:
+        """Cut the box into boxes of at most `limit` bytes, in row-major order.
+
+        Parameters
+        ----------
+        itemsize
+            Bytes of an element; one that is larger than `limit` is a box of its own.
+        """
+        nbytes = self.numel * itemsize
+        if nbytes <= limit or not self.shape:
+            yield self
+            return
+        (first, *rest), (count, *inner) = self.offset, self.shape
+        row = nbytes // count
+        if row <= limit:
+            rows = limit // row
+            for at in range(0, count, rows):
+                yield Box((first + at, *rest), (min(rows, count - at), *inner))
+            return
+        for i in range(count):
+            for box in Box(tuple(rest), tuple(inner)).cut(itemsize, limit):
+                yield Box((first + i, *box.offset), (1, *box.shape))
 
 
 @dataclass(frozen=True, slots=True)

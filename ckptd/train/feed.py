@@ -63,7 +63,7 @@ class CopyStep:
             Bytes of an element; one that is larger than `limit` is a step of its own.
         """
         at = self.start
-        for box in _cuts(shape, itemsize, limit):
+        for box in Box.whole(shape).cut(itemsize, limit):
             end = at + math.prod(box.shape) * itemsize
             yield CopyStep(self.name, self._inner(box), at, end)
             at = end
@@ -304,30 +304,6 @@ def _is_done(mark: CopyMark) -> bool:
         return mark.done()
     except Exception:  # noqa: BLE001 - `run` has raised already; all that counts is that it ended
         return True
-
-
-def _cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `limit` bytes that follow one another in its memory.
-
-    Parameters
-    ----------
-    itemsize
-        Bytes of an element; one that is larger than `limit` is a box of its own.
-    """
-    nbytes = math.prod(shape) * itemsize
-    if nbytes <= limit or not shape:
-        yield Box((0,) * len(shape), shape)
-        return
-    row = nbytes // shape[0]
-    if row <= limit:
-        rows = limit // row
-        rest = (0,) * (len(shape) - 1)
-        for first in range(0, shape[0], rows):
-            yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
-        return
-    for i in range(shape[0]):
-        for box in _cuts(shape[1:], itemsize, limit):
-            yield Box((i, *box.offset), (1, *box.shape))
 
 
 def grouped(

@@ -37,7 +37,7 @@ from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan, gather
 from ckptd.format.witness_full import FullWitness
 from ckptd.layout.block import box_region
-from ckptd.load.files import check_headers, read_ahead
+from ckptd.load.files import PieceLocations, check_headers, read_ahead
 from ckptd.load.hostgroup import HostGroup
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import InMemory, ReadReport, execute
@@ -104,6 +104,8 @@ _FORMER_S = 10.0
 """Former nodes that are not asked by then are passed over, in seconds: most may be gone."""
 _PIECE_CHARS = 4 << 20
 """Characters that rank 0 posts at a time; a board takes no value above 8 MB."""
+_COMPARED_BYTES = 128 << 20
+"""Bytes that are read at a time to compare the values of one tensor."""
 _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
 """Failures of agreement itself: no other rank may be there to agree with."""
 
@@ -811,32 +813,42 @@ class Loader:
     ) -> None:
         """Compare what the checkpoint has under several names of one live tensor.
 
-        It is read beside the state, which stays as it is where two of them differ.
+        It is read beside the state, which stays as it is where two of them differ, and a range of
+        rows at a time: an embedding may have more bytes than a host has left.
 
         Raises
         ------
         MismatchError
             kind ``mismatch``: they do.
         """
+        copies: dict[str, list[tuple[str, int]]] = {}
         for alias, (name, number) in matching.copies.items():
+            copies.setdefault(name, []).append((alias, number))
+        places = PieceLocations(manifest, filemap, store)
+        for name, others in copies.items():
             held = self._describer.held(name, leaves.tensors[name].tensor)
-            size = held.local.numel() * held.local.element_size()
-            first, second = np.empty(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
-            wants = [
-                Want(matching.tensors[name], held.regions, first),
-                Want(number, held.regions, second),
-            ]
-            execute(read_plan(manifest, filemap, wants, store=store), store)
-            if not np.array_equal(first, second):
-                raise MismatchError(
-                    "one tensor of the state has two values in the checkpoint",
-                    kind="mismatch",
-                    where=f"{name}, {alias}",
-                    wanted="equal values: these are names of one tensor",
-                    found=f"{int((first != second).sum())} bytes of {size} differ",
-                    hint="only= selects one of them, such as"
-                    f" only=lambda name: name != {alias!r}; or untie them",
-                )
+            itemsize = held.local.element_size()
+            numbers = [matching.tensors[name], *(number for _, number in others)]
+            most = _COMPARED_BYTES // len(numbers)
+            differ = [0] * len(others)
+            for box in (b for r in held.regions if r.numel for b in r.box.cut(itemsize, most)):
+                region = (box_region(box),)
+                read = [np.empty(box.numel * itemsize, dtype=np.uint8) for _ in numbers]
+                wants = [Want(n, region, t) for n, t in zip(numbers, read, strict=True)]
+                execute(read_plan(manifest, filemap, wants, places=places), store)
+                for i, other in enumerate(read[1:]):
+                    differ[i] += int(np.count_nonzero(other != read[0]))
+            for (alias, _), count in zip(others, differ, strict=True):
+                if count:
+                    raise MismatchError(
+                        "one tensor of the state has two values in the checkpoint",
+                        kind="mismatch",
+                        where=f"{name}, {alias}",
+                        wanted="equal values: these are names of one tensor",
+                        found=f"{count} bytes of {held.local.numel() * itemsize} differ",
+                        hint="only= selects one of them, such as"
+                        f" only=lambda name: name != {alias!r}; or untie them",
+                    )
 
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckptd.errors import MismatchError, NotFoundError
-from ckptd.train import Checkpointer
+from ckptd.load.plan import read_plan
+from ckptd.train import Checkpointer, loader
 from tests.readers.opening import write_model
 
 
@@ -161,6 +162,46 @@ def test_tied_weights_that_are_there_twice(tmp_path: Path, options: dict[str, bo
             only=lambda name: name != "model.b.weight",
         )
         assert torch.equal(net.b.weight, one)
+
+
+class ThriceTied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight = nn.Parameter(torch.zeros(1024, 256))
+        self.c = nn.Linear(2, 2, bias=False)
+        self.b.weight = self.c.weight = self.a.weight
+
+
+def test_tied_weights_are_compared_a_range_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory does not grow with the weight, and the first is read once for all its names."""
+    monkeypatch.setattr(loader, "_COMPARED_BYTES", 3 * 20_000)  # 19 rows, the last range is short
+    one = torch.rand(1024, 256)
+    values = {f"{n}.weight": one.clone() for n in "abc"}
+    save_file(values, tmp_path / "equal.safetensors")
+    values["c.weight"][-1, -1] += 1
+    save_file(values, tmp_path / "other.safetensors")
+    net = ThriceTied()
+    with Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(MismatchError, match="two values") as caught:
+            ck.load({"model": net}, source=tmp_path / "other.safetensors")
+        assert caught.value.where == "model.a.weight, model.c.weight"
+        assert f" bytes of {one.nbytes} differ" in str(caught.value.found)
+        plans = []
+
+        def compared(*args: Any, **options: Any) -> Any:
+            plan = read_plan(*args, **options)
+            plans.append([t.nbytes for t in plan.targets])
+            return plan
+
+        monkeypatch.setattr(loader, "read_plan", compared)
+        ck.load({"model": net}, source=tmp_path / "equal.safetensors")
+        assert torch.equal(net.a.weight, one)
+    *ranges, last = plans[::-1] if len(plans[0]) == 1 else plans
+    assert max(map(sum, ranges)) <= 3 * 20_000
+    assert [sum(sizes) for sizes in zip(*ranges, strict=True)] == [one.nbytes] * 3
+    assert last == [one.nbytes]
 
 
 def test_nothing_is_no_load(tmp_path: Path) -> None:
