@@ -194,18 +194,18 @@ def _other_step(wanted: Any, found: Any, where: str) -> MismatchError:
     )
 
 
-def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], list[_Optimizer]]:
+def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], list[_Named]]:
     """Return what all files hold. What stages of a pipeline share counts once."""
     owner: dict[str, int] = {}
     pieces: list[ForeignPiece] = []
     optimizers = []
     for one in sets:
-        optimizer, found = _flat(names, one)
-        if optimizer is not None:
-            optimizers.append(optimizer)
-            found += _steps(optimizer)
+        named, found = _flat(names, one)
+        if named is not None:
+            optimizers.append(named)
+            found += _steps(*named)
         pieces += [p for p in found if owner.setdefault(p.name, one.mp) == one.mp]
-    _check_counters(optimizers)
+    _check_counters([optimizer for optimizer, _ in optimizers])
     files = list(_files(names))
     _check_layers(names, sets, files)
     return pieces + [p for p in files if p.name not in owner], optimizers
@@ -289,7 +289,7 @@ def _tagged(names: Listing) -> Listing:
 
 def _universal(
     names: Listing, sets: Sequence[_Model], cut: bool
-) -> tuple[list[ForeignPiece], list[_Optimizer]]:
+) -> tuple[list[ForeignPiece], list[_Named]]:
     """Return what the folders of parameters hold, which are whole.
 
     With `cut` the files of models have parts, and say nothing of whole ones.
@@ -347,8 +347,8 @@ def _universal(
         alike = zip_longest(*every, fillvalue={})
         held = [list(dict.fromkeys(name for group in one for name in group)) for one in alike]
         key = zero.key(_OPTIMIZER)
-        optimizers = [_Optimizer.of(load_torch(zero, _OPTIMIZER), key, held)]
-        pieces += _steps(optimizers[0])
+        optimizers = [(_Optimizer.of(load_torch(zero, _OPTIMIZER), key), held)]
+        pieces += _steps(*optimizers[0])
     return pieces, optimizers
 
 
@@ -387,12 +387,11 @@ class _Optimizer:
 
     key: str
     found: TorchZip
-    names: Sequence[Sequence[str]]
     states: Sequence[Any]
     groups: Sequence[Any]
 
     @classmethod
-    def of(cls, found: TorchZip, key: str, names: Sequence[Sequence[str]]) -> _Optimizer:
+    def of(cls, found: TorchZip, key: str) -> _Optimizer:
         """Take it from the file of a rank, or the one of the universal form."""
         top = found.value if isinstance(found.value, dict) else {}
         state = top.get("optimizer_state_dict", top)
@@ -405,15 +404,18 @@ class _Optimizer:
         return cls(
             key,
             found,
-            names,
             states if isinstance(states, list) else (),
             groups if isinstance(groups, list) else (),
         )
 
 
-def _steps(optimizer: _Optimizer) -> Iterator[ForeignPiece]:
+_Named = tuple[_Optimizer, Sequence[Sequence[str]]]
+"""An optimizer, and for each of its states the names of the parameters that it is of."""
+
+
+def _steps(optimizer: _Optimizer, held: Sequence[Sequence[str]]) -> Iterator[ForeignPiece]:
     """Yield the counter of steps of each parameter, which a group of shapes shares."""
-    for names, state in zip(optimizer.names, optimizer.states, strict=False):
+    for names, state in zip(held, optimizer.states, strict=False):
         step = state.get("step") if isinstance(state, dict) else None
         if not isinstance(step, PickledTensor) or step.shape:
             continue
@@ -456,29 +458,29 @@ def _check_reached(model: _Model, r: _Rank) -> None:
     taken, skipped = model.value.get("global_steps"), model.value.get("skipped_steps", 0)
     if r.stage == 3 or type(taken) is not int or type(skipped) is not int:
         return
-    step = _counter(_Optimizer.of(r.found, r.key, ()))
+    step = _counter(r.optimizer)
     if isinstance(step, PickledTensor):
         step = r.found.number(step, r.key)
     if step is not None and step > taken - skipped:
         raise _other_step(f"at most {taken - skipped}, as {model.key} says", step, r.key)
 
 
-def _add_groups(values: KeptValues, optimizers: Sequence[_Optimizer]) -> None:
+def _add_groups(values: KeptValues, optimizers: Sequence[_Named]) -> None:
     """Add the settings of each group as torch's state has them, and names of its parameters.
 
     Stages of a pipeline have the same groups, each with parameters of its own.
     """
-    for number, group in enumerate(optimizers[0].groups if optimizers else ()):
+    for number, group in enumerate(optimizers[0][0].groups if optimizers else ()):
         params: set[str] = set()
-        for one in optimizers:
+        for one, names in optimizers:
             mine = one.groups[number] if number < len(one.groups) else None
             held = mine.get("params") if isinstance(mine, dict) else None
             if not isinstance(held, list) or not all(
-                type(i) is int and 0 <= i < len(one.names) for i in held
+                type(i) is int and 0 <= i < len(names) for i in held
             ):
                 values.left_out[f"optim.param_groups.{number}"] = None
                 break
-            params |= {name for i in held for name in one.names[i]}
+            params |= {name for i in held for name in names[i]}
         else:
             for key, value in {**group, "params": sorted(params)}.items():
                 values.add(f"optim.param_groups.{number}.{key}", value)
@@ -506,6 +508,8 @@ class _Rank:
         the rank says; one table a group, or nothing.
     fillers
         How many elements fill the rank's share up, one number a group, or nothing.
+    optimizer
+        The one of torch in it.
     """
 
     rank: int
@@ -518,15 +522,16 @@ class _Rank:
     pads: Sequence[Sequence[int]]
     mapping: Sequence[Mapping[str, tuple[int, int]]]
     fillers: Sequence[int]
+    optimizer: _Optimizer
 
 
-def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[ForeignPiece]]:
+def _flat(names: Listing, model: _Model) -> tuple[_Named | None, list[ForeignPiece]]:
     """Return what one model and its ranks hold."""
     if not model.optim:
         return None, list(_weights(model, ()))
     groups = model.groups
     ranks = [_rank(names, rank, file) for rank, file in sorted(model.optim.items())]
-    counter = _mark(_Optimizer.of(ranks[0].found, ranks[0].key, ()))
+    counter = _mark(ranks[0].optimizer)
     for r in ranks:
         if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
             raise CorruptError(
@@ -536,7 +541,7 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
                 wanted=f"{r.world} ranks, as {r.key} says",
                 found=f"{len(ranks)} files",
             )
-        _check_step(counter, _mark(_Optimizer.of(r.found, r.key, ())), r.key)
+        _check_step(counter, _mark(r.optimizer), r.key)
         _check_name(r)
     _check_copies(ranks)
     _check_reached(model, ranks[0])
@@ -556,7 +561,7 @@ def _flat(names: Listing, model: _Model) -> tuple[_Optimizer | None, list[Foreig
         for one in (name, *tied.get(name, ())) if not state else (name,):
             full = f"optim.{one}.{state}" if state else one
             pieces.append(ForeignPiece(full, dtype, shape, box, r.key, at, (low, high)))
-    return _Optimizer.of(ranks[0].found, ranks[0].key, [list(g) for g in whole]), pieces
+    return (ranks[0].optimizer, [list(g) for g in whole]), pieces
 
 
 def _check_name(r: _Rank) -> None:
@@ -827,7 +832,8 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
             raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise damaged("not the optimizer's file of a rank of ZeRO", key, error) from None
-    return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping, fillers)
+    own = _Optimizer.of(found, key)
+    return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping, fillers, own)
 
 
 def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
