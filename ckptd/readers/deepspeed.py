@@ -72,15 +72,15 @@ class DeepSpeedReader:
 
     def open(self, names: Listing) -> Foreign:
         """Read the pickles of all files."""
-        if not any(_MODEL.fullmatch(n) or _OPTIM.fullmatch(n) for n in names.names):
+        models, optims = _by_rank(names, _MODEL), _by_rank(names, _OPTIM)
+        if not models and not optims:
             names = _tagged(names)
-        models: dict[int, str] = {}
-        for name in names.names:
-            if match := _MODEL.fullmatch(name):
-                models.setdefault(int(match[2]), name)
+            models, optims = _by_rank(names, _MODEL), _by_rank(names, _OPTIM)
         if not models:
             raise missing(names.key("mp_rank_00_model_states.pt"))
-        sets = [_Model(names, mp, file) for mp, file in sorted(models.items())]
+        sets = [
+            _Model(names, mp, files, optims.get(mp, {})) for mp, files in sorted(models.items())
+        ]
         values = KeptValues()
         kept = {k: v for k, v in sets[0].value.items() if k not in _SKIPPED}
         for name, value in named_values(kept, sets[0].key):
@@ -107,19 +107,39 @@ class DeepSpeedReader:
         return Foreign(pieces, values.objects, left_out, unread, step, has_sections=False)
 
 
-class _Model:
-    """A file of the model, one for each stage of a pipeline and each part of tensor parallelism."""
+_ALL_RANKS = -1
+"""Number of the file of a model that has none of a rank in its name."""
 
-    def __init__(self, names: Listing, mp: int, file: str) -> None:
+
+def _by_rank(names: Listing, pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:
+    """Return the files of each model whose names match, by rank."""
+    out: dict[int, dict[int, str]] = {}
+    for name in names.names:
+        if match := pattern.fullmatch(name):
+            out.setdefault(int(match[2]), {})[int(match[1] or _ALL_RANKS)] = name
+    return out
+
+
+class _Model:
+    """A file of the model, one for each stage of a pipeline and each part of tensor parallelism.
+
+    Attributes
+    ----------
+    files, optim
+        The files of ranks that have a part of it, and those of their optimizers; by rank.
+    """
+
+    def __init__(
+        self, names: Listing, mp: int, files: Mapping[int, str], optim: Mapping[int, str]
+    ) -> None:
         self.names = names
         self.mp = mp
-        self.file = file
-        self.key = names.key(file)
-        self.found = load_torch(names, file)
+        self.files = files
+        self.optim = optim
+        self.file = next(iter(files.values()))
+        self.key = names.key(self.file)
+        self.found = load_torch(names, self.file)
         self.value = self.found.value if isinstance(self.found.value, dict) else {}
-        self.optim: dict[int, str] = {
-            int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n)) and int(m[2]) == mp
-        }
 
     @property
     def has_shapes(self) -> bool:
@@ -850,8 +870,7 @@ def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
 
 def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
     """Yield the shares of parameters that stage 3 cuts and nobody trains."""
-    every = ((n, _MODEL.fullmatch(n)) for n in names.names)
-    files = {int(m[1]): n for n, m in every if m and m[1] and int(m[2]) == model.mp}
+    files = {rank: file for rank, file in model.files.items() if rank != _ALL_RANKS}
     for rank, file in sorted(files.items()):
         found = model.found if file == model.file else load_torch(names, file)
         key = names.key(file)
