@@ -231,23 +231,31 @@ def _all(names: Listing, sets: Sequence[_Model]) -> tuple[list[ForeignPiece], li
     return pieces + [p for p in files if p.name not in owner], optimizers
 
 
-def _files(names: Listing) -> Iterator[ForeignPiece]:
-    """Yield the weights in files of layers and of experts, which are the model's own."""
-    seen: dict[str, str] = {}
+def _file_tensors(
+    names: Listing,
+) -> Iterator[tuple[str, int | None, str, TorchZip, PickledTensor]]:
+    """Yield ``(key, expert, name, file, tensor)`` of what files of layers and of experts hold."""
     for file in names.names:
         layer, expert = _LAYER.fullmatch(file), _EXPERT_FILE.fullmatch(file)
         if layer or expert:
             found, key = load_torch(names, file), names.key(file)
             prefix = f"{int(layer[1])}." if layer else ""
+            number = int(expert[2]) if expert else None
             for name, value in named_values(found.value, key):
-                if not isinstance(value, PickledTensor):
-                    continue
-                inside = _EXPERT.search(name)
-                if expert and inside and int(inside[1]) != int(expert[2]):
-                    raise _other_file(key, f"weights of expert {int(expert[2])}", name)
-                if seen.setdefault(prefix + name, key) != key:
-                    raise _other_file(key, f"no weights of {seen[prefix + name]}", prefix + name)
-                yield whole_piece(prefix + name, found, value, key)
+                if isinstance(value, PickledTensor):
+                    yield key, number, prefix + name, found, value
+
+
+def _files(names: Listing) -> Iterator[ForeignPiece]:
+    """Yield the weights in files of layers and of experts, which are the model's own."""
+    seen: dict[str, str] = {}
+    for key, expert, name, found, value in _file_tensors(names):
+        inside = _EXPERT.search(name)
+        if expert is not None and inside and int(inside[1]) != expert:
+            raise _other_file(key, f"weights of expert {expert}", name)
+        if seen.setdefault(name, key) != key:
+            raise _other_file(key, f"no weights of {seen[name]}", name)
+        yield whole_piece(name, found, value, key)
 
 
 def _check_layers(names: Listing, sets: Sequence[_Model], files: Sequence[ForeignPiece]) -> None:
@@ -389,13 +397,7 @@ def _parts_left(names: Listing, sets: Sequence[_Model], seen: Collection[str]) -
             if isinstance(value, PickledTensor) and name not in seen:
                 yield name
         yield from map(str, _table(one.value, "frozen_param_shapes", one.key))
-    for file in names.names:
-        if (layer := _LAYER.fullmatch(file)) or _EXPERT_FILE.fullmatch(file):
-            found = load_torch(names, file)
-            prefix = f"{int(layer[1])}." if layer else ""
-            for name, value in named_values(found.value, names.key(file)):
-                if isinstance(value, PickledTensor) and prefix + name not in seen:
-                    yield prefix + name
+    yield from (name for _, _, name, _, _ in _file_tensors(names) if name not in seen)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
