@@ -275,14 +275,14 @@ class KeptValues:
         """Keep a value, or its name: where two files differ nothing says which one counts."""
         try:
             kept = json_value(value)
-            if repr(self._found.setdefault(name, kept)) != repr(kept):
+            found = self._found.setdefault(name, kept)
+            if found is not kept and repr(found) != repr(kept):
                 self.left_out[name] = None
         except MismatchError:
             self.left_out[name] = None
 
-    @property
     def objects(self) -> dict[str, Any]:
-        """The values that are kept."""
+        """Return the values that are kept."""
         return {name: v for name, v in self._found.items() if name not in self.left_out}
 
 

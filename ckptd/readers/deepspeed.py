@@ -100,11 +100,12 @@ class DeepSpeedReader:
         if cut:
             values.left_out |= dict.fromkeys(_parts_left(names, sets, {p.name for p in pieces}))
         _add_groups(values, optimizers)
-        steps = values.objects.get("global_steps")
+        objects = values.objects()
+        steps = objects.get("global_steps")
         step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
         unread = [n for n in names.names if n.startswith("expp_rank_")]
         left_out = list(values.left_out)
-        return Foreign(pieces, values.objects, left_out, unread, step, has_sections=False)
+        return Foreign(pieces, objects, left_out, unread, step, has_sections=False)
 
 
 _ALL_RANKS = -1

@@ -98,13 +98,14 @@ class MegatronReader:
         common = load_torch(names, _COMMON).value
         for name, value in named_values(common, names.key(_COMMON)):
             values.add(name, value)
-        step = iteration = values.objects.get("iteration")
-        if type(iteration) is not int or not 0 <= iteration <= MAX_STEP:
-            step = step_of(names)
+        objects = values.objects()
+        iteration = objects.get("iteration")
+        good = type(iteration) is int and 0 <= iteration <= MAX_STEP
+        step = iteration if good else step_of(names)
         pieces = list(found.pieces)
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
         left_out = list(values.left_out)
-        return Foreign(pieces, values.objects, left_out, step=step, lay=lay, sizes=sizes)
+        return Foreign(pieces, objects, left_out, step=step, lay=lay, sizes=sizes)
 
 
 def open_buckets(names: Listing) -> Foreign | None:

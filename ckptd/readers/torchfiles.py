@@ -96,7 +96,7 @@ class TorchReader:
         lay, sizes = config_hints(names) if of_model else ("", {})
         left_out = list(values.left_out)
         return Foreign(
-            pieces, values.objects, left_out, unread, step, lay, sizes, has_sections=has_sections
+            pieces, values.objects(), left_out, unread, step, lay, sizes, has_sections=has_sections
         )
 
 
