@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.format import codec
 from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.format.names import MAX_STEP
 from ckptd.readers.pickles import PickledObject, walk_values
 from ckptd.readers.zips import Extent, ReadRange
 from ckptd.store.base import Store
@@ -32,6 +33,7 @@ __all__ = [
     "json_value",
     "missing",
     "step_of",
+    "step_or",
 ]
 
 MAX_NAMES = 1 << 20
@@ -238,6 +240,11 @@ def step_of(names: Listing, *others: str) -> int | None:
         if found:
             return int(found[1])
     return None
+
+
+def step_or(value: object, other: int | None) -> int | None:
+    """Return a value that can be a step of training, or else another one."""
+    return value if type(value) is int and 0 <= value <= MAX_STEP else other
 
 
 def missing(path: str, hint: str | None = None) -> CorruptError:

@@ -22,7 +22,6 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.format.names import MAX_STEP
 from ckptd.layout.grid import strides_of
 from ckptd.readers.base import (
     MAX_NAMES,
@@ -33,6 +32,7 @@ from ckptd.readers.base import (
     damaged,
     missing,
     step_of,
+    step_or,
 )
 from ckptd.readers.pickles import PickledTensor, counts, named_values, short_text
 from ckptd.readers.torchfiles import TensorAt, load_torch, whole_piece
@@ -101,8 +101,7 @@ class DeepSpeedReader:
             values.left_out |= dict.fromkeys(_parts_left(names, sets, {p.name for p in pieces}))
         _add_groups(values, optimizers)
         objects = values.objects()
-        steps = objects.get("global_steps")
-        step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
+        step = step_or(objects.get("global_steps"), step_of(names))
         unread = [n for n in names.names if n.startswith("expp_rank_")]
         left_out = list(values.left_out)
         return Foreign(pieces, objects, left_out, unread, step, has_sections=False)
@@ -366,7 +365,8 @@ def _universal(
     for name, aliases in _tied(sets[0].value, trained, names.where).items():
         whole |= {alias: replace(whole[name], name=alias) for alias in aliases if name in whole}
     # What has no folder is where the ranks left it.
-    pieces, seen, optimizers = list(whole.values()), set(whole), []
+    pieces, seen = list(whole.values()), set(whole)
+    optimizers: list[_Named] = []
     for one in () if cut else sets:
         rest = [p for p in (*_weights(one, seen), *_frozen(names, one)) if p.name not in seen]
         pieces += rest

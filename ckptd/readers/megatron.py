@@ -16,7 +16,6 @@ from typing import Any
 
 from ckptd.errors import RefusedError
 from ckptd.format.codec import decode
-from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import (
     MAX_NAMES,
@@ -27,6 +26,7 @@ from ckptd.readers.base import (
     damaged,
     missing,
     step_of,
+    step_or,
 )
 from ckptd.readers.dcp import METADATA, read_items
 from ckptd.readers.hints import megatron_args, megatron_hints, megatron_said, megatron_sizes
@@ -99,9 +99,7 @@ class MegatronReader:
         for name, value in named_values(common, names.key(_COMMON)):
             values.add(name, value)
         objects = values.objects()
-        iteration = objects.get("iteration")
-        good = type(iteration) is int and 0 <= iteration <= MAX_STEP
-        step = iteration if good else step_of(names)
+        step = step_or(objects.get("iteration"), step_of(names))
         pieces = list(found.pieces)
         lay, sizes = megatron_hints({p.name: p.shape for p in pieces}, common)
         left_out = list(values.left_out)
@@ -153,8 +151,7 @@ def open_buckets(names: Listing) -> Foreign | None:
     }
     common = load_torch(names, _COMMON).value if _COMMON in names.names else None
     iteration = common.get("iteration") if isinstance(common, dict) else None
-    good = type(iteration) is int and 0 <= iteration <= MAX_STEP
-    step = iteration if good else found.step
+    step = step_or(iteration, found.step)
     sizes = _model_sizes(shapes, common)
     return Foreign(pieces, objects, step=step, sizes=sizes, has_sections=False)
 
