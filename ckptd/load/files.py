@@ -102,6 +102,10 @@ class PieceLocations:
         """Whether this checkpoint wrote `file` itself, so that its manifest gives all places."""
         return is_home(self.files[file].path, self._folder)
 
+    def is_digested(self, file: int) -> bool:
+        """Whether `file` has digests: it is then read in their blocks, and compared with them."""
+        return bool(self.files[file].index)
+
     def of(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.
 

@@ -47,6 +47,7 @@ __all__ = [
     "encode_runs",
     "merge",
     "needed_blocks",
+    "needed_bytes",
     "put",
     "put_fill",
     "read_plan",
@@ -224,16 +225,18 @@ def decode_runs(raw: bytes) -> Runs:
 # --- blocks of the planner, in bytes of a file ---------------------------------------------------
 
 
-def touched(block: Block, itemsize: int, start: int) -> list[tuple[int, int]]:
+def touched(
+    block: Block, itemsize: int, start: int, hole: int = BLOCK_BYTES
+) -> list[tuple[int, int]]:
     """Return byte ranges that hold every source byte of `block`, its piece beginning at `start`.
 
-    Two ranges are apart by a whole digest block or more; what lies between closer runs is read
-    with them, since some block is needed for either side anyway.
+    Two ranges are apart by `hole` bytes or more. What lies between closer runs is read with them:
+    of digest blocks one is needed for either side anyway.
     """
     span = itemsize
     loose: list[tuple[int, int]] = []
     for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
-        if stride * itemsize - span < BLOCK_BYTES and not loose:
+        if stride * itemsize - span < hole and not loose:
             span += (n - 1) * stride * itemsize
         else:
             loose.append((stride * itemsize, n))
@@ -397,6 +400,23 @@ def needed_blocks(line: BlockLine, copies: Iterable[PlannedCopy]) -> Runs:
         for lo, hi in touched(c.block, c.itemsize, c.start)
     ]
     return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+
+
+def needed_bytes(copies: Iterable[PlannedCopy], hole: int) -> dict[int, Runs]:
+    """Return the byte ranges of data sections that hold the source bytes of some copies, by file.
+
+    Holes of less than `hole` bytes inside a piece are among them; what lies between two pieces is
+    not. In a foreign file that may be anything, and each piece there costs a look at its head.
+    """
+    by_piece: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for c in copies:
+        found = by_piece.setdefault((c.file, c.start), [])
+        found += touched(c.block, c.itemsize, c.start, hole)
+    by_file: dict[int, list[Runs]] = {}
+    for (file, _), ranges in by_piece.items():
+        pairs = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        by_file.setdefault(file, []).append(merge(pairs, hole - 1))
+    return {file: merge(np.concatenate(runs)) for file, runs in by_file.items()}
 
 
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}

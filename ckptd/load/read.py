@@ -263,15 +263,28 @@ class Fetcher:
         CorruptError
             See `fetch`.
         """
-        entry = self._places.files[file]
         start, _ = self._line.byte_range(file, lo, lo)
+        self._bring(file, start, view, lambda: self._check(file, lo, view, runs))
+
+    def bring_bytes(self, file: int, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start` of the data section of a file without digests.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``truncated``, ``missing-file``.
+        """
+        self._bring(file, start, view, lambda: None)
+
+    def _bring(self, file: int, start: int, view: memoryview, check: Callable[[], None]) -> None:
+        entry = self._places.files[file]
 
         def look() -> None:
             if self._files is not None:
                 self._files.read(file, start, view)
             else:
                 read_stored(self._store, entry, start, view)
-            self._check(file, lo, view, runs)
+            check()
 
         # A file that is open stays what it is: no other source is asked for it.
         self._good(entry.path, look, self._files is None)

@@ -239,7 +239,10 @@ def _aligned(header: bytes) -> memoryview:
 
 
 LEAST_BUDGET = 32 << 20
-_ROUND_BYTES = 128 << 20
+_MOST_ROUND_BYTES = 128 << 20
+_FILE_ROUND_BYTES = 4 << 20
+"""Of a round, for each file that grows in it: rows that all of them take from are read once."""
+_WINDOWS_A_READER = 2
 _MOST_READERS = 4
 _STALL_S = 900.0
 _CLOSERS = 4
@@ -299,7 +302,7 @@ class Budget:
         cache = min(64 << 20, total // 8)
         own = min(96 << 20, total // 6)  # plans, samples, what the allocator does not give back
         staging = total - cache - own - readers * (window + 1) * BLOCK_BYTES
-        return Budget(total, cache, staging, min(_ROUND_BYTES, staging // 2), readers, window)
+        return Budget(total, cache, staging, min(_MOST_ROUND_BYTES, staging // 2), readers, window)
 
 
 @dataclass(slots=True)
@@ -376,9 +379,19 @@ class Executor:
         full = [f for f in files if self._target.sizes[f]]
         most = max(1, self._budget.round // 2 // BLOCK_BYTES)
         for group in group_files(self.planner, full, most):
-            for stretches in cut_rounds(self._target.filemap, group, self._budget.round):
+            for stretches in cut_rounds(self._target.filemap, group, self._round(len(group))):
                 yield self.planner.plan(stretches)
             self.planner.forget(group)
+
+    def _round(self, files: int) -> int:
+        """Return the bytes of a round that fills some files.
+
+        Small ones take turns in little memory, whose pages are then warm, and reading and writing
+        overlap but for one of them.
+        """
+        budget = self._budget
+        least = _WINDOWS_A_READER * budget.readers * budget.window_blocks * BLOCK_BYTES
+        return min(budget.round, max(least, _FILE_ROUND_BYTES * files))
 
     def run(
         self,

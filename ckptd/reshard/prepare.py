@@ -16,7 +16,7 @@ from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.syntax import show
-from ckptd.load.plan import BlockLine
+from ckptd.load.plan import BlockLine, count
 from ckptd.readers.words import hint_text
 from ckptd.reshard.compose import Composed, TensorLink, apart_of, bind_to, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
@@ -30,7 +30,7 @@ from ckptd.reshard.layouts import (
     wrapped,
 )
 from ckptd.reshard.plan import Target
-from ckptd.reshard.reading import BlockCache
+from ckptd.reshard.reading import BlockCache, bytes_wanted
 from ckptd.reshard.reports import Costs, Proved, RuleReport, SourceProgram
 from ckptd.reshard.source import Stock
 from ckptd.reshard.target import Assembled, assemble_target
@@ -377,7 +377,9 @@ def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: B
         rounds += 1
         copies += sum(len(moves) for moves, _ in plan.turns)
         touched.update(f for _, runs in plan.turns for f in line.files_of(runs))
-        read += sum(cache.bytes_missing(line, runs) for _, runs in plan.turns)
+        for moves, runs in plan.turns:
+            blocks, ranges = bytes_wanted(source, line, moves, runs)
+            read += cache.bytes_missing(line, blocks) + sum(map(count, ranges.values()))
     windows = budget.readers * budget.window_blocks * BLOCK_BYTES
     return Costs(
         files=len(files),

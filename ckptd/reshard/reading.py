@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +25,13 @@ from ckptd.format.filemap import ChunkRef
 from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.clip import clip
 from ckptd.layout.grid import Grid
-from ckptd.load.files import LocalFiles, PieceLocations
-from ckptd.load.plan import BlockLine, PlannedCopy, Runs, put
-from ckptd.load.read import Fetcher
+from ckptd.load.files import PieceLocations
+from ckptd.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put
+from ckptd.load.read import FAR_BYTES, Fetcher
 from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
 from ckptd.runtime.pool import run_all
 
-__all__ = ["BlockCache", "Ledger", "Reading", "ValueReader"]
+__all__ = ["BlockCache", "Ledger", "Reading", "ValueReader", "bytes_wanted"]
 
 
 _POLL_S = 0.05
@@ -198,16 +199,56 @@ def _without(runs: Runs, cuts: Sequence[int]) -> Runs:
     return pairs[pairs[:, 1] > pairs[:, 0]]
 
 
+def bytes_wanted(
+    source: PieceLocations, line: BlockLine, moves: Sequence[PlannedCopy], runs: Runs
+) -> tuple[Runs, dict[int, Runs]]:
+    """Return what some copies read: blocks of files with digests, and bytes of those without.
+
+    Parameters
+    ----------
+    source, line
+        What is read, and the positions of its blocks.
+    moves, runs
+        The copies, and all blocks that hold their bytes.
+
+    Returns
+    -------
+    blocks
+        Those of `runs` whose files have digests.
+    ranges
+        By file, of its data section: what the copies take, and holes that cost less than a request.
+    """
+    loose = {f for f in line.files_of(runs) if not source.is_digested(f)}
+    if not loose:
+        return runs, {}
+    keep = [line.file_at(lo) not in loose for lo in runs[:, 0].tolist()]
+    local = source.store.capabilities.local_files
+    ranges = needed_bytes(
+        (m for m in moves if m.file in loose), FAR_BYTES if local else BLOCK_BYTES
+    )
+    return runs[np.array(keep, dtype=np.bool_)], ranges
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """Blocks ``[lo, hi)`` of one file, the moves that take from them, and which ends are kept."""
+    """Bytes ``[start, end)`` of the data section of one file, read at once.
+
+    Attributes
+    ----------
+    lo
+        Position of its first block; None for a file without digests, which is not read in blocks.
+    data
+        The bytes, where they are known already.
+    kept
+        Positions of blocks that another round may want as well.
+    """
 
     file: int
-    lo: int
-    hi: int
-    data: U8 | None
-    moves: list[PlannedCopy]
-    kept: tuple[int, ...]
+    start: int
+    end: int
+    lo: int | None = None
+    data: U8 | None = None
+    kept: tuple[int, ...] = ()
 
 
 class Reading:
@@ -265,66 +306,88 @@ class Reading:
         CorruptError
             kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``.
         """
-        store = self._source.store
-        with LocalFiles(store, self._source.files) as files:
-            fetcher = Fetcher(
-                store,
-                self._source,
-                self._line,
-                files if store.capabilities.local_files else None,
+        # No open descriptors: what they read stays in the page cache, and nobody reads it again.
+        fetcher = Fetcher(
+            self._source.store,
+            self._source,
+            self._line,
+            None,
+            threads=self._threads,
+            stall_s=self._stall_s,
+        )
+        used = {f for _, runs in plan.turns for f in self._line.files_of(runs)}
+        fetcher.check_files(sorted(used), lambda: None, anywhere=True)
+        for moves, runs in plan.turns:
+
+            def work(task: tuple[_Window, list[PlannedCopy]]) -> None:
+                window, found = task
+                data = self._bring(window, fetcher) if window.data is None else window.data
+                for move in found:
+                    self._scatter(window, data, move, memory[move.target])
+
+            run_all(
+                self._tasks(moves, runs),
+                work,
                 threads=self._threads,
                 stall_s=self._stall_s,
+                what="reading the source",
             )
-            used = {f for _, runs in plan.turns for f in self._line.files_of(runs)}
-            fetcher.check_files(sorted(used), lambda: None, anywhere=True)
-            for moves, runs in plan.turns:
-
-                def work(window: _Window) -> None:
-                    data = self._bring(window, fetcher) if window.data is None else window.data
-                    for move in window.moves:
-                        self._scatter(window, data, move, memory[move.target])
-
-                run_all(
-                    self._windows(moves, runs),
-                    work,
-                    threads=self._threads,
-                    stall_s=self._stall_s,
-                    what="reading the source",
-                )
 
     # -- windows -------------------------------------------------------------------------------
 
-    def _windows(self, moves: list[PlannedCopy], runs: Runs) -> Iterator[_Window]:
-        """Yield windows with their moves, in the order of the source's files."""
-        spans = np.array([self._span(m) for m in moves], dtype=np.int64).reshape(-1, 2)
-        order = np.argsort(spans[:, 0], kind="stable")
-        spans = spans[order]
-        reach = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
-        missing, known = self._cache.split(runs)
-        windows: list[tuple[int, int, U8 | None]] = [(p, p + 1, data) for p, data in known]
-        windows += [(lo, hi, None) for _, lo, hi in self._line.windows(missing, self._blocks)]
-        begins, ends = set(runs[:, 0].tolist()), set(runs[:, 1].tolist())
-        for lo, hi, data in sorted(windows, key=lambda w: w[0]):
-            first = int(np.searchsorted(reach, lo, side="right"))
-            last = int(np.searchsorted(spans[:, 0], hi, side="left"))
-            inside = [i for i in range(first, last) if spans[i, 1] > lo]
-            found = [moves[order[i]] for i in inside]
-            kept = {p for p, is_end in ((lo, lo in begins), (hi - 1, hi in ends)) if is_end}
-            yield _Window(self._line.file_at(lo), lo, hi, data, found, tuple(kept))
+    def _tasks(
+        self, moves: Sequence[PlannedCopy], runs: Runs
+    ) -> Iterator[tuple[_Window, list[PlannedCopy]]]:
+        """Yield windows, and the moves that take from each, in the order of the source's files."""
+        by_file: dict[int, list[PlannedCopy]] = {}
+        for move in sorted(moves, key=lambda m: m.span[0]):
+            by_file.setdefault(move.file, []).append(move)
+        windows = sorted(self._windows(moves, runs), key=lambda w: (w.file, w.start))
+        for file, mine in groupby(windows, key=lambda w: w.file):
+            found = by_file[file]
+            spans = np.array([m.span for m in found], dtype=np.int64)
+            reach = np.maximum.accumulate(spans[:, 1])
+            for window in mine:
+                first = int(np.searchsorted(reach, window.start, side="right"))
+                last = int(np.searchsorted(spans[:, 0], window.end, side="left"))
+                yield window, [found[i] for i in range(first, last) if spans[i, 1] > window.start]
 
-    def _span(self, move: PlannedCopy) -> tuple[int, int]:
-        return self._line.positions(move.file, *move.span)
+    def _windows(self, moves: Sequence[PlannedCopy], runs: Runs) -> Iterator[_Window]:
+        blocks, ranges = bytes_wanted(self._source, self._line, moves, runs)
+        missing, known = self._cache.split(blocks)
+        for position, data in known:
+            yield self._of_blocks(self._line.file_at(position), position, position + 1, data)
+        begins, ends = set(blocks[:, 0].tolist()), set(blocks[:, 1].tolist())
+        for file, lo, hi in self._line.windows(missing, self._blocks):
+            kept = [p for p, is_end in ((lo, lo in begins), (hi - 1, hi in ends)) if is_end]
+            yield self._of_blocks(file, lo, hi, None, tuple(kept))
+        size = self._blocks * BLOCK_BYTES
+        for file, pairs in ranges.items():
+            for start, end in pairs.tolist():
+                # At multiples of a block, so that none cuts an element.
+                cuts = [start, end]
+                if end - start > size:
+                    cuts[1:1] = range(start // size * size + size, end, size)
+                for lo, hi in pairwise(cuts):
+                    yield _Window(file, lo, hi)
+
+    def _of_blocks(
+        self, file: int, lo: int, hi: int, data: U8 | None, kept: tuple[int, ...] = ()
+    ) -> _Window:
+        return _Window(file, *self._line.byte_range(file, lo, hi), lo, data, kept)
 
     def _bring(self, window: _Window, fetcher: Fetcher) -> U8:
         """Read and check a window; keep the blocks that another round may want as well."""
-        start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        data = self._room()[: end - start]
-        fetcher.bring(window.file, window.lo, data.data)
+        data = self._room()[: window.end - window.start]
+        if window.lo is None:
+            fetcher.bring_bytes(window.file, window.start, data.data)
+        else:
+            fetcher.bring(window.file, window.lo, data.data)
+            for position in window.kept:
+                at = (position - window.lo) * BLOCK_BYTES
+                self._cache.keep(position, data[at : at + BLOCK_BYTES])
         with self._lock:
-            self.bytes_read += end - start
-        for position in window.kept:
-            at = (position - window.lo) * BLOCK_BYTES
-            self._cache.keep(position, data[at : at + BLOCK_BYTES])
+            self.bytes_read += window.end - window.start
         return data
 
     def _room(self) -> U8:
@@ -335,12 +398,11 @@ class Reading:
 
     def _scatter(self, window: _Window, data: U8, move: PlannedCopy, target: U8) -> None:
         """Copy what a window has of a move."""
-        start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        # No element lies in two digest blocks: chunks are aligned to their item size.
-        lo = -((move.start - start) // move.itemsize)
-        hi = -((move.start - end) // move.itemsize)
+        # No element lies in two windows: chunks are aligned to their item size.
+        lo = -((move.start - window.start) // move.itemsize)
+        hi = -((move.start - window.end) // move.itemsize)
         for block in clip(move.block, "source", lo, hi):
-            put(move, block, data, move.start - start, target)
+            put(move, block, data, move.start - window.start, target)
 
 
 _ROUND_BYTES = 32 << 20

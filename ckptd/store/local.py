@@ -65,6 +65,10 @@ __all__ = [
 
 _WORTH_DIRECT = 1 << 20
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_BOUNCE_BYTES = 4 << 20
+_MOST_IDLE = 8
+_bounces: list[mmap.mmap] = []
+"""Idle memory for reads that are not aligned; threads take from its end and give back there."""
 
 
 def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: bool) -> None:
@@ -78,18 +82,15 @@ def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: boo
         What the kernel reports.
     """
     done = 0
-    possible = direct and O_DIRECT and _NOWAIT and _is_aligned(offset, view)
+    possible = direct and O_DIRECT and _NOWAIT and len(view) >= _WORTH_DIRECT
     if possible and not _is_cached(fd, offset, len(view)):
-        done = _read_direct(fd, offset, view)
+        is_aligned = offset % ALIGN == 0 and address(view) % ALIGN == 0
+        done = (_read_direct if is_aligned else _read_bounced)(fd, offset, view)
     while done < len(view):
         count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
             check_end(path, offset + len(view), offset + done)
         done += count
-
-
-def _is_aligned(offset: int, view: memoryview) -> bool:
-    return len(view) >= _WORTH_DIRECT and offset % ALIGN == 0 and address(view) % ALIGN == 0
 
 
 def _is_cached(fd: int, offset: int, count: int) -> bool:
@@ -113,23 +114,53 @@ def _is_cached(fd: int, offset: int, count: int) -> bool:
     return True  # or a file system that cannot tell, and is left to its own ways
 
 
-def _read_direct(fd: int, offset: int, view: memoryview) -> int:
-    """Read whole aligned blocks past the page cache; returns the number of bytes."""
+@contextmanager
+def _past_the_cache(fd: int) -> Iterator[None]:
+    """Have reads of `fd` bypass the page cache, where the file system lets them."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    end = len(view) // ALIGN * ALIGN
-    done = 0
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT)
-        while done < end:
-            count = os.preadv(fd, [view[done:end]], offset + done)
-            if count == 0 or count % ALIGN:  # the end of the file
-                return done + count
-            done += count
+        yield
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _read_direct(fd: int, offset: int, view: memoryview) -> int:
+    """Read whole aligned blocks past the page cache; returns the number of bytes."""
+    end = len(view) // ALIGN * ALIGN
+    done = 0
+    with _past_the_cache(fd):
+        while done < end:
+            count = os.preadv(fd, [view[done:end]], offset + done)
+            if count == 0 or count % ALIGN:  # the end of the file
+                return done + count
+            done += count
+    return done
+
+
+def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
+    """Read the aligned blocks around a range past the page cache; returns the number of bytes.
+
+    A copy in memory that is warm costs a tenth of the page cache's pages.
+    """
+    bounce = _bounces.pop() if _bounces else mmap.mmap(-1, _BOUNCE_BYTES)
+    done = 0
+    with memoryview(bounce) as room, _past_the_cache(fd):
+        while done < len(view):
+            first = (offset + done) // ALIGN * ALIGN
+            skip = offset + done - first
+            size = min(_BOUNCE_BYTES, -(-(skip + len(view) - done) // ALIGN) * ALIGN)
+            count = os.preadv(fd, [room[:size]], first) - skip
+            if count <= 0:  # the end of the file
+                break
+            count = min(count, len(view) - done)
+            view[done : done + count] = room[skip : skip + count]
+            done += count
+    if len(_bounces) < _MOST_IDLE:
+        _bounces.append(bounce)
     return done
 
 
@@ -348,8 +379,8 @@ class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     direct
         Let writers bypass the page cache (O_DIRECT) where the file system allows it.
     direct_reads
-        Let large aligned reads bypass the page cache for what it does not hold. Faster the first
-        time, but the second read of a file then finds nothing cached.
+        Let large reads bypass the page cache for what it does not hold. Faster the first time, but
+        the second read of a file then finds nothing cached.
     threads
         Blocks in flight for all writers of this store together.
     block_bytes

@@ -1,0 +1,137 @@
+"""Bytes that conversions of foreign checkpoints read: what is wanted, and little beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file
+
+from ckptd.load.direct import DirectReader
+from ckptd.reshard.execute import Budget
+from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.prepare import costs_of, prepare, source_program
+from ckptd.reshard.writers.dcp import DcpPlace
+from ckptd.reshard.writers.folder import FolderJob, FolderPlace
+from ckptd.reshard.writers.hf import HfPlace
+from ckptd.store.local import LocalStore
+from ckptd.types import Box, ByteRange
+from tests.load.builder import Array
+from tests.readers.opening import foreign_stock, open_reader, reader_in
+from tests.reshard.llama import program
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+AIM = 1.05
+HEADS = 4096
+"""What a piece may cost beside its bytes: the ends of a zip."""
+SHAPES = {"embed": (500, 601), "big": (1201, 1100), "norm": (33,)}
+SHAPES |= {f"layers.{i}.{n}": s for i in range(3) for n, s in {"up": (700, 411), "b": (5,)}.items()}
+
+
+class Counting(LocalStore):
+    """Adds up the bytes that are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.seen = 0
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        raw = super().get(key, byte_range)
+        self.seen += len(raw)
+        return raw
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        super().read_into(key, offset, buffer)
+        self.seen += buffer.nbytes
+
+
+def weights() -> dict[str, Array]:
+    draw = np.random.default_rng(1)
+    return {f"model.{n}": draw.standard_normal(s, np.float32) for n, s in SHAPES.items()}
+
+
+def with_moments() -> dict[str, torch.Tensor]:
+    """Return weights, each with its moments behind it, as a trainer saves them."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in weights().items():
+        state[name] = torch.from_numpy(value)
+        for number, kind in enumerate(("exp_avg", "exp_avg_sq")):
+            state[f"optim.state.{name.removeprefix('model.')}.{kind}"] = torch.from_numpy(
+                value * 0 + number
+            )
+    return state
+
+
+def write_dcp(folder: Path) -> None:
+    dcp.save(with_moments(), checkpoint_id=str(folder), no_dist=True)
+
+
+def write_torch(folder: Path) -> None:
+    torch.save(with_moments(), folder / "state.pt")
+
+
+def write_hf(folder: Path) -> None:
+    state = {n: np.ascontiguousarray(t.numpy()) for n, t in with_moments().items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def to_hf(found: Any) -> FolderPlace:
+    return HfPlace(found.assembled, found.expected, 1 << 40)
+
+
+def to_dcp(found: Any) -> FolderPlace:
+    return DcpPlace(found.assembled, found.expected)
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_torch, write_hf])
+@pytest.mark.parametrize(("place", "states"), [(to_hf, False), (to_dcp, True)])
+def test_what_nobody_wants_is_not_read(
+    tmp_path: Path,
+    write: Callable[[Path], None],
+    place: Callable[[Any], FolderPlace],
+    states: bool,
+) -> None:
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source")
+    store = Counting(tmp_path / "source")
+    with store:
+        stock = foreign_stock(store)
+        found = prepare(stock, source_program(stock, None), program("names.dcp"))
+        made = place(found)
+        needed = sum(made.target.sizes)
+        files = ReshardShare().files(made.target)
+        costs = costs_of(found, made.target, files, Budget.of(64 << 20, store))
+        store.seen = 0
+        job = FolderJob(stock.source, made, tmp_path / "out", identity=found.identity)
+        done = job.run(ReshardShare(), Budget.of(64 << 20, store))
+    assert done.bytes_needed == done.bytes_written == needed
+    assert needed == sum(v.nbytes for v in weights().values()) * (3 if states else 1)
+    pieces = len(made.target.tensors)
+    assert done.bytes_read <= AIM * needed
+    assert costs.bytes_read == done.bytes_read
+    assert store.seen <= AIM * needed + HEADS * pieces
+    read = open_reader(tmp_path / "out")
+    for name, value in with_moments().items():
+        if states or name.startswith("model."):
+            assert np.array_equal(read.tensor(name), value.numpy())
+
+
+def test_a_small_tensor_costs_its_own_bytes(tmp_path: Path) -> None:
+    """Whatever lies around it: of a folder of small items the head of one is read."""
+    state = {f"w{n}": torch.full((256,), float(n)) for n in range(200)}
+    dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    store = Counting(tmp_path)
+    reader = reader_in(store)
+    store.seen = 0
+    with DirectReader(reader) as direct:
+        number = next(i for i, t in enumerate(reader.manifest.tensors) if t.name == "w77")
+        out = np.zeros(1024, dtype=np.uint8)
+        direct.read_into(number, Box((0,), (256,)), out, (1,))
+    assert (out.view(np.float32) == 77).all()
+    assert store.seen < 1024 + HEADS
