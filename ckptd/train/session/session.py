@@ -31,6 +31,7 @@ from ckptd.train.ranks import forget_boards
 from ckptd.train.recorder.recorder import regroup
 from ckptd.train.session.elastichooks import abandon_all
 from ckptd.train.session.groups import destroy_groups
+from ckptd.train.session.health import empty_caches, fault_of_devices
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import BEFORE_STEP, end_if_over, guard_steps
 from ckptd.train.session.world import World
@@ -190,6 +191,8 @@ class _Session:
             names = ", ".join(hung)
             self._end(f"collectives of {len(hung)} groups cannot be aborted in time: {names}")
         destroy_groups()
+        if fault := fault_of_devices(until):
+            self._end(fault)
         forget_boards()
         sys.excepthook = self._excepthook  # each default group puts one of its own around it
         self._interrupter.again()
@@ -198,6 +201,7 @@ class _Session:
             self._link.out(self._interrupted)
         # Models and optimizers are full of cycles, and the next generation needs their memory.
         gc.collect()
+        empty_caches()
         if not self._settled:
             self._settled = True
             gc.freeze()  # what was imported within the first generation

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,17 @@ from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker
-from ckptd.elastic.messages import Attach, Begin, Ended, FenceNow, FromWorker, Said, Seat, StoreAt
+from ckptd.elastic.messages import (
+    Attach,
+    Begin,
+    Ended,
+    FenceNow,
+    FromWorker,
+    Out,
+    Said,
+    Seat,
+    StoreAt,
+)
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
 from ckptd.runtime.channel import SocketChannel
@@ -142,6 +152,31 @@ def test_who_has_left_a_generation_and_cannot_be_told_to_go_on_is_killed(tmp_pat
         one.begin(generation=3, level=0)
         assert first.killed
         one.until(lambda: "generation 3" in one.said[-1])
+
+
+def test_who_can_go_on_in_no_generation_is_killed_and_not_seated_again(tmp_path: Path) -> None:
+    with alone(tmp_path) as one, ExitStack() as stack:
+        well, unfit = one.started()
+        for worker in (well, unfit):
+            ours, _ = (stack.enter_context(sock) for sock in socket.socketpair())
+            channel = SocketChannel(ours, FromWorker)
+            stack.callback(channel.close)
+            worker.end = WorkerEnd(channel, worker.pid, Attach(worker.pid, 0, 1))
+            worker.session = True
+        # A fork leads a session a moment after it is there.
+        one.until(lambda: all(os.getsid(worker.pid) == worker.pid for worker in (well, unfit)))
+        one.launcher._ordered(FenceNow(2, level=0))
+        assert unfit.end is not None
+        assert well.end is not None
+        one.launcher._handle(well.end, Out(1))
+        one.launcher._handle(unfit.end, Out(1, "its device fails"))
+        assert not unfit.idle
+        one.until(lambda: unfit.dead and unfit not in list(one.pool.workers))
+        assert well.idle
+        assert one.launcher._node.fenced == 2
+        assert one.codes() == [], "it did not end by itself: that is no fault of its own"
+        text = f"rank 1 (process {unfit.pid}) is not used again, another process takes its place"
+        assert f"{text}: its device fails" in one.said
 
 
 def test_a_node_whose_workers_have_died_does_not_cost_others_their_sessions(tmp_path: Path) -> None:
