@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Mapping
+
 import pytest
 
-from ckptd.testing.simdevice import lacking
+from ckptd.testing.simdevice import Simulator, installed, lacking
 
-__all__ = ["ON_SIMULATED_DEVICES"]
+__all__ = ["ON_SIMULATED_DEVICES", "failing"]
 
 _why = lacking()
 ON_SIMULATED_DEVICES = [
@@ -15,3 +18,21 @@ ON_SIMULATED_DEVICES = [
     pytest.mark.xdist_group("simdevice"),
 ]
 """Marks for modules whose tests call `ckptd.testing.simdevice.run`."""
+
+
+def failing(
+    programs: Mapping[str, Callable[[Simulator], object]], schedule: str = "eager"
+) -> dict[str, str]:
+    """Call each program in a test of its own of this process's devices; return traces of failures.
+
+    A fork costs more than most programs.
+    """
+    failed = {}
+    for name, program in programs.items():
+        with installed().test(schedule) as simulator:
+            try:
+                program(simulator)
+                assert not simulator.problems, simulator.problems
+            except Exception:  # noqa: BLE001 - all that fail are named
+                failed[name] = traceback.format_exc()
+    return failed

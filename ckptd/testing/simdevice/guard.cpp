@@ -5,16 +5,21 @@
 // be loaded with RTLD_GLOBAL before PyTorch, so that its `getAccelerator` is the one that is found.
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/Functions.h>
+#include <ATen/core/Generator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/detail/XPUHooksInterface.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/GeneratorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
+#include <random>
 #include <vector>
 
 namespace {
@@ -155,6 +160,51 @@ struct PageLocked final : Allocator {
   }
 } page_locked;
 
+// A seed, and how many numbers kernels have been promised: 16 bytes, as on CUDA. The host advances
+// it when it enqueues a kernel; what is drawn is drawn in Python.
+struct Generator final : GeneratorImpl {
+  uint64_t first, taken = 0;
+  Generator(DeviceIndex i, uint64_t seed)
+      : GeneratorImpl(Device(kind, i), DispatchKeySet()), first(seed) {}
+  void set_current_seed(uint64_t seed) override { first = seed, taken = 0; }
+  void set_offset(uint64_t offset) override { taken = offset; }
+  uint64_t get_offset() const override { return taken; }
+  uint64_t current_seed() const override { return first; }
+  uint64_t seed() override {
+    set_current_seed(std::random_device()());
+    return first;
+  }
+  void set_state(const TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16 && state.itemsize() == 1, "a state has 16 bytes");
+    auto at = static_cast<const char*>(state.data());
+    std::memcpy(&first, at, 8), std::memcpy(&taken, at + 8, 8);
+  }
+  intrusive_ptr<TensorImpl> get_state() const override {
+    auto state = at::empty({16}, at::TensorOptions().dtype(at::kByte));
+    auto to = static_cast<char*>(state.data_ptr());
+    std::memcpy(to, &first, 8), std::memcpy(to + 8, &taken, 8);
+    return state.getIntrusivePtr();
+  }
+  GeneratorImpl* clone_impl() const override {
+    auto copy = new Generator(device().index(), first);
+    copy->taken = taken;
+    return copy;
+  }
+};
+
+at::Generator new_generator(DeviceIndex i) {
+  return at::make_generator<Generator>(i < 0 ? current : i, default_rng_seed_val);
+}
+
+const at::Generator& default_generator(DeviceIndex i) {
+  static auto all = [] {
+    std::vector<at::Generator> made;
+    for (int d = 0; d < devices; ++d) made.push_back(new_generator(d));
+    return made;
+  }();
+  return all.at(i < 0 ? current : i);
+}
+
 template <typename Base>
 struct Hooks final : Base {
   Hooks() = default;
@@ -175,6 +225,10 @@ struct Hooks final : Base {
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return exchangeDevice(d); }
   bool isPinnedPtr(const void* data) const override { return is_locked(data, 1); }
   Allocator* getPinnedMemoryAllocator() const override { return &page_locked; }
+  at::Generator getNewGenerator(DeviceIndex i) const override { return new_generator(i); }
+  const at::Generator& getDefaultGenerator(DeviceIndex i) const override {
+    return default_generator(i);
+  }
   // Only some of the interfaces have these.
   virtual bool hasCUDA() const { return true; }
   virtual bool hasXPU() const { return true; }

@@ -106,7 +106,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
         raise UsageError(
             "there can be no such number of simulated devices", wanted="1 to 8", found=devices
         )
-    simulator = Simulator(devices, library)
+    simulator = Simulator(name, devices, library)
     functions = _Events(simulator).functions()
     library.sim_connect(ctypes.byref(functions))
     _kept.append(functions)

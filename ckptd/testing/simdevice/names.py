@@ -185,25 +185,21 @@ class Cudart:
         return _sim.page_unlock(address)
 
 
-def _seed(seed: int) -> None:
-    _seed_one(tensors.generators()[tensors.index_of(None)], seed)
+def _generator(device: Any = None) -> torch.Generator:
+    return tensors.generators()[tensors.index_of(device)]
 
 
 def _seed_all(seed: int) -> None:
     for generator in tensors.generators():
-        _seed_one(generator, seed)
-
-
-def _seed_one(generator: tensors.DeviceGenerator, seed: int) -> None:
-    generator.seed, generator.offset = int(seed), 0
+        generator.manual_seed(seed)
 
 
 def _rng_state(device: Any = None) -> torch.Tensor:
-    return tensors.generators()[tensors.index_of(device)].state
+    return _generator(device).get_state()
 
 
 def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    tensors.generators()[tensors.index_of(device)].state = state
+    _generator(device).set_state(state)
 
 
 def _set_rng_states(states: Sequence[torch.Tensor]) -> None:
@@ -248,9 +244,10 @@ def _common() -> dict[str, Any]:
         "memory_reserved": lambda device=None: sim.allocated[index_of(device)],
         "max_memory_allocated": lambda device=None: sim.most_allocated[index_of(device)],
         "reset_peak_memory_stats": reset_peak,
-        "manual_seed": _seed,
+        "manual_seed": lambda seed: _generator().manual_seed(seed),
         "manual_seed_all": _seed_all,
-        "initial_seed": lambda: tensors.generators()[index_of()].seed,
+        "initial_seed": lambda: _generator().initial_seed(),
+        "default_generators": tensors.generators(),
         "get_rng_state": _rng_state,
         "set_rng_state": _set_rng_state,
         "get_rng_state_all": lambda: [_rng_state(i) for i in range(sim.devices)],
@@ -291,10 +288,12 @@ def replace(sim: Simulator, kind: str, name: str) -> list[object]:
     """
     global _sim, _type, _number
     _sim, _type, _number = sim, name, _TYPES[kind]
+    if kind == "privateuseone":
+        torch.utils.rename_privateuse1_backend(name)
+    library = tensors.register(sim, name, _KEYS[kind])
     more = _common() | (_of_cuda() if kind == "cuda" else {})
     if kind == "privateuseone":
         module = types.ModuleType(f"torch.{name}")
-        torch.utils.rename_privateuse1_backend(name)
         torch._register_device_module(name, module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     else:
@@ -303,4 +302,4 @@ def replace(sim: Simulator, kind: str, name: str) -> list[object]:
         setattr(module, attribute, value)
     # A parameter that moves to a device becomes a tensor of another class.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    return [tensors.register(sim, name, _KEYS[kind])]
+    return [library]

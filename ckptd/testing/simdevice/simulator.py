@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckptd.errors import UsageError
@@ -103,6 +104,8 @@ class Simulator:
 
     Attributes
     ----------
+    name, devices
+        What the devices are called, as in `torch.device`, and how many there are.
     problems
         What a real device would not forgive, as sentences.
     waits
@@ -119,7 +122,8 @@ class Simulator:
         The native library, which has what is current in each thread.
     """
 
-    def __init__(self, devices: int, driver: Any) -> None:
+    def __init__(self, name: str, devices: int, driver: Any) -> None:
+        self.name = name
         self.devices = devices
         self.problems: list[str] = []
         self.waits: list[DeviceWait] = []
@@ -480,7 +484,7 @@ class Simulator:
         return {pairs[2 * i]: pairs[2 * i + 1] for i in range(min(found, room))}
 
 
-_SKIPPED = ("/simdevice/", "/torch/", "/contextlib.py")
+_SKIPPED = (str(Path(__file__).parent), "/torch/", "/contextlib.py")
 
 
 def _where(most: int = 4) -> tuple[str, ...]:

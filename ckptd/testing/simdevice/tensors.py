@@ -11,37 +11,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ckptd.testing.simdevice.simulator import Simulator, StreamQueue, Task
 
-__all__ = ["DeviceGenerator", "DeviceMemory", "SimTensor", "generators", "index_of", "register"]
+__all__ = ["DeviceMemory", "SimTensor", "generators", "index_of", "register"]
 
 _GARBAGE = 0xDB
 _sim: Simulator
 _type: str
-_generators: list[DeviceGenerator]
-
-
-class DeviceGenerator:
-    """The random numbers of one device: a seed, and how many kernels have drawn from it.
-
-    The host advances it when it enqueues a kernel, as CUDA does: kernels that run late draw what
-    they would have drawn at once.
-    """
-
-    def __init__(self) -> None:
-        self.seed, self.offset = 0, 0
-
-    def take(self) -> int:
-        """Return what the next kernel is seeded with."""
-        self.offset += 4
-        return hash((self.seed, self.offset)) & 0x7FFF_FFFF_FFFF_FFFF
-
-    @property
-    def state(self) -> torch.Tensor:
-        """Seed and offset, 16 bytes."""
-        return torch.tensor([self.seed, self.offset], dtype=torch.int64).view(torch.uint8)
-
-    @state.setter
-    def state(self, state: torch.Tensor) -> None:
-        self.seed, self.offset = state.contiguous().view(torch.int64).tolist()
+_generators: tuple[torch.Generator, ...]
 
 
 class DeviceMemory:
@@ -180,7 +155,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
-    flat, spec = tree_flatten((args, kwargs))
+    flat = tree_flatten((args, kwargs))[0]
     sims = [x for x in flat if isinstance(x, SimTensor)]
     if not sims:
         raise NotImplementedError(f"{func} makes no tensor of a simulated device")
@@ -197,7 +172,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         _sim.synchronize(_sim.record(queue), name)
         out = func(*_raws(args), **_raws(kwargs))
         return tree_map(lambda x: _placed(x, device), out)
-    return _enqueue(func, args, kwargs, flat, spec, device)
+    return _enqueue(func, args, kwargs, device)
 
 
 def _device_of(func: Any, sims: Sequence[SimTensor]) -> int:
@@ -219,9 +194,11 @@ def _placed(value: Any, device: int) -> Any:
     return out
 
 
-def _enqueue(func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any, device: int) -> Any:
+def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
     """Enqueue a kernel that writes into its arguments, into new tensors, or both."""
     schema = func._schema
+    seed = _drawn(func, kwargs, device)
+    flat, spec = tree_flatten((args, kwargs))
     written = _written(schema, args, kwargs)
     if any(not isinstance(x, SimTensor) for x in written):
         raise RuntimeError(
@@ -232,8 +209,6 @@ def _enqueue(func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any, devi
         x.clone() if isinstance(x, torch.Tensor) and not isinstance(x, SimTensor) else _raw_of(x)
         for x in flat
     ]
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    seed = _generators[device].take() if draws else None
     made: list[Any] = []
     if schema.returns and not all(r.alias_info is not None for r in schema.returns):
         # The shapes of what is made: from a run on what is there, which changes nothing.
@@ -430,6 +405,7 @@ _FACTORIES = (
     "eye.m",
     "linspace",
     "randperm",
+    "randperm.generator",
     "tril_indices",
     "triu_indices",
 )
@@ -446,7 +422,7 @@ def register(sim: Simulator, device_type: str, key: str) -> torch.library.Librar
     """
     global _sim, _type, _generators
     _sim, _type = sim, device_type
-    _generators = [DeviceGenerator() for _ in range(sim.devices)]
+    _generators = tuple(torch.Generator(f"{device_type}:{i}") for i in range(sim.devices))
     library = torch.library.Library("aten", "IMPL")
 
     def empty(
@@ -484,8 +460,7 @@ def _factory(name: str) -> Callable[..., torch.Tensor]:
 
     def make(*args: Any, device: Any = None, pin_memory: Any = None, **more: Any) -> torch.Tensor:
         index = index_of(device)
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        seed = _generators[index].take() if draws else None
+        seed = _drawn(func, more, index)
         value = _run(func, (args, {**more, "device": "cpu"}), seed)
         out = _new(torch.empty_like(value), index)
         raw = out._raw
@@ -496,6 +471,23 @@ def _factory(name: str) -> Callable[..., torch.Tensor]:
     return make
 
 
-def generators() -> list[DeviceGenerator]:
+def generators() -> tuple[torch.Generator, ...]:
     """Return the generator of each device."""
     return _generators
+
+
+def _drawn(func: Any, kwargs: dict[str, Any], device: int) -> int | None:
+    """Return what seeds a kernel that draws random numbers; None for one that does not.
+
+    The host advances the generator when it enqueues the kernel, as CUDA does: kernels that run
+    late draw what they would have drawn at once.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = kwargs.get("generator") or _generators[device]
+    if "generator" in kwargs:
+        kwargs["generator"] = None  # what is drawn is drawn on the host
+    state = generator.get_state().view(torch.int64)
+    state[1] += 4
+    generator.set_state(state.view(torch.uint8))
+    return hash(tuple(state.tolist())) & 0x7FFF_FFFF_FFFF_FFFF

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 
 import pytest
 
-from ckptd.testing.simdevice import SCHEDULES, installed, run
-from tests.simulated import ON_SIMULATED_DEVICES
+from ckptd.testing.simdevice import SCHEDULES, run
+from tests.simulated import ON_SIMULATED_DEVICES, failing
 from tests.train import cuda_checks
 
 pytestmark = ON_SIMULATED_DEVICES
@@ -24,18 +23,12 @@ def small() -> None:
 def checked(folder: str, schedule: str) -> dict[str, str]:
     """Call every check; return the traces of those that fail."""
     small()
-    failed = {}
-    for name, check in cuda_checks.CHECKS.items():
-        with installed().test(schedule) as simulator:
-            try:
-                check(f"{folder}/{name}")
-                assert not simulator.problems, simulator.problems
-            except Exception:  # noqa: BLE001 - all that fail are named
-                failed[name] = traceback.format_exc()
-    return failed
+    checks = cuda_checks.CHECKS
+    programs = {n: lambda _, n=n: checks[n](f"{folder}/{n}") for n in checks}
+    return failing(programs, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_checks_pass(schedule: str, tmp_path: Path) -> None:
-    failed = run(checked, str(tmp_path), schedule, schedule=schedule, deadline_s=250.0)
-    assert not failed, "\n".join(f"{name}:\n{trace}" for name, trace in failed.items())
+    failed = run(checked, str(tmp_path), schedule, deadline_s=250.0)
+    assert not failed, "\n".join(failed.values())

@@ -1,0 +1,75 @@
+"""The simulated device itself: it shows what is wrong, and what is right stays right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.errors import DeadlineError, UsageError
+from ckptd.testing.simdevice import install, run, run_simulated_ranks
+from tests.simulated import ON_SIMULATED_DEVICES, failing
+from tests.testing.simdevice import programs
+
+pytestmark = ON_SIMULATED_DEVICES
+
+
+def failed_of(name: str) -> dict[str, str]:
+    return failing(programs.OF_EVERY_KIND | (programs.OF_CUDA if name == "cuda" else {}))
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu", "sim"])
+def test_devices_of_every_name(name: str) -> None:
+    failed = run(failed_of, name, name=name)
+    assert not failed, "\n".join(failed.values())
+
+
+def test_ranks_reduce_what_is_on_their_devices() -> None:
+    assert run_simulated_ranks(2, programs.reduced, schedule="lazy") == [[6.0] * 8] * 2
+
+
+def find_a_problem() -> None:
+    programs.installed().problems.append("no device would forgive this")
+
+
+def never_return() -> None:
+    programs.installed().hold()
+    programs.module().synchronize()
+
+
+def test_what_a_function_raises_or_finds_is_raised_here() -> None:
+    with pytest.raises(AssertionError, match="forgive"):
+        run(find_a_problem)
+    with pytest.raises(UsageError, match="no such schedule"):
+        run(programs.filled, 1.0, schedule="sometimes")
+
+
+def test_a_function_that_hangs_is_ended_and_shows_where() -> None:
+    with pytest.raises(DeadlineError) as caught:
+        run(never_return, deadline_s=3.0)
+    assert any("never_return" in note for note in caught.value.__notes__)
+
+
+def test_no_device_is_made_behind_torch() -> None:
+    with pytest.raises(UsageError, match="before PyTorch"):
+        install()
+
+
+def test_a_program_runs_on_it_from_a_shell(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "x = torch.ones(3, device='cuda')\n"
+        "side = torch.cuda.Stream()\n"
+        "with torch.cuda.stream(side):\n"
+        "    print(sys.argv[1], (x + 1).tolist())\n"
+    )
+    command = [sys.executable, "-m", "ckptd.testing.simdevice", "--schedule", "lazy"]
+    done = subprocess.run(
+        [*command, str(program), "said"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("said ")
+    assert done.stdout != "said [2.0, 2.0, 2.0]\n"  # it waits for nothing
+    assert done.stderr == "simulated device: 0 problems, 0 waits\n"
