@@ -33,6 +33,7 @@ __all__ = [
     "Witness",
     "WitnessPlan",
     "blind",
+    "check_elements",
     "compare",
     "gather",
     "read_parts",
@@ -231,13 +232,7 @@ def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
         An element lies outside the buffer.
     """
     words = words_of(buffer, itemsize)
-    if len(elements) and (int(elements.min()) < 0 or int(elements.max()) >= len(words)):
-        raise UsageError(
-            "a region does not lie in its buffer",
-            kind="bad-region",
-            wanted=f"elements below {len(words)}",
-            found=f"{elements.min()} to {elements.max()}",
-        )
+    check_elements(elements, len(words))
     taken = words[elements]
     if itemsize == 16:
         taken = taken[:, 0] ^ taken[:, 1]
@@ -245,6 +240,23 @@ def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
     width = min(itemsize, VALUE_BYTES)
     out[:, :width] = taken.view(np.uint8).reshape(-1, width)
     return out
+
+
+def check_elements(elements: I64, count: int) -> None:
+    """Raise where an element does not lie in a buffer of `count` elements.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-region``.
+    """
+    if len(elements) and (int(elements.min()) < 0 or int(elements.max()) >= count):
+        raise UsageError(
+            "a region does not lie in its buffer",
+            kind="bad-region",
+            wanted=f"elements below {count}",
+            found=f"{elements.min()} to {elements.max()}",
+        )
 
 
 @dataclass(frozen=True)

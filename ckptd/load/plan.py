@@ -23,10 +23,11 @@ from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
 from ckptd.layout.block import Block, Fill, Region
-from ckptd.layout.grid import Grid
+from ckptd.layout.grid import Grid, strides_of
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
 from ckptd.load.files import PieceLocations
+from ckptd.load.target import DeviceTarget, Target
 from ckptd.store.base import Store
 from ckptd.types import Box, DType
 
@@ -332,8 +333,9 @@ class Want:
         What the buffer holds, in tensor coordinates, and where; starts and strides in elements of
         the tensor's dtype.
     target
-        The buffer: writable, one-dimensional and contiguous, of the size of its items or uint8.
-        A strided live tensor is the contiguous buffer below it, and its strides are in `regions`.
+        The buffer: writable, one-dimensional and contiguous, of the size of its items or uint8; or
+        one of a device. A strided live tensor is the contiguous buffer below it, and its strides
+        are in `regions`.
     pieces
         The copies, where a layout was composed with the checkpoint's; there are no `regions` then.
         None where `read_plan` computes them from the regions.
@@ -343,7 +345,7 @@ class Want:
 
     tensor: int
     regions: tuple[Region, ...]
-    target: NDArray[Any]
+    target: NDArray[Any] | DeviceTarget
     pieces: PieceBlocks | None = None
     conversion: Conversion | None = None
 
@@ -390,6 +392,11 @@ class PlannedCopy:
     def byte_count(self) -> int:
         """Bytes copied."""
         return self.block.numel * self.itemsize
+
+    @property
+    def target_itemsize(self) -> int:
+        """Bytes of an element of the buffer."""
+        return self.itemsize if self.conversion is None else self.conversion.target.itemsize
 
 
 def needed_blocks(line: BlockLine, copies: Iterable[PlannedCopy]) -> Runs:
@@ -446,7 +453,9 @@ def strided(
     return np.ndarray(shape, dtype, memory, at, tuple(s * dtype.itemsize for s in strides))
 
 
-def put(copy: PlannedCopy, block: Block, memory: U8, origin: int, target: U8) -> None:
+def put(
+    copy: PlannedCopy, block: Block, memory: U8, origin: int, target: U8, *, packed: bool = False
+) -> None:
     """Do a copy, or a part of it.
 
     Parameters
@@ -459,18 +468,20 @@ def put(copy: PlannedCopy, block: Block, memory: U8, origin: int, target: U8) ->
         Where the first element of the piece is in `memory`, or would be: in bytes.
     target
         The buffer that is written.
+    packed
+        Write the values end to end from the first byte of `target` on, and not to their places.
     """
-    size, conversion = copy.itemsize, copy.conversion
-    wide = size if conversion is None else conversion.target.itemsize
+    size, wide, conversion = copy.itemsize, copy.target_itemsize, copy.conversion
     source_kind, target_kind = words_of(size), words_of(wide)
     if conversion is not None:
         source_kind, target_kind = conversion.source.numpy, conversion.target.numpy
     taken = strided(
         memory, origin + block.source_start * size, block.shape, block.source_strides, source_kind
     )
-    view = strided(
-        target, block.target_start * wide, block.shape, block.target_strides, target_kind
-    )
+    start, strides = block.target_start, block.target_strides
+    if packed:
+        start, strides = 0, strides_of(block.shape)
+    view = strided(target, start * wide, block.shape, strides, target_kind)
     if conversion is None:
         np.copyto(view, taken, casting="no")
     else:
@@ -513,7 +524,7 @@ class ReadPlan:
         manifest: Manifest,
         places: PieceLocations,
         moves: Sequence[PlannedCopy],
-        targets: Sequence[U8],
+        targets: Sequence[Target],
         absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
         self.manifest = manifest
@@ -592,7 +603,7 @@ def read_plan(
     """
     places = places or PieceLocations(manifest, filemap, store)
     moves: list[PlannedCopy] = []
-    targets: list[U8] = []
+    targets: list[Target] = []
     absent: list[tuple[int, Box]] = []
     for want in wants:
         _plan_one(places, want, moves, targets, absent)
@@ -605,7 +616,7 @@ def _plan_one(
     places: PieceLocations,
     want: Want,
     moves: list[PlannedCopy],
-    targets: list[U8],
+    targets: list[Target],
     absent: list[tuple[int, Box]],
 ) -> None:
     filemap, tensor = places.filemap, want.tensor
@@ -613,7 +624,7 @@ def _plan_one(
     name = filemap.tensors[tensor].name
     target = len(targets)
     wide = want.conversion.target.itemsize if want.conversion else itemsize
-    targets.append(_as_bytes(want, wide, name))
+    targets.append(_target(want, wide, name))
     for piece, blocks in _copies(grid, want, name):
         file, start = places.of(tensor, piece)
         if file == ABSENT:
@@ -636,25 +647,26 @@ def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Bloc
         ) from None
 
 
-def _as_bytes(want: Want, itemsize: int, name: str) -> U8:
-    array = want.target
-    good = array.ndim == 1 and array.flags.c_contiguous and array.flags.writeable
-    if not good or array.dtype.itemsize not in (1, itemsize):
-        raise UsageError(
-            "a read needs a writable flat buffer",
-            where=f"tensor {name}",
-            wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
-            found=f"shape {array.shape}, dtype {array.dtype}, strides {array.strides}",
-        )
+def _target(want: Want, itemsize: int, name: str) -> Target:
+    target = want.target
+    if isinstance(target, np.ndarray):
+        good = target.ndim == 1 and target.flags.c_contiguous and target.flags.writeable
+        if not good or target.dtype.itemsize not in (1, itemsize):
+            raise UsageError(
+                "a read needs a writable flat buffer",
+                where=f"tensor {name}",
+                wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
+                found=f"shape {target.shape}, dtype {target.dtype}, strides {target.strides}",
+            )
     end = want.end
-    if end * itemsize > array.nbytes:
+    if end * itemsize > target.nbytes:
         raise UsageError(
             "a buffer is too small for its regions",
             where=f"tensor {name}",
             wanted=f"{end * itemsize} bytes",
-            found=f"{array.nbytes} bytes",
+            found=f"{target.nbytes} bytes",
         )
-    return array.view(np.uint8)
+    return target.view(np.uint8) if isinstance(target, np.ndarray) else target
 
 
 def _absent_error(filemap: FileMap, absent: list[tuple[int, Box]]) -> MismatchError:

@@ -21,8 +21,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ from ckptd.format.digest import (
     digest,
 )
 from ckptd.format.names import digests_key
+from ckptd.layout.block import Block
+from ckptd.layout.grid import is_packed, strides_of
 from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load_index, read_stored
 from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, ReadSchedule, Wave, make_schedule
 from ckptd.load.plan import (
@@ -43,7 +46,9 @@ from ckptd.load.plan import (
     coalesce,
     merge,
     put,
+    split,
 )
+from ckptd.load.target import DeviceBatch, DeviceWriter, Target
 from ckptd.load.union import UnionStore
 from ckptd.runtime.host import available_bytes
 from ckptd.runtime.pool import cores, run_all
@@ -337,13 +342,14 @@ OnBytes = Callable[[int], None]
 
 def copy_from_memory(
     moves: Sequence[PlannedCopy],
-    targets: Sequence[U8],
+    targets: Sequence[Target],
     memory: U8,
     offset: Callable[[int, int, int], int],
     *,
     threads: int,
     stall_s: float,
     on_bytes: OnBytes,
+    locked: bool = False,
 ) -> None:
     """Copy `moves` out of memory that holds all their bytes.
 
@@ -351,13 +357,16 @@ def copy_from_memory(
     ----------
     offset
         ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
+    locked
+        `memory` is page-locked, and stays as it is until all devices have settled.
     """
 
     def work(task: list[PlannedCopy]) -> None:
-        for move in task:
-            lo, hi = move.span
-            origin = offset(move.file, lo, hi) + move.start - lo
-            put(move, move.block, memory, origin, targets[move.target])
+        with _Writes(targets) as writes:
+            for move in task:
+                lo, hi = move.span
+                origin = offset(move.file, lo, hi) + move.start - lo
+                writes.put(move, memory, origin, locked=locked)
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
@@ -365,7 +374,7 @@ def copy_from_memory(
 
 def copy_from_files(
     moves: Sequence[PlannedCopy],
-    targets: Sequence[U8],
+    targets: Sequence[Target],
     files: LocalFiles,
     *,
     threads: int,
@@ -376,9 +385,9 @@ def copy_from_files(
     windows = _Windows()
 
     def work(task: list[PlannedCopy]) -> None:
-        with files.use(task[0].file) as fd:
+        with files.use(task[0].file) as fd, _Writes(targets) as writes:
             for move in task:
-                _read_move(move, targets[move.target], files, fd, windows)
+                _read_move(move, writes, files, fd, windows)
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
@@ -401,6 +410,71 @@ def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
         yield task
 
 
+class _Writes:
+    """Where one task writes: targets on the host as they are, those of a device through batches."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._batch: tuple[DeviceWriter, DeviceBatch] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._batch is not None:
+            self._batch[1].close()
+
+    def _batch_of(self, writer: DeviceWriter) -> DeviceBatch:
+        """Return the batch for a device; one at a time, since batches of all share their memory."""
+        if self._batch is not None:
+            if self._batch[0] is writer:
+                return self._batch[1]
+            self._batch[1].close()
+        self._batch = writer, writer.batch()
+        return self._batch[1]
+
+    def takes_runs(self, move: PlannedCopy) -> bool:
+        """Tell whether what is a run in the file comes to one run of memory, as it is."""
+        if move.conversion is not None:
+            return False
+        target, strides = self._targets[move.target], move.block.target_strides
+        if isinstance(target, np.ndarray):
+            return not strides or strides[-1] == 1
+        return move.byte_count <= target.writer.limit
+
+    def put(self, move: PlannedCopy, memory: U8, origin: int, *, locked: bool = False) -> None:
+        """Do a move out of memory; see `ckptd.load.plan.put`."""
+        target = self._targets[move.target]
+        if isinstance(target, np.ndarray):
+            put(move, move.block, memory, origin, target)
+            return
+        batch, size, wide = self._batch_of(target.writer), move.itemsize, move.target_itemsize
+        span = max(1, target.writer.limit // wide) * size
+        for block in split(move.block, size, span):
+            nbytes = block.numel * wide
+            plain = move.conversion is None and is_packed(block.shape, block.source_strides)
+            if locked and plain:
+                at = origin + block.source_start * size
+                target.send(block, wide, memory[at : at + nbytes], locked=True)
+            else:
+                values = batch.room(nbytes)
+                put(move, block, memory, origin, values, packed=True)
+                target.send(block, wide, values, locked=batch.locked)
+
+    @contextmanager
+    def place(self, move: PlannedCopy) -> Iterator[tuple[U8, Block]]:
+        """Give memory for a move without conversion, and the move's block as it counts there."""
+        target, block = self._targets[move.target], move.block
+        if isinstance(target, np.ndarray):
+            yield target, block
+            return
+        batch = self._batch_of(target.writer)
+        room = batch.room(move.byte_count)
+        strides = strides_of(block.shape)
+        yield room, Block(block.shape, block.source_start, block.source_strides, 0, strides)
+        target.send(block, move.itemsize, room, locked=batch.locked)
+
+
 class _Windows(threading.local):
     """One reusable window a thread."""
 
@@ -414,26 +488,27 @@ class _Windows(threading.local):
 
 
 def _read_move(
-    move: PlannedCopy, target: U8, files: LocalFiles, fd: int, windows: _Windows
+    move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: _Windows
 ) -> None:
-    block, itemsize = move.block, move.itemsize
-    plain = move.conversion is None
-    if plain and len(block.shape) <= 1 and block.run_length == block.numel:
-        _read_run(move, target, files, fd, block.source_start, block.target_start, block.numel)
-    elif (
-        plain
-        and block.source_strides[-1] == 1 == block.target_strides[-1]
-        and (min(block.source_strides[:-1]) * itemsize >= FAR_BYTES)
-    ):
-        sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
-        targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
-        for source, at in zip(sources, targets, strict=True):
-            _read_run(move, target, files, fd, source, at, block.shape[-1])
+    if writes.takes_runs(move) and _has_far_rows(move):
+        with writes.place(move) as (target, block):
+            sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
+            targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
+            length = block.shape[-1] if block.shape else 1
+            for source, at in zip(sources, targets, strict=True):
+                _read_run(move, target, files, fd, source, at, length)
     else:
         lo, hi = move.span
         window = windows.get(hi - lo)
         files.read_exact(fd, move.file, lo, window.data)
-        put(move, block, window, move.start - lo, target)
+        writes.put(move, window, move.start - lo)
+
+
+def _has_far_rows(move: PlannedCopy) -> bool:
+    """Tell whether a move takes one run of the file, or runs with too much between them to read."""
+    strides = move.block.source_strides
+    runs = not strides or strides[-1] == 1
+    return runs and all(s * move.itemsize >= FAR_BYTES for s in strides[:-1])
 
 
 def _read_run(
@@ -458,10 +533,14 @@ _MEMORY_SPAN = 4 << 20
 
 
 class InMemory(NamedTuple):
-    """The data section of file number `file`, as this process still has it in memory."""
+    """The data section of file number `file`, as this process still has it in memory.
+
+    With `locked` it is page-locked, and devices copy from it as it lies there.
+    """
 
     file: int
     data: memoryview
+    locked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -729,6 +808,7 @@ class _Run:
                 threads=self._copiers,
                 stall_s=self._stall_s,
                 on_bytes=self._on_copied,
+                locked=self._in_memory.locked,
             )
             self._copy_s += time.monotonic() - begin
         for number, wave in enumerate(self._schedule.waves):
@@ -741,6 +821,15 @@ class _Run:
             self._copy(self._moves(wave))
             self._fetch_s += between - begin
             self._copy_s += time.monotonic() - between
+        begin = time.monotonic()
+        self._settle()
+        self._copy_s += time.monotonic() - begin
+
+    def _settle(self) -> None:
+        """Wait until what was sent to devices is there, before the ranks agree that all is."""
+        targets = self._whole.targets
+        for writer in {t.writer for t in targets if not isinstance(t, np.ndarray)}:
+            writer.settle(self._stall_s)
 
     def _moves(self, wave: Wave) -> list[PlannedCopy]:
         lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()

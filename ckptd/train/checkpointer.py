@@ -296,7 +296,16 @@ class Checkpointer:
         self._slots = slots
         self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
         near = None if self._nearby is None else self._nearby.sources
-        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near, self._snapshot)
+        self._loader = Loader(
+            catalogue,
+            agreement,
+            ranks,
+            timeout_s,
+            laid,
+            near,
+            self._snapshot,
+            self._saver.is_locked,
+        )
         self._client: WriterClient | None = None
         self._handles: list[SaveTracker] = []
         self._logged: list[SaveTracker] = []

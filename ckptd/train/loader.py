@@ -34,7 +34,7 @@ from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import FileEntry, Manifest, about_foreign
 from ckptd.format.names import DATA, WITNESS, digests_key, file_key, parse_data_folder, rank_of_file
 from ckptd.format.strictjson import parse_json
-from ckptd.format.witness import Witness, WitnessPlan, gather
+from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.format.witness_full import FullWitness
 from ckptd.layout.block import box_region
 from ckptd.load.files import PieceLocations, check_headers, read_ahead
@@ -49,7 +49,8 @@ from ckptd.root.leases import Unheld, hold_or_read
 from ckptd.root.spans import saving, tier_of
 from ckptd.runtime.pauses import no_collection
 from ckptd.save.recover import Candidates, LoadCandidate, find_candidates, finished_files, unpacked
-from ckptd.train.filling import Filling
+from ckptd.train.filling import Filling, TargetElements
+from ckptd.train.ondevice import refuse_capture
 from ckptd.train.ranks import Agreement, host_members
 from ckptd.train.recorder.recorder import at_step, phase
 from ckptd.train.state.describe import Describer
@@ -397,9 +398,9 @@ def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> list[Place]:
 
 
 def check_witness(
-    witness: Witness, places: Sequence[Place], manifest: Manifest, wants: Sequence[Want]
+    witness: Witness, places: Sequence[Place], manifest: Manifest, filling: Filling
 ) -> None:
-    """Compare the filled buffers with the witness, at no extra read of data.
+    """Compare the filled targets with the witness, at no extra read of data.
 
     Digests prove that the bytes are those that were written; the witness proves that they came
     to the right place: a wrong layout of the right shape passes every digest.
@@ -416,10 +417,13 @@ def check_witness(
     """
     words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
-    for want, (slots, elements) in zip(wants, places, strict=True):
-        entry = manifest.tensors[want.tensor]
-        itemsize = dtype_of(entry.dtype).itemsize
-        found = gather(want.target.view(np.uint8), itemsize, elements)
+    entries = [manifest.tensors[number] for number, _ in filling.filled]
+    picked = [
+        TargetElements(target, dtype_of(entry.dtype).itemsize, elements)
+        for (_, target), entry, (_, elements) in zip(filling.filled, entries, places, strict=True)
+    ]
+    values = filling.values(picked)
+    for entry, (slots, _), found in zip(entries, places, values, strict=True):
         wanted = words[slots]
         good = (found.view(np.uint64).reshape(-1) == wanted) | (witness.present[slots] == 0)
         if not good.all():
@@ -505,8 +509,10 @@ class Loader:
         layout: Laid | None = None,
         near: Near | None = None,
         snapshot: Callable[[int, int, str], memoryview | None] = lambda *_: None,
+        is_locked: Callable[[memoryview], bool] = lambda _: False,
     ) -> None:
         self._snapshot = snapshot
+        self._is_locked = is_locked
         self._layout = layout
         self._near = near
         self._catalogue = catalogue
@@ -542,6 +548,7 @@ class Loader:
         elsewhere
             Read this instead of the root and near tiers.
         """
+        refuse_capture("load")
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
         options = _Options(
             strict,
@@ -666,7 +673,7 @@ class Loader:
             if not options.strict:
                 self._refuse_nothing(matching, laid)
             # Where the witness's values lie is worked out while the disk is busy.
-            with ThreadPoolExecutor(1, "ckptd-witness") as beside:
+            with filling, ThreadPoolExecutor(1, "ckptd-witness") as beside:
                 places = beside.submit(witness_places, values, filling.wants)
                 begun = time.monotonic_ns()
                 read = execute(
@@ -677,10 +684,10 @@ class Loader:
                     progress=options.progress,
                 )
                 _tell_read(read, begun)
-            # What was read comes to its last place; a layout may change values on the way.
-            if laid is not None:
-                self._undamaged(laid.finish)
-            filling.finish()
+                # What was read comes to its last place; a layout may change values on the way.
+                if laid is not None:
+                    self._undamaged(partial(laid.finish, filling))
+                filling.finish()
             if isinstance(witness, Witness):
                 with events.span("verify"):
                     self._check_witness(witness, places.result(), manifest, filling, laid)
@@ -708,7 +715,7 @@ class Loader:
         for number, entry in enumerate(manifest.files):
             # It is shorter than the snapshot where chunks that had not changed were left out.
             if data is not None and entry.path == own and entry.data_bytes == len(data):
-                return InMemory(number, data)
+                return InMemory(number, data, self._is_locked(data))
         return None
 
     def _check_witness(
@@ -722,11 +729,11 @@ class Loader:
         """Check what was filled; when one rank's is wrong, every rank's load has failed."""
 
         def check() -> None:
-            check_witness(witness, places, manifest, filling.wants)
+            check_witness(witness, places, manifest, filling)
             if laid is not None:
                 from ckptd.train.layout.witness import check_laid_witness
 
-                check_laid_witness(laid, WitnessPlan.of(manifest), witness)
+                check_laid_witness(laid, filling, WitnessPlan.of(manifest), witness)
 
         self._undamaged(check)
 

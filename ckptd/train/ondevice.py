@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -67,6 +67,10 @@ class _Pin:
                 self._unlock()
                 self._mapped = None
 
+    def covers(self, start: int, nbytes: int) -> bool:
+        """Tell whether memory from an address on is part of what is locked."""
+        return self._address <= start and start + nbytes <= self._address + self.nbytes
+
     def release(self) -> None:
         """Unlock the slot, which is about to be closed, as soon as nothing is copied to it."""
         with self._lock:
@@ -111,6 +115,12 @@ class Pins:
             if pin is not None:
                 slot.before_close = pin.release
         return self._known[slot] is not None
+
+    def covers(self, memory: memoryview) -> bool:
+        """Tell whether memory is part of a slot that is locked."""
+        start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        pins = [pin for pin in self._known.values() if pin is not None]
+        return any(pin.covers(start, len(memory)) for pin in pins)
 
     def use(self, slot: Slot, more: int) -> None:
         """Count the snapshots that are copied to a locked slot: `more` is 1 or -1."""
@@ -372,8 +382,13 @@ def _free_bytes(device: torch.device) -> int:
     return kind_of(device).free_bytes(device) or 0
 
 
-def refuse_capture() -> None:
+def refuse_capture(call: Literal["save", "load"]) -> None:
     """Raise where the current stream is being captured into a graph.
+
+    Parameters
+    ----------
+    call
+        What would be captured.
 
     Raises
     ------
@@ -382,10 +397,11 @@ def refuse_capture() -> None:
     """
     if is_capturing():
         raise UsageError(
-            "a save cannot be part of a graph: a replay would copy, and save nothing",
+            f"a {call} cannot be part of a graph: a replay would copy, and {call} nothing",
             kind="capturing",
-            wanted="save() outside the capture of a graph, as torch.cuda.graph() makes it",
-            hint="save between replays, and call before_mutation() before the next one",
+            wanted=f"{call}() outside the capture of a graph, as torch.cuda.graph() makes it",
+            hint=f"{call} between replays"
+            + (", and call before_mutation() before the next one" if call == "save" else ""),
         )
 
 

@@ -203,6 +203,10 @@ class Saver:
         """What holds mutations back."""
         return self._gate
 
+    def is_locked(self, memory: memoryview) -> bool:
+        """Tell whether memory of the arena is page-locked, so that devices copy from it."""
+        return self._device_copies.pins.covers(memory)
+
     def close(self) -> None:
         """Complete the copying and remove the hooks of the optimizers."""
         self._gate.release()
@@ -258,7 +262,7 @@ class Saver:
                 self._planner.after_failure(failed.failure)
         self._unchecked.append(handle)
         try:
-            refuse_capture()
+            refuse_capture("save")
             self._gate.check()
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}

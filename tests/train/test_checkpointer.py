@@ -364,7 +364,7 @@ def test_a_state_left_half_written_cannot_be_saved(
     live = {"w": torch.zeros(1000)}
     with ckptd.Checkpointer(root) as ck:
         ck.save(1, {"w": torch.full((1000,), 1.0)})
-        import ckptd.train.loader as witnessing
+        import ckptd.train.filling as witnessing
 
         genuine = witnessing.gather
         monkeypatch.setattr(witnessing, "gather", lambda *a: genuine(*a) ^ 1)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ckptd.errors import MismatchError
-from ckptd.layout.block import Fill, box_region
+from ckptd.layout.block import Fill, Region, box_region
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LaidTensor
-from ckptd.load.plan import Conversion, Want, put_fill
+from ckptd.load.plan import Conversion, Want
 from ckptd.reshard.changes import change_of
-from ckptd.train.filling import U8, Filling
+from ckptd.train.filling import U8, Filling, LiveTarget
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.source import LaidSource
 from ckptd.train.state.describe import Describer
@@ -28,11 +28,18 @@ __all__ = ["FilledTensor", "LaidLoad"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledTensor:
-    """A tensor of this rank that was asked for, and the bytes that it comes into."""
+    """A tensor of this rank that was asked for, and what it comes into.
+
+    Attributes
+    ----------
+    regions
+        Which boxes of the tensor lie where in the target, where ranks hold boxes of it.
+    """
 
     leaf: TensorLeaf
     tensor: LaidTensor
-    target: U8
+    target: LiveTarget
+    regions: tuple[Region, ...] = ()
 
 
 @dataclass(eq=False)
@@ -57,7 +64,7 @@ class LaidLoad:
     def __post_init__(self) -> None:
         self.wants: list[Want] = []
         self.filled: list[FilledTensor] = []
-        self._fills: list[tuple[U8, DType, tuple[Fill, ...]]] = []
+        self._fills: list[tuple[LiveTarget, DType, tuple[Fill, ...]]] = []
         self._same: list[tuple[str, list[U8]]] = []
 
     @property
@@ -150,7 +157,7 @@ class LaidLoad:
         wanted
             Which of them are to be filled, by name.
         filling
-            Gives buffers for tensors that cannot be filled where they lie.
+            Gives the targets.
         found
             Gets what was filled, what is missing and what is not wanted.
         strict
@@ -218,20 +225,24 @@ class LaidLoad:
             )
             return
         found.tensors[leaf.name] = -1
-        held = self.describer.held(name, leaf.tensor)
-        target = filling.buffer(held.local.detach())
-        if target is None:
-            return
         if self.job.whole:
+            boxes = filling.boxes(name, leaf.tensor)
+            if boxes is None:
+                return
+            target, regions = boxes
             piece = tensor.pieces[0]
             key = (piece.rule, piece.indexes, tensor.state)
-            plan = self.source.composition.regions(key, held.regions)
+            plan = self.source.composition.regions(key, regions)
+            self.filled.append(FilledTensor(leaf, tensor, target, regions))
         else:
-            plan = self.source.composition.local_tensor(self.job.rank, tensor)
-        self.filled.append(FilledTensor(leaf, tensor, target))
+            rows = filling.rows(self.describer.held(name, leaf.tensor).local.detach())
+            if rows is None:
+                return
+            target, plan = rows, self.source.composition.local_tensor(self.job.rank, tensor)
+            self.filled.append(FilledTensor(leaf, tensor, target))
         self._fill(leaf, plan, target)
 
-    def _fill(self, leaf: TensorLeaf, plan: TargetPlan, target: U8) -> None:
+    def _fill(self, leaf: TensorLeaf, plan: TargetPlan, target: LiveTarget) -> None:
         dtype = dtype_of(leaf.dtype)
         for source in plan.sources:
             number = self.source.names.tensors[source.source.name]
@@ -254,7 +265,7 @@ class LaidLoad:
         if not numbers:
             missing.append(name)
             return
-        target = filling.buffer(leaf.tensor.detach())
+        target = filling.value(leaf.tensor.detach())
         if target is None:
             return
         found.tensors[leaf.name] = -1
@@ -272,7 +283,7 @@ class LaidLoad:
             values = {**values, name: self.source.groups(values[name])}
         return values
 
-    def finish(self) -> None:
+    def finish(self, filling: Filling) -> None:
         """Compare numbers that became one, and write what no element of the source stands for.
 
         Raises
@@ -292,7 +303,7 @@ class LaidLoad:
                 raise error
         for target, dtype, fills in self._fills:
             for fill in fills:
-                put_fill(fill, dtype, target)
+                filling.fill(target, fill, dtype)
 
 
 def _error(

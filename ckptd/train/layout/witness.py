@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError
-from ckptd.format.witness import Witness, WitnessPlan, gather, select
+from ckptd.format.witness import Witness, WitnessPlan, select
 from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
 from ckptd.reshard.elements import follow
 from ckptd.reshard.verify import changed
+from ckptd.train.filling import Filling, TargetElements
 from ckptd.train.layout.loading import FilledTensor, LaidLoad
 from ckptd.types import dtype_of
 
@@ -27,13 +28,17 @@ I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
 
-def check_laid_witness(load: LaidLoad, plan: WitnessPlan, witness: Witness) -> int:
+def check_laid_witness(
+    load: LaidLoad, filling: Filling, plan: WitnessPlan, witness: Witness
+) -> int:
     """Compare what a load filled with the checkpoint's witness; return how many values were seen.
 
     Parameters
     ----------
     load
         The load, finished.
+    filling
+        Its targets.
     plan, witness
         The checkpoint's witness.
 
@@ -44,8 +49,12 @@ def check_laid_witness(load: LaidLoad, plan: WitnessPlan, witness: Witness) -> i
     """
     checked = 0
     wrong: list[str] = []
-    for filled, elements, wanted in _expected(load, plan, witness):
-        found = gather(filled.target, dtype_of(filled.leaf.dtype).itemsize, elements)
+    expected = list(_expected(load, plan, witness))
+    picked = [
+        TargetElements(f.target, dtype_of(f.leaf.dtype).itemsize, at) for f, at, _ in expected
+    ]
+    values = filling.values(picked)
+    for (filled, elements, wanted), found in zip(expected, values, strict=True):
         bad = int((found != wanted).any(axis=1).sum())
         checked += len(elements)
         if bad:
@@ -121,8 +130,7 @@ def _elements(load: LaidLoad, filled: FilledTensor, piece: LocalPiece, at: I64) 
         kept = np.flatnonzero((at >= piece.lo) & (at < piece.hi)).astype(np.int64)
         return kept, at[kept] - piece.lo + piece.at
     order = np.argsort(at, kind="stable").astype(np.int64)
-    held = load.describer.held(filled.leaf.name, filled.leaf.tensor)
-    found = [select(at[order], filled.tensor.shape, r, 0) for r in held.regions]
+    found = [select(at[order], filled.tensor.shape, r, 0) for r in filled.regions]
     slots = np.concatenate([s for s, _ in found]) if found else np.empty(0, np.int64)
     elements = np.concatenate([e for _, e in found]) if found else np.empty(0, np.int64)
     return order[slots], elements

@@ -33,7 +33,7 @@ class LocalRegions:
     local
         The local tensor (for a plain tensor, the tensor).
     regions
-        Where boxes of the logical tensor lie in it, as if it were contiguous.
+        Where boxes of the logical tensor lie in it, as if it were contiguous; or by its strides.
     """
 
     local: torch.Tensor
@@ -73,8 +73,13 @@ class Describer:
         own = tuple(n for n, leaf in leaves.items() if leaf.own and not is_dtensor(leaf.tensor))
         return Structure.of(tensors, tuple(sorted(objects)), own)
 
-    def held(self, name: str, tensor: torch.Tensor) -> LocalRegions:
+    def held(self, name: str, tensor: torch.Tensor, *, strided: bool = False) -> LocalRegions:
         """Return what this rank holds of a tensor.
+
+        Parameters
+        ----------
+        strided
+            Count positions by the local tensor's strides, from its first element.
 
         Raises
         ------
@@ -83,7 +88,8 @@ class Describer:
         """
         if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
-            return LocalRegions(tensor, (box_region(Box((0,) * len(shape), shape)),))
+            strides = tuple(tensor.stride()) if strided else None
+            return LocalRegions(tensor, (box_region(Box((0,) * len(shape), shape), strides),))
         entry, coordinate, placements = self._sharding(name, tensor)
         shape = tuple(tensor.shape)
         cuts = nested(entry.shape, placements) or placements
@@ -98,7 +104,9 @@ class Describer:
                 found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
                 hint="redistribute() it to Shard or Replicate placements before saving",
             )
-        return LocalRegions(local, tuple(local_regions(shape, entry.shape, cuts, coordinate)))
+        strides = tuple(local.stride()) if strided else None
+        regions = local_regions(shape, entry.shape, cuts, coordinate, strides)
+        return LocalRegions(local, tuple(regions))
 
     def _sharding(
         self, name: str, tensor: DTensor
