@@ -72,7 +72,7 @@ def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(root: str) ->
     data.rename(f"{root}-data")
     data.write_text("in the way")
     job.close()
-    until(lambda: "kept in memory" in job.place.log.read_text())
+    until(lambda: "kept in memory" in job.place.log.read_text(), job.place.log.read_text)
     data.unlink()
     Path(f"{root}-data").rename(data)
     again = NearJob(root)

@@ -151,13 +151,14 @@ def test_a_zombie_says_nothing_any_more(tmp_path: Path) -> None:
             other = new.operator()
             until(lambda: nodes[0].train() or other.status().state == "running")
             assert other.order(Order(kind=OrderKind.RESTART)).ok
-            status_when(other, lambda s: s.state == "running" and s.generation > 1)
+            now = status_when(other, lambda s: s.state == "running" and s.generation > 1)
             begun = len(nodes[0].orders)
             old.process.send_signal(signal.SIGCONT)
             assert old.wait() == 5
             assert "another controller" in old.errors()
             assert nodes[0].link.alive
-            assert len(nodes[0].orders) == begun
+            # What comes is of the new one, which has not said yet where the store is, perhaps.
+            assert {o.generation for o in nodes[0].orders[begun:]} <= {now.generation}
             other.close()
         operator.close()
 
