@@ -8,7 +8,6 @@ budget, whatever the store does in the background.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import queue
 import threading
 import zlib
@@ -22,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
-from ckptd.format.digest import BLOCK_BYTES, DigestIndex
+from ckptd.format.digest import BLOCK_BYTES, Digester, DigestIndex
 from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine, put_fill
 from ckptd.reshard.plan import RoundPlan, RoundPlanner, Stretch, Target, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.verify import ExpectedValues, FileSamples
-from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
+from ckptd.store.osio import pages
 
 __all__ = [
     "LEAST_BUDGET",
@@ -233,7 +232,7 @@ class Outputs:
 
 def _aligned(header: bytes) -> memoryview:
     """Copy the header into page-aligned memory, so that it does not break direct I/O."""
-    buffer = mmap.mmap(-1, len(header))
+    buffer = pages(len(header))
     buffer[:] = header
     return memoryview(buffer)
 

@@ -29,9 +29,8 @@ from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.plan import Target, share
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.verify import ExpectedValues, FileSamples
-from ckptd.root.catalogue import Catalogue, publish_manifest, write_witness
+from ckptd.root.catalogue import Catalogue, publish_manifest, remove_parts, write_witness
 from ckptd.root.working import Working, refuse_behind
-from ckptd.save.commit import remove_parts
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import DType

@@ -30,6 +30,7 @@ from ckptd.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put
 from ckptd.load.read import FAR_BYTES, Fetcher
 from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
 from ckptd.runtime.pool import run_all
+from ckptd.store.osio import pages
 
 __all__ = ["BlockCache", "Ledger", "Reading", "ValueReader", "bytes_wanted"]
 
@@ -93,7 +94,7 @@ class Ledger:
         """Return memory that begins at a page; what is in it is whatever was."""
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         with self._changed:
-            memory = self._take(size) or _map(size)
+            memory = self._take(size) or pages(size)
             self._out += len(memory)
             self.peak = max(self.peak, self._out)
         # What is watched is not the mapping itself, which is to be handed out again.
@@ -117,15 +118,6 @@ class Ledger:
             self._out -= len(memory)
             self._idle.append(memory)
             self._changed.notify_all()
-
-
-def _map(size: int) -> mmap.mmap:
-    # Private: shared memory has its own, usual setting that forbids huge pages, and a million
-    # faults of 4 KiB for a few GiB cost more than all copies.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 U8 = NDArray[np.uint8]
@@ -321,7 +313,10 @@ class Reading:
 
             def work(task: tuple[_Window, list[PlannedCopy]]) -> None:
                 window, found = task
-                data = self._bring(window, fetcher) if window.data is None else window.data
+                data = window.data
+                if data is None:
+                    data, found = self._room_for(window, found, memory)
+                    self._bring(window, fetcher, data)
                 for move in found:
                     self._scatter(window, data, move, memory[move.target])
 
@@ -376,9 +371,24 @@ class Reading:
     ) -> _Window:
         return _Window(file, *self._line.byte_range(file, lo, hi), lo, data, kept)
 
-    def _bring(self, window: _Window, fetcher: Fetcher) -> U8:
+    def _room_for(
+        self, window: _Window, moves: list[PlannedCopy], memory: Sequence[U8]
+    ) -> tuple[U8, list[PlannedCopy]]:
+        """Return where a window is read to, and the moves that are to be done from there.
+
+        What one move takes as a whole is read to where it goes.
+        """
+        for i, move in enumerate(moves):
+            block, (lo, hi) = move.block, move.span
+            plain = move.conversion is None and len(block.shape) <= 1
+            if plain and block.run_length == block.numel and lo <= window.start < window.end <= hi:
+                at = block.target_start * move.itemsize + window.start - lo
+                there = memory[move.target][at : at + window.end - window.start]
+                return there, [*moves[:i], *moves[i + 1 :]]
+        return self._room()[: window.end - window.start], moves
+
+    def _bring(self, window: _Window, fetcher: Fetcher, data: U8) -> None:
         """Read and check a window; keep the blocks that another round may want as well."""
-        data = self._room()[: window.end - window.start]
         if window.lo is None:
             fetcher.bring_bytes(window.file, window.start, data.data)
         else:
@@ -388,7 +398,6 @@ class Reading:
                 self._cache.keep(position, data[at : at + BLOCK_BYTES])
         with self._lock:
             self.bytes_read += window.end - window.start
-        return data
 
     def _room(self) -> U8:
         found: U8 | None = getattr(self._scratch, "room", None)

@@ -30,6 +30,7 @@ from ckptd.format.names import (
     COMMITS,
     GENERATIONS,
     MAX_GENERATION,
+    PARTS,
     WITNESS,
     CommitName,
     check_step,
@@ -44,7 +45,7 @@ from ckptd.root.leases import hold, relied_on
 from ckptd.root.root import stamp
 from ckptd.store.base import Store
 
-__all__ = ["Catalogue", "publish_manifest", "write_manifest", "write_witness"]
+__all__ = ["Catalogue", "publish_manifest", "remove_parts", "write_manifest", "write_witness"]
 
 
 class Catalogue(Index):
@@ -556,3 +557,8 @@ def publish_manifest(
     )
     catalogue.publish(commit)
     return commit
+
+
+def remove_parts(store: Store, folder: str) -> None:
+    """Remove what the ranks reported; what an error leaves behind is `ckptd.root.gc`'s."""
+    store.delete([info.key for info in store.list(folder + PARTS)])

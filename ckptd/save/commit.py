@@ -58,7 +58,6 @@ __all__ = [
     "merge_objects",
     "plan_key",
     "refer",
-    "remove_parts",
 ]
 
 
@@ -578,11 +577,6 @@ def finish_attempt(
     values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
     witness = write_witness(target, save.folder, witness_plan(plan), values)
     return assemble(plan, parts, save, witness)
-
-
-def remove_parts(store: Store, folder: str) -> None:
-    """Remove what the ranks reported; what an error leaves behind is `ckptd.root.gc`'s."""
-    store.delete([info.key for info in store.list(folder + PARTS)])
 
 
 class _SettledError(Exception):

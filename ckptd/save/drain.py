@@ -19,13 +19,12 @@ from itertools import accumulate
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
-from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
+from ckptd.format.digest import Digester, digest_hex
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import digests_key, file_key, part_key, ranked_chunk_name, whole_name
 from ckptd.root.spans import saving
@@ -47,7 +46,6 @@ from ckptd.types import DTYPES
 
 __all__ = [
     "DataFile",
-    "Digester",
     "RankPlan",
     "StagedShard",
     "WrittenShare",
@@ -59,55 +57,6 @@ __all__ = [
     "stage_shard",
     "write_file",
 ]
-
-
-class Digester:
-    """Block and chunk digests of one data section.
-
-    Parameters
-    ----------
-    ends
-        End of each chunk in the data section, rising.
-    """
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = ends
-        self._blocks: list[bytes] = []
-        self._chunks: list[bytes] = []
-        self._open = xxhash.xxh3_128()
-        self._at = 0
-
-    def update(self, data: memoryview) -> None:
-        """Digest the next slice; every one but the last is a multiple of the block."""
-        for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            self._blocks.append(digest(block))
-            self._update_chunks(block)
-            self._at += len(block)
-
-    def _update_chunks(self, block: memoryview) -> None:
-        # The bytes are in the processor's cache from the block digest, so this second pass is
-        # nearly free.
-        at, stop = 0, len(block)
-        while len(self._chunks) < len(self._ends):
-            end = self._ends[len(self._chunks)] - self._at
-            if end > stop:
-                break
-            self._open.update(block[at:end])
-            self._close()
-            at = end
-        if at < stop:
-            self._open.update(block[at:])
-
-    def _close(self) -> None:
-        self._chunks.append(self._open.digest())
-        self._open.reset()
-
-    def index(self) -> DigestIndex:
-        """Return the finished index."""
-        while len(self._chunks) < len(self._ends):  # empty chunks at the end of an empty file
-            self._close()
-        return DigestIndex.build(self._at, self._blocks, self._chunks)
 
 
 SLICE_BYTES = 8 << 20

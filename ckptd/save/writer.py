@@ -24,13 +24,13 @@ from ckptd import events
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, SaveError, WorkerError
 from ckptd.format.names import commit_key, part_key
-from ckptd.root.catalogue import Catalogue
+from ckptd.root.catalogue import Catalogue, remove_parts
 from ckptd.root.gc import apply_retention
 from ckptd.root.spans import root_tier, saving
 from ckptd.runtime.channel import Channel, SocketChannel
 from ckptd.runtime.host import pid_space
 from ckptd.save.arena import Slot, half_staged
-from ckptd.save.commit import commit_attempt, remove_parts
+from ckptd.save.commit import commit_attempt
 from ckptd.save.dedup import ChunkDedup
 from ckptd.save.drain import StagedShard, drain, stage_shard
 from ckptd.save.messages import (

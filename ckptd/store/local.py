@@ -49,7 +49,16 @@ from ckptd.store.base import (
     parse_options,
     root_gone,
 )
-from ckptd.store.osio import O_DIRECT, Os, WatchedOs, reading, start_writeback, write_all, writing
+from ckptd.store.osio import (
+    O_DIRECT,
+    Os,
+    PagePool,
+    WatchedOs,
+    reading,
+    start_writeback,
+    write_all,
+    writing,
+)
 from ckptd.types import ByteRange
 
 __all__ = [
@@ -66,9 +75,8 @@ __all__ = [
 _WORTH_DIRECT = 1 << 20
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _BOUNCE_BYTES = 4 << 20
-_MOST_IDLE = 8
-_bounces: list[mmap.mmap] = []
-"""Idle memory for reads that are not aligned; threads take from its end and give back there."""
+_bounces = PagePool(_BOUNCE_BYTES, 8)
+"""For reads that are not aligned."""
 
 
 def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: bool) -> None:
@@ -146,7 +154,7 @@ def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
 
     A copy in memory that is warm costs a tenth of the page cache's pages.
     """
-    bounce = _bounces.pop() if _bounces else mmap.mmap(-1, _BOUNCE_BYTES)
+    bounce = _bounces.take()
     done = 0
     with memoryview(bounce) as room, _past_the_cache(fd):
         while done < len(view):
@@ -159,8 +167,7 @@ def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
             count = min(count, len(view) - done)
             view[done : done + count] = room[skip : skip + count]
             done += count
-    if len(_bounces) < _MOST_IDLE:
-        _bounces.append(bounce)
+    _bounces.give(bounce)
     return done
 
 
@@ -179,6 +186,7 @@ class LocalWriter(SizedWriter):
         system: Os,
         pool: ThreadPoolExecutor,
         threads: int,
+        blocks: PagePool,
         block_bytes: int,
         stall_s: float,
         buffered_devices: set[int],
@@ -192,7 +200,7 @@ class LocalWriter(SizedWriter):
         self._stall_s = stall_s
         self._buffered_devices = buffered_devices
         self._flying: deque[tuple[Future[None], mmap.mmap | None]] = deque()
-        self._free: list[mmap.mmap] = []
+        self._blocks = blocks
         self._gather: mmap.mmap | None = None
         self._gathered = 0
         self._sent = 0  # bytes handed to threads; the file offset of what is gathered
@@ -259,7 +267,7 @@ class LocalWriter(SizedWriter):
         count = min(len(view), room)
         if count:
             if self._gather is None:
-                self._gather = self._free.pop() if self._free else mmap.mmap(-1, self._block_bytes)
+                self._gather = self._blocks.take()
             self._gather[self._gathered : self._gathered + count] = view[:count]
             self._gathered += count
         if count == room:
@@ -292,7 +300,7 @@ class LocalWriter(SizedWriter):
         self._flying.popleft()
         future.result()
         if block is not None:
-            self._free.append(block)
+            self._blocks.give(block)
 
     def _shorten(self) -> None:
         self._is_cut = True  # once nothing is in flight any more
@@ -315,7 +323,6 @@ class LocalWriter(SizedWriter):
             self._release()
 
     def _release(self) -> None:
-        self._free.clear()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -453,6 +460,7 @@ class LocalStore(Store):
         self._anchor: str | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._buffered_devices: set[int] = set()
+        self._blocks = PagePool(self.capabilities.block_bytes, 2 * self.capabilities.parallel)
 
     def watch(self, hook: Callable[[str, str], None]) -> None:
         """Call ``hook("os.link", path)`` and so on before each system call."""
@@ -683,6 +691,7 @@ class LocalStore(Store):
             system=self._system,
             pool=self._executor(),
             threads=self.capabilities.parallel,
+            blocks=self._blocks,
             block_bytes=self.capabilities.block_bytes,
             stall_s=self._settings.stall_s,
             buffered_devices=self._buffered_devices,

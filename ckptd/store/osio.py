@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import mmap
 import os
 import stat as stat_module
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +22,11 @@ from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreEr
 __all__ = [
     "O_DIRECT",
     "Os",
+    "PagePool",
     "WatchedOs",
     "explain",
     "open_plain",
+    "pages",
     "reading",
     "start_writeback",
     "write_all",
@@ -103,6 +107,47 @@ class Os:
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
         os.rmdir(path)
+
+
+def pages(size: int) -> mmap.mmap:
+    """Return memory that begins at a page, as direct reads and writes want it, of zeros."""
+    # Private: shared memory has its own, usual setting that forbids huge pages, and a million
+    # faults of 4 KiB for a few GiB cost more than all copies.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class PagePool:
+    """Memory of one size that users take in turns: its pages are there already. For threads.
+
+    Parameters
+    ----------
+    size
+        Bytes of a block.
+    most_idle
+        Blocks that are kept while nobody has them.
+    """
+
+    def __init__(self, size: int, most_idle: int) -> None:
+        self._size = size
+        self._most_idle = most_idle
+        self._idle: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> mmap.mmap:
+        """Return a block; what is in it is whatever was."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return pages(self._size)
+
+    def give(self, block: mmap.mmap) -> None:
+        """Give a block back."""
+        with self._lock:
+            if len(self._idle) < self._most_idle:
+                self._idle.append(block)
 
 
 def write_all(system: Os, fd: int, data: memoryview, path: str) -> None:

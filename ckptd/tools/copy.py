@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
-from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest_hex
+from ckptd.format.digest import BLOCK_BYTES, Digester, DigestIndex, digest_hex
 from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
@@ -28,7 +28,6 @@ from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind
 from ckptd.runtime.pool import run_all
-from ckptd.save.drain import Digester
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange

@@ -14,8 +14,8 @@ from ckptd.format.names import CommitName
 from ckptd.layout.block import box_region
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
-from ckptd.root.catalogue import Catalogue
-from ckptd.save.commit import commit_attempt, plan_key, remove_parts
+from ckptd.root.catalogue import Catalogue, remove_parts
+from ckptd.save.commit import commit_attempt, plan_key
 from ckptd.save.drain import drain
 from ckptd.save.messages import SaveRequest, Sealed
 from ckptd.save.structure import RankPlan, SavePlan

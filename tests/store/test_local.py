@@ -344,6 +344,23 @@ def test_every_alignment_of_memory_and_file(
     assert (tmp_path / "a").read_bytes() == data
 
 
+def test_writers_that_share_memory_keep_their_bytes(tmp_path: Path) -> None:
+    """What is gathered lies in blocks that writers hand on; one that gives up hands its own on."""
+    data = [pattern(5 * MIB + n) for n in range(6)]
+    store = LocalStore(tmp_path, LocalOptions(block_bytes=MIB, threads=2))
+    for given_up in (True, False):
+        writers = [store.writer(f"{n}", len(d)) for n, d in enumerate(data)]
+        for at in range(0, 6 * MIB, 300_001):
+            for writer, whole in zip(writers, data, strict=True):
+                writer.write(memoryview(whole)[at : at + 300_001])
+        for writer in writers:
+            if given_up:
+                writer.abort()
+            else:
+                writer.commit()
+    assert [(tmp_path / f"{n}").read_bytes() for n in range(6)] == data
+
+
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("direct_reads", [True, False])
 def test_every_alignment_of_a_read(tmp_path: Path, cached: bool, direct_reads: bool) -> None:
