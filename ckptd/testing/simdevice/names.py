@@ -235,6 +235,7 @@ def _common() -> dict[str, Any]:
         "default_stream": _default_stream,
         "set_stream": _set_stream,
         "synchronize": _synchronize,
+        "is_current_stream_capturing": lambda: _sim.current().capture is not None,
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (
             sim.capacity - sim.allocated[index_of(device)],
@@ -266,7 +267,6 @@ def _of_cuda() -> dict[str, Any]:
         "cudart": Cudart,
         "CUDAGraph": SimGraph,
         "graph": _graph,
-        "is_current_stream_capturing": lambda: _sim.current().capture is not None,
         "_sleep": sleep,
     }
 

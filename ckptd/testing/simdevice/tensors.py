@@ -162,6 +162,12 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func.namespace == "c10d":
         return _collective(func, args, kwargs, sims)
     device = _device_of(func, sims)
+    if kwargs.get("device") is not None:  # of what is made like another
+        place = torch.device(kwargs["device"])
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        if place.type != _type:
+            return func(*_raws(args), **_raws(kwargs))
+        device = index_of(place)
     returns = func._schema.returns
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
         views = func(*_raws(args), **_raws(kwargs))
