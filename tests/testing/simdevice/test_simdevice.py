@@ -72,4 +72,4 @@ def test_a_program_runs_on_it_from_a_shell(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("said ")
     assert done.stdout != "said [2.0, 2.0, 2.0]\n"  # it waits for nothing
-    assert done.stderr == "simulated device: 0 problems, 0 waits\n"
+    assert done.stderr == "simulated device: 0 problems, 1 waits\n"

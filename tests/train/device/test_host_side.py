@@ -1,0 +1,82 @@
+"""What the host does beside the copies: page locks after a recovery, two threads at the gate."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import ckptd
+from ckptd.testing.simdevice import installed, run
+from tests.simulated import ON_SIMULATED_DEVICES
+
+pytestmark = ON_SIMULATED_DEVICES
+
+GENERATIONS = 4
+RACES = 250
+
+
+def mapped(address: int) -> bool:
+    """Tell whether this process has memory at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
+
+
+def leave_with_copies_under_way(folder: str) -> None:
+    simulator = installed()
+    before = simulator.page_locked
+    for generation in range(GENERATIONS):
+        live = {f"w{i}": torch.randn(256, 256, device="cuda") for i in range(4)}
+        ck = ckptd.Checkpointer(f"{folder}/{generation}", lazy="all", refer=False)
+        ck.save(1, live)
+        ck.wait()
+        assert len(simulator.page_locked) > len(before)
+        release = simulator.hold()  # the collective of a peer that is gone
+        ck.save(2, live)
+        ck.abandon()
+        left = simulator.page_locked.keys() - before.keys()
+        assert left, "the device may still copy there"
+        assert all(mapped(start) for start in left), "what is locked has lost its memory"
+        release()
+        copier = ck._saver._copier
+        copier.shutdown(wait=True)
+        del ck, live, copier
+        gc.collect()
+        assert simulator.page_locked == before, f"generation {generation} left locks"
+
+
+def test_no_page_lock_outlives_a_generation_that_was_left(tmp_path: Path) -> None:
+    """A lock without its memory would make the next slot there one that cannot be locked."""
+    run(leave_with_copies_under_way, str(tmp_path))
+
+
+def save_and_step(seed: int) -> Counter[str]:
+    """Save and step as fast as it goes; the moments between are random, and so is each call."""
+    rng = random.Random(seed)
+    params = [torch.nn.Parameter(torch.randn(64, 64, device="cuda")) for _ in range(4)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    state = {"p": {str(i): p for i, p in enumerate(params)}, "o": optimizer}
+    raised: Counter[str] = Counter()
+    with ckptd.Checkpointer("memory://races", keep=1, refer=False) as ck:
+        for step in range(1, RACES + 1):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            for call in (lambda: ck.save(step, state), optimizer.step):  # noqa: B023
+                try:
+                    call()
+                except RuntimeError as error:
+                    raised[str(error)] += 1
+                time.sleep(rng.choice((0.0, 0.0005, 0.002)))
+    return raised
+
+
+def test_a_step_and_the_end_of_the_copies_do_not_meet() -> None:
+    """What the copying thread lets go of when it is done is what the gate goes through."""
+    assert run(save_and_step, 7, delays=7) == Counter()
