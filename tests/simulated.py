@@ -33,6 +33,6 @@ def failing(
             try:
                 program(simulator)
                 assert not simulator.problems, simulator.problems
-            except Exception:  # noqa: BLE001 - all that fail are named
+            except BaseException:  # noqa: BLE001 - all that fail are named, by pytest as well
                 failed[name] = traceback.format_exc()
     return failed

@@ -140,7 +140,7 @@ class Simulator:
         self._delays: random.Random | None = None
         self._inside = threading.local()
         self._queues = {(i, 0): StreamQueue(i, 0) for i in range(devices)}
-        self._order = list(self._queues.values())
+        self._busy: dict[StreamQueue, None] = {}
         self._captures: list[Capture] = []
         self._copies: list[CopyUnderWay] = []
         self._failed: dict[int, str] = {}
@@ -193,7 +193,7 @@ class Simulator:
     def drain(self) -> None:
         """Run everything that is enqueued but what is held."""
         with self.lock, self._in():
-            while any(self._step(queue, force=True) for queue in self._order):
+            while any(self._step(queue, force=True) for queue in list(self._busy)):
                 pass
 
     def stall(self, seconds: float, stream: Any = None) -> None:
@@ -234,10 +234,14 @@ class Simulator:
     def new_stream(self, device: int) -> int:
         """Make a stream; return its number."""
         with self.lock:
-            number = len(self._order) + 1
-            self._queues[device, number] = queue = StreamQueue(device, number)
-            self._order.append(queue)
+            number = len(self._queues)
+            self._queues[device, number] = StreamQueue(device, number)
             return number
+
+    def append(self, queue: StreamQueue, task: Task) -> None:
+        """Enqueue a task, and let none run meanwhile. Called with `lock` held."""
+        queue.tasks.append(task)
+        self._busy[queue] = None
 
     def put(self, queue: StreamQueue, task: Task) -> None:
         """Enqueue a task."""
@@ -247,7 +251,7 @@ class Simulator:
             if queue.capture is not None:
                 queue.capture.tasks.append(task)
                 return
-            queue.tasks.append(task)
+            self.append(queue, task)
         self.tick()
 
     def record(self, queue: StreamQueue) -> Moment:
@@ -264,7 +268,7 @@ class Simulator:
             if queue.capture is not None:
                 moment.done, moment.capture = True, queue.capture
             else:
-                queue.tasks.append(Task("record", moment=moment))
+                self.append(queue, Task("record", moment=moment))
         return moment
 
     def wait(self, queue: StreamQueue, moment: Moment) -> None:
@@ -276,7 +280,7 @@ class Simulator:
                     queue.capture = moment.capture
                     moment.capture.queues.append(queue)
             elif queue.capture is None:
-                queue.tasks.append(Task("wait", moment=moment))
+                self.append(queue, Task("wait", moment=moment))
         self.tick()
 
     def synchronize(self, moment: Moment, call: str) -> None:
@@ -295,7 +299,10 @@ class Simulator:
 
     def synchronize_device(self, device: int, call: str = "synchronize") -> None:
         """Let the host wait for all streams of a device."""
-        queues = [q for q in self._order if q.device == device]
+        self.call(call, device)
+        self._no_capture(call)
+        with self.lock:
+            queues = [queue for queue in self._busy if queue.device == device]
         self.random.shuffle(queues)  # which is done first is nobody's promise
         for queue in queues:
             self.synchronize(self.mark(queue), call)
@@ -345,6 +352,8 @@ class Simulator:
                 return False
             task.until = 0.0  # a graph may replay it
         queue.tasks.popleft()
+        if not queue.tasks:
+            self._busy.pop(queue, None)
         if task.what == "record" and task.moment is not None:
             task.moment.done, task.moment.at = True, time.monotonic()
         if task.run is not None:
@@ -375,15 +384,16 @@ class Simulator:
                 return
             if name == "random":
                 for _ in range(self.random.choice((0, 0, 1, 2, 5))):
-                    self._step(self.random.choice(self._order))
+                    if self._busy:
+                        self._step(self.random.choice(list(self._busy)))
                 return
-            running = [q for q in self._order if name == "eager" or q.main != (starved == "main")]
             going = True
             while going:
                 going = False
-                for queue in running:
-                    while self._step(queue):
-                        going = True
+                for queue in list(self._busy):
+                    if name == "eager" or queue.main != (starved == "main"):
+                        while self._step(queue):
+                            going = True
 
     # -- calls of the driver ---------------------------------------------------------------------
 

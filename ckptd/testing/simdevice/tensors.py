@@ -53,8 +53,8 @@ class DeviceMemory:
             if self._private or not sim.reuse:
                 return
             for other in self.used_on - {queue}:
-                queue.tasks.append(Task("wait", moment=sim.mark(other)))
-            queue.tasks.append(Task("freed", run=lambda: _overwrite(raw)))
+                sim.append(queue, Task("wait", moment=sim.mark(other)))
+            sim.append(queue, Task("freed", run=lambda: _overwrite(raw)))
 
 
 def _overwrite(raw: torch.Tensor) -> None:
