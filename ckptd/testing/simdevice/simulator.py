@@ -430,8 +430,8 @@ class Simulator:
             )
 
     def replay(self, capture: Capture) -> None:
-        """Enqueue the kernels of a graph on the current stream."""
-        queue = self.current()
+        """Enqueue the kernels of a graph on the current stream of the device of its capture."""
+        queue = self.current(capture.queues[0].device) if capture.queues else self.current()
         for task in capture.tasks:
             self.put(queue, task)
 

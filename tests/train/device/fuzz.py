@@ -16,14 +16,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.errors import CkptdError, UsageError
+from ckptd.errors import CkptdError, SaveError, UsageError
 from ckptd.testing.simdevice import Simulator, installed
 from ckptd.train import copy, ondevice
 from ckptd.train.ondevice import Pins
@@ -237,8 +237,6 @@ class Match:
             if sys.exc_info()[0] is not None:
                 ck.abandon()
         with ck:
-            if not left:
-                ck.wait()
             self._compare(ck, left)
 
     def _round(self, ck: ckptd.Checkpointer, number: int, moves: random.Random) -> None:
@@ -274,11 +272,18 @@ class Match:
             self._save_in_a_capture(ck, number)
         if self.plan.memory == "full" and self.plan.ranks == 1:  # samples of replicas need some
             self._simulator.capacity = max(self._simulator.allocated) + (64 << 10)
-        self._handles[number] = ck.save(number, self._program.state)
+        while number not in self._handles:
+            try:
+                self._handles[number] = ck.save(number, self._program.state)
+            except SaveError as error:
+                # That an earlier save was refused is raised once, before anything of this one.
+                if error.kind != "mutated" or not self._rude:
+                    raise
         self._simulator.capacity = 1 << 40
 
     def _save_in_a_capture(self, ck: ckptd.Checkpointer, number: int) -> None:
-        ck.wait()
+        with suppress(CkptdError):  # a save that was refused is looked at in the end
+            ck.wait()
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 ck.save(number, self._program.state)
