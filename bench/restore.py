@@ -5,10 +5,13 @@
 
 One rank loads 2.02 GB: from its own node's agent (*memory*), from another node's agent over TCP
 (*peer*, both on this machine), from a folder (*local*, *local warm*) and from an object store
-(*remote*, Ceph's gateway or moto on this machine, a smaller state). Each process measures its limit
-in turn with its loads: a copy in memory by as many threads, a plain socket, the disk's best read, a
-read of what is in the page cache, s3fs. A load verifies each byte before it writes any, the limits
-verify nothing. A repetition of all takes about two minutes.
+(*remote*, Ceph's gateway or moto on this machine, a smaller state). Where there is an accelerator
+the state is on it in two cases more: loaded from the memory of the process that saved it (*device
+memory*) and from a folder in the page cache (*device warm*); without one they are left out. Each
+process measures its limit in turn with its loads: a copy in memory by as many threads, a plain
+socket, the disk's best read, a read of what is in the page cache, s3fs, one copy from page-locked
+memory. A load verifies each byte before it writes any, the limits verify nothing.
+A repetition of all takes about two minutes.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ LIMITS = {
     "local": "the disk's best read",
     "local warm": "a read of the page cache",
     "remote": "s3fs get",
+    "device memory": "a page-locked copy",
+    "device warm": "a page-locked copy",
 }
 LOADS = 3
 REMOTE_LAYERS = 12
@@ -120,14 +125,43 @@ def reading(folder: str, size: int, threads: int = 2) -> Callable[[], float]:
     return lambda: common.parallel(threads, one)
 
 
+def uploading(size: int, device: str) -> Callable[[], float]:
+    """Return what copies `size` bytes from page-locked memory to a device, at once."""
+    import torch
+
+    piece = min(size, 1 << 30)
+    source = torch.ones(piece, dtype=torch.uint8, pin_memory=True)
+    target = torch.ones(piece, dtype=torch.uint8, device=device)
+
+    def copy() -> float:
+        torch.accelerator.synchronize()
+        begin = time.perf_counter()
+        for at in range(0, size, piece):
+            n = min(piece, size - at)
+            target[:n].copy_(source[:n], non_blocking=True)
+        torch.accelerator.synchronize()
+        return time.perf_counter() - begin
+
+    return copy
+
+
+def accelerator() -> str:
+    """Return the name of the accelerator that this machine has; empty without one."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None else found.type
+
+
 # --- one case -----------------------------------------------------------------------------------
 
 
 class State:
     """What is saved, and whether what is loaded is that."""
 
-    def __init__(self, layers: int) -> None:
-        self.live = common.state(common.noise(), layers)
+    def __init__(self, layers: int, device: str = "cpu") -> None:
+        make = common.noise()
+        self.live = common.state(lambda shape: make(shape).to(device), layers)
         self._expected = [t.clone() for t in common.tensors(self.live)]
 
     def clear(self) -> None:
@@ -268,6 +302,27 @@ def local_case(folder: str, options: argparse.Namespace, *, warm: bool = False) 
         return measure(state, load, limit, lambda: common.drop_caches(folder + "/root"))
 
 
+def device_case(folder: str, options: argparse.Namespace, *, again: bool = False) -> dict[str, Any]:
+    """Load to a device: what this process has saved, or `again` by a checkpointer of its own."""
+    import ckptd
+
+    device = accelerator()
+    state = State(options.layers, device)
+    limit = uploading(common.state_bytes(options.layers), device)
+    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+        saved(ck, state)
+
+        def load() -> Any:
+            ck.load(state.live)
+            return ck.last_load
+
+        if not again:
+            return measure(state, load, limit)
+
+    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+        return measure(state, load, limit)
+
+
 def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     import ckptd
 
@@ -303,6 +358,8 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "local": local_case,
     "local warm": lambda folder, options: local_case(folder, options, warm=True),
     "remote": remote_case,
+    "device memory": device_case,
+    "device warm": lambda folder, options: device_case(folder, options, again=True),
 }
 
 
@@ -347,6 +404,10 @@ def alternate(options: argparse.Namespace) -> None:
     with some_server("remote" in names) as (server, kind):
         if isinstance(server, str):
             names = [n for n in names if n != "remote"]
+        left_out = [n for n in names if n.startswith("device") and not accelerator()]
+        for name in left_out:
+            print(f"{name}: left out, there is no accelerator", file=sys.stderr)
+        names = [n for n in names if n not in left_out]
         shared = ["--dir", options.dir, "--layers", str(options.layers)]
         shared += ["--server", json.dumps(server)]
         for _ in range(options.reps):
@@ -354,10 +415,12 @@ def alternate(options: argparse.Namespace) -> None:
                 run = common.in_fresh_process(__file__, [*shared, "--case", name])
                 found.setdefault(name, []).append(run)
                 print(f"{name}: {run}", file=sys.stderr)
-    report(options, {n: found[n] for n in CASES if n in found}, kind)
+    report(options, {n: found[n] for n in CASES if n in found}, kind, left_out)
 
 
-def report(options: argparse.Namespace, found: dict[str, Any], kind: str) -> None:
+def report(
+    options: argparse.Namespace, found: dict[str, Any], kind: str, left_out: list[str]
+) -> None:
     m = common.median
     rows = []
     for name, runs in found.items():
@@ -376,6 +439,8 @@ def report(options: argparse.Namespace, found: dict[str, Any], kind: str) -> Non
         f"{LOADS} measurements of the limit, in turn. A load digests all bytes before it writes "
         "any.\n\n"
     )
+    if left_out:
+        text += f"Not measured, for want of an accelerator: {', '.join(left_out)}.\n\n"
     text += common.table(head, rows)
     command = f"python bench/restore.py --reps {options.reps}"
     common.publish("restore", command, text, {"load": os.getloadavg(), "runs": found})

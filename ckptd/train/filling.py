@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, DeadlineError
 from ckptd.format.witness import check_elements, gather
 from ckptd.layout.block import Fill, Region
 from ckptd.load.plan import Want, put_fill
@@ -26,6 +26,10 @@ U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
 _SETTLE_S = 300.0
+_HUNG_S = 1.0
+"""What is waited for once more where a wait has been too long already, in seconds."""
+_kept: list[BufferRing | None] = []
+"""Buffers that a device which hangs may still copy from: not to be given to anybody else."""
 
 
 class TargetElements(NamedTuple):
@@ -149,11 +153,13 @@ class Filling:
         trace: TracebackType | None,
     ) -> None:
         """Wait for what is under way: nothing may be copied from memory that is given back."""
-        if error is not None:
-            try:
-                self._settle()
-            except (CkptdError, RuntimeError) as other:
-                error.add_note(f"what was sent to devices before did not arrive: {other}")
+        if error is None:
+            return
+        try:
+            self._settle(_HUNG_S if isinstance(error, DeadlineError) else _SETTLE_S)
+        except (CkptdError, RuntimeError) as other:
+            error.add_note(f"what was sent to devices before did not arrive: {other}")
+            _kept.append(self._ring)
 
     def fill(self, target: LiveTarget, fill: Fill, dtype: DType) -> None:
         """Write a value to places of a target that no element of the checkpoint stands for."""
@@ -177,12 +183,12 @@ class Filling:
                         local.copy_(buffer)
                 else:
                     local.copy_(buffer)
-        self._settle()
+        self._settle(_SETTLE_S)
         self._later.clear()
 
-    def _settle(self) -> None:
+    def _settle(self, timeout_s: float) -> None:
         for upload in self._uploads.values():
-            upload.settle(_SETTLE_S)
+            upload.settle(timeout_s)
 
     # -- what was filled -------------------------------------------------------------------------
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptd
 from ckptd.errors import CorruptError, DeadlineError, UsageError
 from ckptd.store import open_store
-from ckptd.testing.simdevice import SCHEDULES, installed, run
+from ckptd.testing.simdevice import SCHEDULES, installed, run, run_simulated_ranks
 from ckptd.train import filling, loader, upload
 from ckptd.train.device import kind_of
 from tests.simulated import ON_SIMULATED_DEVICES
@@ -242,6 +245,7 @@ def a_device_that_hangs_ends_the_load(root: str) -> None:
             ck.load(live)
         assert caught.value.kind == "stalled"
         assert caught.value.poisoned
+        assert len(filling._kept) == 1
         end()
         ck.load(live)
     filling._SETTLE_S, loader.execute = 300.0, genuine
@@ -311,6 +315,45 @@ def is_bounded_by_the_ring(root: str) -> None:
 
 def test_the_host_holds_the_ring_and_not_the_state(tmp_path: Path) -> None:
     run(is_bounded_by_the_ring, str(tmp_path / "root"))
+
+
+# -- ranks, and devices by other names -----------------------------------------------------------
+
+
+def loads_other_shards(root: str) -> None:
+    """Rows are saved and columns loaded: blocks are spread out on the device."""
+    mesh = init_device_mesh("cuda", (2,))
+    whole = torch.arange(600 * 700, dtype=torch.float32).reshape(600, 700)
+    rows = distribute_tensor(whole.to("cuda"), mesh, [Shard(0)], src_data_rank=None)
+    columns = distribute_tensor(torch.zeros(600, 700, device="cuda"), mesh, [Shard(1)])
+    odd = torch.empty(350, 600, device="cuda").t()
+    with torch.no_grad():
+        columns = DTensor.from_local(odd, mesh, [Shard(1)], run_check=False)
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, {"w": rows}).durable(60.0)
+    with ckptd.Checkpointer(root) as ck:
+        ck.load({"w": columns})
+    wanted = whole.chunk(2, 1)[dist.get_rank()]
+    assert torch.equal(columns.to_local().cpu(), wanted)
+
+
+def test_other_shards_come_to_their_places(tmp_path: Path) -> None:
+    run_simulated_ranks(2, loads_other_shards, str(tmp_path / "root"), schedule="random:1")
+
+
+def loads_on(kind: str, root: str) -> None:
+    state = {"w": torch.rand(300, 200, device=kind), "t": torch.rand(40, 30, device=kind).t()}
+    wanted = save(root, state)
+    for tensor in state.values():
+        tensor.mul_(2.0)
+    with ckptd.Checkpointer(root) as ck:
+        ck.load(state)
+    assert different(state, wanted) == []
+
+
+@pytest.mark.parametrize("kind", ["sim"])
+def test_devices_by_other_names(kind: str) -> None:
+    run(loads_on, kind, "memory://restored", name=kind, schedule="lazy")
 
 
 # -- layouts -------------------------------------------------------------------------------------
