@@ -1,6 +1,6 @@
 """What lazy copies of CUDA tensors promise, as functions that need a device and no pytest.
 
-`tests/train/test_cuda_copies.py` and ``bench/gpu.py --check`` run them.
+`tests/train/test_cuda_copies.py` and the check `promises` of ``bench/gpu_session.py`` run them.
 """
 
 from __future__ import annotations

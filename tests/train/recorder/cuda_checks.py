@@ -1,6 +1,7 @@
 """What the recorder promises about CUDA tensors, as functions that need a device and no pytest.
 
-`tests/train/recorder/test_ends_device.py` and ``bench/gpu.py --check`` run them: one rank, NCCL.
+`tests/train/recorder/test_ends_device.py` and the check `promises` of ``bench/gpu_session.py`` run
+them: one rank, NCCL.
 """
 
 from __future__ import annotations
