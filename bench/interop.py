@@ -38,6 +38,8 @@ CONSOLIDATE = (
     "consolidate_safetensors_files as run; "
     "run(sys.argv[1], sys.argv[2], json.load(open(sys.argv[3])), num_threads=2)"
 )
+# Packages are installed with their modules compiled; those of a checkout must be so, too.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
 
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -43,8 +44,11 @@ from ckptd.load.plan import (
     PlannedCopy,
     ReadPlan,
     Runs,
+    clip,
     coalesce,
+    count,
     merge,
+    needed_bytes,
     put,
     split,
 )
@@ -201,6 +205,7 @@ class Fetcher:
         everybody: Runs,
         buffer: HostBuffer | None,
         on_bytes: Callable[[int], None],
+        loose: Mapping[int, Runs],
     ) -> None:
         """Read the blocks `runs`, and check each.
 
@@ -215,6 +220,9 @@ class Fetcher:
             Where the bytes go; None for local files, whose bytes stay in the page cache.
         on_bytes
             Called from threads with the number of bytes read.
+        loose
+            Byte ranges of data sections that are wanted of files without digests, by file: no more
+            is read of these.
 
         Raises
         ------
@@ -233,8 +241,13 @@ class Fetcher:
             view = (
                 self._window()[: end - start] if buffer is None else buffer.view(file, start, end)
             )
-            self.bring(file, lo, view, runs)
-            on_bytes(end - start)
+            if file not in loose:
+                self.bring(file, lo, view, runs)
+                on_bytes(end - start)
+                return
+            for a, b in clip(loose[file], start, end).tolist():
+                self.bring_bytes(file, a, view[a - start : b - start])
+                on_bytes(b - a)
 
         run_all(
             self._line.windows(coalesce(runs, gap, everybody), size),
@@ -645,8 +658,8 @@ class _Run:
         self._copiers = threads or _share_of(cores(), group.local_world)
         self._threads = threads
         self._stall_s = stall_s
-        count = store.count if isinstance(store, UnionStore) else None
-        self.files = LocalFiles(store, plan.manifest.files, count)
+        on_read = store.count if isinstance(store, UnionStore) else None
+        self.files = LocalFiles(store, plan.manifest.files, on_read)
         self._buffer: HostBuffer | None = None
         self._schedule = ReadSchedule([], BLOCK_BYTES, 0)
         self._fetched = self._copied = 0
@@ -705,7 +718,7 @@ class _Run:
         self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
         fetched = self._buffer is not None or self._verify
         self._count.total = self._whole.bytes_needed
-        self._count.total += self._plan.line.byte_count(mine) if fetched else 0
+        self._count.total += self._bytes_of(mine) if fetched else 0
         if self._schedule.waves:
             self._fetch(self._schedule.waves[0])
         self._fetch_s += time.monotonic() - begin
@@ -785,7 +798,24 @@ class _Run:
             self._buffer.lay_out(wave.layout)
         elif not self._verify:
             return
-        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched)
+        loose = self._loose
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched, loose)
+
+    @cached_property
+    def _loose(self) -> dict[int, Runs]:
+        """What is wanted of files without digests, where no other rank wants more of them."""
+        if self._group.local_world > 1:
+            return {}
+        places = self._plan.places
+        moves = (m for m in self._plan.moves if not places.is_digested(m.file))
+        local = self._store.capabilities.local_files
+        return needed_bytes(moves, FAR_BYTES if local else BLOCK_BYTES)
+
+    def _bytes_of(self, runs: Runs) -> int:
+        """Return the bytes that a set of blocks costs."""
+        line, loose = self._plan.line, self._loose
+        keep = np.array([line.file_at(lo) not in loose for lo in runs[:, 0].tolist()], dtype=bool)
+        return line.byte_count(runs[keep]) + sum(map(count, loose.values()))
 
     def _on_fetched(self, n: int) -> None:
         with self._count.lock:

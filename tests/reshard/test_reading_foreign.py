@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
 from ckptd.load.direct import DirectReader
+from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import costs_of, prepare, source_program
@@ -122,16 +123,22 @@ def test_what_nobody_wants_is_not_read(
             assert np.array_equal(read.tensor(name), value.numpy())
 
 
-def test_a_small_tensor_costs_its_own_bytes(tmp_path: Path) -> None:
+def read_directly(reader: CkptdReader, name: str) -> Array:
+    out = np.zeros(1024, dtype=np.uint8)
+    with DirectReader(reader) as direct:
+        direct.read_into(reader.number(name), Box((0,), (256,)), out, (1,))
+    return out.view(np.float32)
+
+
+@pytest.mark.parametrize("read", [read_directly, CkptdReader.tensor])
+def test_a_small_tensor_costs_its_own_bytes(
+    tmp_path: Path, read: Callable[[CkptdReader, str], Array]
+) -> None:
     """Whatever lies around it: of a folder of small items the head of one is read."""
     state = {f"w{n}": torch.full((256,), float(n)) for n in range(200)}
     dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
     store = Counting(tmp_path)
     reader = reader_in(store)
     store.seen = 0
-    with DirectReader(reader) as direct:
-        number = next(i for i, t in enumerate(reader.manifest.tensors) if t.name == "w77")
-        out = np.zeros(1024, dtype=np.uint8)
-        direct.read_into(number, Box((0,), (256,)), out, (1,))
-    assert (out.view(np.float32) == 77).all()
+    assert (read(reader, "w77") == 77).all()
     assert store.seen < 1024 + HEADS

@@ -345,7 +345,7 @@ def test_every_alignment_of_memory_and_file(
 
 
 def test_writers_that_share_memory_keep_their_bytes(tmp_path: Path) -> None:
-    """What is gathered lies in blocks that writers hand on; one that gives up hands its own on."""
+    """What is gathered lies in blocks that writers hand on, also those that give up."""
     data = [pattern(5 * MIB + n) for n in range(6)]
     store = LocalStore(tmp_path, LocalOptions(block_bytes=MIB, threads=2))
     for given_up in (True, False):
