@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -89,6 +90,23 @@ def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks_filter("0, 2") == {0, 2}
     with pytest.raises(UsageError):
         ranks_filter("0;1")
+
+
+def test_time_to_leave_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's kernels take longer than what a CPU does, and the controller waits as long."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for here, wanted in (((), 1.0), (("Ascend",), 8.0)):
+        monkeypatch.setattr("ckptd.runtime.accelerators.accelerators_here", lambda here=here: here)
+        assert run._interrupt_s(None) == wanted
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert run._interrupt_s(None) == 8.0
+    assert run._interrupt_s(0.5) == 0.5
+    for bad in (0.0, -1.0, 1e9, math.nan):
+        with pytest.raises(UsageError):
+            run._interrupt_s(bad)
+    assert run._patience((), 8.0) == ()
+    assert run._patience((), 30.0) == ("fence_s=32",)
+    assert run._patience(("fence_s=5",), 30.0) == ()
 
 
 @pytest.mark.parametrize("say", [run._print, controller._say])

@@ -260,15 +260,73 @@ def test_one_that_does_not_listen_yet_is_not_waited_for() -> None:
     assert Spawner(os.environ, plain=True).end() == -signal.SIGKILL
 
 
+FORKS = """
+import mmap, sys, threading
+from ckptd.runtime import accelerators
+from ckptd.train.session.zygote import unsafe_to_fork
+
+print(unsafe_to_fork())
+path = sys.argv[1] + "/accelerator0"
+accelerators.DEVICE_FILES = (accelerators.DeviceFiles("tests", (sys.argv[1],), ""),)
+with open(path, "w+b") as file:
+    file.truncate(4096)
+    print(unsafe_to_fork())
+    mapped = mmap.mmap(file.fileno(), 4096, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+# A mapping stays when its file is closed; Python's keeps a descriptor of its own.
+import os
+for name in os.listdir("/proc/self/fd"):
+    if os.path.exists(f"/proc/self/fd/{name}") and os.readlink(f"/proc/self/fd/{name}") == path:
+        os.close(int(name))
+print(unsafe_to_fork())
+accelerators.DEVICE_FILES = ()
+e = threading.Event()
+threading.Thread(target=e.wait).start()
+print(unsafe_to_fork(), flush=True)
+e.set()
+os._exit(0)
+"""
+
+
 @pytest.mark.long
-def test_what_a_fork_would_break_is_seen() -> None:
-    code = (
-        "import threading; from ckptd.train.session.zygote import unsafe_to_fork;"
-        "print(unsafe_to_fork()); e = threading.Event();"
-        "t = threading.Thread(target=e.wait); t.start(); print(unsafe_to_fork()); e.set()"
-    )
+def test_what_a_fork_would_break_is_seen(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", FORKS, str(tmp_path)],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # as its launcher starts it
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
-    assert done.stdout.splitlines() == ["", "importing PyTorch has left 2 threads"], done
+    assert done.stdout.splitlines() == [
+        "",
+        f"importing PyTorch has opened {tmp_path}/accelerator0",
+        f"importing PyTorch has mapped {tmp_path}/accelerator0",
+        "importing PyTorch has left 2 threads",
+    ], done
     assert "threads" in unsafe_to_fork() or unsafe_to_fork() == ""
+
+
+PRELOADS = """
+import importlib, torch
+from ckptd.train.session.zygote import PRELOADED
+
+def refuse(name):
+    def asked(*_, **__):
+        raise AssertionError(f"the zygote asks for {name}: a fork after that has no device")
+    return asked
+
+for module in (torch.cuda, torch.xpu, torch.mtia):
+    for name in ("_lazy_init", "init", "device_count", "is_available", "current_device"):
+        if hasattr(module, name):
+            setattr(module, name, refuse(f"{module.__name__}.{name}"))
+for name in PRELOADED:
+    importlib.import_module(name)
+print("none")
+"""
+
+
+@pytest.mark.long
+def test_no_device_is_touched_before_the_fork() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELOADS], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout == "none\n", done
