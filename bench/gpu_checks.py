@@ -42,6 +42,8 @@ GB = 1e9
 DEVICE = "cuda"
 CYCLES_PER_S = 2e9
 """Of a kernel that sleeps, at most: an H100 and an H200 run at 1.98 GHz."""
+_MAP_FIXED = 0x10
+"""Of Linux; Python does not name it."""
 STACKS_S = 3.0
 """So long before its limit a check writes its stacks."""
 
@@ -217,7 +219,7 @@ def link(run: Run) -> None:
     to_host, to_device = link_rates(run)
     run.report(d2h_pinned_gb_s=to_host, h2d_pinned_gb_s=to_device)
     nbytes = run.size(1.07)
-    device = torch.arange(nbytes, dtype=torch.uint8, device=DEVICE)
+    device = torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
     memory = LockedMemory(nbytes)
     run.report(registered_refused=memory.refused)
     run.report(d2h_registered_gb_s=rate(memory.tensor, device))
@@ -237,6 +239,7 @@ def link(run: Run) -> None:
         held = LockedMemory(run.size(gb))
         figures = {"allocate_s": held.allocate_s, "lock_s": held.lock_s, "refused": held.refused}
         run.report(**{f"lock_{gb}_gb": figures | {"unlock_s": held.unlock()}})
+        del held
 
 
 def remap(run: Run) -> None:
@@ -249,14 +252,14 @@ def remap(run: Run) -> None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    nbytes, kind = 256 << 20, kind_of(DEVICE)
+    nbytes, kind = run.size(0.27), kind_of(DEVICE)
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
     address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     ctypes.memset(address, 1, nbytes)
     before = _pins()
     run.report(first_lock=kind.lock_pages(address, nbytes), pins=_pins() - before)
     run.report(unmapped=libc.munmap(address, nbytes), pins_left=_pins() - before)
-    fixed = flags | mmap.MAP_FIXED
+    fixed = flags | _MAP_FIXED
     again = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0)
     ctypes.memset(again, 2, nbytes)
     run.report(same_address=again == address, second_lock=kind.lock_pages(again, nbytes))
@@ -439,7 +442,12 @@ def make_engine(name: str, folder: str, training: Training) -> Any:
             }
         )
 
-    kind = {"ckptd": engines.Ckptd, "dcp": Pinned}[name]
+    class InMemory(engines.Ckptd):
+        """Each save goes to the memory of the node's agent, and none to the root."""
+
+        options = MappingProxyType({"tiers": "memory", "every": 1 << 30})
+
+    kind = {"ckptd": engines.Ckptd, "memory": InMemory, "dcp": Pinned}[name]
     return kind(folder, training.tree, training.objects)
 
 
@@ -519,6 +527,38 @@ def measure_engine(run: Run, name: str) -> None:
 
 def save(run: Run) -> None:
     measure_engine(run, "ckptd")
+    run.report(**in_memory(run))
+
+
+def in_memory(run: Run) -> dict[str, float]:
+    """Measure steps with a save each to near memory, in turns with steps without."""
+    import torch
+
+    torch.cuda.empty_cache()
+    training = Training(run)
+    loop(training, 3)
+    engine = make_engine("memory", str(run.folder / "near"), training)
+    steps, number = (1, 0) if run.simulated else (10, 0)
+    without, behind, gates = [], [], []
+    for turn in range(2 if run.simulated else 6):
+        seconds, _, waits = loop(training, steps, engine, 1, number)
+        number += steps
+        engine.wait()
+        plain = loop(training, steps)[0]
+        if turn:  # the first one makes and locks the memory
+            without.append(plain / steps)
+            behind.append(seconds / steps)
+            gates += waits
+        if not run.left(0.9) > 2 * (seconds + plain) and behind:
+            break
+    skipped = engine.skipped
+    engine.close()
+    return {
+        "memory_step_s": statistics.median(behind),
+        "memory_ratio_each_step": statistics.median(behind) / statistics.median(without),
+        "memory_gate_ms": 1e3 * statistics.median(gates),
+        "memory_saves_skipped": skipped,
+    }
 
 
 def dcp(run: Run) -> None:
@@ -640,7 +680,10 @@ def restore(run: Run) -> None:
 
 
 def abort_by(run: Run, way: str, **environ: str) -> None:
-    """Abort two groups whose collectives are behind a kernel of five seconds."""
+    """Abort two groups whose collectives are behind a kernel of five seconds.
+
+    Simulated, their backend is that of the tests: it aborts as NCCL does, and has no device.
+    """
     from ckptd.elastic.nccl import apply_settings
 
     os.environ.update(environ)
@@ -651,27 +694,35 @@ def abort_by(run: Run, way: str, **environ: str) -> None:
 
     from ckptd.train.session.groups import GroupAborts, destroy_groups
 
-    def groups() -> tuple[list[Any], Any]:
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    backend, device = "nccl", DEVICE
+    if run.simulated:
+        from tests.train.session import waiting_group
+
+        waiting_group.register()
+        backend, device = waiting_group.NAME, "cpu"
+    value = torch.ones(1 << 20, device=device)
+
+    def groups() -> list[Any]:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         made = [dist.group.WORLD, dist.new_group([0])]
-        value = torch.ones(1 << 20, device=DEVICE)
-        for group in made:
-            dist.all_reduce(value, group=group)
-        torch.cuda.synchronize()
-        return made, value
+        if not run.simulated:  # the communicators are made by the first call
+            for group in made:
+                dist.all_reduce(value, group=group)
+            torch.cuda.synchronize()
+        return made
 
     begin = time.perf_counter()
-    made, value = groups()
+    made = groups()
     run.report(groups_s=time.perf_counter() - begin)
-    torch.cuda._sleep(int(5 * CYCLES_PER_S))
+    if not run.simulated:
+        torch.cuda._sleep(int(5 * CYCLES_PER_S))
     works = [dist.all_reduce(value, group=group, async_op=True) for group in made]
     begin = time.perf_counter()
     if way == "session":
         aborts = GroupAborts()
         aborts.begin()
         run.report(begun_s=time.perf_counter() - begin)
-        hung = aborts.wait(time.monotonic() + 20)
-        run.report(hung=hung)
+        run.report(hung=aborts.wait(time.monotonic() + 15))
     elif way == "serial":
         for group in made:
             group.abort()
@@ -686,8 +737,9 @@ def abort_by(run: Run, way: str, **environ: str) -> None:
     begin = time.perf_counter()
     groups()
     run.report(groups_again_s=time.perf_counter() - begin)
-    time.sleep(3.0)  # a watchdog that ends the process has done so by then
+    time.sleep(0.0 if run.simulated else 3.0)  # a watchdog that ends the process has done so then
     run.report(lives=True)
+    destroy_groups()
 
 
 def abort(run: Run) -> None:
@@ -713,6 +765,7 @@ def session(run: Run) -> None:
     script = str(HERE / "gpu_worker.py")
     elastic_systems.SYSTEMS["gpu"] = lambda job, _: elastic_systems._run(job, script, "--no-watch")
     environ = {"BENCH_SIMULATED": "1" if run.simulated else "", "BENCH_GB": str(run.gb / 12)}
+    environ |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}  # with carried wheels
     job = elastic_systems.Run("gpu", 1, 2, environ)
     try:
         job.start(0)
@@ -755,7 +808,7 @@ def _first(job: Any, after: float, *, world: int, what: str = "ready") -> dict[s
 
 
 def _of(event: dict[str, Any]) -> dict[str, Any]:
-    return {k: event[k] for k in ("locked_gb", "device_free_gb", "generation") if k in event}
+    return {k: event[k] for k in ("host_free_gb", "device_free_gb", "generation") if k in event}
 
 
 def recorder(run: Run) -> None:
@@ -797,6 +850,7 @@ def recorder(run: Run) -> None:
     us = {name: statistics.median(times) for name, times in found.items()}
     more = {f"{name}_us": value - us["none"] for name, value in us.items() if name != "none"}
     run.report(call_us=us, **more)
+    dist.destroy_process_group()
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -979,7 +1033,9 @@ def graphs(run: Run) -> None:
 
     wide = 64 if run.simulated else 4096
     live = {f"w{i}": torch.randn(wide, wide, device=DEVICE) for i in range(8)}
-    x = torch.zeros(4, device=DEVICE)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.zeros(4, device=DEVICE).add_(1.0)
     failed = []
     with ckptd.Checkpointer(str(run.folder), lazy="all", refer=False) as ck:
         ck.save(1, live)
@@ -993,9 +1049,12 @@ def graphs(run: Run) -> None:
             graph = torch.cuda.CUDAGraph()
             found = {"capture": "ok", "save": "ok", "bytes": "right"}
             try:
-                with torch.cuda.graph(graph, capture_error_mode=mode):
+                # Not by torch.cuda.graph(), which waits for the device, and so for the copies.
+                with torch.cuda.stream(side):
+                    graph.capture_begin(capture_error_mode=mode)
                     x.add_(1.0)
                     time.sleep(0.2)
+                    graph.capture_end()
             except RuntimeError as error:
                 found["capture"] = str(error)[:200]
             try:

@@ -21,10 +21,10 @@ SIMULATED = bool(os.environ.get("BENCH_SIMULATED"))
 BACKEND, DEVICE = ("gloo", "cpu") if SIMULATED else ("nccl", "cuda")
 
 
-def locked_gb() -> float:
-    """Return what this process has locked, as the kernel counts it."""
-    rows = dict(x.split(":", 1) for x in Path("/proc/self/status").read_text().splitlines())
-    return int(rows.get("VmLck", "0 kB").split()[0]) * 1024 / 1e9
+def host_free_gb() -> float:
+    """Return what the host can still give: what a driver has locked is missing there."""
+    rows = dict(x.split(":", 1) for x in Path("/proc/meminfo").read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024 / 1e9
 
 
 def train(world: World) -> None:
@@ -50,7 +50,7 @@ def train(world: World) -> None:
         if ck.latest() is not None:
             ck.load(state)
         free = 0.0 if SIMULATED else torch.cuda.mem_get_info()[0] / 1e9
-        tell("ready", locked_gb=locked_gb(), device_free_gb=free, step=position["step"], **me)
+        tell("ready", host_free_gb=host_free_gb(), device_free_gb=free, step=position["step"], **me)
         while True:
             weight.grad = torch.ones_like(weight)
             for group in mine:

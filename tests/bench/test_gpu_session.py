@@ -126,7 +126,7 @@ def test_each_aim_stands_beside_its_figure(tmp_path: Path) -> None:
     first, second = Record(tmp_path / "gpu-call1.jsonl"), Record(tmp_path / "gpu-call2.jsonl")
     first.write(check="save", event="begin")
     first.write(check="save", figures={"share_of_link": 0.97})
-    first.write(check="save", figures={"ratio_each_step": 1.5})
+    first.write(check="save", figures={"memory_ratio_each_step": 1.5})
     first.write(check="save", event="end", result="ok", seconds=9.0, why="")
     second.write(check="recorder", event="begin")
     second.write(check="recorder", figures={"native_us": 0.5})
@@ -191,7 +191,19 @@ def called(folder: str, names: list[str]) -> dict[str, list[Any]]:
     return out
 
 
-HERE = ["probe", "link", "race", "save", "small", "restore", "memory", "recorder", "assert"]
+HERE = [
+    "probe",
+    "link",
+    "remap",
+    "race",
+    "save",
+    "small",
+    "restore",
+    "memory",
+    "abort",
+    "recorder",
+    "assert",
+]
 
 
 class TestOnASimulatedDevice:
