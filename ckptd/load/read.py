@@ -533,6 +533,8 @@ def _read_run(
 
 
 def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> list[int]:
+    if not shape:
+        return [start]
     offsets = np.full(1, start, dtype=np.int64)
     for n, stride in zip(shape, strides, strict=True):
         offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()

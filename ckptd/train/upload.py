@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptd.errors import DeadlineError
+from ckptd.errors import CkptdError, DeadlineError
 from ckptd.layout.block import Block, Fill
 from ckptd.layout.grid import is_packed
 from ckptd.runtime.host import available_bytes
@@ -88,7 +88,7 @@ class BufferRing:
         """
         until = time.monotonic() + self._stall_s
         while True:
-            with self._lock:
+            with self._lock, _failures():
                 self._collect()
                 if self._idle:
                     return self._idle.pop()
@@ -163,7 +163,7 @@ class Upload:
         """Let this thread's work on the device come after what was sent."""
         stream = self._stream
         on = nullcontext() if stream is None else self._kind.on_stream(self.device, stream)
-        with on, torch.no_grad():
+        with _failures(), on, torch.no_grad():
             yield
 
     def batch(self) -> _Batch:
@@ -174,8 +174,9 @@ class Upload:
         """Return what happens once everything that was sent has been copied; None: it has been."""
         if self._stream is None:
             return None
-        event = self._kind.make_event()
-        event.record(self._stream)
+        with _failures():
+            event = self._kind.make_event()
+            event.record(self._stream)
         return event
 
     @property
@@ -185,11 +186,13 @@ class Upload:
 
     def settle(self, timeout_s: float) -> None:
         """See `DeviceWriter`."""
-        mark, until = self.mark(), time.monotonic() + timeout_s
-        while mark is not None and not mark.query():
-            if time.monotonic() > until:
-                raise _stalled(timeout_s)
-            time.sleep(_POLL_S)
+        until = time.monotonic() + timeout_s
+        with _failures():
+            mark = self.mark()
+            while mark is not None and not mark.query():
+                if time.monotonic() > until:
+                    raise _stalled(timeout_s)
+                time.sleep(_POLL_S)
 
     def values(self, wanted: Sequence[tuple[DeviceBuffer, int, I64]]) -> list[U8]:
         """Bring elements of the device's targets to the host, behind what was sent.
@@ -291,7 +294,8 @@ class DeviceBuffer:
         place, source = self.place(block, itemsize), torch.from_numpy(values)
         if place.dtype != torch.uint8:
             source = source.view(place.dtype)
-        place.copy_(source.view(place.shape), non_blocking=locked and self.writer.is_lazy)
+        with _failures():
+            place.copy_(source.view(place.shape), non_blocking=locked and self.writer.is_lazy)
 
     def fill(self, fill: Fill, dtype: DType) -> None:
         """Write one value to some places, behind what was sent."""
@@ -301,6 +305,27 @@ class DeviceBuffer:
         shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
         with self.writer.order():
             words.as_strided(shape, strides, at).fill_(value.view(words.dtype)[0].item())
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Name what a device raises, so that all ranks learn that the state may be half written.
+
+    Raises
+    ------
+    CkptdError
+        kind ``device-failed``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise CkptdError(
+            "a device failed while a checkpoint was copied to it",
+            kind="device-failed",
+            found=f"{type(error).__name__}: {error}",
+            hint="after a lack of memory load again with more of it free; otherwise start the"
+            " process anew: most errors of a device stay until it ends",
+        ) from error
 
 
 def _stalled(timeout_s: float) -> DeadlineError:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptd
-from ckptd.errors import CorruptError, DeadlineError, UsageError
+from ckptd.errors import CkptdError, CorruptError, DeadlineError, UsageError
 from ckptd.store import open_store
 from ckptd.testing.simdevice import SCHEDULES, installed, run, run_simulated_ranks
 from ckptd.train import filling, loader, upload
@@ -33,7 +33,7 @@ def values(seed: int) -> Values:
     torch.manual_seed(seed)
     c = torch.complex(torch.rand(3, 4), torch.rand(3, 4))
     return {
-        "large": torch.rand(1300, 1001),
+        "large": torch.rand(1700, 1001),
         "strided": torch.rand(401, 300).t(),
         "channels": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "column": torch.rand(50, 7)[:, 2],
@@ -252,6 +252,42 @@ def a_device_that_hangs_ends_the_load(root: str) -> None:
     assert bool((live["w"] == 1.0).all())
 
 
+def a_device_that_fails_poisons_the_state(root: str) -> None:
+    save(root, {"w": torch.ones(1 << 20, device="cuda")})
+    live = {"w": torch.zeros(1 << 20, device="cuda")}
+    genuine = loader.execute
+
+    def execute(*args: Any, **options: Any) -> Any:
+        installed().fail(0, "an illegal memory access was encountered")
+        return genuine(*args, **options)
+
+    with installed().test(), ckptd.Checkpointer(root) as ck:
+        loader.execute = execute
+        with pytest.raises(CkptdError) as caught:
+            ck.load(live)
+        loader.execute = genuine
+        assert caught.value.kind == "device-failed"
+        assert caught.value.poisoned
+        assert "illegal memory access" in str(caught.value)
+        installed()._failed.clear()
+        ck.load(live)
+    assert bool((live["w"] == 1.0).all())
+
+
+def reads_in_waves(_: str) -> None:
+    """Memory between the passes is filled anew while copies of the wave before are under way."""
+    wanted = save("memory://waves", on_devices(values(1)))
+    genuine = loader.execute
+    loader.execute = partial(genuine, budget_bytes=4 << 20)
+    with installed().test("lazy"), ckptd.Checkpointer("memory://waves") as ck:
+        live = on_devices(values(2))
+        ck.load(live)
+        loader.execute = genuine
+        assert ck.last_load is not None
+        assert ck.last_load.read.waves > 1
+        assert different(live, wanted) == []
+
+
 def is_refused_in_a_capture(root: str) -> None:
     save(root, {"w": torch.ones(8, device="cuda")})
     live = {"w": torch.zeros(8, device="cuda")}
@@ -272,6 +308,8 @@ def promised(folder: str) -> None:
         leaves_the_state_alone,
         says_where_values_are_wrong,
         a_device_that_hangs_ends_the_load,
+        a_device_that_fails_poisons_the_state,
+        reads_in_waves,
         is_refused_in_a_capture,
     ):
         check(f"{folder}/{check.__name__}")
@@ -351,7 +389,7 @@ def loads_on(kind: str, root: str) -> None:
     assert different(state, wanted) == []
 
 
-@pytest.mark.parametrize("kind", ["sim"])
+@pytest.mark.parametrize("kind", ["xpu", "sim"])
 def test_devices_by_other_names(kind: str) -> None:
     run(loads_on, kind, "memory://restored", name=kind, schedule="lazy")
 
