@@ -156,7 +156,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     report_crashes()
     # A tenth of the time of a short verb went into looking for cycles in what is imported.
     gc.set_threshold(_OBJECTS)
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    code = run(sys.argv[1:] if argv is None else argv)
+    gc.freeze()  # and the end of the process into looking for those in what goes with it
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -54,6 +54,7 @@ from ckptd.store.osio import (
     Os,
     PagePool,
     WatchedOs,
+    copy_bytes,
     reading,
     start_writeback,
     write_all,
@@ -165,7 +166,7 @@ def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
             if count <= 0:  # the end of the file
                 break
             count = min(count, len(view) - done)
-            view[done : done + count] = room[skip : skip + count]
+            copy_bytes(view[done : done + count], room[skip : skip + count])
             done += count
     _bounces.give(bounce)
     return done
@@ -268,7 +269,8 @@ class LocalWriter(SizedWriter):
         if count:
             if self._gather is None:
                 self._gather = self._blocks.take()
-            self._gather[self._gathered : self._gathered + count] = view[:count]
+            end = self._gathered + count
+            copy_bytes(memoryview(self._gather)[self._gathered : end], view[:count])
             self._gathered += count
         if count == room:
             self._send_block()

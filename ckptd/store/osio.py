@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Os",
     "PagePool",
     "WatchedOs",
+    "copy_bytes",
     "explain",
     "open_plain",
     "pages",
@@ -117,6 +120,11 @@ def pages(size: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without the interpreter's lock, which an assignment to a slice holds."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class PagePool:
