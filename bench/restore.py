@@ -3,15 +3,16 @@
     python bench/restore.py --reps 3
     python bench/restore.py --cases memory,peer --layers 8 --reps 1
 
-One rank loads 2.02 GB: from its own node's agent (*memory*), from another node's agent over TCP
-(*peer*, both on this machine), from a folder (*local*, *local warm*) and from an object store
-(*remote*, Ceph's gateway or moto on this machine, a smaller state). Where there is an accelerator
-the state is on it in two cases more: loaded from the memory of the process that saved it (*device
-memory*) and from a folder in the page cache (*device warm*); without one they are left out. Each
-process measures its limit in turn with its loads: a copy in memory by as many threads, a plain
-socket, the disk's best read, a read of what is in the page cache, s3fs, one copy from page-locked
-memory. A load verifies each byte before it writes any, the limits verify nothing.
-A repetition of all takes about two minutes.
+One rank loads 2.02 GB: what it saved itself (*memory*), what another process saved, from its
+node's agent (*agent*), from another node's agent over TCP (*peer*, both on this machine), from a
+folder (*local*, *local warm*) and from an object store (*remote*, Ceph's gateway or moto on this
+machine, a smaller state). Where there is an accelerator the state is on it in two cases more:
+loaded from the memory of the process that saved it (*device memory*) and from a folder in the page
+cache (*device warm*); without one they are left out. Each process measures its limit in turn with
+its loads: a copy in memory by as many threads, a plain socket, the disk's best read, a read of
+what is in the page cache, s3fs, one copy from page-locked memory. A load verifies each byte before
+it writes any, the limits verify nothing. The processor's time of both is measured besides: that of
+this process alone. A repetition of all takes about two minutes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import s3
 
 LIMITS = {
     "memory": "a copy in memory",
+    "agent": "a copy in memory",
     "peer": "a plain socket",
     "local": "the disk's best read",
     "local warm": "a read of the page cache",
@@ -183,14 +185,18 @@ def measure(
 ) -> dict[str, Any]:
     """Time `load` and `limit` in turn."""
     seconds, limits, right, tiers = [], [], True, set()
+    used, limit_used = [], []
     for _ in range(LOADS):
         before()
+        ran = time.process_time()
         limits.append(limit())
+        limit_used.append(time.process_time() - ran)
         state.clear()
         before()
-        begin = time.perf_counter()
+        begin, ran = time.perf_counter(), time.process_time()
         report = load()
         seconds.append(time.perf_counter() - begin)
+        used.append(time.process_time() - ran)
         right = right and state.right()
         tiers.add(report.tier)
     read = {"fetch_s": report.read.fetch_s, "copy_s": report.read.copy_s}
@@ -198,6 +204,8 @@ def measure(
         "s": min(seconds),
         "limit_s": min(limits),
         "all_s": seconds,
+        "cpu_s": min(used),
+        "limit_cpu_s": min(limit_used),
         "right": right,
         "tier": "+".join(sorted(tiers)),
         **read,
@@ -224,23 +232,35 @@ def saved(ck: Any, state: State) -> None:
     handle.durable()
 
 
+def agent_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    size = common.state_bytes(options.layers)
+    with other_process(folder, options.layers) as found:
+        state = State(options.layers)
+        load = from_node(folder + "/root", state, found["here"], None, "memory")
+        return measure(state, load, copying(size))
+
+
 def peer_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     size = common.state_bytes(options.layers)
+    with other_process(folder, options.layers) as found:
+        state = State(options.layers)
+        load = from_node(folder + "/root", state, found["memory"], found["secret"], "peer")
+        limits = [receiving(size, n) for n in (1, 2)]
+        return measure(state, load, lambda: min(limit() for limit in limits))
+
+
+@contextlib.contextmanager
+def other_process(folder: str, layers: int) -> Iterator[dict[str, str]]:
+    """Let another process save, and give where its node's agent is read."""
     command = [sys.executable, __file__, "--role", "node", "--dir", folder]
-    command += ["--layers", str(options.layers)]
+    command += ["--layers", str(layers)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as node:
         assert node.stdin is not None
         assert node.stdout is not None
-        line = next(x for x in node.stdout if x.startswith("{"))
-        found = json.loads(line)
-        state = State(options.layers)
-        load = from_node(folder + "/root", state, found["url"], found["secret"])
-        limits = [receiving(size, n) for n in (1, 2)]
-        out = measure(state, load, lambda: min(limit() for limit in limits))
+        yield json.loads(next(x for x in node.stdout if x.startswith("{")))
         node.stdin.close()
-    return out
 
 
 def be_node(folder: str, layers: int) -> None:
@@ -253,18 +273,19 @@ def be_node(folder: str, layers: int) -> None:
         "CKPTD_NODE": "other",
         "CKPTD_BIND": "127.0.0.1",
     }
-    nearby.host_count = lambda agreement: 2  # an agent that is alone serves nobody
+    nearby.host_members = lambda agreement: (0, 1)  # an agent that is alone serves nobody
     with ckptd.Checkpointer(folder + "/root", tiers=[ckptd.Memory(every=1)], every=100) as ck:
         saved(ck, State(layers))
         answer = ck._client.answer()  # type: ignore[union-attr]
-        print(json.dumps({"url": answer.memory, "secret": answer.secret}), flush=True)
+        found = {"here": answer.here, "memory": answer.memory, "secret": answer.secret}
+        print(json.dumps(found), flush=True)
         sys.stdin.read()
 
 
 def from_node(
-    root: str, state: State, url: str, secret: str, timeout_s: float = 300.0
+    root: str, state: State, url: str, secret: str | None, tier: str, timeout_s: float = 300.0
 ) -> Callable[[], Any]:
-    """Return a load of one rank whose only near tier is another node's memory."""
+    """Return a load of one rank whose only near tier is what an agent serves."""
     from ckptd.load.union import UnionSource
     from ckptd.root.catalogue import Catalogue
     from ckptd.runtime.ranks import LocalBoard
@@ -272,7 +293,7 @@ def from_node(
     from ckptd.train.loader import Loader
     from ckptd.train.ranks import Agreement
 
-    source = UnionSource(StoreSpec(url, {"secret": secret}).open(), "peer")
+    source = UnionSource(StoreSpec(url, {"secret": secret} if secret else {}).open(), tier)
     agreement = Agreement(LocalBoard(), timeout_s)
     catalogue = Catalogue(open_store(root))
     loader = Loader(catalogue, agreement, [0], timeout_s, None, lambda: [source])
@@ -285,8 +306,9 @@ def local_case(folder: str, options: argparse.Namespace, *, warm: bool = False) 
 
     state = State(options.layers)
     size = common.state_bytes(options.layers)
+    command = [sys.executable, __file__, "--role", "saver", "--dir", folder]
+    subprocess.run([*command, "--layers", str(options.layers)], check=True)
     with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
-        saved(ck, state)
 
         def load() -> Any:
             ck.load(state.live)
@@ -323,6 +345,14 @@ def device_case(folder: str, options: argparse.Namespace, *, again: bool = False
         return measure(state, load, limit)
 
 
+def be_saver(folder: str, layers: int) -> None:
+    """Save into a folder."""
+    import ckptd
+
+    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+        saved(ck, State(layers))
+
+
 def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     import ckptd
 
@@ -354,6 +384,7 @@ def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "memory": memory_case,
+    "agent": agent_case,
     "peer": peer_case,
     "local": local_case,
     "local warm": lambda folder, options: local_case(folder, options, warm=True),
@@ -385,6 +416,8 @@ def main() -> None:
         send(options.size)
     elif options.role == "node":
         be_node(options.dir, options.layers)
+    elif options.role == "saver":
+        be_saver(options.dir, options.layers)
     elif options.case:
         folder = f"{options.dir}/case"
         common.remove(folder)
@@ -431,9 +464,9 @@ def report(
         right = all(r["right"] for r in runs)
         passes = [m(runs, k) for k in ("fetch_s", "copy_s")]
         row = [name, size, seconds, size / seconds, *passes, what, size / limit, limit / seconds]
-        rows.append([*row, right])
+        rows.append([*row, m(runs, "limit_cpu_s") / m(runs, "cpu_s"), right])
     head = ["from", "GB", "s", "GB/s", "verifying s", "copying s", "limit", "limit GB/s"]
-    head += ["of the limit", "bytes right"]
+    head += ["of the limit", "of it in processor time", "bytes right"]
     text = (
         f"One rank; medians of {options.reps} processes, in each the best of {LOADS} loads and of "
         f"{LOADS} measurements of the limit, in turn. A load digests all bytes before it writes "

@@ -6,8 +6,9 @@ that all is well, and only then pass 2 touches live buffers. When the bytes do n
 the passes alternate in waves; a failure after the first written wave leaves the state half
 written, and the error says so (`poisoned`).
 
-Local files are read in large windows into a small reusable buffer, hashed and dropped: the page
-cache is the buffer, and pass 2 reads it again at memory speed. Measured on a virtual disk: two
+Local files are read block by block into a small reusable buffer, hashed and dropped: the page
+cache is the buffer, and pass 2 reads it again. Segments of snapshots, which are sealed against
+truncation, are mapped, and neither pass copies more than it must. Measured on a virtual disk: two
 buffered readers reach 2.1 GB/s cold and 30 GB/s warm, O_DIRECT readers 1.2 GB/s; threads must
 share one descriptor, because read-ahead lives in it. Should the kernel drop some of the bytes
 between the passes, they are read again, unverified: committed files never change, and a lease keeps
@@ -238,16 +239,22 @@ class Fetcher:
         def work(window: tuple[int, int, int]) -> None:
             file, lo, hi = window
             start, end = self._line.byte_range(file, lo, hi)
-            view = (
-                self._window()[: end - start] if buffer is None else buffer.view(file, start, end)
-            )
-            if file not in loose:
-                self.bring(file, lo, view, runs)
-                on_bytes(end - start)
+            if file in loose:
+                view = self._window() if buffer is None else buffer.view(file, start, end)
+                for a, b in clip(loose[file], start, end).tolist():
+                    self.bring_bytes(file, a, view[a - start : b - start])
+                    on_bytes(b - a)
                 return
-            for a, b in clip(loose[file], start, end).tolist():
-                self.bring_bytes(file, a, view[a - start : b - start])
-                on_bytes(b - a)
+            if buffer is not None:
+                self.bring(file, lo, buffer.view(file, start, end), runs)
+            elif (found := self._found(file, start, end)) is not None:
+                self._check(file, lo, found, runs)
+            else:
+                # One block at a time: it is hashed while the core's own cache has it.
+                for block in range(lo, hi):
+                    first, past = self._line.byte_range(file, block, block + 1)
+                    self.bring(file, block, self._window()[: past - first], runs)
+            on_bytes(end - start)
 
         run_all(
             self._line.windows(coalesce(runs, gap, everybody), size),
@@ -263,6 +270,10 @@ class Fetcher:
             found = np.empty(LOCAL_WINDOW_BLOCKS * BLOCK_BYTES, dtype=np.uint8).data
             self._scratch.view = found
         return found
+
+    def _found(self, file: int, start: int, end: int) -> memoryview | None:
+        """Return bytes of a local file where they lie in memory; None where they must be read."""
+        return None if self._files is None else self._files.view(file, start, end)
 
     def bring(self, file: int, lo: int, view: memoryview, runs: Runs | None = None) -> None:
         """Fill `view` from block `lo` of the line on, and check the blocks in it.
@@ -394,13 +405,20 @@ def copy_from_files(
     stall_s: float,
     on_bytes: OnBytes,
 ) -> None:
-    """Copy `moves` out of local files: long runs straight into place, others through a window."""
+    """Copy `moves` out of local files: long runs straight into place, others through a window.
+
+    What lies in memory that can be mapped is copied from there.
+    """
     windows = _Windows()
 
     def work(task: list[PlannedCopy]) -> None:
+        memory = files.memory(task[0].file)
         with files.use(task[0].file) as fd, _Writes(targets) as writes:
             for move in task:
-                _read_move(move, writes, files, fd, windows)
+                if memory is None:
+                    _read_move(move, writes, files, fd, windows)
+                else:
+                    writes.put(move, memory, move.start)
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")

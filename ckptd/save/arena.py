@@ -15,6 +15,7 @@ A memfd on Linux (containers give ``/dev/shm`` 64 MB), an unlinked temporary fil
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -239,7 +240,7 @@ def slots_for(nbytes: int, wanted: int | None, room: int) -> int:
 def anonymous_file(name: str) -> int:
     """Return the descriptor of an empty file without a path, in memory where there is such."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -256,6 +257,9 @@ def _reserve(size: int) -> int:
     try:
         os.ftruncate(fd, size)
         _allocate(fd, 0, CONTROL_BYTES if hasattr(os, "memfd_create") else size)
+        if hasattr(os, "memfd_create"):
+            # A reader maps what it is sure of: touching what was cut off would kill it.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except OSError as error:
         os.close(fd)
         raise _no_memory(size, error) from error

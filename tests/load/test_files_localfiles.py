@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ class Segments(Wrapper):
         self.opens = 0
 
     def segment(self) -> int:
-        fd = os.memfd_create("segment")
+        fd = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
         os.pwrite(fd, HEADER + BODY, self.shift)
         return fd
 
@@ -69,6 +70,32 @@ def test_a_memory_file_with_a_shift(store: Segments) -> None:
     assert caught.value.found == f"{len(HEADER) + len(BODY)} bytes"
     assert told == [(KEY, 100), (KEY, 10)]
     assert store.opens == 1
+
+
+def test_memory_that_cannot_be_shortened_is_not_copied(store: Segments) -> None:
+    with LocalFiles(store, [ENTRY]) as files:
+        assert files.memory(0) is None
+        assert files.view(0, 0, 10) is None
+    fcntl.fcntl(store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    counted: list[tuple[str, int]] = []
+    with LocalFiles(store, [ENTRY], lambda key, n: counted.append((key, n))) as files:
+        found, part = files.memory(0), files.view(0, 90, 100)
+        assert found is not None
+        assert part is not None
+        os.pwrite(store.fd, b"now", store.shift + len(HEADER))
+        assert found.tobytes() == b"now" + BODY[3:]
+        assert counted == [(KEY, 10)]
+    assert bytes(part) == BODY[90:]  # its mapping lives as long as it does
+
+
+def test_memory_that_is_too_short_is_not_touched(store: Segments) -> None:
+    fcntl.fcntl(store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    long = FileEntry(KEY, 0, len(HEADER), len(BODY) + 4096)
+    with LocalFiles(store, [long]) as files:
+        assert files.memory(0) is None
+        with pytest.raises(CorruptError) as caught:
+            taken(files, 0, long.data_bytes)
+    assert caught.value.kind == "truncated"
 
 
 def test_what_has_no_descriptor_is_read_through_the_store(store: Segments) -> None:

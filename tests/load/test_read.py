@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import random
@@ -23,9 +24,10 @@ from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import ReadReport, execute
-from ckptd.store.base import Store
+from ckptd.store.base import FaultSpec, OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
+from ckptd.store.wrap import Wrapper
 from ckptd.types import Box
 from tests.load.builder import (
     Array,
@@ -43,13 +45,40 @@ DTYPES = ["uint8", "float16", "int32", "float64", "complex128", "bfloat16", "flo
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["local", "memory"])
+class Segments(Wrapper):
+    """Gives objects as sealed files in memory, behind a page of something else."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner, FaultSpec())
+        self._made: dict[tuple[str, bytes], int] = {}
+
+    def open_file(self, key: str) -> OpenFile | None:
+        data = self.inner.get(key)
+        fd = self._made.get((key, data))
+        if fd is None:
+            fd = self._made[key, data] = os.memfd_create(key, os.MFD_ALLOW_SEALING)
+            os.pwrite(fd, data, 4096)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return OpenFile(os.dup(fd), 4096)
+
+    def close(self) -> None:
+        for fd in self._made.values():
+            os.close(fd)
+        super().close()
+
+
+@pytest.fixture(params=["local", "memory", "segments"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield LocalStore(tmp_path)
         return
     name = f"read{next(_numbers)}"
-    yield MemoryStore(name)
+    memory = MemoryStore(name)
+    if request.param == "memory":
+        yield memory
+    else:
+        with Segments(memory) as segments:
+            yield segments
     forget_memory(name)
 
 

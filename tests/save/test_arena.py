@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -32,6 +33,16 @@ def test_a_slot_is_sealed_for_the_job_that_filled_it() -> None:
     assert (slot.sealed, slot.staged) == (0, 0)
     slot.close()
     slot.close()
+
+
+def test_a_slot_cannot_be_cut_short_under_those_who_map_it() -> None:
+    slot = Slot(0, 1 << 16)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(slot.fd, 4096)
+        assert fcntl.fcntl(slot.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    finally:
+        slot.close()
 
 
 def test_another_process_sees_the_same_slot() -> None:
