@@ -25,6 +25,7 @@ from ckptd.monitor.job import Phase
 from ckptd.save.arena import MOST_SLOTS
 from ckptd.train.device import is_capturing
 from ckptd.train.recorder.recorder import phase
+from ckptd.train.state.hosted import HostedOptimizer
 from ckptd.train.state.leaves import TensorLeaf
 
 __all__ = ["Gate"]
@@ -74,21 +75,32 @@ class Gate:
             Tells of a leaf whether it is mutated by these alone: their state, and the parameters
             in their groups.
         """
-        optimizers = list(optimizers)
-        if not all(hasattr(o, "_optimizer_step_pre_hooks") for o in optimizers):
+        held: set[int] = set()
+        hooks: dict[torch.optim.Optimizer, Callable[..., None]] = {}
+        for optimizer in optimizers:
+            if isinstance(optimizer, HostedOptimizer):
+                # It writes to the device on streams of its own, which no order here holds up.
+                hooks.update(dict.fromkeys(optimizer.optimizers, self._before_hosted_step))
+                owned = optimizer.owned
+            else:
+                hooks[optimizer] = self._before_step
+                owned = _itself
+            held.update(id(owned(p)) for g in optimizer.param_groups for p in g["params"])
+        if not all(hasattr(o, "_optimizer_step_pre_hooks") for o in hooks):
             # One that never called torch's __init__ has no hooks: nothing would make it wait.
             return lambda leaf: False
-        held: set[int] = set()
-        for optimizer in optimizers:
+        for optimizer, hook in hooks.items():
             if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-            held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
         return lambda leaf: (
             leaf.kind == "optim" or (leaf.kind == "param" and id(leaf.origin) in held)
         )
 
     def _before_step(self, *_: Any) -> None:
         self.wait()
+
+    def _before_hosted_step(self, *_: Any) -> None:
+        self.settle()
 
     def close(
         self,
@@ -185,3 +197,7 @@ class Gate:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format.manifest import OPTIMIZER_CLASS
 from ckptd.format.names import escape_key
+from ckptd.train.state.hosted import HostedOptimizer
 from ckptd.train.state.leaves import PendingState, SavedNames, Sink, StatePlace
 from ckptd.train.state.modules import module_tensors, reshard, target_device
 from ckptd.train.state.tensors import torch_dtype
@@ -53,7 +54,7 @@ def record(optimizer: Optimizer) -> dict[str, list[str]]:
 
     Its classes, nearest first, without torch's base; and the names of its hyperparameters.
     """
-    return {_CLASSES: _classes(type(optimizer)), _DEFAULTS: sorted(map(str, optimizer.defaults))}
+    return {_CLASSES: _classes(_kind(optimizer)), _DEFAULTS: sorted(map(str, optimizer.defaults))}
 
 
 def misfit(
@@ -82,11 +83,15 @@ def misfit(
             # Adam and AdamW differ in nothing else, and a load would turn the one into the other.
             named = saved[_CLASSES] if saved is not None else [_BASE + _adam(group[flag])]
             return _text(own[_CLASSES], named)
-    known = _STATE.get(type(optimizer).__name__) if own[_CLASSES][0].startswith(_BASE) else None
+    known = _STATE.get(_kind(optimizer).__name__) if own[_CLASSES][0].startswith(_BASE) else None
     kept = {*keys} - {"step"}
     if known is not None and kept and kept.isdisjoint(known):
         return _text(own[_CLASSES], []) + f" ({', '.join(sorted(kept))[:200]})"
     return None
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer]:
+    return optimizer.kind if isinstance(optimizer, HostedOptimizer) else type(optimizer)
 
 
 def _fits(own: Mapping[str, list[str]], saved: Mapping[str, list[str]]) -> bool:
@@ -191,11 +196,16 @@ class ParameterOwners:
         return self._names[place.name]
 
     def _find(self, optimizer: Optimizer, place: StatePlace) -> dict[int, str]:
-        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        # What the user's module owns by what the groups hold.
+        ids = {
+            id(p): id(optimizer.owned(p) if isinstance(optimizer, HostedOptimizer) else p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         for own in self._by_owner.values():
-            if all(i in own for i in ids):
-                return {i: own[i] for i in ids}
-        if missing := sum(i not in self._full for i in ids):
+            if all(i in own for i in ids.values()):
+                return {held: own[i] for held, i in ids.items()}
+        if missing := sum(i not in self._full for i in ids.values()):
             raise UsageError(
                 "an optimizer holds parameters that no module of the state owns",
                 kind="unowned-parameter",
@@ -204,7 +214,11 @@ class ParameterOwners:
                 hint="put the module into the same state; build the optimizer after fully_shard, "
                 "parallelize_module and .to(), which replace parameters",
             )
-        return {i: self._full[i] for i in ids}
+        return {held: self._full[i] for held, i in ids.items()}
+
+    def full_name(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter in the state, with its module's."""
+        return self._full.get(id(parameter))
 
 
 def add_optimizer(
@@ -235,6 +249,8 @@ def add_optimizer(
             sink.leaves.misfits[place.name] = why
             return
     add_groups(sink, place, optimizer, names)
+    if sink.saved is not None and isinstance(optimizer, HostedOptimizer):
+        _take_masters(sink, optimizer, owners, at.name)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fqn = names[id(parameter)]
@@ -250,6 +266,18 @@ def add_optimizer(
             # Sorted: a restored optimizer holds its state in another order than a stepped one.
             for key in sorted({*live, *entries}, key=str):
                 param.add(key, entries.get(key))
+
+
+def _take_masters(
+    sink: Sink, optimizer: HostedOptimizer, owners: ParameterOwners, groups: str
+) -> None:
+    """Let masters on the host follow the parameters that a load changes."""
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            full = owners.full_name(optimizer.owned(master))
+            for name in (groups,) if full is None else (full, groups):
+                change = partial(optimizer.take, master)
+                sink.leaves.pending.append(PendingState(name, change))
 
 
 def add_groups(

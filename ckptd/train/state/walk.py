@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ckptd.errors import UsageError
 from ckptd.format import codec
 from ckptd.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
+from ckptd.train.state.hosted import HostedOptimizer
 from ckptd.train.state.leaves import PerRank, SavedNames, StatePlace
 from ckptd.train.state.objects import replace_in_place
 
@@ -78,6 +79,8 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
     UsageError
         kind ``optimizer-container``: it holds others whose state would be lost.
     """
+    if (hosted := HostedOptimizer.of(value)) is not None:
+        return hosted
     known = {id(o) for o in others}
     seen = [value]
     while True:
