@@ -668,10 +668,14 @@ def restore(run: Run) -> None:
         if wrong:
             raise RuntimeError("what was loaded is not what was saved")
 
-    with ckptd.Checkpointer(root, tiers=[ckptd.Memory(every=1)], every=1, refer=False) as ck:
-        ck.save(1, state)
-        ck.wait()
-        measure("memory", ck)
+    near: dict[str, Any] = {"tiers": [ckptd.Memory(every=1)], "every": 1, "refer": False}
+    ck = ckptd.Checkpointer(root, **near)
+    ck.save(1, state)
+    ck.wait()
+    measure("memory", ck)
+    ck.abandon()
+    with ckptd.Checkpointer(root, **near) as ck:  # as after a recovery in process
+        measure("recovered", ck)
     with ckptd.Checkpointer(root, refer=False) as ck:
         measure("files", ck)
 
@@ -821,8 +825,11 @@ def recorder(run: Run) -> None:
 
     if not run.simulated:
         begin = time.perf_counter()
-        build()
-        run.report(build_s=time.perf_counter() - begin)
+        try:
+            build()
+            run.report(build_s=time.perf_counter() - begin)
+        except ckptd.CkptdError as error:
+            run.report(build=str(error)[:2000])
     backend, device = ("gloo", "cpu") if run.simulated else ("nccl", DEVICE)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     run.report(backend=backend)
