@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         print_table,
         shorten,
     )
-    from ckptd.cli.run import separated, slots_of
+    from ckptd.cli.run import fence_s_for, separated, slots_of
     from ckptd.cli.watch_parts import DaemonSupervisor
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Document",
     "Json",
     "app",
+    "fence_s_for",
     "flag",
     "json_text",
     "note",
@@ -47,7 +48,7 @@ _MODULES = {
         "print_table",
         "shorten",
     ),
-    "run": ("separated", "slots_of"),
+    "run": ("fence_s_for", "separated", "slots_of"),
     "watch_parts": ("DaemonSupervisor",),
 }
 

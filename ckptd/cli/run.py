@@ -39,6 +39,7 @@ __all__ = [
     "RunDocument",
     "TorchrunOptions",
     "cpu_count",
+    "fence_s_for",
     "gpu_count",
     "ranks_filter",
     "run",
@@ -509,13 +510,22 @@ def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: 
 
 
 def _settings(
-    given: tuple[str, ...], level: int | None, max_restarts: int | None, no_restart_on: str
+    given: tuple[str, ...],
+    level: int | None,
+    max_restarts: int | None,
+    no_restart_on: str,
+    *,
+    fence_s: float | None = None,
 ) -> tuple[str, ...]:
     from ckptd.elastic.control.states import ControllerSettings, ExitCodes
 
     ExitCodes(no_restart_on)
     names = {text.partition("=")[0] for text in given}
-    more: dict[str, int | str | None] = {"levels": level, "max_restarts": max_restarts}
+    more: dict[str, float | str | None] = {
+        "levels": level,
+        "max_restarts": max_restarts,
+        "fence_s": fence_s,
+    }
     if no_restart_on != ControllerSettings.no_restart_on:
         more["no_restart_on"] = no_restart_on
     return given + tuple(
@@ -536,20 +546,23 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     }
     for name, value in given.items():
         out += [name, str(value)] if value else []
-    settings = _settings(own.setting, own.level, options.max_restarts, own.no_restart_on)
-    for text in (*settings, *_patience(settings, options.interrupt_s)):
+    fence_s = fence_s_for(options.interrupt_s)
+    for text in _settings(
+        own.setting, own.level, options.max_restarts, own.no_restart_on, fence_s=fence_s
+    ):
         out += ["--set", text]
     return out
 
 
-def _patience(settings: tuple[str, ...], interrupt_s: float) -> tuple[str, ...]:
-    """Return what a controller needs to be told to wait for sessions as long as launchers do."""
+def fence_s_for(interrupt_s: float) -> float | None:
+    """Return a controller's ``fence_s`` for launchers with that ``--interrupt``.
+
+    None where its default is long enough. It has every process killed that is not out by then.
+    """
     from ckptd.elastic.control.states import ControllerSettings
 
-    set_already = any(text.partition("=")[0] == "fence_s" for text in settings)
-    if set_already or interrupt_s + _KILL_S <= ControllerSettings.fence_s:
-        return ()
-    return (f"fence_s={interrupt_s + _KILL_S:g}",)
+    wanted = interrupt_s + _KILL_S
+    return wanted if wanted > ControllerSettings.fence_s else None
 
 
 def _need_torch() -> None:

@@ -234,7 +234,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
-    from ckptd.cli import slots_of
+    from ckptd.cli import fence_s_for, slots_of
 
     out = ["--job", options["job"], "--log", options["log"], "--nodes", options["nnodes"]]
     out += ["--slots", str(slots_of(options["nproc_per_node"]))]
@@ -247,6 +247,8 @@ def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
             settings.setdefault(setting, str(options[name]))
     if (codes := options.get("no_restart_on", "repeat")) != "repeat":
         settings.setdefault("no_restart_on", codes)
+    if (seconds := options.get("interrupt")) and (fence_s := fence_s_for(seconds)):
+        settings.setdefault("fence_s", f"{fence_s:g}")
     settings.setdefault("levels", str(levels))
     settings.setdefault("nodes_s", _NODES_S)  # those that an allocation has lost do not come back
     for name, value in settings.items():

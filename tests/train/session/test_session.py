@@ -27,6 +27,7 @@ from ckptd.errors import SaveError, UsageError
 from ckptd.train.copy import Snapshot
 from ckptd.train.session import interrupt
 from ckptd.train.session.interrupt import Interrupted, Interrupter, whole
+from ckptd.train.session.session import _prepare_nccl
 from tests.processes import PATIENCE_S, until
 from tests.train.session.minilauncher import MiniJob
 
@@ -490,3 +491,25 @@ def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -
             assert watched.shut(store_ports=frozenset()) == 0
             end.sendall(b"x")
             assert other.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("given", ["", "1"])
+def test_nccl_is_prepared_before_the_program_makes_groups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_NVLS_ENABLE": given}
+    environ["CKPTD_DEFAULTS"] = "TORCH_NCCL_ASYNC_ERROR_HANDLING,OMP_NUM_THREADS"
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # is put back after the test
+    if not given:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1) if given else (2, 29, 7))
+    _prepare_nccl()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0"), "what the user has set stays"
+    assert ("NCCL_NVLS_ENABLE=1: NVLink SHARP is in use" in caplog.text) == bool(given)
+    assert ("NCCL 2.25.1 may hang" in caplog.text) == bool(given)
+    assert caplog.text.count("NCCL") == 0 or given
