@@ -77,6 +77,17 @@ def test_a_level_that_is_set_stays() -> None:
     assert [w for w in plan.controller if w.startswith("level")] == ["levels=2"]
 
 
+def test_a_controller_waits_for_sessions_as_long_as_launchers_do() -> None:
+    for words, wanted in (
+        ([], []),
+        (["--interrupt", "5"], []),
+        (["--interrupt", "30"], ["fence_s=32"]),
+        (["--interrupt", "30", "--set", "fence_s=60"], ["fence_s=60"]),
+    ):
+        plan = plan_of([*words, "train.py"], environ(), NODES, "n1:29400", True)
+        assert [w for w in plan.controller if w.startswith("fence_s")] == wanted
+
+
 @pytest.mark.parametrize("option", ["--node=x", "--standalone", "--rdzv-endpoint=a:1", "-h"])
 def test_options_for_one_node_are_refused(option: str) -> None:
     with pytest.raises(UsageError) as caught:
