@@ -332,7 +332,7 @@ def race(run: Run) -> None:
     raised: list[str] = []
     saves = 0
     with ckptd.Checkpointer(str(run.folder), keep=1, refer=False) as ck:
-        most = 20 if run.simulated else 5000
+        most = 6 if run.simulated else 5000
         while saves < most and run.left(0.8) > 0:
             saves += 1
             for weight in weights:
@@ -867,7 +867,8 @@ def zygote(run: Run) -> None:
     """What importing leaves behind, and whether a fork of it has a device."""
     # As its launcher starts it: what numpy would start threads for is told not to.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [sys.executable, __file__, "forking", "--out", os.devnull, "--dir", str(run.folder)]
+    command = [sys.executable, __file__, "forking", "--dir", str(run.folder)]
+    command += ["--out", str(run.folder / "forking.jsonl")]
     command += ["--simulated"] if run.simulated else []
     done = subprocess.run(
         command,
@@ -919,7 +920,7 @@ def kill(run: Run) -> None:
 
     free = torch.cuda.mem_get_info()[0]
     run.report(device_free_gb=free / GB)
-    command = [sys.executable, __file__, "saver", "--out", os.devnull]
+    command = [sys.executable, __file__, "saver", "--out", str(run.folder / "saver.jsonl")]
     command += ["--dir", str(run.folder), "--gb", str(run.gb), "--limit", str(run.limit_s)]
     if run.simulated:
         command.append("--simulated")

@@ -238,7 +238,8 @@ class Session:
         elif ending.status and ending.status < 0:
             result, why = "crashed", f"signal {signal.Signals(-ending.status).name}"
         elif ending.status:
-            result, why = "failed", f"status {ending.status}"
+            failed = next((row["failed"] for row in rows if "failed" in row), None)
+            result, why = "failed", f"status {ending.status}" if failed is None else str(failed)
         elif skipped is not None:
             result, why = "skipped", str(skipped)
         else:
@@ -487,7 +488,7 @@ def section(found: Found) -> str:
         end = found.ends.get(name, {"result": "not run", "seconds": float("nan"), "why": ""})
         figures = found.figures.get(name, {})
         shown = ", ".join(f"{key} {_short(value)}" for key, value in figures.items())
-        ended = f"{end['result']} {end['why']}".strip()
+        ended = f"{end['result']} {_short(end['why'])}".strip()
         rows.append([name, check.what, ended, float(end["seconds"]), shown or "–"])
     parts.append(common.table(["check", "finds out", "ended", "s", "figures"], rows))
     return "\n\n".join(parts)
@@ -560,6 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = f"gpu-call{options.call}" if options.call else "gpu-checks"
     with scratch_folder(options.dir) as scratch:
         environ = {"PYTHONUNBUFFERED": "1", "CKPTD_BUILDS": str(scratch / "builds")}
+        # All ranks are here, and a machine without a network may not know its own name.
+        environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if options.simulated:
             del environ["CKPTD_BUILDS"]  # what the simulated device is built of is there already
         path = [str(ROOT), str(ROOT / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]

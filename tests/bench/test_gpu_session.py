@@ -41,7 +41,10 @@ if name == "crashes":
     print("what was printed last", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
 if name == "fails":
+    write(failed="a reason")
     sys.exit("of its own")
+if name == "exits":
+    sys.exit(3)
 if name == "skips":
     write(skipped="needs a thing")
 """
@@ -73,7 +76,9 @@ def driver(folder: Path, *names: str) -> subprocess.Popen[bytes]:
 
 
 def test_checks_that_hang_crash_or_fail_are_lines_and_the_next_one_runs(tmp_path: Path) -> None:
-    session = driver(tmp_path, "hangs", "crashes", "fails", "skips", "real", "late", "good")
+    session = driver(
+        tmp_path, "hangs", "crashes", "fails", "exits", "skips", "real", "late", "good"
+    )
     assert session.wait(60) == 0
     found = collect(tmp_path / "out")
     ended = {name: (end["result"], end["why"]) for name, end in found.ends.items()}
@@ -81,7 +86,8 @@ def test_checks_that_hang_crash_or_fail_are_lines_and_the_next_one_runs(tmp_path
     assert ended == {
         "hangs": ("hung", "ended after 1 s"),
         "crashes": ("crashed", "signal SIGSEGV"),
-        "fails": ("failed", "status 1"),
+        "fails": ("failed", "a reason"),
+        "exits": ("failed", "status 3"),
         "skips": ("skipped", "needs a thing"),
         "real": ("skipped", "needs hardware: a thing"),
         "good": ("ok", ""),
