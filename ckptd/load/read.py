@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self, TypeVar
@@ -492,18 +491,21 @@ class _Writes:
                 put(move, block, memory, origin, values, packed=True)
                 target.send(block, wide, values, locked=batch.locked)
 
-    @contextmanager
-    def place(self, move: PlannedCopy) -> Iterator[tuple[U8, Block]]:
-        """Give memory for a move without conversion, and the move's block as it counts there."""
+    def place(self, move: PlannedCopy) -> tuple[U8, Block]:
+        """Return memory for a move without conversion, and the move's block as it counts there."""
         target, block = self._targets[move.target], move.block
         if isinstance(target, np.ndarray):
-            yield target, block
-            return
-        batch = self._batch_of(target.writer)
-        room = batch.room(move.byte_count)
+            return target, block
+        room = self._batch_of(target.writer).room(move.byte_count)
         strides = strides_of(block.shape)
-        yield room, Block(block.shape, block.source_start, block.source_strides, 0, strides)
-        target.send(block, move.itemsize, room, locked=batch.locked)
+        return room, Block(block.shape, block.source_start, block.source_strides, 0, strides)
+
+    def placed(self, move: PlannedCopy, memory: U8) -> None:
+        """Send what `place` gave, which is filled now, to where it goes."""
+        target = self._targets[move.target]
+        if not isinstance(target, np.ndarray):
+            locked = self._batch_of(target.writer).locked
+            target.send(move.block, move.itemsize, memory, locked=locked)
 
 
 class _Windows(threading.local):
@@ -522,12 +524,13 @@ def _read_move(
     move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: _Windows
 ) -> None:
     if writes.takes_runs(move) and _has_far_rows(move):
-        with writes.place(move) as (target, block):
-            sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
-            targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
-            length = block.shape[-1] if block.shape else 1
-            for source, at in zip(sources, targets, strict=True):
-                _read_run(move, target, files, fd, source, at, length)
+        memory, block = writes.place(move)
+        sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
+        targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
+        length = block.shape[-1] if block.shape else 1
+        for source, at in zip(sources, targets, strict=True):
+            _read_run(move, memory, files, fd, source, at, length)
+        writes.placed(move, memory)
     else:
         lo, hi = move.span
         window = windows.get(hi - lo)

@@ -86,13 +86,14 @@ class Filling:
         None where it holds nothing.
         """
         held = self._describer.held(name, tensor)
-        local = local_tensor(held.local).detach()
+        local = held.local.detach()
         if not local.numel():
             return None
-        if _is_memory(local):
-            regions = self._describer.held(name, tensor, strided=True).regions
-            return self._memory(local), regions
-        return self._beside(local), held.regions
+        if not _is_memory(local):
+            return self._beside(local), held.regions
+        if not local.is_contiguous():
+            held = self._describer.held(name, tensor, strided=True)
+        return self._memory(local), held.regions
 
     def rows(self, local: torch.Tensor) -> LiveTarget | None:
         """Return the target for a local tensor, row-major; None where there are no elements."""
@@ -114,7 +115,7 @@ class Filling:
 
     def _memory(self, local: torch.Tensor) -> LiveTarget:
         if local.device.type != "cpu":
-            return DeviceBuffer(local, self._upload(local.device))
+            return DeviceBuffer(local_tensor(local), self._upload(local.device))
         if local.is_contiguous():
             return as_bytes(local)
         pairs = zip(local.shape, local.stride(), strict=True)
@@ -213,6 +214,8 @@ def _is_memory(local: torch.Tensor) -> bool:
     """Tell whether a tensor's values are bytes in memory, each element at a place of its own."""
     if not _has_memory(local):
         return False
+    if local.is_contiguous():
+        return True
     reach = 1
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1:
