@@ -260,7 +260,10 @@ class CopyFeed:
         front = len(self._in_place) if front < 0 else front
         if front > self._front:
             self._front = front
-            self._report(self._steps[front - 1].end)
+            try:
+                self._report(self._steps[front - 1].end)
+            except BaseException as error:  # noqa: BLE001 - as above
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> BaseException:
         with self._change:

@@ -172,6 +172,26 @@ def test_a_failure_is_raised_when_nothing_is_under_way(where: str) -> None:
     assert feed.hurry(30.0)
 
 
+def test_a_report_that_fails_is_raised_when_nothing_is_under_way() -> None:
+    """The slot was closed meanwhile: what is copied to may not be unlocked yet."""
+    quick, slow = ThreadLane(1), ThreadLane(4)
+    groups = [CopyGroup(quick if n < 5 else slow, (n,)) for n in range(20)]
+
+    def report(front: int) -> None:
+        raise RuntimeError("the slot is closed")
+
+    feed = CopyFeed(STEPS, groups, report)
+    done = running(feed)
+    quick.go.set()
+    until(lambda: feed.stuck)
+    assert slow.pushed
+    assert not done.done()
+    slow.go.set()
+    with pytest.raises(RuntimeError, match="the slot is closed"):
+        done.result(30.0)
+    assert not feed.stuck
+
+
 def test_a_lane_that_hangs_is_given_up_and_told_apart() -> None:
     lane = ThreadLane(4)
     feed = feed_of(lane)

@@ -15,6 +15,8 @@ from tests.testing.simdevice import programs
 
 pytestmark = ON_SIMULATED_DEVICES
 
+GUIDE = Path(__file__).parents[3] / "docs/guide/simulated-device.md"
+
 
 def failed_of(name: str) -> dict[str, str]:
     return failing(programs.OF_EVERY_KIND | (programs.OF_CUDA if name == "cuda" else {}))
@@ -57,19 +59,11 @@ def test_no_device_is_made_behind_torch() -> None:
         install()
 
 
-def test_a_program_runs_on_it_from_a_shell(tmp_path: Path) -> None:
+def test_the_guides_program_shows_its_missing_wait(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, torch\n"
-        "x = torch.ones(3, device='cuda')\n"
-        "side = torch.cuda.Stream()\n"
-        "with torch.cuda.stream(side):\n"
-        "    print(sys.argv[1], (x + 1).tolist())\n"
-    )
+    program.write_text(GUIDE.read_text().partition("```python\n")[2].partition("```")[0])
     command = [sys.executable, "-m", "ckptd.testing.simdevice", "--schedule", "lazy"]
-    done = subprocess.run(
-        [*command, str(program), "said"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("said ")
-    assert done.stdout != "said [2.0, 2.0, 2.0]\n"  # it waits for nothing
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
+    assert "\n" + done.stdout in GUIDE.read_text()
+    assert done.stdout != "[2.0, 2.0, 2.0, 2.0]\n"
     assert done.stderr == "simulated device: 0 problems, 1 waits\n"
