@@ -768,7 +768,7 @@ def session(run: Run) -> None:
 
     script = str(HERE / "gpu_worker.py")
     elastic_systems.SYSTEMS["gpu"] = lambda job, _: elastic_systems._run(job, script, "--no-watch")
-    environ = {"BENCH_SIMULATED": "1" if run.simulated else "", "BENCH_GB": str(run.gb / 12)}
+    environ = {"BENCH_SIMULATED": "1" if run.simulated else "", "BENCH_GB": str(run.gb / 48)}
     environ |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}  # with carried wheels
     job = elastic_systems.Run("gpu", 1, 2, environ)
     try:
@@ -779,16 +779,19 @@ def session(run: Run) -> None:
         recoveries: list[float] = []
         for fault in range(1 if run.simulated else 5):
             job.start(1)
-            both = _first(job, after, world=2)
+            both = _event(job, after, "ready", world=2)
             run.report(**{f"two_ranks_{fault}": _of(both)})
-            _first(job, both["t"], world=2, what="step")
+            # The first steps make memory and lock it; by the tenth, one is on the other node.
+            _event(job, both["t"], "step", world=2, least=both["step"] + 10)
             killed = time.monotonic()
             job.kill_node(1)
-            ready = _first(job, killed, world=1)
-            step = _first(job, killed, world=1, what="step")
+            ready = _event(job, killed, "ready", world=1)
+            step = _event(job, killed, "step", world=1)
             after = step["t"]
             times = {"ready_s": ready["t"] - killed, "step_s": after - killed}
-            run.report(**{f"recovery_{fault}": _of(ready) | times})
+            last = max(e["step"] for e in job.events() if e["what"] == "step" and e["t"] < killed)
+            lost = {"from_step": ready["step"], "of": last}
+            run.report(**{f"recovery_{fault}": _of(ready) | times | lost})
             recoveries.append(times["ready_s"])
             # The first one has what is done once in a process.
             run.report(recovery_s=statistics.median(recoveries[1:] or recoveries))
@@ -801,13 +804,18 @@ def session(run: Run) -> None:
         job.end()
 
 
-def _first(job: Any, after: float, *, world: int, what: str = "ready") -> dict[str, Any]:
-    found = job.wait(
-        lambda e: e["what"] == what and e["t"] > after and e["world"] == world and e["node"] == "0",
-        40.0,
-    )
+def _event(
+    job: Any, after: float, what: str, *, world: int, least: int = 0, within_s: float = 40.0
+) -> dict[str, Any]:
+    """Wait for what the first node's rank writes later than `after`, of a step at least."""
+
+    def is_it(e: dict[str, Any]) -> bool:
+        mine = e["what"] == what and e["node"] == "0" and e["world"] == world
+        return mine and e["t"] > after and e["step"] >= least
+
+    found = job.wait(is_it, within_s)
     if found is None:
-        raise RuntimeError(f"no {what} of {world} ranks in 40 s")
+        raise RuntimeError(f"no {what} of {world} ranks in {within_s:.0f} s")
     return dict(found)
 
 

@@ -46,7 +46,8 @@ def train(world: World) -> None:
     position = {"step": 0}
     root = str(Path(os.environ["BENCH_FOLDER"]) / "root")
     state = {"weight": weight, "optim": optimizer, "position": position}
-    with ckptd.Checkpointer(root, every=1000, tiers=[ckptd.Memory(every=1)]) as ck:
+    tiers: list[ckptd.Memory | ckptd.Peer] = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
+    with ckptd.Checkpointer(root, every=1000, tiers=tiers) as ck:
         if ck.latest() is not None:
             ck.load(state)
         free = 0.0 if SIMULATED else torch.cuda.mem_get_info()[0] / 1e9
