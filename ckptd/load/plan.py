@@ -552,7 +552,7 @@ class ReadPlan:
     @property
     def files(self) -> list[int]:
         """Files that are read, ascending."""
-        return self.line.files_of(self.needed)
+        return sorted({m.file for m in self.moves if m.byte_count})
 
     def parts(self, span_bytes: int) -> _Parts:
         """Return the moves, cut to `span_bytes`, in file order."""

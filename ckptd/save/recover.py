@@ -36,6 +36,7 @@ __all__ = [
     "complete_snapshots",
     "find_candidates",
     "finish_snapshot",
+    "finished",
     "finished_files",
     "unpacked",
 ]
@@ -255,6 +256,20 @@ def _save_of(snapshot: FoundSnapshot) -> SaveRequest:
     )
 
 
+@contextmanager
+def finished(
+    union: UnionStore, snapshot: FoundSnapshot
+) -> Iterator[tuple[Store, Manifest, FileMap]]:
+    """Finish a snapshot, and give what `unpacked` gives: for a rank that has nobody to send it to.
+
+    Raises what `finish_snapshot` does.
+    """
+    with _scratch() as scratch:
+        finish_snapshot(union, scratch, snapshot)
+        (key,) = (i.key for i in scratch.list(snapshot.folder) if "/manifest." in i.key)
+        yield scratch, *_with_tables(scratch.get(key), key)
+
+
 def finished_files(union: UnionStore, snapshot: FoundSnapshot) -> dict[str, str]:
     """Finish a snapshot; return manifest and witness by key, zstd in base 64: for all ranks.
 
@@ -282,9 +297,13 @@ def unpacked(files: Mapping[str, str]) -> Iterator[tuple[Store, Manifest, FileMa
             raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MOST_BYTES)
             scratch.put(key, raw)
             if "/manifest." in key:
-                manifest = decode_manifest(raw, key)
-                filemap = check_manifest(manifest, key, len(raw))
+                manifest, filemap = _with_tables(raw, key)
         yield scratch, manifest, filemap
+
+
+def _with_tables(raw: bytes, key: str) -> tuple[Manifest, FileMap]:
+    manifest = decode_manifest(raw, key)
+    return manifest, check_manifest(manifest, key, len(raw))
 
 
 @contextmanager

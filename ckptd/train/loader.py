@@ -48,7 +48,14 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Unheld, hold_or_read
 from ckptd.root.spans import saving, tier_of
 from ckptd.runtime.pauses import no_collection
-from ckptd.save.recover import Candidates, LoadCandidate, find_candidates, finished_files, unpacked
+from ckptd.save.recover import (
+    Candidates,
+    LoadCandidate,
+    find_candidates,
+    finished,
+    finished_files,
+    unpacked,
+)
 from ckptd.train.filling import Filling, TargetElements
 from ckptd.train.ondevice import refuse_capture
 from ckptd.train.ranks import Agreement, host_members
@@ -314,9 +321,12 @@ class LoadSources:
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot
-        # Once for all: finishing takes the parts of every rank, wherever they are.
-        files = self._from_rank_zero(lambda: finished_files(self.store, snapshot))
-        with unpacked(files) as (scratch, manifest, filemap):
+        if self._agreement.board.world == 1:
+            made = finished(self.store, snapshot)
+        else:
+            # Once for all: finishing takes the parts of every rank, wherever they are.
+            made = unpacked(self._from_rank_zero(lambda: finished_files(self.store, snapshot)))
+        with made as (scratch, manifest, filemap):
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)
 
