@@ -11,6 +11,9 @@ over PyTorch's fake backend, which does nothing: what the hooks themselves cost.
 every case once, in random order, one after another; the figures are medians and minima over rounds,
 the differences and ratios those to the same round without a hook (of the same backend).
 
+What a call on a device costs more is measured with a driver that does nothing: of events on a real
+device nothing is known here.
+
 Steps are those of the demo's model under DDP, two samples each, also in turns.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import random
 import statistics
@@ -29,6 +33,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import common
@@ -37,6 +42,7 @@ import torch.distributed as dist
 
 import ckptd.monitor
 from ckptd.monitor.ring import RingReader
+from ckptd.train.recorder import ends
 
 PLAIN = "no hook"
 SOURCES = ("python", "native", "counters")
@@ -234,6 +240,67 @@ def reading(folder: str, calls: int) -> dict[str, float]:
     return out
 
 
+class IdleDriver:
+    """A kind of device and its events, of which every call is over at once."""
+
+    type = "idle"
+    has_streams = True
+    module = SimpleNamespace(is_current_stream_capturing=bool)
+
+    def current_stream(self, device: torch.device) -> IdleDriver:
+        return self
+
+    def make_event(self, *, timing: bool = False) -> IdleDriver:
+        return self
+
+    def ignore_captures(self) -> bool:
+        return True
+
+    def record(self, stream: object) -> None:
+        """As an event's."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def reached(self) -> None:
+        """As a call's."""
+
+    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
+        """As a call's."""
+
+
+def on_device(calls: int) -> dict[str, float]:
+    """Return the microseconds that a call on a device takes more than one on the host.
+
+    Without what its driver takes for the two events of a call.
+    """
+    driver: Any = IdleDriver()
+    vars(ends)["kind_of"] = lambda device: driver
+    waits = ends.Ends(lambda error: None)
+    looks = ends.DeviceEnds(waits)
+    device, tensor = torch.device("cuda", 0), torch.zeros(4)
+    least = {"in the thread that calls": math.inf, "in the thread that looks": math.inf}
+    for _ in range(10):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            queued = looks.enqueue(device, driver)
+            assert queued is not None
+            looks.taken(queued, driver, tensor)
+            waits._awaited.pop(id(driver))[1](False)  # as a wait does
+        middle = time.perf_counter()
+        looks.poll()
+        took = (middle - begin, time.perf_counter() - middle)
+        for name, seconds in zip(least, took, strict=True):
+            least[name] = min(least[name], seconds / calls * 1e6)
+    return least
+
+
 def rows(rounds: list[dict[str, Any]], digits: int) -> tuple[list[list[str]], list[str]]:
     """Return a row a case, and what is to be said of cases that could not be measured."""
     out, notes = [], []
@@ -267,8 +334,12 @@ def main() -> None:
     head = ["step of the demo", "median ms", "least ms", "more, median", "more, of least", "share"]
     text += common.table(head, rows(rounds["step"], 2)[0]) + "\n\n"
     text += common.table(["reader asks for", "us"], [[k, f"{v:.0f}"] for k, v in read.items()])
+    more = on_device(options.calls)
+    text += "\n\n" + common.table(
+        ["more for a call on a device", "least us"], [[k, f"{v:.1f}"] for k, v in more.items()]
+    )
     text += "".join(f"\n\n{note}" for note in notes)
-    data = {"rounds": rounds, "reading": read, "load": [load, os.getloadavg()]}
+    data = {"rounds": rounds, "reading": read, "on device": more, "load": [load, os.getloadavg()]}
     common.publish("recorder", "python bench/recorder.py", text, data)
 
 
