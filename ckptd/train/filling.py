@@ -17,7 +17,7 @@ from ckptd.load.plan import Want, put_fill
 from ckptd.train.device import kind_of
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.tensors import as_bytes, local_tensor
-from ckptd.train.upload import BUFFER_BYTES, BufferRing, DeviceBuffer, Upload
+from ckptd.train.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.types import DType
 
 __all__ = ["U8", "Filling", "LiveTarget", "TargetElements"]
@@ -25,7 +25,6 @@ __all__ = ["U8", "Filling", "LiveTarget", "TargetElements"]
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
-_SETTLE_S = 300.0
 _HUNG_S = 1.0
 """What is waited for once more where a wait has been too long already, in seconds."""
 _kept: list[BufferRing | None] = []
@@ -157,7 +156,7 @@ class Filling:
         if error is None:
             return
         try:
-            self._settle(_HUNG_S if isinstance(error, DeadlineError) else _SETTLE_S)
+            self._settle(_HUNG_S if isinstance(error, DeadlineError) else STALL_S)
         except (CkptdError, RuntimeError) as other:
             error.add_note(f"what was sent to devices before did not arrive: {other}")
             _kept.append(self._ring)
@@ -184,7 +183,7 @@ class Filling:
                         local.copy_(buffer)
                 else:
                     local.copy_(buffer)
-        self._settle(_SETTLE_S)
+        self._settle(STALL_S)
         self._later.clear()
 
     def _settle(self, timeout_s: float) -> None:

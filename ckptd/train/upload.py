@@ -33,6 +33,8 @@ I64 = NDArray[np.int64]
 BUFFER_BYTES = 8 << 20
 """Of one buffer: at least what one move of a read spans, 4 MiB; 0.2 ms of a link of 50 GB/s."""
 MOST_BUFFERS = 16
+STALL_S = 300.0
+"""A device that copies nothing for so long hangs, in seconds."""
 _ALIGN = 64
 _POLL_S = 0.0001
 _WORDS = {
@@ -53,12 +55,8 @@ class BufferRing:
     Parameters
     ----------
     nbytes
-        Of one buffer.
-    count
-        How many there are at most; they are made as they are needed. None: 16, or as many as take
-        a thirty-second of the memory that is available, and two at least.
-    stall_s
-        A device that copies nothing for so long hangs, in seconds.
+        Of one buffer. There are 16 at most, made as they are needed; fewer, and two at least, where
+        16 would take more than a thirty-second of the memory that is available.
 
     Attributes
     ----------
@@ -66,13 +64,10 @@ class BufferRing:
         Whether the buffers are page-locked, so that devices copy from them by themselves.
     """
 
-    def __init__(self, nbytes: int, count: int | None = None, *, stall_s: float = 300.0) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        if count is None:
-            count = max(2, min(MOST_BUFFERS, available_bytes() // 32 // max(1, nbytes)))
-        self.count = count
         self.locked = True
-        self._stall_s = stall_s
+        self._most = max(2, min(MOST_BUFFERS, available_bytes() // 32 // nbytes))
         self._lock = threading.Lock()
         self._made = 0
         self._idle: list[torch.Tensor] = []
@@ -86,17 +81,17 @@ class BufferRing:
         DeadlineError
             kind ``stalled``.
         """
-        until = time.monotonic() + self._stall_s
+        until = time.monotonic() + STALL_S
         while True:
             with self._lock, _failures():
                 self._collect()
                 if self._idle:
                     return self._idle.pop()
-                if self._made < self.count:
+                if self._made < self._most:
                     self._made += 1
                     return self._make()
             if time.monotonic() > until:
-                raise _stalled(self._stall_s)
+                raise _stalled(STALL_S)
             time.sleep(_POLL_S)
 
     def _make(self) -> torch.Tensor:

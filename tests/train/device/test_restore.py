@@ -237,7 +237,7 @@ def says_where_values_are_wrong(root: str) -> None:
 def a_device_that_hangs_ends_the_load(root: str) -> None:
     save(root, {"w": torch.ones(1 << 20, device="cuda")})
     live = {"w": torch.zeros(1 << 20, device="cuda")}
-    filling._SETTLE_S, genuine = 0.5, loader.execute
+    genuine = loader.execute
     loader.execute = partial(genuine, stall_s=0.5)
     end = installed().hold()
     with ckptd.Checkpointer(root) as ck:
@@ -248,7 +248,7 @@ def a_device_that_hangs_ends_the_load(root: str) -> None:
         assert len(filling._kept) == 1
         end()
         ck.load(live)
-    filling._SETTLE_S, loader.execute = 300.0, genuine
+    loader.execute = genuine
     assert bool((live["w"] == 1.0).all())
 
 
@@ -288,6 +288,21 @@ def reads_in_waves(_: str) -> None:
         assert different(live, wanted) == []
 
 
+def loads_from_near_memory(root: str) -> None:
+    """The agent's segment, mapped to be read, is no memory that a device copies from."""
+    state, near = on_devices(values(1)), {"tiers": [ckptd.Memory(every=1)], "every": 100}
+    with ckptd.Checkpointer(root, **near) as ck:
+        ck.save(1, state).durable(60.0)
+        live = on_devices(values(2))
+        with installed().test("lazy") as simulator, ckptd.Checkpointer(root, **near) as other:
+            other.load(live)
+            assert other.last_load is not None
+            assert other.last_load.tier == "memory"
+            assert other.last_load.read.bytes_in_memory == 0
+            assert not simulator.problems
+        assert different(live, state) == []
+
+
 def is_refused_in_a_capture(root: str) -> None:
     save(root, {"w": torch.ones(8, device="cuda")})
     live = {"w": torch.zeros(8, device="cuda")}
@@ -310,6 +325,7 @@ def promised(folder: str) -> None:
         a_device_that_hangs_ends_the_load,
         a_device_that_fails_poisons_the_state,
         reads_in_waves,
+        loads_from_near_memory,
         is_refused_in_a_capture,
     ):
         check(f"{folder}/{check.__name__}")
