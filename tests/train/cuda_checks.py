@@ -183,6 +183,17 @@ def a_change_without_asking_is_named(root: str) -> None:
         ck.save(3, state)
 
 
+def a_change_behind_the_first_bytes_is_named(root: str) -> None:
+    """What is looked at on the device would not show it; torch counts it."""
+    state = trained()
+    with warm(root, state) as ck:
+        with slow_copies(ck):
+            handle = ck.save(2, state)
+            with torch.no_grad():
+                state["model"][1].weight[WIDTH // 2].add_(1.0)
+        refused(handle, "model.1.weight")
+
+
 def a_change_without_asking_is_named_though_a_step_asks(root: str) -> None:
     state = trained()
     backward(state["model"])
@@ -388,6 +399,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         before_mutation_orders_the_current_stream,
         saves_at_every_step_hold_their_step,
         a_change_without_asking_is_named,
+        a_change_behind_the_first_bytes_is_named,
         a_change_without_asking_is_named_though_a_step_asks,
         debug_finds_what_torch_does_not_count,
         averages_may_change_at_once,

@@ -6,12 +6,17 @@ import gc
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import ckptd
+from ckptd.errors import SaveError
 from ckptd.testing.simdevice import installed, run
+from ckptd.train import ondevice
+from tests.processes import until
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES
@@ -55,6 +60,43 @@ def leave_with_copies_under_way(folder: str) -> None:
 def test_no_page_lock_outlives_a_generation_that_was_left(tmp_path: Path) -> None:
     """A lock without its memory would make the next slot there one that cannot be locked."""
     run(leave_with_copies_under_way, str(tmp_path))
+
+
+def replay_between_the_copies() -> str:
+    """Replay, unasked, when a save has begun on the device; return what became of the save."""
+    live = {f"w{i}": torch.randn(64, 64, device="cuda") for i in range(4)}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for tensor in live.values():
+            tensor.add_(1.0)
+    pushed: list[Callable[[], None]] = []
+    push = ondevice.DeviceLane.push
+
+    def push_and_hold(lane: ondevice.DeviceLane, group: Any) -> Any:
+        mark = push(lane, group)
+        if not pushed:
+            pushed.append(installed().hold(lane._stream))
+        return mark
+
+    with ckptd.Checkpointer("memory://between", lazy="all", refer=False) as ck:
+        ck.save(1, live)
+        ck.wait()
+        ondevice.DeviceLane.push = push_and_hold  # type: ignore[method-assign]
+        handle = ck.save(2, live)
+        until(lambda: pushed)
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
+        pushed[0]()
+        assert handle is not None
+        try:
+            handle.durable(60.0)
+        except SaveError as error:
+            return error.kind
+    return "stored"
+
+
+def test_a_replay_between_the_copies_is_found() -> None:
+    assert run(replay_between_the_copies) == "mutated"
 
 
 def save_and_step(seed: int) -> Counter[str]:
