@@ -19,10 +19,11 @@ from ckptd.format.filemap import ChunkRef
 from ckptd.layout.block import Region
 from ckptd.save.arena import Slot
 from ckptd.save.structure import SavePlan
+from ckptd.train import ondevice
 from ckptd.train.device import has_streams, kind_of
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow, grouped
 from ckptd.train.memorywatch import MemorySpan, Pages, SpanWatch, mappings
-from ckptd.train.ondevice import CHUNK_BYTES, DeviceCopies, DeviceSnapshot, OnDevice
+from ckptd.train.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.train.replicas import Samples
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.state.describe import Describer
@@ -140,10 +141,10 @@ class CopySources:
 
     def _cut(self, step: CopyStep) -> Iterable[CopyStep]:
         local = self.locals[step.name]
-        if step.name not in self.on_device or step.end - step.start <= CHUNK_BYTES:
+        if step.name not in self.on_device or step.end - step.start <= ondevice.CHUNK_BYTES:
             return (step,)
         shape = tuple(local.shape) if step.part is None else step.part.shape
-        return step.cut(shape, local.element_size(), CHUNK_BYTES)
+        return step.cut(shape, local.element_size(), ondevice.CHUNK_BYTES)
 
     def is_held(self, leaf: TensorLeaf) -> bool:
         """Tell whether a leaf is copied late."""
@@ -302,8 +303,8 @@ class Snapshot:
 
     Attributes
     ----------
-    on_device
-        Whether anything is copied from a device by streams, so that `order` lets the host go on.
+    devices
+        From which something is copied by streams, so that `order` lets the host go on.
 
     Notes
     -----
@@ -336,6 +337,7 @@ class Snapshot:
         # Before anything is copied: what is written from now on is not of this step.
         self._watched = sources.watch.begin() if sources.late_on_host else None
         self._unsteady: list[str] = []
+        self._found: list[str] = []
         # Until the gate opens nothing changes what is on the host; what a device has may change
         # before the host sees its copies done, so of that the staged bytes are compared.
         on_device = sources.on_device
@@ -352,7 +354,7 @@ class Snapshot:
         self._changed: list[str] | None = None
         self._on_device: DeviceSnapshot | None = None
         self._feed: CopyFeed | None = None
-        self.on_device = False
+        self.devices: tuple[torch.device, ...] = ()
 
     @property
     def _live(self) -> CopySources:
@@ -419,11 +421,12 @@ class Snapshot:
             self._steps,
             self._live.parts,
             clone=self._clone,
+            placed=self._live.early,
             timeout_s=self._timeout_s,
         )
         groups = self._on_device.groups + self._host_groups()
         self._feed = self._feed_of(groups, self._on_device.placed)
-        self.on_device = True
+        self.devices = tuple(devices)
 
     def _host_groups(self) -> list[CopyGroup]:
         lane = _HostLane(self._slot, self._live)
@@ -505,8 +508,7 @@ class Snapshot:
         """Return what has changed by now, or by the time when the gate opened."""
         with self._checking:
             if self._changed is None:
-                now = self._counts()
-                self._changed = [n for n, v in self._versions.items() if now[n] != v]
+                self._changed = self._found + self._counted_changes()
                 if self._watched is not None:
                     at = np.frombuffer(self._slot.data, np.uint8).ctypes.data
                     self._changed += self._watched.changed(at)
@@ -515,7 +517,27 @@ class Snapshot:
                 ]
             return list(self._changed)
 
+    def _counted_changes(self) -> list[str]:
+        now = self._counts()
+        return [n for n, v in self._versions.items() if now[n] != v]
+
     # -- at the gate -----------------------------------------------------------------------------
+
+    def before_captured(self) -> None:
+        """Look at what has changed by now: a step is about to be captured into a graph.
+
+        Torch counts what the step does, though on the device nothing is done before a replay.
+        """
+        with self._checking:
+            if self._changed is None:
+                self._found += self._counted_changes()
+
+    def after_captured(self) -> None:
+        """Disregard what was counted since `before_captured`, of what a device holds."""
+        with self._checking:
+            if self._changed is None and self._sources is not None:
+                now = self._counts()
+                self._versions |= {n: now[n] for n in self._sources.on_device if n in now}
 
     def order(self, timeout_s: float) -> bool:
         """Let what the current streams do from now on come after the copies.

@@ -158,10 +158,25 @@ class DeviceKind:
             False: this cannot be had, and asking may break a capture.
         """
         if not hasattr(self._of_thread, "free"):
-            name = "hip" if self.type == "cuda" and torch.version.hip else self.type
-            runtime = _RUNTIMES.get(name)
-            self._of_thread.free = runtime is None or _exchange(runtime)
+            runtime = self._runtime
+            free = runtime is None or _exchange(runtime, _THREAD_LOCAL) is not None
+            self._of_thread.free = free
         return bool(self._of_thread.free)
+
+    @contextmanager
+    def captures_ignored(self) -> Iterator[None]:
+        """Do as `ignore_captures` does, until the context is left."""
+        runtime = self._runtime
+        before = None if runtime is None else _exchange(runtime, _THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            if runtime is not None and before is not None:
+                _exchange(runtime, before)
+
+    @property
+    def _runtime(self) -> _Runtime | None:
+        return _RUNTIMES.get("hip" if self.type == "cuda" and torch.version.hip else self.type)
 
     # -- page-locked memory ----------------------------------------------------------------------
 
@@ -228,14 +243,18 @@ def is_capturing() -> bool:
     return kind is not None and kind.is_capturing()
 
 
-def _exchange(runtime: _Runtime) -> bool:
-    """Ask a runtime, by the library of it that this process has, to disregard others' captures."""
-    mode = ctypes.c_int(_THREAD_LOCAL)
+def _exchange(runtime: _Runtime, mode: int) -> int | None:
+    """Set how far captures concern this thread; return how far they did, None if it cannot be set.
+
+    By the library of the runtime that this process has loaded: another copy has other threads.
+    """
+    value = ctypes.c_int(mode)
     try:
         library = ctypes.CDLL(_mapped(runtime.library))
-        return int(getattr(library, runtime.exchange)(ctypes.byref(mode))) == 0
+        status = int(getattr(library, runtime.exchange)(ctypes.byref(value)))
     except (OSError, AttributeError):
-        return False
+        return None
+    return None if status else value.value
 
 
 def _mapped(library: str) -> str | None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,12 @@ class GatedCopies(Protocol):
     def order(self, timeout_s: float) -> bool:
         """Let the current streams wait for the copies; see `Snapshot.order`."""
 
+    def before_captured(self) -> None:
+        """Look at what has changed; see `Snapshot.before_captured`."""
+
+    def after_captured(self) -> None:
+        """Disregard what was counted since; see `Snapshot.after_captured`."""
+
     @property
     def stuck(self) -> bool:
         """Whether copies are under way though the copying was given up."""
@@ -62,7 +69,7 @@ class Gate:
         self._earlier: deque[GatedCopies] = deque(maxlen=MOST_SLOTS)
         self._give_up: Callable[[str], None] | None = None
         self._scope = events.current()
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -91,13 +98,23 @@ class Gate:
             return lambda leaf: False
         for optimizer, hook in hooks.items():
             if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
+                self._hooks[optimizer] = [
+                    optimizer.register_step_pre_hook(hook),
+                    optimizer.register_step_post_hook(self._after_step),
+                ]
         return lambda leaf: (
             leaf.kind == "optim" or (leaf.kind == "param" and id(leaf.origin) in held)
         )
 
     def _before_step(self, *_: Any) -> None:
-        self.wait()
+        if (copies := self._on_device) is not None and is_capturing():
+            copies.before_captured()
+        else:
+            self.wait()
+
+    def _after_step(self, *_: Any) -> None:
+        if (copies := self._on_device) is not None and is_capturing():
+            copies.after_captured()
 
     def _before_hosted_step(self, *_: Any) -> None:
         self.settle()
@@ -124,11 +141,12 @@ class Gate:
         """Return when everything may change. Never raises: what failed is in the save's handle.
 
         What is copied from a device may be changed by what the current stream of that device
-        does after this; the host goes on.
+        does after this; the host goes on. Inside the capture of a graph this does nothing: what
+        is captured changes nothing before a replay, which has a wait of its own before it.
         """
-        if self._on_device is None or self._copy is None or self._copy.done() or is_capturing():
-            # A wait that is captured into a graph would be waited for at each replay, and only
-            # there: what the capture itself is behind is the host.
+        if self._on_device is not None and is_capturing():
+            return  # the wait would be captured, or break the capture
+        if self._on_device is None or self._copy is None or self._copy.done():
             self.settle()
             return
         with self._wait_span():
@@ -194,7 +212,7 @@ class Gate:
         self._unhook()
 
     def _unhook(self) -> None:
-        for hook in self._hooks.values():
+        for hook in chain.from_iterable(self._hooks.values()):
             hook.remove()
         self._hooks.clear()
 

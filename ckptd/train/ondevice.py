@@ -9,13 +9,16 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from ckptd.errors import UsageError
 from ckptd.save.arena import Slot
@@ -44,28 +47,52 @@ _log = logging.getLogger("ckptd")
 
 
 class _Pin:
-    """One locked slot; unlocks it when the slot is closed and nothing is copied to it any more."""
+    """One slot that is locked, or may be; it is unlocked when it is closed and nothing uses it."""
 
     _left: ClassVar[set[_Pin]] = set()
-    """Slots that were closed while a device still copied to them."""
+    """Slots that were closed while a device still copied to them, or while they were locked."""
 
-    def __init__(self, slot: Slot, address: int, kind: DeviceKind) -> None:
-        self.nbytes = slot.nbytes
-        self._address = address
+    def __init__(self, slot: Slot, kind: DeviceKind) -> None:
+        self.nbytes = 0
+        """Bytes that are locked."""
         self._kind = kind
         self._slot = weakref.ref(slot)
+        self._address = 0
+        self.closed = False
         self._users = 0
-        self._mapped: object = None
+        self._mapped: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._lock = threading.Lock()
+        slot.before_close = self.release
 
     def use(self, more: int) -> None:
         """Count the copies under way; the last one unlocks a slot that was closed meanwhile."""
         with self._lock:
             self._users += more
-            if not self._users and self in self._left:
+            if self._users:
+                return
+            if self in self._left:
                 self._left.discard(self)
                 self._unlock()
-                self._mapped = None
+            self._mapped = None
+
+    def lock(self) -> str | None:
+        """Lock the slot, which may take seconds; return what kept that from being done."""
+        with self._lock:
+            slot = self._slot()
+            if self.closed or slot is None:
+                return "it was closed"
+            self._users += 1  # what is being locked stays mapped
+            self._mapped = np.frombuffer(slot.data, dtype=np.uint8)
+            self._address = self._mapped.ctypes.data
+            nbytes = slot.nbytes
+        try:
+            self._kind.ignore_captures()
+            refused = self._kind.lock_pages(self._address, nbytes)
+            if refused is None:
+                self.nbytes = nbytes
+            return refused
+        finally:
+            self.use(-1)
 
     def covers(self, start: int, nbytes: int) -> bool:
         """Tell whether memory from an address on is part of what is locked."""
@@ -74,6 +101,7 @@ class _Pin:
     def release(self) -> None:
         """Unlock the slot, which is about to be closed, as soon as nothing is copied to it."""
         with self._lock:
+            self.closed = True
             if not self._users:
                 self._unlock()
                 return
@@ -84,6 +112,8 @@ class _Pin:
             self._left.add(self)
 
     def _unlock(self) -> None:
+        if not self.nbytes:
+            return
         refused = self._kind.unlock_pages(self._address)
         self.nbytes = 0
         if refused is not None:
@@ -91,7 +121,7 @@ class _Pin:
 
 
 class Pins:
-    """Locks slots, once each.
+    """Locks slots, once each. Thread-safe.
 
     Parameters
     ----------
@@ -101,60 +131,76 @@ class Pins:
 
     def __init__(self, budget: int | None = None) -> None:
         self._budget = budget
-        self._known: weakref.WeakKeyDictionary[Slot, _Pin | None] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Slot, _Pin] = weakref.WeakKeyDictionary()
+        self._tried: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._guard = threading.Lock()
 
     @property
     def locked(self) -> int:
         """Bytes that are locked now."""
-        return sum(p.nbytes for p in self._known.values() if p is not None)
+        with self._guard:
+            return sum(p.nbytes for p in self._known.values())
+
+    def is_locked(self, slot: Slot, kind: DeviceKind) -> bool:
+        """Tell whether a slot is locked; from now on it is unlocked before it is closed."""
+        return self._of(slot, kind).nbytes > 0
+
+    def _of(self, slot: Slot, kind: DeviceKind) -> _Pin:
+        with self._guard:
+            pin = self._known.get(slot)
+            if pin is None:
+                pin = self._known[slot] = _Pin(slot, kind)
+            return pin
 
     def lock(self, slot: Slot, kind: DeviceKind) -> bool:
-        """Lock a slot unless it is already; False where that cannot be had, which is logged."""
-        if slot not in self._known:
-            pin = self._known[slot] = self._register(slot, kind)
-            if pin is not None:
-                slot.before_close = pin.release
-        return self._known[slot] is not None
+        """Lock a slot unless it is already; False where that cannot be had, which is logged.
+
+        Takes seconds for a large one, and is tried once.
+        """
+        pin = self._of(slot, kind)
+        with self._guard:
+            if slot in self._tried or not slot.nbytes:
+                return pin.nbytes > 0
+            self._tried.add(slot)
+            if self._budget is None:
+                self._budget = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+            locked = sum(p.nbytes for p in self._known.values())
+        if locked + slot.nbytes > self._budget:
+            refused: str | None = f"more than {self._budget / 1e9:.1f} GB would be locked"
+        else:
+            refused = pin.lock()
+        if refused is not None and not pin.closed:
+            _log.warning(
+                "%.2f GB for snapshots cannot be page-locked (%s): copies go through a small "
+                "buffer, and optimizers' steps wait for them",
+                slot.nbytes / 1e9,
+                refused,
+            )
+        return refused is None
 
     def covers(self, memory: memoryview) -> bool:
         """Tell whether memory is part of a slot that is locked."""
         start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        pins = [pin for pin in self._known.values() if pin is not None]
-        return any(pin.covers(start, len(memory)) for pin in pins)
+        with self._guard:
+            return any(pin.covers(start, len(memory)) for pin in self._known.values())
 
     def use(self, slot: Slot, more: int) -> None:
-        """Count the snapshots that are copied to a locked slot: `more` is 1 or -1."""
-        pin = self._known.get(slot)
+        """Count the snapshots that are copied to a slot: `more` is 1 or -1."""
+        with self._guard:
+            pin = self._known.get(slot)
         if pin is not None:
             pin.use(more)
-
-    def _register(self, slot: Slot, kind: DeviceKind) -> _Pin | None:
-        if not slot.nbytes:
-            return None
-        if self._budget is None:
-            self._budget = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-        if self.locked + slot.nbytes > self._budget:
-            why = f"more than {self._budget / 1e9:.1f} GB would be locked"
-        else:
-            address = np.frombuffer(slot.data, dtype=np.uint8).ctypes.data
-            refused = kind.lock_pages(address, slot.nbytes)
-            if refused is None:
-                return _Pin(slot, address, kind)
-            why = refused
-        _log.warning(
-            "%.2f GB for snapshots cannot be page-locked (%s): copies go through a small buffer, "
-            "and optimizers' steps wait for them",
-            slot.nbytes / 1e9,
-            why,
-        )
-        return None
 
 
 CHUNK_BYTES = 32 << 20
 """Of one group: 0.6 ms of a link of 50 GB/s."""
 IN_FLIGHT = 4
 """Groups that wait for the link at a time: what else wants it waits no longer than for these."""
-MOST_STEPS = 128
+MOST_STEPS = 512
+PACKED_BYTES = 256 << 10
+"""Of a tensor that is packed with its neighbours: to launch a copy costs as much as 5 us of it."""
+MOST_BETWEEN = 4096
+"""Bytes that lie between neighbours in the file and are written twice for it."""
 CLONE_ALWAYS = 64 << 20
 """Bytes that are cloned on the device without asking how much of it is free."""
 
@@ -166,25 +212,26 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """Page-locked buffers of `CHUNK_BYTES`, in place of a slot that is not.
-
-    Attributes
-    ----------
-    count
-        How many there are; 0 where nothing can be page-locked.
-    """
+    """Page-locked buffers of `CHUNK_BYTES`, in place of a slot that is not; made at first use."""
 
     def __init__(self) -> None:
         self._idle: list[torch.Tensor] = []
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are; 0 where nothing can be page-locked."""
         try:
             self._idle += [_buffer() for _ in range(IN_FLIGHT)]
         except RuntimeError as error:
             _log.warning("no page-locked memory at all: each copy waits (%s)", error)
-        self.count = len(self._idle)
+        return len(self._idle)
 
     def take(self) -> torch.Tensor:
         """Return one that is idle; a new one where a save that failed has kept some."""
-        return self._idle.pop() if self._idle else _buffer()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _buffer()
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take one back."""
@@ -212,8 +259,95 @@ class _Copied:
         return True
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Steps whose bytes are copied in one go.
+
+    Attributes
+    ----------
+    between
+        Bytes behind each step that belong to none of them.
+    """
+
+    numbers: list[int]
+    start: int
+    end: int
+    between: list[int]
+
+    @property
+    def gaps(self) -> bool:
+        return any(self.between)
+
+
+def _pieces(
+    steps: Sequence[CopyStep], numbers: Sequence[int], is_placed: Callable[[int], bool] | None
+) -> Iterator[_Piece]:
+    """Put small steps together.
+
+    Parameters
+    ----------
+    is_placed
+        Whether the bytes of a step are in place: a few of those may lie between. None: it does not
+        matter what lies between, since nothing there is written.
+    """
+    piece: _Piece | None = None
+    for number in numbers:
+        step = steps[number]
+        small = step.end - step.start <= PACKED_BYTES
+        if piece is not None and small:
+            gap = step.start - piece.end
+            last = piece.numbers[-1]
+            if is_placed is None or (
+                not gap
+                or (
+                    0 < gap <= MOST_BETWEEN
+                    and number - last > 1
+                    and all(is_placed(n) for n in range(last + 1, number))
+                )
+            ):
+                piece.between[-1] = 0 if is_placed is None else gap
+                piece.between.append(0)
+                piece.numbers.append(number)
+                piece.end = step.end
+                continue
+        if piece is not None:
+            yield piece
+            piece = None
+        piece = _Piece([number], step.start, step.end, [0])
+        if not small:
+            yield piece
+            piece = None
+    if piece is not None:
+        yield piece
+
+
+def _packed(parts: Sequence[torch.Tensor], between: Sequence[int]) -> torch.Tensor:
+    """Return the bytes of tensors behind one another on their device, by as few kernels as can be.
+
+    Parameters
+    ----------
+    between
+        Bytes of no value behind each of them.
+    """
+    if len(parts) == 1:
+        return device_bytes(parts[0])
+    first = parts[0]
+    size = first.element_size()
+    alike = all(p.dtype == first.dtype and not (p.is_conj() or p.is_neg()) for p in parts)
+    if not alike or any(n % size for n in between):
+        parts, size = [device_bytes(p) for p in parts], 1
+    fillers = {n: parts[0].new_empty(n // size) for n in set(between) if n}
+    pieces: list[torch.Tensor] = []
+    for part, nbytes in zip(parts, between, strict=True):
+        pieces.append(part)
+        if nbytes:
+            pieces.append(fillers[nbytes])
+    flat: torch.Tensor = _flatten_dense_tensors(pieces)
+    return flat.view(torch.uint8)
+
+
 class DeviceLane:
-    """The copies of one snapshot from one device. See `Lane`.
+    """The copies of one snapshot from one device. See `CopyLane`.
 
     Parameters
     ----------
@@ -221,12 +355,14 @@ class DeviceLane:
         Where the tensors are.
     stream
         What copies.
-    target
-        The slot's bytes.
+    slot
+        Where they go.
     steps
         Of the snapshot.
-    source
-        Returns what the step of a number copies: the live tensor, or its clone.
+    sources
+        Returns what the steps of some numbers copy: live tensors, or their clones.
+    is_placed
+        Tells of the number of a step whether its bytes were in place before any was pushed.
     buffers
         In place of a slot that is not page-locked; None where it is. Where there are none, every
         copy is waited for.
@@ -236,21 +372,30 @@ class DeviceLane:
         self,
         device: torch.device,
         stream: torch.Stream,
-        target: torch.Tensor,
+        slot: Slot,
         steps: Sequence[CopyStep],
-        source: Callable[[int], torch.Tensor],
+        sources: Callable[[Sequence[int]], Sequence[torch.Tensor]],
+        is_placed: Callable[[int], bool],
         buffers: Buffers | None = None,
     ) -> None:
         self.device = device
         self._kind = kind_of(device)
         self._stream = stream
-        self._target = target
+        self._slot = slot
+        # Held, so that the memory stays mapped as long as a device may write to it.
+        self._bytes = np.frombuffer(slot.data, dtype=np.uint8)
+        self._target = torch.from_numpy(self._bytes)
         self._steps = steps
-        self._source = source
+        self._sources = sources
+        self._is_placed = is_placed
         self._buffers = buffers
         self._last: torch.Event | None = None
         self.free = buffers is None
-        self.limit = IN_FLIGHT if buffers is None else max(1, buffers.count)
+
+    @property
+    def limit(self) -> int:
+        """See `CopyLane`."""
+        return IN_FLIGHT if self._buffers is None else max(1, self._buffers.count)
 
     def begin(self) -> None:
         """Let everything that is copied come after what the current stream holds by now."""
@@ -259,45 +404,90 @@ class DeviceLane:
         self._stream.wait_event(ready)
 
     def push(self, group: CopyGroup) -> CopyMark:
-        """See `Lane`."""
-        after = None
+        """See `CopyLane`."""
         with self._kind.on_stream(self.device, self._stream), torch.no_grad():
             if self._buffers is None:
-                for number in group.steps:
-                    part = device_bytes(self._source(number))
-                    self._place(number).copy_(part, non_blocking=True)
+                after = self._to_slot(group.steps)
             elif self._buffers.count:
                 after = self._through(self._buffers, group.steps)
             else:
-                for number in group.steps:
-                    self._place(number).copy_(device_bytes(self._source(number)))
+                after = None
+                self._at_once(group.steps)
             if group.task is not None:
                 group.task()
             self._last = self._kind.make_event()
             self._last.record(self._stream)
         return _Copied(self._last, after)
 
-    def _place(self, number: int) -> torch.Tensor:
-        return self._target[self._steps[number].start : self._steps[number].end]
+    def _taken(self, piece: _Piece) -> list[tuple[torch.Tensor, _Piece]]:
+        """Return the bytes of a piece on the device; of each step where there is no memory."""
+        parts = self._sources(piece.numbers)
+        try:
+            return [(_packed(parts, piece.between), piece)]
+        except torch.OutOfMemoryError:
+            if len(parts) == 1:
+                raise
+        singles = []
+        for number, part in zip(piece.numbers, parts, strict=True):
+            step = self._steps[number]
+            alone = _Piece([number], step.start, step.end, [0])
+            singles.append((device_bytes(part), alone))
+        return singles
+
+    def _to_slot(self, numbers: Sequence[int]) -> Callable[[], None] | None:
+        """Copy into the slot; return what puts back the bytes between, which are copied over."""
+        kept = []
+        for piece in _pieces(self._steps, numbers, self._is_placed):
+            for raw, copied in self._taken(piece):
+                if copied.gaps:
+                    at = self._between(copied)
+                    kept.append((at, self._bytes[at]))
+                self._target[copied.start : copied.end].copy_(raw, non_blocking=True)
+        if not kept:
+            return None
+
+        def put_back() -> None:
+            for at, values in kept:
+                self._bytes[at] = values
+
+        return put_back
+
+    def _between(self, piece: _Piece) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return where the bytes lie in the slot that belong to no step of a piece."""
+        widths = np.array(piece.between, dtype=np.int64)
+        ends = np.array([self._steps[n].end for n in piece.numbers], dtype=np.int64)
+        before = np.cumsum(widths) - widths
+        return np.repeat(ends - before, widths) + np.arange(int(widths.sum()))
 
     def _through(self, buffers: Buffers, numbers: Sequence[int]) -> Callable[[], None]:
         """Copy to a buffer; return what takes it from there to the slot."""
         buffer = buffers.take()
-        runs = []
+        runs: list[tuple[int, int, int]] = []
         at = 0
-        for number in numbers:
-            place = self._place(number)
-            end = at + place.numel()
-            buffer[at:end].copy_(device_bytes(self._source(number)), non_blocking=True)
-            runs.append((at, end, place))
-            at = end
+        for piece in _pieces(self._steps, numbers, None):
+            for raw, copied in self._taken(piece):
+                buffer[at : at + raw.numel()].copy_(raw, non_blocking=True)
+                for number in copied.numbers:
+                    step = self._steps[number]
+                    end = at + step.end - step.start
+                    if runs and runs[-1][2] + at - runs[-1][0] == step.start:
+                        runs[-1] = (runs[-1][0], end, runs[-1][2])
+                    else:
+                        runs.append((at, end, step.start))
+                    at = end
 
         def carry() -> None:
-            for first, last, place in runs:
-                np.copyto(as_bytes(place), as_bytes(buffer[first:last]))
+            for first, last, start in runs:
+                self._slot.put(start, as_bytes(buffer[first:last]))
             buffers.give(buffer)
 
         return carry
+
+    def _at_once(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            step = self._steps[number]
+            place = torch.from_numpy(self._slot.place(step.start, step.end))
+            place.copy_(device_bytes(self._sources((number,))[0]))
 
     def order(self) -> None:
         """Let what the current stream does from now on come after everything that is pushed."""
@@ -324,27 +514,45 @@ class DeviceCopies:
     pins: Pins = field(default_factory=Pins)
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
     _buffers: dict[torch.device, Buffers] = field(default_factory=dict)
+    _locker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ckptd-lock"))
 
     def lanes(
         self,
         devices: Iterable[torch.device],
         slot: Slot,
         steps: Sequence[CopyStep],
-        source: Callable[[int], torch.Tensor],
+        sources: Callable[[Sequence[int]], Sequence[torch.Tensor]],
+        is_placed: Callable[[int], bool],
     ) -> dict[torch.device, DeviceLane]:
-        """Return a lane for each device; page-locks the slot the first time."""
-        slot.allocate()
-        target = torch.from_numpy(np.frombuffer(slot.data, dtype=np.uint8))
+        """Return a lane for each device; waits for nothing."""
         found = {}
         for device in devices:
             kind = kind_of(device)
             if device not in self._streams:
                 self._streams[device] = kind.make_stream(device)
-            locked = self.pins.lock(slot, kind)
-            buffers = None if locked else self._buffers_of(device)
+            buffers = None
+            if self.pins.is_locked(slot, kind):
+                self._buffers.pop(device, None)
+            else:
+                buffers = self._buffers_of(device)
             stream = self._streams[device]
-            found[device] = DeviceLane(device, stream, target, steps, source, buffers)
+            found[device] = DeviceLane(device, stream, slot, steps, sources, is_placed, buffers)
         return found
+
+    def lock_later(self, slot: Slot, devices: Iterable[torch.device]) -> None:
+        """Page-lock a slot for the snapshots after this one, in a thread that nobody waits for."""
+        kinds = [kind for kind in map(kind_of, devices) if kind.locks_in_place]
+        if kinds and not self.pins.is_locked(slot, kinds[0]):
+            with suppress(RuntimeError):  # closed
+                self._locker.submit(self.pins.lock, slot, kinds[0])
+
+    def settle(self) -> None:
+        """Return when nothing is being page-locked."""
+        self._locker.submit(int).result()
+
+    def close(self) -> None:
+        """Lock nothing more; what is being locked is unlocked when its slot is closed."""
+        self._locker.shutdown(wait=False, cancel_futures=True)
 
     def _buffers_of(self, device: torch.device) -> Buffers:
         if device not in self._buffers:
@@ -526,13 +734,15 @@ class DeviceSnapshot:
         Returns what the steps of some numbers copy.
     clone
         False: nothing changes before everything is copied, so nothing needs a clone.
+    placed
+        Numbers of the steps that are in place already, from the host.
 
     Attributes
     ----------
     groups
         For a `CopyFeed`, in the order in which lanes get them.
     placed
-        Numbers of the steps that are in place already.
+        Numbers of the steps that are in place on return, from a device.
     """
 
     def __init__(
@@ -544,6 +754,7 @@ class DeviceSnapshot:
         live: Callable[[Sequence[int]], Sequence[torch.Tensor]],
         *,
         clone: bool,
+        placed: Collection[int] = (),
         timeout_s: float,
     ) -> None:
         self._shared = shared
@@ -553,7 +764,8 @@ class DeviceSnapshot:
         self._live = live
         self.groups: list[CopyGroup] = []
         self.placed: list[int] = []
-        self._lanes = shared.lanes(parts, slot, steps, self._source)
+        before = frozenset(placed)
+        self._lanes = shared.lanes(parts, slot, steps, self._sources, before.__contains__)
         shared.pins.use(slot, 1)
         self._samples = {device: DeviceSamples() for device in parts}
         self._watches: list[FirstBytesWatch] = []
@@ -573,9 +785,10 @@ class DeviceSnapshot:
         self._clones.update(zip(early, clones, strict=True))
         return True
 
-    def _source(self, number: int) -> torch.Tensor:
-        clone = self._clones.get(number)
-        return self._live((number,))[0] if clone is None else clone
+    def _sources(self, numbers: Sequence[int]) -> Sequence[torch.Tensor]:
+        if numbers[0] in self._clones:  # a group has clones alone, or none
+            return [self._clones[number] for number in numbers]
+        return self._live(numbers)
 
     def _begin(self, lane: DeviceLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
         samples = self._samples[lane.device]
@@ -585,7 +798,8 @@ class DeviceSnapshot:
         lane.begin()
         early = self._grouped(lane, part.early)
         if at_once:
-            CopyFeed(self._steps, early, lambda front: None).run(timeout_s)
+            with kind_of(lane.device).captures_ignored():
+                CopyFeed(self._steps, early, lambda front: None).run(timeout_s)
             self.placed += part.early
             early = []
 
@@ -608,10 +822,15 @@ class DeviceSnapshot:
 
     @contextmanager
     def devices(self) -> Iterator[None]:
-        """Make this thread ask nothing of a device that the snapshot has nothing on."""
+        """Make this thread ask nothing of a device that the snapshot has nothing on.
+
+        Nor may what it asks break a graph that another thread captures meanwhile.
+        """
         with ExitStack() as stack:
             for device in self._lanes:
                 stack.enter_context(kind_of(device).on(device))
+                if not kind_of(device).ignore_captures():
+                    _note_captures(device.type)
             yield
 
     def changed(self) -> list[str]:
@@ -631,3 +850,13 @@ class DeviceSnapshot:
         self.groups.clear()
         self._watches.clear()
         self._samples.clear()
+
+
+@cache
+def _note_captures(kind: str) -> None:
+    """Log, once in a process, that captures of graphs and copies may not meet."""
+    _log.warning(
+        "the runtime of %s is not found in this process: a graph that is captured while a save is "
+        "copied may fail to be captured; capture when handle.staged() has returned",
+        kind,
+    )

@@ -15,6 +15,7 @@ import xxhash
 from ckptd.format.digest import digest_hex
 from ckptd.save.messages import Blob
 from ckptd.save.structure import ReplicaHolders, Shared
+from ckptd.train.device import kind_of
 from ckptd.train.state.leaves import ObjectLeaf, TensorLeaf
 from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
 
@@ -68,21 +69,45 @@ def sampled_bytes(local: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
     # Bytes, because not every type can be indexed.
     raw = local.as_strided((span,), (1,)).view(torch.uint8)
-    return raw[_positions(tuple(local.shape), local.stride(), size, local.device)]
+    kind = kind_of(local.device)
+    stream = kind.current_stream(local.device) if kind.has_streams else None
+    return raw[_positions(tuple(local.shape), local.stride(), size, local.device, stream)]
 
 
 @lru_cache(maxsize=1024)
 def _positions(
-    shape: tuple[int, ...], strides: tuple[int, ...], size: int, device: torch.device
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    size: int,
+    device: torch.device,
+    stream: torch.Stream | None,
 ) -> torch.Tensor:
-    """Return where the sampled bytes of a strided tensor lie behind its first one."""
-    starts, width = sampled_ranges(math.prod(shape) * size) or ([], 0)
-    wanted = (np.array(starts, dtype=np.int64)[:, None] + np.arange(width)).reshape(-1)
+    """Return where the sampled bytes of a strided tensor lie behind its first one.
+
+    They are worked out on the device: to bring them there would wait for it. Each stream has its
+    own, since nothing orders two streams.
+    """
+    if not shape or _is_contiguous(shape, strides):
+        shape, strides = (math.prod(shape),), (1,)
+    last = math.prod(shape) * size - WINDOW_BYTES
+    starts = torch.arange(WINDOWS, device=device).mul_(last).floor_divide_(WINDOWS - 1)
+    wanted = (starts[:, None] + torch.arange(WINDOW_BYTES, device=device)).reshape(-1)
+    if len(shape) == 1:
+        return wanted if strides[0] == 1 else wanted // size * (strides[0] * size) + wanted % size
     index, at = wanted // size, wanted % size
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         at += index % n * (stride * size)
-        index //= n
-    return torch.from_numpy(at).to(device)
+        index = index // n
+    return at
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    behind = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != behind:
+            return False
+        behind *= n
+    return True
 
 
 def sampled_ranges(nbytes: int) -> tuple[list[int], int] | None:

@@ -203,6 +203,11 @@ class Saver:
         """What holds mutations back."""
         return self._gate
 
+    def settle(self) -> None:
+        """Return when nothing is being copied, and no slot page-locked."""
+        self._copier.submit(int).result()
+        self._device_copies.settle()
+
     def is_locked(self, memory: memoryview) -> bool:
         """Tell whether memory of the arena is page-locked, so that devices copy from it."""
         return self._device_copies.pins.covers(memory)
@@ -211,11 +216,13 @@ class Saver:
         """Complete the copying and remove the hooks of the optimizers."""
         self._gate.release()
         self._copier.shutdown(wait=False)
+        self._device_copies.close()
 
     def leave(self, timeout_s: float) -> None:
         """Remove the hooks of the optimizers; wait so long for a copy under way, in seconds."""
         self._gate.leave(timeout_s)
         self._copier.shutdown(wait=False, cancel_futures=True)
+        self._device_copies.close()
 
     @phase(Phase.CKPT)
     def save(
@@ -433,13 +440,14 @@ class Saver:
                 slot.staged = total
                 client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
                 slot.warm_up()
+                self._device_copies.lock_later(slot, snapshot.devices)
             except CkptdError as error:
                 client.abandon(save.job, error.message, error)
             except BaseException as error:  # noqa: BLE001 - the handle has it
                 give_up(repr(error))
 
         copy = self._copier.submit(finish)
-        self._gate.close(copy, give_up, snapshot if snapshot.on_device else None)
+        self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
         if self._lazy == "off":
             self._gate.settle()
 

@@ -69,6 +69,7 @@ def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
     ck = ckptd.Checkpointer(root, refer=False, **options)
     ck.save(1, state)
     ck.wait()
+    ck._saver.settle()
     return ck
 
 
@@ -212,6 +213,7 @@ def debug_finds_what_torch_does_not_count(root: str) -> None:
         with slow_copies(ck):
             handle = ck.save(2, state)
             state["model"][1].weight.data[WIDTH // 2].add_(1.0)
+            torch.cuda.current_stream().synchronize()  # what comes behind the copies does no harm
         refused(handle, "model.1.weight")
 
 
@@ -274,6 +276,7 @@ def a_replay_that_does_not_ask_is_found(root: str) -> None:
         with slow_copies(ck):
             handle = ck.save(2, live)
             graph.replay()
+            torch.cuda.current_stream().synchronize()
         refused(handle)
 
 
@@ -359,6 +362,7 @@ def page_locked_memory_is_given_back(root: str) -> None:
     before = pins.locked
     ck.save(2, larger)
     ck.wait()
+    ck._saver.settle()
     assert pins.locked > before
     ck.close()
     assert pins.locked == 0

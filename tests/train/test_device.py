@@ -117,7 +117,7 @@ def test_each_thread_asks_the_runtime_for_itself(monkeypatch: pytest.MonkeyPatch
     asked: list[str] = []
     monkeypatch.setattr(
         "ckptd.train.device._exchange",
-        lambda runtime: not asked.append(threading.current_thread().name),
+        lambda runtime, mode: asked.append(threading.current_thread().name) or 0,
     )
     kind = DeviceKind("cuda")
     assert kind.ignore_captures()

@@ -35,7 +35,8 @@ class HostCopies(DeviceCopies):
         devices: Iterable[torch.device],
         slot: Slot,
         steps: Sequence[CopyStep],
-        source: Callable[[int], torch.Tensor],
+        sources: Callable[[Sequence[int]], Sequence[torch.Tensor]],
+        is_placed: Callable[[int], bool],
     ) -> dict[torch.device, DeviceLane]:
         return {device: HostLane(device) for device in devices}
 
@@ -82,7 +83,7 @@ def test_windows_of_a_turned_tensor_share_one_copy_of_it() -> None:
     wanted = torch.cat([t.clone() for t in tensors.values()])
     for tensor in tensors.values():
         tensor.zero_()
-    assert torch.equal(torch.cat([snapshot._source(number) for number in early]), wanted)
+    assert torch.equal(torch.cat(list(snapshot._sources(early))), wanted)
     snapshot.release()
     slot.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from ckptd.save.arena import Slot
 from ckptd.train.device import kind_of
-from ckptd.train.ondevice import DeviceSnapshot, Pins
+from ckptd.train.ondevice import DeviceCopies, DeviceSnapshot, Pins
 
 NBYTES = 1 << 20
 CUDA = kind_of("cuda")
@@ -85,6 +86,48 @@ def test_a_slot_that_is_closed_while_it_is_copied_to_is_unlocked_by_the_last(
         gc.collect()
         assert not is_mapped(address), "the memory itself is kept"
     assert pins.locked == 0
+
+
+def test_a_slot_that_is_closed_while_it_is_locked_is_unlocked_behind_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Locking takes seconds, and a recovery within the process closes slots without waiting."""
+    begun, closed = threading.Event(), threading.Event()
+    plain = driver.cudaHostRegister
+
+    def slow(address: int, nbytes: int, flags: int) -> int:
+        begun.set()
+        assert closed.wait(30.0)
+        assert is_mapped(address), "what is being locked went"
+        return plain(address, nbytes, flags)
+
+    monkeypatch.setattr(driver, "cudaHostRegister", slow)
+    copies, slot = DeviceCopies(), Slot(0, NBYTES)
+    copies.lock_later(slot, [torch.device("cuda", 0)])
+    assert begun.wait(30.0)
+    address = address_of(slot)
+    assert not copies.pins.is_locked(slot, CUDA)
+    copies.close()
+    slot.close()
+    closed.set()
+    copies._locker.shutdown(wait=True)
+    assert not driver.locked
+    assert copies.pins.locked == 0
+    del slot
+    gc.collect()
+    assert not is_mapped(address), "the memory itself is kept"
+    assert not caplog.messages
+
+
+def test_a_slot_that_is_closed_before_it_is_locked_is_not(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    pins, slot = Pins(), Slot(0, NBYTES)
+    assert not pins.is_locked(slot, CUDA)
+    slot.close()
+    assert not pins.lock(slot, CUDA)
+    assert not driver.locked
+    assert not caplog.messages
 
 
 def test_the_gate_orders_while_the_copying_ends() -> None:

@@ -200,6 +200,11 @@ def _placed(value: Any, device: int) -> Any:
     return out
 
 
+_INDEXING = frozenset(
+    f"aten::{name}" for name in ("index", "index_select", "gather", "take", "embedding")
+)
+
+
 def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
     """Enqueue a kernel that writes into its arguments, into new tensors, or both."""
     schema = func._schema
@@ -225,6 +230,13 @@ def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
             x._raw.clone() if isinstance(x, SimTensor) and id(x) in changes else frozen[i]
             for i, x in enumerate(flat)
         ]
+        if schema.name in _INDEXING:  # by numbers that the device may not have made yet
+            probe = [
+                torch.zeros_like(x)
+                if isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
+                else x
+                for x in probe
+            ]
         found, found_spec = tree_flatten(_run(func, tree_unflatten(probe, spec), seed))
         made = [_alone(x) for x in found]
         fresh = [_new(x, device) if isinstance(x, torch.Tensor) else x for x in made]

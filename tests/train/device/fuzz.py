@@ -25,7 +25,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.errors import CkptdError, SaveError, UsageError
 from ckptd.testing.simdevice import Simulator, installed
-from ckptd.train import copy, ondevice
+from ckptd.train import ondevice
 from ckptd.train.ondevice import Pins
 
 __all__ = ["fuzz", "tally_line"]
@@ -329,15 +329,14 @@ def alike(found: torch.Tensor | None, wanted: torch.Tensor) -> bool:
 @contextmanager
 def settings(plan: Plan) -> Iterator[None]:
     """Make chunks of some kilobytes, and clones impossible where the plan says so."""
-    before = ondevice.CHUNK_BYTES, copy.CHUNK_BYTES, ondevice.CLONE_ALWAYS, ondevice._free_bytes
-    ondevice.CHUNK_BYTES = copy.CHUNK_BYTES = _CHUNK
+    before = ondevice.CHUNK_BYTES, ondevice.CLONE_ALWAYS, ondevice._free_bytes
+    ondevice.CHUNK_BYTES = _CHUNK
     if plan.memory == "none known":
         ondevice.CLONE_ALWAYS, ondevice._free_bytes = 0, lambda device: 0
     try:
         yield
     finally:
-        ondevice.CHUNK_BYTES, copy.CHUNK_BYTES = before[:2]
-        ondevice.CLONE_ALWAYS, ondevice._free_bytes = before[2:]
+        ondevice.CHUNK_BYTES, ondevice.CLONE_ALWAYS, ondevice._free_bytes = before
 
 
 def fuzz(

@@ -42,6 +42,7 @@ def leave_with_copies_under_way(folder: str) -> None:
         ck = ckptd.Checkpointer(f"{folder}/{generation}", lazy="all", refer=False)
         ck.save(1, live)
         ck.wait()
+        ck._saver.settle()
         assert len(simulator.page_locked) > len(before)
         release = simulator.hold()  # the collective of a peer that is gone
         ck.save(2, live)

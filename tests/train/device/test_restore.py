@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -334,6 +335,7 @@ def promised(folder: str) -> None:
 # -- memory of the host --------------------------------------------------------------------------
 
 MB = 1 << 20
+_M_MMAP_THRESHOLD = -3
 
 
 def most_resident(act: Callable[[], None]) -> int:
@@ -352,6 +354,9 @@ def resident(field: str) -> int:
 def is_bounded_by_the_ring(root: str) -> None:
     upload.BUFFER_BYTES, upload.MOST_BUFFERS = 4 * MB, 4
     filling.BUFFER_BYTES = upload.BUFFER_BYTES
+    # What is freed goes: malloc keeps more for itself the larger what was freed before.
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, MB)
     state = {f"w{i}": torch.rand(6 * MB, device="cuda") for i in range(5)}
     state["strided"] = torch.rand(2000, 3000, device="cuda").t()
     wanted = save(root, state)
