@@ -79,11 +79,11 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
     UsageError
         kind ``optimizer-container``: it holds others whose state would be lost.
     """
-    if (hosted := HostedOptimizer.of(value)) is not None:
-        return hosted
     known = {id(o) for o in others}
     seen = [value]
     while True:
+        if (hosted := HostedOptimizer.of(value)) is not None:
+            return hosted
         inner = [i for i in _inside(value) if not any(i.value is s for s in seen)]
         own = _params(value)
         same = [i for i in inner if own & _params(i.value)]
