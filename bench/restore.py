@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
@@ -469,13 +470,14 @@ def report(
     head += ["of the limit", "of it in processor time", "bytes right"]
     text = (
         f"One rank; medians of {options.reps} processes, in each the best of {LOADS} loads and of "
-        f"{LOADS} measurements of the limit, in turn. A load digests all bytes before it writes "
-        "any.\n\n"
+        f"{LOADS} measurements of the limit, in turn, at a load of {os.getloadavg()[1]:.0f}. "
+        "A load digests all bytes before it writes any.\n\n"
     )
     if left_out:
         text += f"Not measured, for want of an accelerator: {', '.join(left_out)}.\n\n"
     text += common.table(head, rows)
-    command = f"python bench/restore.py --reps {options.reps}"
+    command = f"python bench/restore.py --reps {options.reps} --layers {options.layers}"
+    command += f" --cases {shlex.quote(','.join(found))}"
     common.publish("restore", command, text, {"load": os.getloadavg(), "runs": found})
 
 

@@ -501,6 +501,12 @@ class LocalFiles:
             self._on_read(self._entries[file].path, end - start)
         return memory[start:end].data
 
+    def is_cached(self, file: int, start: int, end: int) -> bool:
+        """Tell whether both ends of a range are in the page cache; False where nobody knows."""
+        with self.use(file) as fd:
+            first = self._entries[file].data_start + self._shifts[file]
+            return all(_is_cached(fd, first + at) for at in (start, end - 1))
+
     @contextmanager
     def _hold(self, file: int) -> Iterator[_Open]:
         with self._lock:
@@ -587,6 +593,15 @@ class LocalFiles:
             done += n
 
 
+def _is_cached(fd: int, at: int) -> bool:
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except OSError:  # it is not there, or the file system does not say
+        return False
+
+
 def _sealed_memory(fd: int, start: int, size: int) -> NDArray[np.uint8] | None:
     """Map `size` bytes of a file that nobody can shorten; None for any other.
 
@@ -615,7 +630,8 @@ _JOIN_S = 5.0
 def read_ahead(store: Store, files: Sequence[FileEntry]) -> Iterator[None]:
     """Have the start of `files` read into the page cache until the block ends.
 
-    Does nothing for stores without local files, and stops at half of the memory that is available.
+    Does nothing for stores without local files, passes over what is there already, and stops at
+    half of the memory that is available.
     The block's end waits for the step under way, at most a few seconds: its thread ends by itself.
     """
     if not store.capabilities.local_files or not files:
@@ -649,7 +665,9 @@ def _read(store: Store, files: Sequence[FileEntry], stop: threading.Event) -> No
                 left -= _STEP_BYTES
                 if stop.is_set() or left < 0:
                     return
+                size = min(_STEP_BYTES, entry.data_bytes - at)
                 try:
-                    opened.read(number, at, view[: min(_STEP_BYTES, entry.data_bytes - at)])
+                    if not opened.is_cached(number, at, at + size):
+                        opened.read(number, at, view[:size])
                 except CkptdError:
                     return  # the load's own reads meet the same failure and name it

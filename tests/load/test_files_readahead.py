@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -31,10 +32,17 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what was just written count as what is not in the page cache."""
+    monkeypatch.setattr(readahead, "_is_cached", lambda fd, at: False)
+
+
 def alive() -> bool:
     return any(t.name == "ckptd-read-ahead" for t in threading.enumerate())
 
 
+@pytest.mark.usefixtures("cold")
 def test_reads_every_byte_of_every_file_once(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +66,7 @@ def test_reads_every_byte_of_every_file_once(
     assert not alive()
 
 
+@pytest.mark.usefixtures("cold")
 def test_ends_with_the_block(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 
@@ -70,6 +79,37 @@ def test_ends_with_the_block(store: LocalStore, monkeypatch: pytest.MonkeyPatch)
     with read_ahead(store, many):
         assert begun.wait(20)
     assert not alive()
+
+
+def test_what_is_in_the_page_cache_is_not_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalFiles(store, [entry()]) as files:
+        if not files.is_cached(0, 0, BYTES):
+            pytest.skip("this file system does not say what is in the page cache")
+        seen: list[int] = []
+        monkeypatch.setattr(LocalFiles, "read", lambda s, f, at, v: seen.append(at))
+        asked: list[int] = []
+        known = readahead._is_cached
+        monkeypatch.setattr(
+            readahead, "_is_cached", lambda fd, at: asked.append(at) or known(fd, at)
+        )
+        with read_ahead(store, [entry()]):
+            deadline = time.monotonic() + 20
+            while alive() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        assert asked[-1] == 4096 + BYTES - 1
+        assert seen == []
+        with files.use(0) as fd:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if files.is_cached(0, 0, BYTES):
+            pytest.skip("this file system keeps what it has")
+    with read_ahead(store, [entry()]):
+        deadline = time.monotonic() + 20
+        while alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert 0 in seen
 
 
 @pytest.mark.parametrize("path", ["data/000000000001-g00000001-0001/r00009.safetensors"])
@@ -86,6 +126,7 @@ def test_a_short_file_is_left_to_the_reads_that_follow(store: LocalStore) -> Non
     assert not alive()
 
 
+@pytest.mark.usefixtures("cold")
 def test_stops_at_half_of_the_memory(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(readahead, "available_bytes", lambda: 16 << 20)
