@@ -771,8 +771,12 @@ class DeviceSnapshot:
         self._watches: list[FirstBytesWatch] = []
         try:
             for device, part in parts.items():
+                # Before clones take the memory: what is looked at needs some kilobytes.
+                self._samples[device].take(part.common_early)
+                watch = FirstBytesWatch(part.held)
+                self._watches.append(watch)
                 at_once = clone and not self._clone(device, part.early)
-                self._begin(self._lanes[device], part, at_once, timeout_s)
+                self._begin(self._lanes[device], part, watch, at_once, timeout_s)
         except BaseException:
             self.release()
             raise
@@ -790,11 +794,15 @@ class DeviceSnapshot:
             return [self._clones[number] for number in numbers]
         return self._live(numbers)
 
-    def _begin(self, lane: DeviceLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
+    def _begin(
+        self,
+        lane: DeviceLane,
+        part: OnDevice,
+        watch: FirstBytesWatch,
+        at_once: bool,
+        timeout_s: float,
+    ) -> None:
         samples = self._samples[lane.device]
-        samples.take(part.common_early)
-        watch = FirstBytesWatch(part.held)
-        self._watches.append(watch)
         lane.begin()
         early = self._grouped(lane, part.early)
         if at_once:
