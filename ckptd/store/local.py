@@ -124,14 +124,24 @@ def _is_cached(fd: int, offset: int, count: int) -> bool:
 
 
 @contextmanager
-def _past_the_cache(fd: int) -> Iterator[None]:
-    """Have reads of `fd` bypass the page cache, where the file system lets them."""
+def _past_the_cache(fd: int) -> Iterator[bool]:
+    """Have reads of `fd` bypass the page cache; False where the file system refuses.
+
+    Some refuse when the flag is set, others when a read comes; either is EINVAL, and ends the block
+    at that read.
+    """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT)
-        yield
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
+        if error.errno != errno.EINVAL:
+            raise
+        yield False
+        return
+    try:
+        yield True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -141,8 +151,8 @@ def _read_direct(fd: int, offset: int, view: memoryview) -> int:
     """Read whole aligned blocks past the page cache; returns the number of bytes."""
     end = len(view) // ALIGN * ALIGN
     done = 0
-    with _past_the_cache(fd):
-        while done < end:
+    with _past_the_cache(fd) as possible:
+        while possible and done < end:
             count = os.preadv(fd, [view[done:end]], offset + done)
             if count == 0 or count % ALIGN:  # the end of the file
                 return done + count
@@ -157,8 +167,8 @@ def _read_bounced(fd: int, offset: int, view: memoryview) -> int:
     """
     bounce = _bounces.take()
     done = 0
-    with memoryview(bounce) as room, _past_the_cache(fd):
-        while done < len(view):
+    with memoryview(bounce) as room, _past_the_cache(fd) as possible:
+        while possible and done < len(view):
             first = (offset + done) // ALIGN * ALIGN
             skip = offset + done - first
             size = min(_BOUNCE_BYTES, -(-(skip + len(view) - done) // ALIGN) * ALIGN)

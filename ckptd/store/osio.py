@@ -14,7 +14,7 @@ import os
 import stat as stat_module
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,8 @@ def pages(size: int) -> mmap.mmap:
     # faults of 4 KiB for a few GiB cost more than all copies.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # EINVAL: a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -376,6 +377,53 @@ def test_every_alignment_of_a_read(tmp_path: Path, cached: bool, direct_reads: b
             view = aligned(bytes(count), shift)
             store.read_into("a", start, view)
             assert view == data[start : start + count]
+
+
+@pytest.mark.parametrize("where", ["flag", "read"])
+@pytest.mark.parametrize("start", [0, 5])
+def test_reads_where_nothing_may_pass_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, start: int
+) -> None:
+    """Some file systems refuse O_DIRECT when it is set, others when a read comes."""
+    data = pattern(3 * MIB)
+    store = LocalStore(tmp_path)
+    store.put("a", data)
+    set_flags, read = fcntl.fcntl, os.preadv
+    refused: list[str] = []
+
+    def fcntl_(fd: int, command: int, flags: int = 0) -> int:
+        if where == "flag" and command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(where)
+            raise OSError(errno.EINVAL, "refused")
+        return set_flags(fd, command, flags)
+
+    def preadv(fd: int, views: list[memoryview], at: int, how: int = 0) -> int:
+        if how:
+            raise OSError(errno.EAGAIN, "not in the page cache")
+        if where == "read" and set_flags(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(where)
+            raise OSError(errno.EINVAL, "refused")
+        return read(fd, views, at)
+
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_)
+    monkeypatch.setattr(os, "preadv", preadv)
+    view = aligned(bytes(2 * MIB), 0)
+    store.read_into("a", start, view)
+    assert view == data[start : start + 2 * MIB]
+    assert refused == [where]
+
+
+def test_writing_on_a_kernel_without_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    store = LocalStore(tmp_path)
+    write(store, "a", b"1" * (MIB + 1))
+    assert store.get("a") == b"1" * (MIB + 1)
 
 
 def test_a_file_that_shrinks_while_it_is_read(
