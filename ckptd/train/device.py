@@ -96,7 +96,9 @@ class DeviceKind:
         if self.module is None:
             return False
         begun = getattr(self.module, "is_initialized", None)
-        return self.is_available and (begun is None or bool(begun()))
+        if begun is not None and not begun():
+            return False  # asked first: to look for devices may begin with the driver
+        return self.is_available
 
     def current_device(self) -> torch.device:
         """Return the device that tensors are made on where only the kind is named."""
@@ -146,11 +148,18 @@ class DeviceKind:
         asked = getattr(self.module, "is_current_stream_capturing", None)
         return asked is not None and self.is_in_use and bool(asked())
 
-    def ignore_captures(self) -> bool:
+    def ignore_captures(self, device: torch.device | None = None) -> bool:
         """Let this thread ask the driver while other threads capture graphs.
 
         Without that a question, such as whether an event has happened, is refused, and breaks a
         capture in mode "global" (torch's default) of any thread.
+
+        Parameters
+        ----------
+        device
+            What to make the current device of the thread, for good, where none was entered. A
+            thread begins on the first device, and a question makes a context on the current one:
+            hundreds of megabytes there, of each process that uses another device.
 
         Returns
         -------
@@ -158,6 +167,9 @@ class DeviceKind:
             False: this cannot be had, and asking may break a capture.
         """
         if not hasattr(self._of_thread, "free"):
+            choose = getattr(self.module, "set_device", None)
+            if device is not None and choose is not None:
+                choose(device)
             runtime = self._runtime
             free = runtime is None or _exchange(runtime, _THREAD_LOCAL) is not None
             self._of_thread.free = free

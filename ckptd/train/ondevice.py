@@ -541,10 +541,15 @@ class DeviceCopies:
 
     def lock_later(self, slot: Slot, devices: Iterable[torch.device]) -> None:
         """Page-lock a slot for the snapshots after this one, in a thread that nobody waits for."""
-        kinds = [kind for kind in map(kind_of, devices) if kind.locks_in_place]
-        if kinds and not self.pins.is_locked(slot, kinds[0]):
+        device = next((d for d in devices if kind_of(d).locks_in_place), None)
+        if device is not None and not self.pins.is_locked(slot, kind_of(device)):
             with suppress(RuntimeError):  # closed
-                self._locker.submit(self.pins.lock, slot, kinds[0])
+                self._locker.submit(self._lock, slot, device)
+
+    def _lock(self, slot: Slot, device: torch.device) -> None:
+        kind = kind_of(device)
+        kind.ignore_captures(device)
+        self.pins.lock(slot, kind)
 
     def settle(self) -> None:
         """Return when nothing is being page-locked."""

@@ -174,6 +174,11 @@ class _Events:
         """Record an event, a new one for 0; return its number."""
         while dead := self._sim.driver.sim_dead_event():
             self._moments.pop(dead, None)
+        before = self._moments[event].queue if event else None
+        if before is not None and before.device != device:
+            raise RuntimeError(
+                f"Event device {before.device} does not match recording stream's device {device}"
+            )
         moment = self._sim.record(self._sim.queue(device, stream))
         if not event:
             with self._sim.lock:

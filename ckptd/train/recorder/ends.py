@@ -60,9 +60,9 @@ class Ends:
             try:
                 result = wait(work, *args, **more)
             except BaseException:
-                entry[1](True)
+                self._tell(entry[1], True)
                 raise
-            entry[1](False)
+            self._tell(entry[1], False)
             return result
 
         watched.__doc__ = wait.__doc__
@@ -78,6 +78,12 @@ class Ends:
             self._library = None
         self._awaited.clear()
         self._by_output.clear()
+
+    def _tell(self, ended: Ended, failed: bool) -> None:
+        try:
+            ended(failed)
+        except Exception as error:  # noqa: BLE001 - the watched program must not notice
+            self._broken(error)
 
     def _watch_functional(self) -> None:
         """Watch the operator with which functional calls wait: it does so below Python."""
@@ -114,6 +120,10 @@ class Ends:
                 future.add_done_callback(lambda done: ended(_has_failed(done)))
                 return
         self.at_its_wait(work, ended, output)
+
+    def forget(self, work: Any) -> None:
+        """Look no more for a wait for `work`, whose tensors live as long as it does."""
+        self._awaited.pop(id(work), None)
 
     def at_its_wait(
         self, work: Any, ended: Ended, output: Any = None, forgotten: Forgotten | None = None
@@ -245,7 +255,8 @@ class DeviceEnds:
         self._ends = ends
         self._pending: deque[QueuedCall] = deque()
         self._anchors: dict[torch.device, _Anchor] = {}
-        self._idle: dict[tuple[DeviceKind, bool], list[torch.Event]] = {}
+        # An event belongs to the device on which it was first recorded.
+        self._idle: dict[tuple[torch.device, bool], list[torch.Event]] = {}
         self._captures: dict[DeviceKind, Callable[[], bool]] = {}
         self._blind: set[DeviceKind] = set()
         # A wait that fails and the look at events are in two threads: each call ends once.
@@ -267,7 +278,7 @@ class DeviceEnds:
         if kind in self._blind or self._is_capturing(kind):
             return None
         stream = kind.current_stream(device)
-        begun = self._recorded(kind, stream, timing=False)
+        begun = self._recorded(kind, device, stream, timing=False)
         queued = QueuedCall(call, kind, device, stream, begun)
         self._pending.append(queued)
         if len(self._pending) > _MOST:
@@ -283,15 +294,17 @@ class DeviceEnds:
             self._captures[kind] = asked
         return asked()
 
-    def _recorded(self, kind: DeviceKind, stream: torch.Stream, *, timing: bool) -> torch.Event:
-        """Return an event behind what a stream holds by now."""
-        idle = self._idle.get((kind, timing))
+    def _recorded(
+        self, kind: DeviceKind, device: torch.device, stream: torch.Stream, *, timing: bool
+    ) -> torch.Event:
+        """Return an event behind what a stream of a device holds by now."""
+        idle = self._idle.get((device, timing))
         event = idle.pop() if idle else kind.make_event(timing=timing)
         event.record(stream)
         return event
 
-    def _give_back(self, kind: DeviceKind, event: torch.Event, *, timing: bool) -> None:
-        idle = self._idle.setdefault((kind, timing), [])
+    def _give_back(self, device: torch.device, event: torch.Event, *, timing: bool) -> None:
+        idle = self._idle.setdefault((device, timing), [])
         if len(idle) < _MOST_IDLE:
             idle.append(event)
 
@@ -301,7 +314,13 @@ class DeviceEnds:
             queued.over = True
 
     def taken(self, queued: QueuedCall, work: Any, output: Any) -> None:
-        """Take note that the backend has taken a call: `work`, which writes `output`."""
+        """Take note that the backend has taken a call: `work`, which writes `output`.
+
+        There is no work for a call that is coalesced with others: nobody will know when it ends.
+        """
+        if work is None:
+            self._end(queued, seen=False)
+            return
         queued.work = work
         # Where nobody waits the work itself is asked.
         self._ends.at_its_wait(work, partial(self._waited, queued), output, _nothing)
@@ -317,7 +336,9 @@ class DeviceEnds:
         if anchor is None or anchor.until < time.monotonic():
             anchor = self._anchors[device] = _Anchor(kind, stream)
         queued.end_on, queued.anchor = stream, anchor
-        queued.end = self._recorded(kind, stream, timing=True)  # from now on the other thread looks
+        queued.end = self._recorded(
+            kind, device, stream, timing=True
+        )  # from now on the other thread looks
         queued.work = None
 
     def _end(
@@ -345,19 +366,26 @@ class DeviceEnds:
         # A queue is in order: behind an event that has not happened none has.
         ahead: set[torch.Stream] = set()
         open_: set[torch.Stream] = set()
-        for _ in range(len(self._pending)):
-            try:
-                queued = self._pending.popleft()
-            except IndexError:
-                return
-            if queued.over:
-                continue
-            if queued.kind in self._blind or not queued.kind.ignore_captures():
-                # Without that freedom asking would break the capture of a graph in another thread.
-                self._cannot_look(queued.kind, "asking for events would break captures of graphs")
-                self._end(queued, seen=False)
-            elif not self._is_over(queued, ahead, open_):
-                self._pending.append(queued)
+        kept: list[QueuedCall] = []
+        try:
+            for _ in range(len(self._pending)):
+                try:
+                    queued = self._pending.popleft()
+                except IndexError:
+                    return
+                if queued.over:
+                    continue
+                if queued.kind in self._blind or not queued.kind.ignore_captures(queued.device):
+                    # Without that freedom asking would break a capture in another thread.
+                    self._cannot_look(
+                        queued.kind, "asking for events would break captures of graphs"
+                    )
+                    self._end(queued, seen=False)
+                elif not self._is_over(queued, ahead, open_):
+                    kept.append(queued)
+        finally:
+            # Before what was enqueued meanwhile: the order is that of the queues.
+            self._pending.extendleft(reversed(kept))
 
     def _is_over(
         self, queued: QueuedCall, ahead: set[torch.Stream], open_: set[torch.Stream]
@@ -379,16 +407,17 @@ class DeviceEnds:
                 open_.add(queued.end_on)
                 return False
             self._end(queued, at=_host_ns(anchor, end, seen))
-            self._give_back(queued.kind, end, timing=True)
+            self._give_back(queued.device, end, timing=True)
             return True
         if work is None or not work.is_completed():
             return False
         self._end(queued, _work_has_failed(work), seen)
+        self._ends.forget(work)
         return True
 
     def _reached(self, queued: QueuedCall, begun: torch.Event) -> None:
         queued.begun = None
-        self._give_back(queued.kind, begun, timing=False)
+        self._give_back(queued.device, begun, timing=False)
         with self._lock:
             if not queued.over:
                 queued.call.reached()

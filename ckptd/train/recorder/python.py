@@ -143,10 +143,10 @@ class PythonSource:
                 ended(False)
                 return
             work = _unbox_work(result[-1] if isinstance(result, tuple) else result)
-            if work is None:
-                ended(False)
-            elif queued is not None:
+            if queued is not None:
                 self._device.taken(queued, work, written)
+            elif work is None:
+                ended(False, seen=not on_device)
             elif on_device:
                 ended(False, seen=False)
             elif waits:

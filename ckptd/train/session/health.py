@@ -34,9 +34,10 @@ def fault_of_devices(until: float) -> str:
     kind = accelerator()
     if kind is None or not kind.is_in_use:
         return ""
+    current = kind.current_device()  # of the program's thread: another one begins on the first
     found: list[str] = []
     thread = threading.Thread(
-        target=lambda: found.append(_look(kind)), name="ckptd-health", daemon=True
+        target=lambda: found.append(_look(kind, current)), name="ckptd-health", daemon=True
     )
     began = time.monotonic()
     thread.start()
@@ -46,9 +47,9 @@ def fault_of_devices(until: float) -> str:
     return found[0]
 
 
-def _look(kind: DeviceKind) -> str:
+def _look(kind: DeviceKind, current: torch.device) -> str:
     try:
-        for device in _used(kind):
+        for device in _used(kind, current):
             try:
                 _run_kernel(kind, device)
             except torch.OutOfMemoryError:
@@ -71,15 +72,17 @@ def _run_kernel(kind: DeviceKind, device: torch.device) -> None:
             raise RuntimeError(f"{device} computes 1 + 1 = {found}")
 
 
-def _used(kind: DeviceKind) -> list[torch.device]:
-    """Return the current device, and those on which this process holds memory."""
-    current = kind.current_device()
+def _used(kind: DeviceKind, current: torch.device) -> list[torch.device]:
+    """Return the devices on which this process holds memory; the current one where there is none.
+
+    On another one a look would make a context, which holds memory of others until the process ends.
+    """
     reserved = getattr(kind.module, "memory_reserved", None)
     count = getattr(kind.module, "device_count", None)
     if reserved is None or count is None:
         return [current]
-    others = (torch.device(kind.type, index) for index in range(int(count())))
-    return [current, *(d for d in others if d != current and reserved(d))]
+    every = (torch.device(kind.type, index) for index in range(int(count())))
+    return [device for device in every if reserved(device)] or [current]
 
 
 def empty_caches() -> None:

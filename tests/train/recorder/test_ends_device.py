@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ckptd.testing.simdevice import installed, lacking, run
 from ckptd.train.recorder.ends import DeviceClock, DeviceEnds, Ends, _work_has_failed
 from tests.train.recorder.cuda_checks import CHECKS
 
@@ -50,6 +54,133 @@ def test_a_kind_of_device_without_events_is_named_once(caplog: pytest.LogCapture
     assert "on mps tensors end is not known" in record.getMessage()
     ends.poll()
     assert not broken
+
+
+class _Work:
+    """A work that a device carries out."""
+
+    def __init__(self) -> None:
+        self.completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def get_future_result(self) -> None:
+        raise NotImplementedError
+
+    get_future = get_future_result
+
+
+def several_devices() -> None:
+    broken: list[BaseException] = []
+    ends = Ends(broken.append)
+    devices = DeviceEnds(ends)
+    calls = []
+    for index in (0, 1, 0, 1):  # an event that has done its work is used again on its own device
+        call = _Call()
+        calls.append(call)
+        queued = devices.enqueue(torch.device("cuda", index), call)
+        assert queued is not None
+        devices.taken(queued, _Work(), None)
+        devices._waited(queued, False)
+        devices.poll()
+    assert [call.said for call in calls] == [["reached", (False, True)]] * 4
+    assert not broken
+
+
+def coalesced() -> None:
+    devices, call = DeviceEnds(Ends([].append)), _Call()
+    queued = devices.enqueue(torch.device("cuda", 0), call)
+    assert queued is not None
+    devices.taken(queued, None, None)
+    devices.poll()
+    assert call.said == [(False, False)]
+    assert not devices._pending
+
+
+def nobody_waits() -> None:
+    ends = Ends([].append)
+    devices, call, work = DeviceEnds(ends), _Call(), _Work()
+    known = weakref.ref(work)
+    queued = devices.enqueue(torch.device("cuda", 0), call)
+    assert queued is not None
+    devices.taken(queued, work, None)
+    work.completed = True
+    devices.poll()
+    assert call.said == ["reached", (False, True)]
+    del work, queued
+    assert known() is None, "its tensors live as long as it does"
+
+
+def made_meanwhile() -> None:
+    """A call is enqueued while events are looked at, behind one that hangs."""
+    sim, devices = installed(), DeviceEnds(Ends([].append))
+    first, second = _Call(), _Call()
+    device = torch.device("cuda", 0)
+    queued = devices.enqueue(device, first)
+    assert queued is not None
+    work = _Work()
+    devices.taken(queued, work, None)
+    let_go, is_completed = sim.hold(), work.is_completed
+
+    def looked_at() -> bool:
+        if len(devices._pending) == 0:
+            devices.enqueue(device, second)
+        return is_completed()
+
+    work.is_completed = looked_at  # type: ignore[method-assign]
+    devices.poll()
+    assert first.said == ["reached"]
+    work.completed = True
+    devices.poll()
+    assert first.said == ["reached", (False, True)]
+    assert not second.said
+    let_go()
+
+
+def threads_on_their_device() -> None:
+    devices = DeviceEnds(Ends([].append))
+    torch.cuda.set_device(1)
+    assert devices.enqueue(torch.device("cuda", 1), _Call()) is not None
+    found: list[int] = []
+
+    def looks() -> None:
+        devices.poll()
+        found.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=looks)
+    thread.start()
+    thread.join()
+    assert found == [1], "a question on another device makes a context there"
+
+
+@pytest.mark.parametrize(
+    "program", [several_devices, coalesced, nobody_waits, made_meanwhile, threads_on_their_device]
+)
+@pytest.mark.xdist_group("simdevice")
+@pytest.mark.skipif(lacking() is not None, reason=f"NO SIMULATED DEVICE: {lacking()}")
+def test_on_simulated_devices(program: Callable[[], None]) -> None:
+    run(program)
+
+
+def test_a_look_at_an_end_that_fails_is_not_the_programs() -> None:
+    broken: list[BaseException] = []
+    ends = Ends(broken.append)
+    ends.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        error = RuntimeError("no event")
+
+        def fails(failed: bool, *, seen: bool = True) -> None:
+            raise error
+
+        ends.at_its_wait(work, fails)
+        work.wait()
+        assert broken == [error]
+    finally:
+        ends.remove()
+        dist.destroy_process_group()
 
 
 class _Ended(dist._Work):

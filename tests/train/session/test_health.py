@@ -48,6 +48,19 @@ def has_a_sticky_error() -> None:
     del kept
 
 
+def test_only_the_own_device_of_a_rank_is_looked_at() -> None:
+    run(uses_the_second)
+
+
+def uses_the_second() -> None:
+    sim = installed()
+    torch.cuda.set_device(1)
+    sim.fail(0)
+    assert fault_of_devices(soon()) == "", "another rank's device is used by no look"
+    sim.fail(1)
+    assert fault_of_devices(soon()), "though it holds no memory there"
+
+
 def test_a_device_that_hangs_is_given_up_in_time() -> None:
     run(hangs)
 
