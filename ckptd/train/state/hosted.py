@@ -84,35 +84,38 @@ class HostedOptimizer(Optimizer):
 
 
 class _States(MutableMapping[torch.Tensor, Any]):
-    """The state of several optimizers, by parameter of their groups."""
+    """The state of several optimizers, by parameter of their groups.
+
+    Each optimizer is asked anew: a load of its own puts another dictionary into its place.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._of = {
-            parameter: optimizer.state
+            parameter: optimizer
             for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._of[parameter][parameter]
+        return self._of[parameter].state[parameter]
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """Make no entry, as the optimizers' own dictionaries would."""
-        return self._of[parameter].get(parameter, default)
+        return self._of[parameter].state.get(parameter, default)
 
     def pop(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """Take an entry out, if it is there."""
-        return self._of[parameter].pop(parameter, default)
+        return self._of[parameter].state.pop(parameter, default)
 
     def __setitem__(self, parameter: torch.Tensor, entry: Any) -> None:
-        self._of[parameter][parameter] = entry
+        self._of[parameter].state[parameter] = entry
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._of[parameter][parameter]
+        del self._of[parameter].state[parameter]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter, state in self._of.items() if parameter in state)
+        return (parameter for parameter, owner in self._of.items() if parameter in owner.state)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

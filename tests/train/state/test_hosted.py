@@ -1,0 +1,53 @@
+"""`HostedOptimizer`, over a wrapper with the attributes of torchao's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckptd
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """Steps a copy of each parameter, as torchao's ``CPUOffloadOptimizer`` does."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_d2h_map = {p: p.detach().clone() for p in parameters}
+        self.optim_dict = {
+            p: torch.optim.Adam([master], lr=0.1) for p, master in self.param_d2h_map.items()
+        }
+        self.d_opt = None
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for o in self.optim_dict.values() for group in o.param_groups]
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter, optimizer in self.optim_dict.items():
+            self.param_d2h_map[parameter].grad = torch.ones_like(parameter)
+            optimizer.step()
+            parameter.data.copy_(self.param_d2h_map[parameter])
+
+
+def test_a_save_has_the_state_that_a_load_of_the_optimizer_itself_brought(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    wrapper = _Wrapper(list(model.parameters()))
+    state = {"model": model, "optim": wrapper}
+    (inner,) = wrapper.optim_dict.values()
+    wrapper.step()
+    before = inner.state_dict()
+    before = {**before, "state": {i: dict(s) for i, s in before["state"].items()}}
+    first = before["state"][0]["exp_avg"].clone()
+    before["state"][0]["exp_avg"] = first.clone()
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        ck.save(1, state).durable()
+        wrapper.step()
+        inner.load_state_dict(before)  # torch's: it puts another dictionary into its place
+        ck.save(2, state).durable()
+        wrapper.step()
+        assert not torch.equal(inner.state_dict()["state"][0]["exp_avg"], first)
+        assert ck.load(state) == 2
+    assert torch.equal(inner.state_dict()["state"][0]["exp_avg"], first)
