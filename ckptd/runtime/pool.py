@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from ckptd.errors import DeadlineError
@@ -13,6 +14,9 @@ from ckptd.errors import DeadlineError
 __all__ = ["cores", "run_all"]
 
 T = TypeVar("T")
+
+_LEAVE_S = 10.0
+"""How long an interrupted caller waits for tasks under way, in seconds."""
 
 
 def cores() -> int:
@@ -54,6 +58,8 @@ def run_all(
     ------
     BaseException
         What the earliest failing task raised; tasks under way are waited for, others not begun.
+        Likewise what was raised in this thread meanwhile, such as an interrupt: a task that is
+        under way may still write what the caller has for others then. It is waited for 10 s.
     DeadlineError
         kind ``stalled``: no task ended for `stall_s` seconds. Threads may still hang in a call
         that the system does not give back; nothing waits for them.
@@ -120,7 +126,20 @@ class _Pool(Generic[T]):
                             hint="is the file system or the object store reachable?",
                         )
                     self._changed.wait(min(1.0, stall_s))
+        except DeadlineError:
+            raise  # the tasks hang
+        except BaseException:
+            self._leave(time.monotonic() + _LEAVE_S)
+            raise
         finally:
             self._stop = True
         if self._errors:
             raise min(self._errors, key=lambda e: e[0])[1]
+
+    def _leave(self, until: float) -> None:
+        """Wait for what is under way; an interrupt that comes again is one already."""
+        self._stop = True
+        while (left := until - time.monotonic()) > 0:
+            with suppress(BaseException), self._changed:
+                if self._changed.wait_for(lambda: not self._running, left):
+                    return

@@ -70,7 +70,9 @@ class TorchExtension:
 
     def _wanted(self) -> str:
         """Return what a build must be of to be used here."""
-        source = hashlib.sha256(self.source.read_bytes()).hexdigest()[:16]
+        # It looks for PyTorch's libraries where they lay, and not in another environment.
+        lies = os.fsencode(_torch_folder())
+        source = hashlib.sha256(self.source.read_bytes() + lies).hexdigest()[:16]
         abi = sysconfig.get_config_var("SOABI")
         return f"{self.name}-torch{_torch_version()}-{abi}-{source}"
 

@@ -27,8 +27,8 @@ I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
 _HUNG_S = 1.0
 """What is waited for once more where a wait has been too long already, in seconds."""
-_kept: list[BufferRing | None] = []
-"""Buffers that a device which hangs may still copy from: not to be given to anybody else."""
+_kept: list[object] = []
+"""Memory that a device which hangs may still copy from or to: not to be given to anybody else."""
 
 
 class TargetElements(NamedTuple):
@@ -108,7 +108,7 @@ class Filling:
             return None
         if local.device.type == "cpu" and local.is_contiguous() and _is_memory(local):
             return as_bytes(local)
-        host = torch.empty(local.shape, dtype=local.dtype)
+        host = torch.empty(local.shape, dtype=local.dtype, device="cpu")
         self._later.append((local, host))
         return as_bytes(host)
 
@@ -127,7 +127,7 @@ class Filling:
         try:
             buffer = torch.empty(local.shape, dtype=local.dtype, device=device)
         except torch.OutOfMemoryError:
-            buffer = torch.empty(local.shape, dtype=local.dtype)
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu")
         buffer.copy_(local)  # what the checkpoint leaves out stays as it is
         self._later.append((local, buffer))
         return self._memory(buffer)
@@ -155,11 +155,14 @@ class Filling:
         """Wait for what is under way: nothing may be copied from memory that is given back."""
         if error is None:
             return
+        kept = self._ring, self._later
+        _kept.append(kept)  # also where an interrupt comes once more
         try:
             self._settle(_HUNG_S if isinstance(error, DeadlineError) else STALL_S)
         except (CkptdError, RuntimeError) as other:
             error.add_note(f"what was sent to devices before did not arrive: {other}")
-            _kept.append(self._ring)
+        else:
+            _kept.pop()
 
     def fill(self, target: LiveTarget, fill: Fill, dtype: DType) -> None:
         """Write a value to places of a target that no element of the checkpoint stands for."""

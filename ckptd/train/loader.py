@@ -694,13 +694,20 @@ class Loader:
                     progress=options.progress,
                 )
                 _tell_read(read, begun)
-                # What was read comes to its last place; a layout may change values on the way.
-                if laid is not None:
-                    self._undamaged(partial(laid.finish, filling))
-                filling.finish()
-            if isinstance(witness, Witness):
-                with events.span("verify"):
-                    self._check_witness(witness, places.result(), manifest, filling, laid)
+
+                def complete() -> None:
+                    """Bring what was read to its last place, and compare it with the witness.
+
+                    A layout may change values on the way.
+                    """
+                    if laid is not None:
+                        laid.finish(filling)
+                    filling.finish()
+                    if isinstance(witness, Witness):
+                        with events.span("verify"):
+                            self._check_witness(witness, places.result(), manifest, filling, laid)
+
+                self._undamaged(complete)
             apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
             _tell_followers(leaves, per_rank, candidate.step)
             return matching, read
@@ -736,16 +743,12 @@ class Loader:
         filling: Filling,
         laid: LaidLoad | None,
     ) -> None:
-        """Check what was filled; when one rank's is wrong, every rank's load has failed."""
+        """Compare what was filled with the checkpoint's witness."""
+        check_witness(witness, places, manifest, filling)
+        if laid is not None:
+            from ckptd.train.layout.witness import check_laid_witness
 
-        def check() -> None:
-            check_witness(witness, places, manifest, filling)
-            if laid is not None:
-                from ckptd.train.layout.witness import check_laid_witness
-
-                check_laid_witness(laid, filling, WitnessPlan.of(manifest), witness)
-
-        self._undamaged(check)
+            check_laid_witness(laid, filling, WitnessPlan.of(manifest), witness)
 
     def _undamaged(self, function: Callable[[], None]) -> None:
         """Call a function that raises when the live state is wrong: then it is so on every rank."""

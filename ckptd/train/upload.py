@@ -97,11 +97,11 @@ class BufferRing:
     def _make(self) -> torch.Tensor:
         if self.locked:
             try:
-                return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 _log.info("no page-locked memory: each copy to a device is waited for (%s)", error)
                 self.locked = False
-        return torch.empty(self.nbytes, dtype=torch.uint8)
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
 
     def _collect(self) -> None:
         """Take back what has been copied; of several devices each has a pace of its own."""
@@ -149,9 +149,10 @@ class Upload:
     def begin(self) -> None:
         """Let everything that is copied come after what the current stream holds by now."""
         if self._stream is not None:
-            ready = self._kind.make_event()
-            ready.record(self._kind.current_stream(self.device))
-            self._stream.wait_event(ready)
+            with _failures():
+                ready = self._kind.make_event()
+                ready.record(self._kind.current_stream(self.device))
+                self._stream.wait_event(ready)
 
     @contextmanager
     def order(self) -> Iterator[None]:
@@ -240,7 +241,8 @@ class _Batch:
 
     def _give(self) -> None:
         if self._buffer is not None:
-            self._ring.give(self._buffer, self._upload.mark() if self._ring.locked else None)
+            # Also where the ring has meanwhile run out of page-locked memory: this one is locked.
+            self._ring.give(self._buffer, self._upload.mark())
         self._buffer, self._used = None, 0
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class DeviceMemory:
 
 def _overwrite(raw: torch.Tensor) -> None:
     with torch.no_grad():
-        torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(_GARBAGE)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(raw.untyped_storage()).fill_(_GARBAGE)
 
 
 class SimTensor(torch.Tensor):
@@ -451,7 +451,7 @@ def register(sim: Simulator, device_type: str, key: str) -> torch.library.Librar
         pin_memory: Any = None,
         memory_format: Any = None,
     ) -> torch.Tensor:
-        raw = torch.empty(size, dtype=dtype, memory_format=memory_format)
+        raw = torch.empty(size, dtype=dtype, memory_format=memory_format, device="cpu")
         return _new(raw, index_of(device))
 
     def empty_strided(

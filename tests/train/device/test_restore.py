@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptd
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, UsageError
+from ckptd.layout.block import Block
 from ckptd.store import open_store
 from ckptd.testing.simdevice import SCHEDULES, installed, run, run_simulated_ranks
 from ckptd.train import filling, loader, upload
@@ -304,6 +305,33 @@ def loads_from_near_memory(root: str) -> None:
         assert different(live, state) == []
 
 
+def keeps_buffers_that_are_copied_from(_: str) -> None:
+    """A buffer that is page-locked is waited for, also where there is no such memory for others."""
+    target = torch.zeros(64, dtype=torch.uint8, device="cuda")
+    limits = upload.MOST_BUFFERS, upload.STALL_S
+    with installed().test("lazy") as simulator:
+        upload.MOST_BUFFERS, upload.STALL_S = 2, 0.1
+        ring = upload.BufferRing(64)
+        writer = upload.Upload(target.device, ring)
+        end = simulator.hold()
+        writer.begin()
+        batch = writer.batch()
+        room = batch.room(64)
+        room[:] = 1
+        place = upload.DeviceBuffer(target, writer)
+        place.send(Block((64,), 0, (1,), 0, (1,)), 1, room, locked=batch.locked)
+        ring.locked = False  # as where another thread's buffer could not be page-locked
+        ring.take()
+        batch.close()
+        with pytest.raises(DeadlineError):
+            ring.take()
+        end()
+        writer.settle(10.0)
+        assert ring.take().data_ptr() == room.__array_interface__["data"][0]
+    upload.MOST_BUFFERS, upload.STALL_S = limits
+    assert bool((target == 1).all())
+
+
 def is_refused_in_a_capture(root: str) -> None:
     save(root, {"w": torch.ones(8, device="cuda")})
     live = {"w": torch.zeros(8, device="cuda")}
@@ -327,6 +355,7 @@ def promised(folder: str) -> None:
         a_device_that_fails_poisons_the_state,
         reads_in_waves,
         loads_from_near_memory,
+        keeps_buffers_that_are_copied_from,
         is_refused_in_a_capture,
     ):
         check(f"{folder}/{check.__name__}")
@@ -394,6 +423,34 @@ def loads_other_shards(root: str) -> None:
         ck.load({"w": columns})
     wanted = whole.chunk(2, 1)[dist.get_rank()]
     assert torch.equal(columns.to_local().cpu(), wanted)
+
+
+def fails_on_all_ranks(root: str) -> None:
+    """A device that fails behind the last copy, on one rank, fails the load of each."""
+    live = {"w": torch.ones(1 << 20, device="cuda")}
+    genuine = loader.execute
+
+    def execute(*args: Any, **options: Any) -> Any:
+        report = genuine(*args, **options)
+        if dist.get_rank() == 1:
+            installed().fail(0, "an illegal memory access was encountered")
+        return report
+
+    with ckptd.Checkpointer(root, timeout_s=30.0) as ck:
+        ck.save(1, live).durable(60.0)
+        loader.execute = execute
+        with pytest.raises(CkptdError) as caught:
+            ck.load(live)
+        loader.execute = genuine
+        installed()._failed.clear()
+        assert caught.value.kind == "device-failed"
+        assert caught.value.poisoned
+        ck.load(live)
+    assert bool((live["w"] == 1.0).all())
+
+
+def test_a_device_that_fails_last_is_known_to_all_ranks(tmp_path: Path) -> None:
+    run_simulated_ranks(2, fails_on_all_ranks, str(tmp_path / "root"))
 
 
 def test_other_shards_come_to_their_places(tmp_path: Path) -> None:
