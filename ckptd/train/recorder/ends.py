@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -9,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,13 @@ Forgotten = Callable[[], None]
 """Called where nobody has waited for a work for so long that its wait is looked for no more."""
 
 
+class _Awaited(NamedTuple):
+    work: Any
+    ended: Ended
+    forgotten: Forgotten
+    count: int
+
+
 class Ends:
     """Tells when works end: by their future, or when somebody waits, as the caller does at once.
 
@@ -42,8 +50,10 @@ class Ends:
 
     def __init__(self, broken: Callable[[BaseException], None]) -> None:
         self._broken = broken
-        self._awaited: OrderedDict[int, tuple[Any, Ended, Forgotten]] = OrderedDict()
-        self._by_output: dict[int, int] = {}
+        self._awaited: OrderedDict[int, _Awaited] = OrderedDict()
+        # An address and the number of a work serve again when that is let go of: counts do not.
+        self._by_output: dict[int, tuple[int, int]] = {}
+        self._counts = itertools.count()
         self._library: torch.library.Library | None = None
         self._without: set[str] = set()
         self._wait: Any = None
@@ -60,9 +70,9 @@ class Ends:
             try:
                 result = wait(work, *args, **more)
             except BaseException:
-                self._tell(entry[1], True)
+                self._tell(entry.ended, True)
                 raise
-            self._tell(entry[1], False)
+            self._tell(entry.ended, False)
             return result
 
         watched.__doc__ = wait.__doc__
@@ -102,10 +112,11 @@ class Ends:
 
     def _written(self, tensor: Any) -> None:
         try:
-            key = self._by_output.pop(_address(tensor), None)
-            entry = None if key is None else self._awaited.pop(key, None)
-            if entry is not None:
-                entry[1](False)
+            key, count = self._by_output.pop(_address(tensor), (0, -1))
+            entry = self._awaited.get(key)
+            if entry is not None and entry.count == count:
+                self._awaited.pop(key, None)
+                entry.ended(False)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 
@@ -136,12 +147,14 @@ class Ends:
         like a hang.
         """
         # The same object comes back to the caller as long as it is held here.
-        self._awaited[id(work)] = (work, ended, forgotten or partial(ended, False, seen=False))
+        count = next(self._counts)
+        forgotten = forgotten or partial(ended, False, seen=False)
+        self._awaited[id(work)] = _Awaited(work, ended, forgotten, count)
         if len(self._awaited) > _MOST_AWAITED:
-            self._awaited.popitem(last=False)[1][2]()
+            self._awaited.popitem(last=False)[1].forgotten()
         written = None if output is None else first_tensor(output)
         if written is not None:
-            self._by_output[_address(written)] = id(work)
+            self._by_output[_address(written)] = id(work), count
             if len(self._by_output) > _MOST_AWAITED:
                 del self._by_output[next(iter(self._by_output))]
 

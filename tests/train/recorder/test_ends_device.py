@@ -56,6 +56,10 @@ def test_a_kind_of_device_without_events_is_named_once(caplog: pytest.LogCapture
     assert not broken
 
 
+def _raised(error: BaseException) -> None:
+    raise error
+
+
 class _Work:
     """A work that a device carries out."""
 
@@ -89,7 +93,7 @@ def several_devices() -> None:
 
 
 def coalesced() -> None:
-    devices, call = DeviceEnds(Ends([].append)), _Call()
+    devices, call = DeviceEnds(Ends(_raised)), _Call()
     queued = devices.enqueue(torch.device("cuda", 0), call)
     assert queued is not None
     devices.taken(queued, None, None)
@@ -99,7 +103,7 @@ def coalesced() -> None:
 
 
 def nobody_waits() -> None:
-    ends = Ends([].append)
+    ends = Ends(_raised)
     devices, call, work = DeviceEnds(ends), _Call(), _Work()
     known = weakref.ref(work)
     queued = devices.enqueue(torch.device("cuda", 0), call)
@@ -112,9 +116,33 @@ def nobody_waits() -> None:
     assert known() is None, "its tensors live as long as it does"
 
 
+def waits_for_another() -> None:
+    """Memory that a call has written is waited for when that call is over and forgotten."""
+    ends = Ends(_raised)
+    devices = DeviceEnds(ends)
+    output, device = torch.ones(3, device="cuda"), torch.device("cuda", 0)
+    first, work = devices.enqueue(device, _Call()), _Work()
+    assert first is not None
+    devices.taken(first, work, output)
+    work.completed = True
+    devices.poll()
+    # What has the same number as that work, as soon as it is let go of.
+    call = _Call()
+    second = devices.enqueue(device, call)
+    assert second is not None
+    work.completed = False
+    devices.taken(second, work, None)
+    ends._written(output)
+    devices.poll()
+    assert call.said == ["reached"], "nobody has waited for it"
+    work.completed = True
+    devices.poll()
+    assert call.said == ["reached", (False, True)]
+
+
 def made_meanwhile() -> None:
     """A call is enqueued while events are looked at, behind one that hangs."""
-    sim, devices = installed(), DeviceEnds(Ends([].append))
+    sim, devices = installed(), DeviceEnds(Ends(_raised))
     first, second = _Call(), _Call()
     device = torch.device("cuda", 0)
     queued = devices.enqueue(device, first)
@@ -139,7 +167,7 @@ def made_meanwhile() -> None:
 
 
 def threads_on_their_device() -> None:
-    devices = DeviceEnds(Ends([].append))
+    devices = DeviceEnds(Ends(_raised))
     torch.cuda.set_device(1)
     assert devices.enqueue(torch.device("cuda", 1), _Call()) is not None
     found: list[int] = []
@@ -155,7 +183,15 @@ def threads_on_their_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [several_devices, coalesced, nobody_waits, made_meanwhile, threads_on_their_device]
+    "program",
+    [
+        several_devices,
+        coalesced,
+        nobody_waits,
+        waits_for_another,
+        made_meanwhile,
+        threads_on_their_device,
+    ],
 )
 @pytest.mark.xdist_group("simdevice")
 @pytest.mark.skipif(lacking() is not None, reason=f"NO SIMULATED DEVICE: {lacking()}")
