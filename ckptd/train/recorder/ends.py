@@ -39,7 +39,7 @@ class _Awaited(NamedTuple):
     work: Any
     ended: Ended
     forgotten: Forgotten
-    count: int
+    number: int
 
 
 class Ends:
@@ -51,9 +51,9 @@ class Ends:
     def __init__(self, broken: Callable[[BaseException], None]) -> None:
         self._broken = broken
         self._awaited: OrderedDict[int, _Awaited] = OrderedDict()
-        # An address and the number of a work serve again when that is let go of: counts do not.
+        # An address and the id of a work serve again when that is let go of: numbers do not.
         self._by_output: dict[int, tuple[int, int]] = {}
-        self._counts = itertools.count()
+        self._numbers = itertools.count()
         self._library: torch.library.Library | None = None
         self._without: set[str] = set()
         self._wait: Any = None
@@ -112,9 +112,9 @@ class Ends:
 
     def _written(self, tensor: Any) -> None:
         try:
-            key, count = self._by_output.pop(_address(tensor), (0, -1))
+            key, number = self._by_output.pop(_address(tensor), (0, -1))
             entry = self._awaited.get(key)
-            if entry is not None and entry.count == count:
+            if entry is not None and entry.number == number:
                 self._awaited.pop(key, None)
                 entry.ended(False)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
@@ -147,14 +147,14 @@ class Ends:
         like a hang.
         """
         # The same object comes back to the caller as long as it is held here.
-        count = next(self._counts)
+        number = next(self._numbers)
         forgotten = forgotten or partial(ended, False, seen=False)
-        self._awaited[id(work)] = _Awaited(work, ended, forgotten, count)
+        self._awaited[id(work)] = _Awaited(work, ended, forgotten, number)
         if len(self._awaited) > _MOST_AWAITED:
             self._awaited.popitem(last=False)[1].forgotten()
         written = None if output is None else first_tensor(output)
         if written is not None:
-            self._by_output[_address(written)] = id(work), count
+            self._by_output[_address(written)] = id(work), number
             if len(self._by_output) > _MOST_AWAITED:
                 del self._by_output[next(iter(self._by_output))]
 
