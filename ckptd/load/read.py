@@ -148,6 +148,27 @@ class Fetcher:
                 what="checking sizes and digest indexes",
             )
 
+    def check_unchanged(self) -> None:
+        """Look again at the files without digests that somebody has read of this checkpoint.
+
+        Other programs write theirs anew under the same name: what was read would be of two.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``replaced``, ``missing-file``, ``truncated``, ``bad-size``.
+        """
+        places = self._places
+        loose = [file for file in sorted(places.sized) if not places.is_digested(file)]
+        if loose:
+            run_all(
+                loose,
+                lambda file: check_size(self._store, places.files[file]),
+                threads=min(len(loose), max(self._threads, 4)),
+                stall_s=self._stall_s,
+                what="looking whether files have changed",
+            )
+
     def _is_checked(self, file: int) -> bool:
         known = self._places.indexes
         return file in self._places.sized and (file in known or not self._verify)
@@ -744,6 +765,7 @@ class _Run:
         self._count.total += self._bytes_of(mine) if fetched else 0
         if self._schedule.waves:
             self._fetch(self._schedule.waves[0])
+        self._fetcher.check_unchanged()
         self._fetch_s += time.monotonic() - begin
 
     def _leave_out(self, found: InMemory) -> None:
@@ -876,6 +898,7 @@ class _Run:
             self._copy_s += time.monotonic() - between
         begin = time.monotonic()
         self._settle()
+        self._fetcher.check_unchanged()
         self._copy_s += time.monotonic() - begin
 
     def _settle(self) -> None:

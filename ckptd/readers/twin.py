@@ -177,9 +177,10 @@ class _Segment:
 class _DataFile:
     """A data file, whose bytes are a foreign file's."""
 
-    def __init__(self, key: str, size: int, header: bytes, data_bytes: int) -> None:
-        self.key = key
-        self.size = size
+    def __init__(self, info: ObjectInfo, header: bytes, data_bytes: int) -> None:
+        self.key = info.key
+        self.size = info.size
+        self.modified = info.modified
         self.header = header
         self.data_bytes = data_bytes
         self.segments: list[_Segment] = []
@@ -319,7 +320,7 @@ class ForeignRoot(ReadOnlyStore):
                     found=f"{info.size} bytes",
                 )
             stored.append(FileEntry(paths[i], i, len(header), data_bytes))
-            self._data[paths[i]] = _DataFile(info.key, info.size, header, data_bytes)
+            self._data[paths[i]] = _DataFile(info, header, data_bytes)
         self._place(filemap, held, paths)
         manifest = Manifest(
             step,
@@ -364,8 +365,7 @@ class ForeignRoot(ReadOnlyStore):
                     self._extent(file, segment)
 
     def _write(self, manifest: Manifest, name: CommitName, folder: str) -> None:
-        created = datetime.fromtimestamp(self._modified, UTC).isoformat(timespec="milliseconds")
-        created = created.replace("+00:00", "Z")
+        created = _time(self._modified)
         root_id = digest_hex(_text(self.url).encode())
         file, raw = encode_manifest(manifest)
         commit = Commit(
@@ -416,6 +416,15 @@ class ForeignRoot(ReadOnlyStore):
                 where=file.key,
                 wanted=f"{file.size} bytes",
                 found=f"{info.size} bytes",
+            )
+        if info.modified != file.modified:
+            raise CorruptError(
+                "a file was written anew while it was read",
+                kind="replaced",
+                where=file.key,
+                wanted=f"what was written at {_time(file.modified)}",
+                found=f"what was written at {_time(info.modified)}",
+                hint="begin again, once no program writes there",
             )
         return ObjectInfo(key, file.total, info.modified)
 
@@ -556,6 +565,11 @@ class ForeignRoot(ReadOnlyStore):
     def close(self) -> None:
         """Close the store below."""
         self.inner.close()
+
+
+def _time(modified: float) -> str:
+    text = datetime.fromtimestamp(modified, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def _text(name: str) -> str:

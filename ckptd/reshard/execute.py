@@ -430,6 +430,7 @@ class Executor:
                 self.spent.bytes_needed += plan.bytes_needed
                 writing.put(plan.stretches, memory)
                 del memory
+            self._reading.check_unchanged()
             writing.close()
         except BaseException:
             writing.stop()

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -298,15 +299,7 @@ class Reading:
         CorruptError
             kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``.
         """
-        # No open descriptors: what they read stays in the page cache, and nobody reads it again.
-        fetcher = Fetcher(
-            self._source.store,
-            self._source,
-            self._line,
-            None,
-            threads=self._threads,
-            stall_s=self._stall_s,
-        )
+        fetcher = self._fetcher
         used = {f for _, runs in plan.turns for f in self._line.files_of(runs)}
         fetcher.check_files(sorted(used), lambda: None, anywhere=True)
         for moves, runs in plan.turns:
@@ -327,6 +320,22 @@ class Reading:
                 stall_s=self._stall_s,
                 what="reading the source",
             )
+
+    @cached_property
+    def _fetcher(self) -> Fetcher:
+        # No open descriptors: what they read stays in the page cache, and nobody reads it again.
+        return Fetcher(
+            self._source.store,
+            self._source,
+            self._line,
+            None,
+            threads=self._threads,
+            stall_s=self._stall_s,
+        )
+
+    def check_unchanged(self) -> None:
+        """Look again at what was read; raises as `Fetcher.check_unchanged`."""
+        self._fetcher.check_unchanged()
 
     # -- windows -------------------------------------------------------------------------------
 

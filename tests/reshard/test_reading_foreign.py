@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
+from ckptd.errors import CorruptError
 from ckptd.load.direct import DirectReader
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
@@ -121,6 +122,51 @@ def test_what_nobody_wants_is_not_read(
     for name, value in with_moments().items():
         if states or name.startswith("model."):
             assert np.array_equal(read.tensor(name), value.numpy())
+
+
+class Overwritten(LocalStore):
+    """Writes all files anew, of the same sizes, when so many reads were made."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.folder = root
+        self.reads_left = -1
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.reads_left -= 1
+        if not self.reads_left:
+            for path in list(self.folder.iterdir()):
+                (self.folder / "new").write_bytes(path.read_bytes())
+                (self.folder / "new").replace(path)
+        super().read_into(key, offset, buffer)
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_torch, write_hf])
+def test_a_source_that_is_written_anew_is_not_mixed(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    """A trainer that writes its newest checkpoint under one name does so at any time."""
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source")
+    with Overwritten(tmp_path / "source") as store:
+        stock = foreign_stock(store)
+        found = prepare(stock, source_program(stock, None), program("names.dcp"))
+        job = FolderJob(stock.source, to_dcp(found), tmp_path / "out", identity=found.identity)
+        store.reads_left = 3
+        with pytest.raises(CorruptError) as caught:
+            job.run(ReshardShare(), Budget.of(64 << 20, store))
+    assert caught.value.kind == "replaced"
+    assert not (tmp_path / "out" / ".metadata").exists()
+
+
+def test_a_file_that_is_written_anew_is_not_loaded(tmp_path: Path) -> None:
+    write_torch(tmp_path)
+    with Overwritten(tmp_path) as store:
+        reader = reader_in(store)
+        store.reads_left = 3
+        with pytest.raises(CorruptError) as caught:
+            reader.tensors(reader.names)
+    assert (caught.value.kind, caught.value.poisoned) == ("replaced", False)
 
 
 def read_directly(reader: CkptdReader, name: str) -> Array:
