@@ -1,4 +1,4 @@
-"""What is to be known of ckptd on a GPU, in three calls of ten minutes on a machine that is lent.
+"""What is to be known of ckptd on a GPU, in three calls of ten minutes.
 
     python -m bench.gpu_session --list
     python -m bench.gpu_session --wheels wheels                  # where there is a network
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CHECKS_SCRIPT = HERE / "gpu_checks.py"
 CALL_S = 585.0
-"""Of a call: a machine that is lent ends a command after 600 seconds."""
+"""Of a call: machines that many share may end a command after 600 seconds."""
 LEAST_SHARE = 0.4
 """A check begins if so much of its limit is left of the call."""
 KILLED_S = 5.0
@@ -93,7 +93,7 @@ CHECKS: dict[str, Check] = {
     "again": Check(3, 80, "what lazy copies promise, a second time"),
     "csan": Check(3, 80, "the same under TORCH_CUDA_SANITIZER", "CSAN's hooks in the driver"),
 }
-"""The most valuable first; limits of each call sum up to less than `CALL_S`."""
+"""The most valuable first; limits of each call sum up to `CALL_S` at most."""
 
 
 class Aim(NamedTuple):

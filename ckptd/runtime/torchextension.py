@@ -60,14 +60,6 @@ class TorchExtension:
         cache = os.environ.get("XDG_CACHE_HOME")
         return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
 
-    def dependencies(self) -> list[Path]:
-        """Return the files of `libraries` in the PyTorch that is installed.
-
-        Who loads a build before PyTorch is imported loads these first: a build names the folder of
-        the environment that it was made in, and that may be another one, or gone.
-        """
-        return [_torch_folder() / "lib" / f"lib{library}.so" for library in self.libraries]
-
     def _wanted(self) -> str:
         """Return what a build must be of to be used here."""
         # It looks for PyTorch's libraries where they lay, and not in another environment.

@@ -92,10 +92,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     if why := lacking():
         raise UsageError("no device can be simulated here", kind="no-device", found=why)
     kind = name if name in _KINDS else "privateuseone"
-    path = _built()
-    for needed in GUARD.dependencies():
-        ctypes.CDLL(str(needed), mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.PyDLL(str(_built()), mode=ctypes.RTLD_GLOBAL)
     library.sim_stream.restype = ctypes.c_int64
     library.sim_set_stream.argtypes = (ctypes.c_int, ctypes.c_int64)
     library.sim_dead_event.restype = ctypes.c_int64

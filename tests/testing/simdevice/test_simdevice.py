@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import DeadlineError, UsageError
+from ckptd.runtime import torchextension
 from ckptd.testing.simdevice import install, run, run_simulated_ranks
 from ckptd.testing.simdevice.loading import GUARD
 from tests.simulated import ON_SIMULATED_DEVICES, failing
@@ -61,29 +61,21 @@ def test_no_device_is_made_behind_torch() -> None:
         install()
 
 
-def built_elsewhere(folder: Path) -> None:
-    """Put a build of the native part there that was made in an environment that is gone."""
-    build = GUARD.build()
-    here = str(GUARD.dependencies()[0].parent).encode()
-    found = build.read_bytes()
-    folder.mkdir(mode=0o700)
-    moved = folder / build.name
-    moved.write_bytes(found.replace(here, b"/gone".ljust(len(here), b"/")))
-    moved.chmod(0o700)
+def test_a_build_for_the_pytorch_of_another_environment_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would load the libraries of that one, or none where that environment is gone."""
+    GUARD.build()
+    assert GUARD.built() is not None
+    monkeypatch.setattr(torchextension, "_torch_folder", lambda: tmp_path)
+    assert GUARD.built() is None
 
 
 def test_the_guides_program_shows_its_missing_wait(tmp_path: Path) -> None:
-    built_elsewhere(tmp_path / "builds")
     program = tmp_path / "program.py"
     program.write_text(GUIDE.read_text().partition("```python\n")[2].partition("```")[0])
     command = [sys.executable, "-m", "ckptd.testing.simdevice", "--schedule", "lazy"]
-    done = subprocess.run(
-        [*command, str(program)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "CKPTD_BUILDS": str(tmp_path / "builds")},
-    )
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
     assert "\n" + done.stdout in GUIDE.read_text()
     assert done.stdout != "[2.0, 2.0, 2.0, 2.0]\n"
     assert done.stderr == "simulated device: 0 problems, 1 waits\n"
