@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ckptd.train.device import DeviceKind, kind_of
 from ckptd.train.recorder.calls import first_tensor
@@ -329,9 +330,10 @@ class DeviceEnds:
     def taken(self, queued: QueuedCall, work: Any, output: Any) -> None:
         """Take note that the backend has taken a call: `work`, which writes `output`.
 
-        There is no work for a call that is coalesced with others: nobody will know when it ends.
+        A call that is coalesced with others has no work, or one that counts as completed before it
+        has begun: nobody will know when it ends.
         """
-        if work is None:
+        if work is None or getattr(distributed_c10d._world, "pg_coalesce_state", None):
             self._end(queued, seen=False)
             return
         queued.work = work

@@ -93,12 +93,20 @@ def several_devices() -> None:
 
 
 def coalesced() -> None:
-    devices, call = DeviceEnds(Ends(_raised)), _Call()
-    queued = devices.enqueue(torch.device("cuda", 0), call)
-    assert queued is not None
-    devices.taken(queued, None, None)
-    devices.poll()
-    assert call.said == [(False, False)]
+    devices = DeviceEnds(Ends(_raised))
+    completed = _Work()
+    completed.completed = True
+    for work in (None, completed):  # a send or receive has none; NCCL's other one has no event yet
+        call = _Call()
+        dist.distributed_c10d._world.pg_coalesce_state.update({object(): []})  # type: ignore[dict-item]
+        try:
+            queued = devices.enqueue(torch.device("cuda", 0), call)
+            assert queued is not None
+            devices.taken(queued, work, None)
+        finally:
+            dist.distributed_c10d._world.pg_coalesce_state.clear()
+        devices.poll()
+        assert call.said == [(False, False)]
     assert not devices._pending
 
 

@@ -118,7 +118,7 @@ export function calls(root) {
   }
 
   const words = ({ rank, call }) => [`${call.op} · rank ${rank}`, `${call.kind ? `${call.kind} · ` : ""}${call.group} #${count(call.seq)}`,
-    call.unseen ? "its end is not known: its device does not say" : call.until !== undefined ? "its end was not seen"
+    call.unseen ? "its end is not known" : call.until !== undefined ? "its end was not seen"
       : call.end_s === null ? `${call.queued ? "its device has not come to it" : "not completed"} for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
     [bytes(call.bytes), call.step === null ? null : `step ${count(call.step)}`, call.phase?.toLowerCase()].filter((t) => t && t !== "–").join(" · "), call.site].filter(Boolean);
 
