@@ -65,7 +65,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"the {most} files that cost most")
         terminalreporter.write_line(" tests  wall s   CPU s  of these in other processes")
         rows = sorted(_costs.items(), key=lambda row: row[1][2] + row[1][3], reverse=True)
-        for name, (tests, wall, own, others) in [*rows[:most], ("all", sum(_costs.values()))]:
+        every = sum(_costs.values(), np.zeros(4))
+        for name, (tests, wall, own, others) in [*rows[:most], ("all", every)]:
             terminalreporter.write_line(
                 f"{tests:6.0f} {wall:7.1f} {own + others:7.1f} {others:7.1f}  {name}"
             )
