@@ -239,7 +239,7 @@ class Buffers:
 
 
 def _buffer() -> torch.Tensor:
-    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass(slots=True)
@@ -497,7 +497,7 @@ class DeviceLane:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a small tensor to the host on the current stream; it is there when this is done."""
         locked = self._buffers is None or self._buffers.count > 0
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=locked)
         return host.copy_(tensor, non_blocking=True)
 
 

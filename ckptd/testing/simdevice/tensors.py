@@ -451,6 +451,8 @@ def register(sim: Simulator, device_type: str, key: str) -> torch.library.Librar
         pin_memory: Any = None,
         memory_format: Any = None,
     ) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
         raw = torch.empty(size, dtype=dtype, memory_format=memory_format, device="cpu")
         return _new(raw, index_of(device))
 
@@ -462,7 +464,8 @@ def register(sim: Simulator, device_type: str, key: str) -> torch.library.Librar
         device: Any = None,
         pin_memory: Any = None,
     ) -> torch.Tensor:
-        return _new(torch.empty_strided(size, stride, dtype=dtype), index_of(device))
+        raw = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        return _new(raw, index_of(device))
 
     library.impl("empty.memory_format", empty, key)
     library.impl("empty_strided", empty_strided, key)

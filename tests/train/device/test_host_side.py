@@ -123,3 +123,32 @@ def save_and_step(seed: int) -> Counter[str]:
 def test_a_step_and_the_end_of_the_copies_do_not_meet() -> None:
     """What the copying thread lets go of when it is done is what the gate goes through."""
     assert run(save_and_step, 7, delays=7) == Counter()
+
+
+def save_and_load_with_a_default_device(root: str) -> None:
+    """What a program makes lies on a device unless it says otherwise; what ckptd makes does not."""
+    module = torch.nn.Linear(300, 200, device="cuda")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    scalar = torch.ones((), device="cuda")
+    state = {"m": module, "o": optimizer, "s": scalar}
+    torch.set_default_device("cuda")
+    try:
+        with ckptd.Checkpointer(root, refer=False) as ck:
+            for step in (1, 2):  # through buffers, and to a slot that is page-locked
+                for p in module.parameters():
+                    p.grad = torch.ones_like(p)
+                handle = ck.save(step, state)
+                wanted = module.weight.clone()
+                optimizer.step()
+                handle.durable(60.0)
+                ck._saver.settle()
+            scalar.zero_()
+            assert ck.load(state) == 2
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(module.weight.cpu(), wanted.cpu())
+    assert scalar.item() == 1.0
+
+
+def test_a_default_device_is_of_no_concern(tmp_path: Path) -> None:
+    run(save_and_load_with_a_default_device, str(tmp_path / "root"))
