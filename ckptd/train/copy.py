@@ -158,9 +158,12 @@ class CopySources:
         return has_streams(tensor.device) and self._held(leaf)
 
     def versions(self) -> dict[str, list[int]]:
-        """Return what torch counts of changes of what is copied late."""
+        """Return what torch counts of changes of what is copied late, and where it lies.
+
+        A storage that is resized, as offloading does, gives its memory to others uncounted.
+        """
         return {
-            name: [t._version for t in tensors if not t.is_inference()]
+            name: [tensors[0].data_ptr(), *(t._version for t in tensors if not t.is_inference())]
             for name, tensors in self._counted.items()
         }
 

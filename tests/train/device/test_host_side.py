@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckptd
@@ -123,6 +124,30 @@ def save_and_step(seed: int) -> Counter[str]:
 def test_a_step_and_the_end_of_the_copies_do_not_meet() -> None:
     """What the copying thread lets go of when it is done is what the gate goes through."""
     assert run(save_and_step, 7, delays=7) == Counter()
+
+
+def offload_before_the_copies() -> str:
+    """Give a tensor's memory back after save, as offloading does; its first bytes are not watched.
+
+    Torch counts no change of it.
+    """
+    live = {f"w{i}": torch.full((1000,), 1.0 + i, device="cuda") for i in range(70)}
+    with ckptd.Checkpointer("memory://offloaded", lazy="all", when_failed="warn") as ck:
+        release = installed().hold()
+        handle = ck.save(1, live)
+        storage = live["w7"].untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(size)
+        release()
+        with pytest.raises(SaveError) as caught:
+            handle.durable(60.0)
+    assert caught.value.where == "w7"
+    return caught.value.kind
+
+
+def test_memory_that_is_given_back_before_the_copies_is_found() -> None:
+    assert run(offload_before_the_copies, schedule="lazy") == "mutated"
 
 
 def save_and_load_with_a_default_device(root: str) -> None:
