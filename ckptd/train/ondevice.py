@@ -548,8 +548,11 @@ class DeviceCopies:
 
     def _lock(self, slot: Slot, device: torch.device) -> None:
         kind = kind_of(device)
-        kind.ignore_captures(device)
-        self.pins.lock(slot, kind)
+        try:
+            kind.ignore_captures(device)
+            self.pins.lock(slot, kind)
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread
+            _log.warning("a slot is not page-locked: %r", error)
 
     def settle(self) -> None:
         """Return when nothing is being page-locked."""

@@ -45,6 +45,7 @@ def is_mapped(address: int) -> bool:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     return driver
 
 
@@ -146,3 +147,22 @@ def test_the_gate_orders_while_the_copying_ends() -> None:
     snapshot._lanes = {torch.device("cuda", n): Lane(n) for n in range(2)}  # type: ignore[misc]
     snapshot.order()
     assert ordered == [0, 1]
+
+
+def test_what_keeps_a_slot_from_being_locked_is_logged(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that locks has nobody to raise it to."""
+
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lost)
+    copies, slot = DeviceCopies(), Slot(0, NBYTES)
+    copies.lock_later(slot, [torch.device("cuda", 0)])
+    copies.settle()
+    copies.close()
+    slot.close()
+    assert not driver.locked
+    (message,) = caplog.messages
+    assert "the device is lost" in message
