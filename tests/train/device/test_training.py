@@ -25,6 +25,7 @@ from ckptd.monitor.ring import read
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.testing.simdevice import installed, run, run_simulated_ranks
+from ckptd.train.recorder.native import build
 from tests.processes import until
 from tests.simulated import ON_SIMULATED_DEVICES
 from tests.train.device.backend import StreamBackend
@@ -134,6 +135,8 @@ def records(folder: str, name: str, source: str) -> None:
 @pytest.mark.parametrize("source", ["python", "native"])
 @pytest.mark.parametrize("name", KINDS)
 def test_calls_are_before_inside_and_over(name: str, source: str, tmp_path: Path) -> None:
+    if source == "native":
+        build()  # once for a machine
     run(records, str(tmp_path), name, source, name=name, deadline_s=60.0)
 
 
