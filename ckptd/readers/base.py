@@ -19,7 +19,7 @@ from ckptd.format.container import Chunk, header_bytes, parse_header
 from ckptd.format.names import MAX_STEP
 from ckptd.readers.pickles import PickledObject, walk_values
 from ckptd.readers.zips import Extent, ReadRange
-from ckptd.store.base import Store
+from ckptd.store.base import ObjectInfo, Store
 from ckptd.types import DTYPES, Box, ByteRange
 
 __all__ = [
@@ -123,12 +123,21 @@ class Listing:
         The folder; "" or ending in "/".
     only
         Look at these names alone.
+    seen
+        The files that were looked at, by key: as they were before a byte of them was read.
     """
 
-    def __init__(self, store: Store, prefix: str = "", only: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str = "",
+        only: Sequence[str] = (),
+        seen: dict[str, ObjectInfo] | None = None,
+    ) -> None:
         self.store = store
         self.prefix = prefix
         self._only = only
+        self.seen = {} if seen is None else seen
 
     @property
     def is_chosen(self) -> bool:
@@ -165,7 +174,7 @@ class Listing:
 
     def inside(self, folder: str) -> Listing:
         """Return the listing of a folder directly below."""
-        return Listing(self.store, self.prefix + folder)
+        return Listing(self.store, self.prefix + folder, seen=self.seen)
 
     def key(self, name: str) -> str:
         """Return the key of a file."""
@@ -173,10 +182,13 @@ class Listing:
 
     def size(self, name: str) -> int:
         """Return the length of a file; `CorruptError`, kind ``missing-file``, for none."""
-        try:
-            return self.store.stat(self.key(name)).size
-        except NotFoundError:
-            raise missing(self.key(name)) from None
+        key = self.key(name)
+        if key not in self.seen:
+            try:
+                self.seen[key] = self.store.stat(key)
+            except NotFoundError:
+                raise missing(key) from None
+        return self.seen[key].size
 
     def reads(self, name: str) -> ReadRange:
         """Return a function that reads ranges of a file."""

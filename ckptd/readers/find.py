@@ -97,7 +97,7 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
             return None
         found, here = places[0]
     with _damage(here):
-        return ForeignRoot(store, found.open(here), found.name, step)
+        return ForeignRoot(store, found.open(here), found.name, step, here.seen)
 
 
 def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
@@ -118,7 +118,8 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
             for file in files
             for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
         ]
-        return ForeignRoot(store, Foreign(pieces, has_sections=False), "ranks", step)
+        foreign = Foreign(pieces, has_sections=False)
+        return ForeignRoot(store, foreign, "ranks", step, here.seen)
 
 
 def bucket_root(store: Store, step: int) -> ForeignRoot | None:
@@ -130,7 +131,7 @@ def bucket_root(store: Store, step: int) -> ForeignRoot | None:
     here = Listing(store)
     with _damage(here):
         found = open_buckets(here)
-        return None if found is None else ForeignRoot(store, found, "buckets", step)
+        return None if found is None else ForeignRoot(store, found, "buckets", step, here.seen)
 
 
 @contextmanager

@@ -205,6 +205,8 @@ class ForeignRoot(ReadOnlyStore):
         The reader's name.
     step
         Of the checkpoint, where the reader knows none.
+    seen
+        Foreign files as they were before the reader took a byte of them; others are looked at now.
 
     Attributes
     ----------
@@ -221,7 +223,14 @@ class ForeignRoot(ReadOnlyStore):
         kind ``bad-pieces``: the parts of a tensor overlap, leave holes, or are no grid.
     """
 
-    def __init__(self, inner: Store, foreign: Foreign, format: str, step: int = 0) -> None:
+    def __init__(
+        self,
+        inner: Store,
+        foreign: Foreign,
+        format: str,
+        step: int = 0,
+        seen: Mapping[str, ObjectInfo] | None = None,
+    ) -> None:
         self.inner = inner
         self.format = format
         self.url = inner.url
@@ -245,7 +254,8 @@ class ForeignRoot(ReadOnlyStore):
             raise NotFoundError(
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
             )
-        self._make(tensors, foreign, foreign.step if foreign.step is not None else step)
+        step = foreign.step if foreign.step is not None else step
+        self._make(tensors, foreign, step, seen or {})
 
     def foreign_path(self, key: str) -> Path | None:
         """Return the local file that a data file stands for; None where there is none."""
@@ -280,10 +290,16 @@ class ForeignRoot(ReadOnlyStore):
 
     # -- the records ---------------------------------------------------------------------------
 
-    def _make(self, tensors: Mapping[str, _Tensor], foreign: Foreign, step: int) -> None:
+    def _make(
+        self,
+        tensors: Mapping[str, _Tensor],
+        foreign: Foreign,
+        step: int,
+        before: Mapping[str, ObjectInfo],
+    ) -> None:
         keys = sorted({p.file for t in tensors.values() for p in t.pieces.values()}, key=_natural)
         numbers = {key: i for i, key in enumerate(keys)}
-        infos = [self._stat(key) for key in keys]
+        infos = [before.get(key) or self._stat(key) for key in keys]
         self._modified = max(i.modified for i in infos)
         seen = "\n".join(f"{i.key} {i.size} {i.modified}" for i in infos)
         attempt = f"f{digest_hex(_text(f'{self.url} {seen}').encode())[:24]}"
