@@ -19,6 +19,7 @@ pass 2 copies from.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.errors import CkptdError, CorruptError, StoreError
+from ckptd.errors import CkptdError, CorruptError
 from ckptd.format.digest import (
     BLOCK_BYTES,
     digest,
@@ -52,6 +53,7 @@ from ckptd.load.plan import (
     put,
     split,
 )
+from ckptd.load.spare import SPARE
 from ckptd.load.target import DeviceBatch, DeviceWriter, Target
 from ckptd.load.union import UnionStore
 from ckptd.runtime.host import available_bytes
@@ -705,6 +707,7 @@ class _Run:
         on_read = store.count if isinstance(store, UnionStore) else None
         self.files = LocalFiles(store, plan.manifest.files, on_read)
         self._buffer: HostBuffer | None = None
+        self._taken: tuple[mmap.mmap, int] | None = None
         self._schedule = ReadSchedule([], BLOCK_BYTES, 0)
         self._fetched = self._copied = 0
         self._fetch_s = self._copy_s = 0.0
@@ -727,6 +730,9 @@ class _Run:
         # Only now has every rank read what this one posted; after a failure posts stay, since
         # some rank may still have to learn of it.
         self._group.close()
+        if self._taken is not None:
+            # After a failure a thread that hangs may still write there, into what is read next.
+            SPARE.give_back(*self._taken)
         return self._report()
 
     def _guard(self, step: Callable[[], None]) -> CkptdError | None:
@@ -828,15 +834,9 @@ class _Run:
             self._plan.line, [runs], 0, budget_blocks=blocks // self._group.local_world, gap=gap
         )
         size = self._schedule.most_blocks * BLOCK_BYTES
-        try:
-            return np.empty(size, dtype=np.uint8)
-        except MemoryError:
-            raise StoreError(
-                "no memory for the read buffer",
-                kind="no-space",
-                wanted=f"{size} bytes",
-                hint="give a smaller budget_bytes",
-            ) from None
+        mapping, memory = SPARE.take(size)
+        self._taken = mapping, size
+        return memory
 
     def _fetch(self, wave: Wave) -> None:
         if self._buffer is not None:

@@ -22,8 +22,10 @@ from ckptd.format.names import digests_key
 from ckptd.layout.block import Region, box_region
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
+from ckptd.load import read
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import ReadReport, execute
+from ckptd.load.spare import SpareMemory
 from ckptd.store.base import FaultSpec, OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -485,6 +487,27 @@ def test_a_failure_after_the_first_wave_poisons(store: Store) -> None:
         read_whole(built, store, budget_bytes=4 << 20)
     assert caught.value.kind == "digest"
     assert caught.value.poisoned
+
+
+def test_reads_receive_into_the_memory_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not into that of a read that failed: a thread of it may hang, and write there later."""
+    spare = SpareMemory()
+    monkeypatch.setattr(read, "SPARE", spare)
+    with MemoryStore(f"read{next(_numbers)}") as store:
+        built = build(store, victims(), publish=False)
+        read_whole(built, store)
+        kept, memory = spare.take(24 << 20)
+        memory[:] = 0xEE
+        spare.give_back(kept, len(memory))
+        targets, _ = read_whole(built, store)
+        assert same_bits(targets["w"], big(24))
+        again, _ = spare.take(1)
+        assert again is kept
+        spare.give_back(again, 1)
+        flip(store, _entry(built, 1).path, -1)
+        with pytest.raises(CorruptError):
+            read_whole(built, store)
+        assert spare.take(1)[0] is not kept
 
 
 def test_what_later_waves_miss_is_found_before_the_first_write(store: Store) -> None:
