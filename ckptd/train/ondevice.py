@@ -201,6 +201,14 @@ PACKED_BYTES = 256 << 10
 """Of a tensor that is packed with its neighbours: to launch a copy costs as much as 5 us of it."""
 MOST_BETWEEN = 4096
 """Bytes that lie between neighbours in the file and are written twice for it."""
+_JOINED = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    )
+)
+"""Types that every PyTorch joins on every device; those of one byte or half of it came later."""
 CLONE_ALWAYS = 64 << 20
 """Bytes that are cloned on the device without asking how much of it is free."""
 
@@ -333,7 +341,9 @@ def _packed(parts: Sequence[torch.Tensor], between: Sequence[int]) -> torch.Tens
         return device_bytes(parts[0])
     first = parts[0]
     size = first.element_size()
-    alike = all(p.dtype == first.dtype and not (p.is_conj() or p.is_neg()) for p in parts)
+    alike = first.dtype in _JOINED and all(
+        p.dtype == first.dtype and not (p.is_conj() or p.is_neg()) for p in parts
+    )
     if not alike or any(n % size for n in between):
         parts, size = [device_bytes(p) for p in parts], 1
     fillers = {n: parts[0].new_empty(n // size) for n in set(between) if n}

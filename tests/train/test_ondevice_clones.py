@@ -11,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckptd.save.arena import Slot
 from ckptd.train.copy import CopySources
 from ckptd.train.feed import CopyStep, StridedWindow
-from ckptd.train.ondevice import DeviceCopies, DeviceLane, DeviceSnapshot, OnDevice, cloned
+from ckptd.train.ondevice import (
+    DeviceCopies,
+    DeviceLane,
+    DeviceSnapshot,
+    OnDevice,
+    _packed,
+    cloned,
+)
 from ckptd.train.state.leaves import TensorLeaf
 
 CPU = torch.device("cpu")
@@ -93,3 +100,28 @@ def test_no_memory_for_what_is_cloned_is_no_memory_for_the_clones() -> None:
         raise torch.OutOfMemoryError("no memory for a contiguous copy")
 
     assert cloned(CPU, 8, full) is None
+
+
+class _NoNewTypes(TorchDispatchMode):
+    """Joins tensors as CUDA does: not those of types that came late."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.cat.default and args[0][0].dtype not in (
+            torch.uint8,
+            torch.float32,
+        ):
+            raise RuntimeError(f'"cat_cuda" not implemented for {args[0][0].dtype}')
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_tensors_of_any_type_are_packed() -> None:
+    names = ("float32", "float8_e4m3fn", "float4_e2m1fn_x2", "uint16")
+    for dtype in (getattr(torch, n) for n in names if hasattr(torch, n)):
+        raw = torch.arange(48, dtype=torch.uint8)
+        parts = [raw[:16].view(dtype), raw[16:32].view(dtype), raw[32:].view(dtype)]
+        with _NoNewTypes():
+            assert torch.equal(_packed(parts, [0, 0, 0]), raw)
+            spread = _packed(parts, [8, 0, 0])
+        assert torch.equal(torch.cat([spread[:16], spread[24:]]), raw)
