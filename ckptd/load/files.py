@@ -593,7 +593,19 @@ class LocalFiles:
             done += n
 
 
+def _seals(fd: int) -> int | None:
+    """Return the seals of a file that lies in memory, also one of tmpfs; None for any other."""
+    if fd < 0 or not hasattr(fcntl, "F_GET_SEALS"):
+        return None
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return None
+
+
 def _is_cached(fd: int, at: int) -> bool:
+    if _seals(fd) is not None:
+        return True  # of which the kernel does not say so
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
@@ -607,13 +619,10 @@ def _sealed_memory(fd: int, start: int, size: int) -> NDArray[np.uint8] | None:
 
     Only the kernel's seal is trusted: touching what was cut off is a SIGBUS.
     """
-    if fd < 0 or start < 0 or size <= 0 or not hasattr(fcntl, "F_GET_SEALS"):
+    seals = _seals(fd)
+    if start < 0 or size <= 0 or seals is None or not seals & fcntl.F_SEAL_SHRINK:
         return None
-    try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:  # no file in memory
-        return None
-    if not sealed or os.fstat(fd).st_size < start + size:
+    if os.fstat(fd).st_size < start + size:
         return None  # reading names what is wrong with it
     try:
         whole = mmap.mmap(fd, start + size, prot=mmap.PROT_READ)

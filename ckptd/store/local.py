@@ -784,9 +784,10 @@ class LocalStore(Store):
         return sorted(removed)
 
     def close(self) -> None:
-        """End the writing threads. Idempotent."""
+        """End the writing threads, and give their memory back. Idempotent."""
         with self._lock:
             pool, self._pool = self._pool, None
+        self._blocks.drop()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -158,6 +158,11 @@ class PagePool:
             if len(self._idle) < self._most_idle:
                 self._idle.append(block)
 
+    def drop(self) -> None:
+        """Give the memory of idle blocks back to the system."""
+        with self._lock:
+            self._idle.clear()
+
 
 def write_all(system: Os, fd: int, data: memoryview, path: str) -> None:
     """Write all of `data` from the start of the file."""

@@ -88,6 +88,12 @@ def test_memory_that_cannot_be_shortened_is_not_copied(store: Segments) -> None:
     assert bytes(part) == BODY[90:]  # its mapping lives as long as it does
 
 
+def test_what_lies_in_memory_need_not_be_read_ahead(store: Segments) -> None:
+    """Neither memory files nor those of tmpfs say that they are in the page cache."""
+    with LocalFiles(store, [ENTRY]) as files:
+        assert files.is_cached(0, 0, len(BODY))
+
+
 def test_memory_that_is_too_short_is_not_touched(store: Segments) -> None:
     fcntl.fcntl(store.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     long = FileEntry(KEY, 0, len(HEADER), len(BODY) + 4096)

@@ -362,6 +362,22 @@ def test_writers_that_share_memory_keep_their_bytes(tmp_path: Path) -> None:
     assert [(tmp_path / f"{n}").read_bytes() for n in range(6)] == data
 
 
+def test_a_closed_store_keeps_no_memory_of_writers(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    data = pattern(MIB)
+    store = LocalStore(tmp_path, LocalOptions(block_bytes=16 * MIB, threads=1))
+    with store.writer("a", 64 * MIB) as writer:
+        for _ in range(64):
+            writer.write(data[:1])
+            writer.write(memoryview(data)[1:])  # at no page: it is gathered
+        writer.commit()
+    before = resident()
+    store.close()
+    assert resident() < before - 12 * MIB
+
+
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("direct_reads", [True, False])
 def test_every_alignment_of_a_read(tmp_path: Path, cached: bool, direct_reads: bool) -> None:
