@@ -137,11 +137,15 @@ def offload_before_the_copies() -> str:
         handle = ck.save(1, live)
         storage = live["w7"].untyped_storage()
         size = storage.nbytes()
+        before = storage.data_ptr()
         storage.resize_(0)
+        others = [torch.zeros(1000, device="cuda") for _ in range(8)]  # what came there next
         storage.resize_(size)
+        assert storage.data_ptr() != before
         release()
         with pytest.raises(SaveError) as caught:
             handle.durable(60.0)
+        del others
     assert caught.value.where == "w7"
     return caught.value.kind
 
