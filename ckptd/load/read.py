@@ -382,6 +382,8 @@ FAR_BYTES = 256 << 10
 
 _TASK_BYTES = 4 << 20
 _TASK_MOVES = 256
+_LEAVE_S = 10.0
+"""How long an interrupted read waits for writes under way, in seconds."""
 
 OnBytes = Callable[[int], None]
 
@@ -415,7 +417,7 @@ def copy_from_memory(
                 writes.put(move, memory, origin, locked=locked)
         on_bytes(sum(m.byte_count for m in task))
 
-    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
+    _run_copies(moves, work, threads, stall_s)
 
 
 def copy_from_files(
@@ -443,7 +445,20 @@ def copy_from_files(
                     writes.put(move, memory, move.start)
         on_bytes(sum(m.byte_count for m in task))
 
-    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
+    _run_copies(moves, work, threads, stall_s)
+
+
+def _run_copies(
+    moves: Sequence[PlannedCopy],
+    work: Callable[[list[PlannedCopy]], None],
+    threads: int,
+    stall_s: float,
+) -> None:
+    """Do moves in threads; where this one is interrupted, nothing is written after it has left.
+
+    The next load of a process that goes on would be overwritten in part.
+    """
+    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying", leave_s=_LEAVE_S)
 
 
 def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:

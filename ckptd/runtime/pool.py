@@ -15,9 +15,6 @@ __all__ = ["cores", "run_all"]
 
 T = TypeVar("T")
 
-_LEAVE_S = 10.0
-"""How long an interrupted caller waits for tasks under way, in seconds."""
-
 
 def cores() -> int:
     """Number of cores that this process may use."""
@@ -35,6 +32,7 @@ def run_all(
     stall_s: float,
     what: str,
     pulse: Callable[[], int] | None = None,
+    leave_s: float = 0.0,
 ) -> None:
     """Call ``work(task)`` for every task, in `threads` threads, starting them in order.
 
@@ -53,20 +51,21 @@ def run_all(
     pulse
         A number that changes while a long task gets on, such as bytes done: then it does not
         count as stalled.
+    leave_s
+        How long to wait for tasks under way where this thread is interrupted, in seconds: as long
+        as they may write to what the caller has for others then.
 
     Raises
     ------
     BaseException
         What the earliest failing task raised; tasks under way are waited for, others not begun.
-        Likewise what was raised in this thread meanwhile, such as an interrupt: a task that is
-        under way may still write what the caller has for others then. It is waited for 10 s.
     DeadlineError
         kind ``stalled``: no task ended for `stall_s` seconds. Threads may still hang in a call
         that the system does not give back; nothing waits for them.
     """
     pool = _Pool(enumerate(tasks), work)
     pool.start(threads)
-    pool.wait(stall_s, what, pulse or (lambda: 0))
+    pool.wait(stall_s, what, pulse or (lambda: 0), leave_s)
 
 
 class _Pool(Generic[T]):
@@ -111,7 +110,7 @@ class _Pool(Generic[T]):
         self._ended += 1
         return True
 
-    def wait(self, stall_s: float, what: str, pulse: Callable[[], int]) -> None:
+    def wait(self, stall_s: float, what: str, pulse: Callable[[], int], leave_s: float) -> None:
         seen, until = (-1, 0), 0.0
         try:
             with self._changed:
@@ -129,7 +128,7 @@ class _Pool(Generic[T]):
         except DeadlineError:
             raise  # the tasks hang
         except BaseException:
-            self._leave(time.monotonic() + _LEAVE_S)
+            self._leave(time.monotonic() + leave_s)
             raise
         finally:
             self._stop = True

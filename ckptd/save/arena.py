@@ -140,7 +140,7 @@ class Slot:
         return np.frombuffer(self.data, np.uint8, end - start, start)
 
     def allocate(self) -> None:
-        """Have memory behind all of it, for a device that copies to it by itself.
+        """Have memory behind all of it, for what fills it where it lies.
 
         Raises
         ------

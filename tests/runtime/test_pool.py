@@ -25,5 +25,5 @@ def test_nothing_is_written_once_an_interrupted_call_has_ended() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_all([1, 2], work, threads=1, stall_s=10.0, what="x", pulse=interrupt)
+        run_all([1, 2], work, threads=1, stall_s=10.0, what="x", pulse=interrupt, leave_s=10.0)
     assert ended == [1]
