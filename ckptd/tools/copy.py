@@ -20,7 +20,7 @@ from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
-from ckptd.load.files import load_index, read_header
+from ckptd.load.files import check_size, load_index, read_header
 from ckptd.load.opening import begin_root
 from ckptd.load.plan import BlockLine
 from ckptd.load.read import Fetcher
@@ -137,6 +137,8 @@ class FileCopy:
                 break
             except TransientStoreError as error:
                 backoff.wait(error)
+        if not entry.index:
+            check_size(self._source, entry)  # it was not written anew while it was copied
         # Last: whoever finds the index knows that the file is complete.
         del self._places.indexes[number]  # one a file, and there may be many
         raw = index.encode()

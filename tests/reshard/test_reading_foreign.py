@@ -15,13 +15,16 @@ from safetensors.numpy import save_file
 from ckptd.errors import CorruptError
 from ckptd.load.direct import DirectReader
 from ckptd.load.reader import CkptdReader
+from ckptd.readers.find import find_foreign
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import costs_of, prepare, source_program
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.local import LocalStore
+from ckptd.tools.copy import Transfer
 from ckptd.types import Box, ByteRange
 from tests.load.builder import Array
 from tests.readers.opening import foreign_stock, open_reader, reader_in
@@ -183,6 +186,24 @@ def test_a_file_that_is_written_anew_is_not_loaded(
         with pytest.raises(CorruptError) as caught:
             reader.tensors(reader.names)
     assert (caught.value.kind, caught.value.poisoned) == ("replaced", False)
+
+
+def test_a_source_that_is_written_anew_is_not_copied(tmp_path: Path) -> None:
+    """A copy has digests: of bytes of two checkpoints they would say that all is well."""
+    (tmp_path / "source").mkdir()
+    write_torch(tmp_path / "source")
+    with Overwritten(tmp_path / "source") as store, LocalStore(tmp_path / "copy") as copy:
+        root = find_foreign(store)
+        assert root is not None
+        source = Catalogue(root)
+        source.open()
+        transfer = Transfer(source, Catalogue(copy))
+        store.reads_left = 3
+        with pytest.raises(CorruptError) as caught:
+            transfer.copy(source.commit(root.name))
+        transfer.close()
+        assert not Catalogue(copy).line()
+    assert caught.value.kind == "replaced"
 
 
 def read_directly(reader: CkptdReader, name: str) -> Array:
