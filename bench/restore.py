@@ -463,15 +463,17 @@ def report(
         seconds, limit = m(runs, "s"), m(runs, "limit_s")
         what = LIMITS[name] + (f", {kind}" if name == "remote" else "")
         right = all(r["right"] for r in runs)
-        passes = [m(runs, k) for k in ("fetch_s", "copy_s")]
+        runs = [{**r, "first_s": r["all_s"][0]} for r in runs]
+        passes = [m(runs, k) for k in ("first_s", "fetch_s", "copy_s")]
         row = [name, size, seconds, size / seconds, *passes, what, size / limit, limit / seconds]
         rows.append([*row, m(runs, "limit_cpu_s") / m(runs, "cpu_s"), right])
-    head = ["from", "GB", "s", "GB/s", "verifying s", "copying s", "limit", "limit GB/s"]
+    head = ["from", "GB", "s", "GB/s", "first s", "verifying s", "copying s", "limit", "limit GB/s"]
     head += ["of the limit", "of it in processor time", "bytes right"]
     text = (
         f"One rank; medians of {options.reps} processes, in each the best of {LOADS} loads and of "
         f"{LOADS} measurements of the limit, in turn, at a load of {os.getloadavg()[1]:.0f}. "
-        "A load digests all bytes before it writes any.\n\n"
+        "A load digests all bytes before it writes any. "
+        "The first load of a process from a peer or a store also gets its memory.\n\n"
     )
     if left_out:
         text += f"Not measured, for want of an accelerator: {', '.join(left_out)}.\n\n"
