@@ -27,11 +27,17 @@ def test_plain(number):
 """
 
 
+def _no_part(folder: str, names: list[str]) -> list[str]:
+    """Return what is left out of a copy of this folder: tests, data, and conftests below."""
+    below = Path(folder) != Path(__file__).parent
+    modules = [n for n in names if n.endswith(".py") and not n.startswith("test_")]
+    kept = {n for n in modules if not (below and n == "conftest.py")}
+    return [n for n in names if n not in kept and not Path(folder, n).is_dir()]
+
+
 def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    (tmp_path / "tests/cli").mkdir(parents=True)
-    for name in ("__init__", "conftest", "processes", "reporting", "selection", "cli/running"):
-        shutil.copy(here / f"{name}.py", tmp_path / f"tests/{name}.py")
+    shutil.copytree(here, tmp_path / "tests", ignore=_no_part)
     shutil.copy(here.parent / "pyproject.toml", tmp_path)
     for name in ("one", "two"):
         (tmp_path / f"tests/test_ranks_{name}.py").write_text(RANKS)
