@@ -39,8 +39,10 @@ class _Kernel:
 
     def wait(self) -> None:
         """Wait until it has quit; no signal cuts that short."""
-        _libc.pthread_mutex_lock(self._mutex)
-        _libc.pthread_mutex_unlock(self._mutex)
+        try:
+            _libc.pthread_mutex_lock(self._mutex)
+        finally:  # a signal's handler raises here: what it left locked would hold up all others
+            _libc.pthread_mutex_unlock(self._mutex)
 
 
 class WaitingGroup(dist.ProcessGroup):
