@@ -36,7 +36,7 @@ from ckptd.format.names import digests_key, parse_chunk_name
 from ckptd.layout.owners import ABSENT
 from ckptd.runtime.host import available_bytes
 from ckptd.store.base import Store
-from ckptd.store.osio import reading
+from ckptd.store.osio import is_cached, reading
 from ckptd.types import ByteRange
 
 __all__ = [
@@ -502,10 +502,20 @@ class LocalFiles:
         return memory[start:end].data
 
     def is_cached(self, file: int, start: int, end: int) -> bool:
-        """Tell whether both ends of a range are in the page cache; False where nobody knows."""
-        with self.use(file) as fd:
+        """Tell whether both ends of a range are in the page cache; False where nobody knows.
+
+        Raises
+        ------
+        CorruptError
+            See `use`.
+        StoreError
+            What the kernel reports.
+        """
+        with self.use(file) as fd, reading(self._entries[file].path):
+            if _seals(fd) is not None:
+                return True  # it is memory, of which the kernel does not say so
             first = self._entries[file].data_start + self._shifts[file]
-            return all(_is_cached(fd, first + at) for at in (start, end - 1))
+            return fd >= 0 and is_cached(fd, first + start, first + end - 1) is True
 
     @contextmanager
     def _hold(self, file: int) -> Iterator[_Open]:
@@ -601,17 +611,6 @@ def _seals(fd: int) -> int | None:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return None
-
-
-def _is_cached(fd: int, at: int) -> bool:
-    if _seals(fd) is not None:
-        return True  # of which the kernel does not say so
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-    except OSError:  # it is not there, or the file system does not say
-        return False
 
 
 def _sealed_memory(fd: int, start: int, size: int) -> NDArray[np.uint8] | None:

@@ -149,7 +149,7 @@ def open_buckets(names: Listing) -> Foreign | None:
         f"{group}: {buffer}": _lengths(names, found.objects, group, buffer)
         for group, buffer in types
     }
-    common = load_torch(names, _COMMON).value if _COMMON in names.names else None
+    common = load_torch(names, _COMMON).value
     iteration = common.get("iteration") if isinstance(common, dict) else None
     step = step_or(iteration, found.step)
     sizes = _model_sizes(shapes, common)

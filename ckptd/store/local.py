@@ -55,6 +55,7 @@ from ckptd.store.osio import (
     PagePool,
     WatchedOs,
     copy_bytes,
+    is_cached,
     reading,
     start_writeback,
     write_all,
@@ -74,7 +75,6 @@ __all__ = [
 
 
 _WORTH_DIRECT = 1 << 20
-_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _BOUNCE_BYTES = 4 << 20
 _bounces = PagePool(_BOUNCE_BYTES, 8)
 """For reads that are not aligned."""
@@ -91,8 +91,8 @@ def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: boo
         What the kernel reports.
     """
     done = 0
-    possible = direct and O_DIRECT and _NOWAIT and len(view) >= _WORTH_DIRECT
-    if possible and not _is_cached(fd, offset, len(view)):
+    possible = direct and O_DIRECT and len(view) >= _WORTH_DIRECT
+    if possible and _is_worth_direct(fd, offset, len(view)):
         is_aligned = offset % ALIGN == 0 and address(view) % ALIGN == 0
         done = (_read_direct if is_aligned else _read_bounced)(fd, offset, view)
     while done < len(view):
@@ -102,25 +102,17 @@ def read_range(path: str, fd: int, offset: int, view: memoryview, *, direct: boo
         done += count
 
 
-def _is_cached(fd: int, offset: int, count: int) -> bool:
-    """Guess from a few pages whether the page cache holds a range.
+def _is_worth_direct(fd: int, offset: int, count: int) -> bool:
+    """Guess from a few bytes whether a range is to be read past the page cache.
 
     A larger probe would start to read ahead, through the cache, what is then read past it.
     """
-    page = bytearray(1)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
-        for probe in (0, count // 2, count - 1):
-            if os.preadv(fd, [page], offset + probe, _NOWAIT) != 1:
-                return False
-    except OSError as error:
-        if error.errno == errno.EAGAIN:
-            return False
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
+        # A file system that does not say is left to its own ways.
+        return is_cached(fd, offset, offset + count // 2, offset + count - 1) is False
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-    return True  # or a file system that cannot tell, and is left to its own ways
 
 
 @contextmanager

@@ -28,6 +28,7 @@ __all__ = [
     "WatchedOs",
     "copy_bytes",
     "explain",
+    "is_cached",
     "open_plain",
     "pages",
     "reading",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _O_CLOEXEC = os.O_CLOEXEC
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -121,6 +123,27 @@ def pages(size: int) -> mmap.mmap:
         with suppress(OSError):  # EINVAL: a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def is_cached(fd: int, *offsets: int) -> bool | None:
+    """Tell whether the page cache holds some bytes; None where the system does not say.
+
+    Raises
+    ------
+    OSError
+        What the kernel reports besides.
+    """
+    if not _NOWAIT:
+        return None
+    byte = bytearray(1)
+    try:
+        return all(os.preadv(fd, [byte], offset, _NOWAIT) == 1 for offset in offsets)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return False
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+            return None
+        raise
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what was just written count as what is not in the page cache."""
-    monkeypatch.setattr(readahead, "_is_cached", lambda fd, at: False)
+    monkeypatch.setattr(readahead, "is_cached", lambda fd, *at: False)
 
 
 def alive() -> bool:
@@ -90,9 +90,9 @@ def test_what_is_in_the_page_cache_is_not_read(
         seen: list[int] = []
         monkeypatch.setattr(LocalFiles, "read", lambda s, f, at, v: seen.append(at))
         asked: list[int] = []
-        known = readahead._is_cached
+        known = readahead.is_cached
         monkeypatch.setattr(
-            readahead, "_is_cached", lambda fd, at: asked.append(at) or known(fd, at)
+            readahead, "is_cached", lambda fd, *at: asked.extend(at) or known(fd, *at)
         )
         with read_ahead(store, [entry()]):
             deadline = time.monotonic() + 20
