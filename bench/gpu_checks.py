@@ -1176,11 +1176,11 @@ def _little_memory(run: Run, count: int) -> Iterator[None]:
         from ckptd.testing.simdevice import installed
 
         simulator = installed()
-        simulator.capacity = simulator.allocated[0] + count
+        before, simulator.capacity = simulator.capacity, simulator.allocated[0] + count
         try:
             yield
         finally:
-            simulator.capacity = 1 << 40
+            simulator.capacity = before
         return
     torch.cuda.empty_cache()
     held = torch.empty(torch.cuda.mem_get_info()[0] - count, dtype=torch.uint8, device=DEVICE)

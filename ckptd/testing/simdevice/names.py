@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from ckptd.testing.simdevice import tensors
-from ckptd.testing.simdevice.simulator import Capture, Simulator, Task
+from ckptd.testing.simdevice.simulator import Capture, Simulator
 
 __all__ = ["SimEvent", "SimGraph", "SimStream", "replace"]
 
@@ -209,10 +209,7 @@ def _set_rng_states(states: Sequence[torch.Tensor]) -> None:
 
 def _common() -> dict[str, Any]:
     """Return what the module of every kind has."""
-    sim = _sim
-
-    def index_of(device: Any = None) -> int:
-        return tensors.index_of(device)
+    sim, index_of = _sim, tensors.index_of
 
     def reset_peak(device: Any = None) -> None:
         sim.most_allocated[index_of(device)] = sim.allocated[index_of(device)]
@@ -259,15 +256,11 @@ def _common() -> dict[str, Any]:
 
 def _of_cuda() -> dict[str, Any]:
     """Return what CUDA's module has besides."""
-
-    def sleep(cycles: int) -> None:
-        _sim.put(_sim.current(), Task("stall", seconds=cycles / _CYCLES_PER_S))
-
     return {
         "cudart": Cudart,
         "CUDAGraph": SimGraph,
         "graph": _graph,
-        "_sleep": sleep,
+        "_sleep": lambda cycles: _sim.stall(cycles / _CYCLES_PER_S),
     }
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypedDict, TypeVar, Unpack, cast
 
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.testing.rank_main import RankSpec
@@ -33,16 +33,18 @@ _MORE_S = 60.0
 """
 
 
-def run(
-    function: Callable[..., T],
-    *args: object,
-    name: str = "cuda",
-    devices: int = 2,
-    schedule: str = "eager",
-    delays: int | None = None,
-    deadline_s: float = 120.0,
-    env: Mapping[str, str] | None = None,
-) -> T:
+class _Settings(TypedDict, total=False):
+    """See `run`."""
+
+    name: str
+    devices: int
+    schedule: str
+    delays: int | None
+    deadline_s: float
+    env: Mapping[str, str] | None
+
+
+def run(function: Callable[..., T], *args: object, **settings: Unpack[_Settings]) -> T:
     """Call ``function(*args)`` in a process with simulated devices; return what it returned.
 
     Parameters
@@ -51,14 +53,11 @@ def run(
         A function of a module: the process imports it by name.
     args
         Pickled.
-    name, devices
-        See `install`.
-    schedule, delays
-        See `Simulator.test`, in which the function is called.
-    deadline_s
-        Seconds for everything; then the process writes its stacks and is killed.
-    env
-        Further environment variables.
+    settings
+        ``name`` (``cuda``) and ``devices`` (2): see `install`. ``schedule`` (``eager``) and
+        ``delays`` (None): see `Simulator.test`, in which the function is called. ``deadline_s``
+        (120): seconds for everything; then the process writes its stacks and is killed. ``env``:
+        further environment variables.
 
     Raises
     ------
@@ -67,17 +66,22 @@ def run(
     DeadlineError
         Kind ``rank-deadline``.
     """
-    asked = (function, schedule, delays, *args)
-    outcomes = rank_outcomes(
-        1, _tested, *asked, deadline_s=deadline_s, env=env, group=False, play=_player(name, devices)
-    )
-    return cast("T", result_of(outcomes, deadline_s)[0])
+    return _run(1, function, args, group=False, **settings)[0]
 
 
 def run_simulated_ranks(
+    ranks: int, function: Callable[..., T], *args: object, **settings: Unpack[_Settings]
+) -> list[T]:
+    """Do as `run` in some gloo ranks, each with devices of its own; see `run_ranks`."""
+    return _run(ranks, function, args, group=True, **settings)
+
+
+def _run(
     ranks: int,
     function: Callable[..., T],
-    *args: object,
+    args: tuple[object, ...],
+    *,
+    group: bool,
     name: str = "cuda",
     devices: int = 2,
     schedule: str = "eager",
@@ -85,10 +89,10 @@ def run_simulated_ranks(
     deadline_s: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Do as `run` in some gloo ranks, each with devices of its own; see `run_ranks`."""
     asked = (function, schedule, delays, *args)
+    play = _player(name, devices)
     outcomes = rank_outcomes(
-        ranks, _tested, *asked, deadline_s=deadline_s, env=env, play=_player(name, devices)
+        ranks, _tested, *asked, deadline_s=deadline_s, env=env, group=group, play=play
     )
     return cast("list[T]", result_of(outcomes, deadline_s))
 
