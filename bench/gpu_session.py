@@ -22,7 +22,6 @@ import ctypes
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -44,7 +43,6 @@ LEAST_SHARE = 0.4
 KILLED_S = 5.0
 TAIL = 3000
 SCRATCH_BYTES = 30e9
-GB = 1e9
 
 
 class Check(NamedTuple):
@@ -232,7 +230,6 @@ class Session:
         ending = self._process(name, limit)
         seconds = time.monotonic() - began
         rows = [row for row in self.record.rows()[before:] if row.get("check") == name]
-        skipped = next((row["skipped"] for row in rows if "skipped" in row), None)
         if ending.hung:
             result, why = "hung", f"ended after {limit:.0f} s"
         elif ending.status and ending.status < 0:
@@ -240,13 +237,11 @@ class Session:
         elif ending.status:
             failed = next((row["failed"] for row in rows if "failed" in row), None)
             result, why = "failed", f"status {ending.status}" if failed is None else str(failed)
-        elif skipped is not None:
-            result, why = "skipped", str(skipped)
         else:
             result = "ok"
         if ending.left:
             why = "; ".join(filter(None, (why, "not ended by SIGKILL: " + ", ".join(ending.left))))
-        tail = "" if result in {"ok", "skipped"} else self._tail(at)
+        tail = "" if result == "ok" else self._tail(at)
         return self._end(name, result, seconds, why, tail)
 
     def _end(self, name: str, result: str, seconds: float, why: str = "", tail: str = "") -> str:
@@ -356,21 +351,18 @@ _ON_THE_MACHINE = frozenset({"numpy", "torch"})
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def carried(python: str = "3.12") -> list[str]:
     """Return the names of what ckptd needs but numpy and PyTorch, and what that needs in turn."""
     import tomllib
 
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted, found = list(project["dependencies"]), set()
     while wanted:
         asked = Requirement(wanted.pop())
-        name = _plain(asked.name)
+        name = canonicalize_name(asked.name)
         applies = asked.marker is None or asked.marker.evaluate(
             {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
         )

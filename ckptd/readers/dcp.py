@@ -287,19 +287,19 @@ class _Item:
 
 
 def _with_ends(read: ReadRange, start: int, end: int) -> ReadRange:
-    """Return `read` for an item whose ends are read at once, and a small one whole.
+    """Return `read` for an item whose ends are read once, and a small one whole.
 
     All that a zip of one tensor has beside the tensor lies there: two requests instead of eight.
     """
     size = end - start if end - start <= _SMALL_ITEM else _END_BYTES
-    ends = [(start, read(start, start + size))]
-    if size < end - start:
-        ends.append((end - size, read(end - size, end)))
+    known: dict[int, bytes] = {}
 
     def found(lo: int, hi: int) -> bytes:
-        for first, raw in ends:
+        for first in (start, end - size):
             if first <= lo and hi <= first + size:
-                return raw[lo - first : hi - first]
+                if first not in known:
+                    known[first] = read(first, first + size)
+                return known[first][lo - first : hi - first]
         return read(lo, hi)
 
     return found

@@ -45,8 +45,6 @@ if name == "fails":
     sys.exit("of its own")
 if name == "exits":
     sys.exit(3)
-if name == "skips":
-    write(skipped="needs a thing")
 """
 DRIVER = """
 import sys
@@ -76,9 +74,7 @@ def driver(folder: Path, *names: str) -> subprocess.Popen[bytes]:
 
 
 def test_checks_that_hang_crash_or_fail_are_lines_and_the_next_one_runs(tmp_path: Path) -> None:
-    session = driver(
-        tmp_path, "hangs", "crashes", "fails", "exits", "skips", "real", "late", "good"
-    )
+    session = driver(tmp_path, "hangs", "crashes", "fails", "exits", "real", "late", "good")
     assert session.wait(60) == 0
     found = collect(tmp_path / "out")
     ended = {name: (end["result"], end["why"]) for name, end in found.ends.items()}
@@ -88,7 +84,6 @@ def test_checks_that_hang_crash_or_fail_are_lines_and_the_next_one_runs(tmp_path
         "crashes": ("crashed", "signal SIGSEGV"),
         "fails": ("failed", "a reason"),
         "exits": ("failed", "status 3"),
-        "skips": ("skipped", "needs a thing"),
         "real": ("skipped", "needs hardware: a thing"),
         "good": ("ok", ""),
     }

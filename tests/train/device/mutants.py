@@ -339,10 +339,10 @@ def _hunts(names: Sequence[str], folder: str) -> Iterator[tuple[str, Callable[[]
     """Yield what a name stands for, under one schedule after the other."""
     from tests.simulated import failing
     from tests.train import cuda_checks, test_feed
-    from tests.train.device import fuzz, saving, test_checks, test_host_side
+    from tests.train.device import fuzz, saving, test_host_side
 
     def check(name: str, schedule: str) -> str:
-        test_checks.small()
+        cuda_checks.make_small()
         root = f"memory://{name}-{schedule}"
         return next(
             iter(failing({name: lambda _: cuda_checks.CHECKS[name](root)}, schedule).values()), ""

@@ -13,16 +13,9 @@ from tests.train import cuda_checks
 pytestmark = ON_SIMULATED_DEVICES
 
 
-def small() -> None:
-    """Make the checks small: what counts here is the order of things and no rate."""
-    cuda_checks.WIDTH = 64
-    cuda_checks.LARGE = (370, 401)
-    cuda_checks.ondevice.CHUNK_BYTES = 1 << 18
-
-
 def checked(root: str, schedule: str) -> dict[str, str]:
     """Call every check; return the traces of those that fail."""
-    small()
+    cuda_checks.make_small()
     checks = cuda_checks.CHECKS
     programs = {n: lambda _, n=n: checks[n](f"{root}/{n}") for n in checks}
     return failing(programs, schedule)
