@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         print_table,
         shorten,
     )
-    from ckptd.cli.run import fence_s_for, separated, slots_of
+    from ckptd.cli.run import controller_settings, separated, slots_of
     from ckptd.cli.watch_parts import DaemonSupervisor
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "Document",
     "Json",
     "app",
-    "fence_s_for",
+    "controller_settings",
     "flag",
     "json_text",
     "note",
@@ -48,7 +48,7 @@ _MODULES = {
         "print_table",
         "shorten",
     ),
-    "run": ("fence_s_for", "separated", "slots_of"),
+    "run": ("controller_settings", "separated", "slots_of"),
     "watch_parts": ("DaemonSupervisor",),
 }
 

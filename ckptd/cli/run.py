@@ -38,8 +38,8 @@ __all__ = [
     "JobOptions",
     "RunDocument",
     "TorchrunOptions",
+    "controller_settings",
     "cpu_count",
-    "fence_s_for",
     "gpu_count",
     "ranks_filter",
     "run",
@@ -509,25 +509,38 @@ def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: 
     return f"{stem or 'job'}-{os.getpid()}" if alone else stem or "job"
 
 
-def _settings(
+def controller_settings(
     given: tuple[str, ...],
-    level: int | None,
-    max_restarts: int | None,
-    no_restart_on: str,
     *,
-    fence_s: float | None = None,
+    level: int | None = None,
+    max_restarts: int | None = None,
+    no_restart_on: str = "repeat",
+    interrupt_s: float | None = None,
 ) -> tuple[str, ...]:
+    """Return what a controller is to be given by ``--set`` for options of ``ckptd run``.
+
+    Parameters
+    ----------
+    given
+        Of ``--set`` itself, which counts before the others.
+    interrupt_s
+        Seconds that sessions have to leave a generation; None where each launcher decides. A
+        controller has every process killed that is not out within its ``fence_s``.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: of `no_restart_on`.
+    """
     from ckptd.elastic.control.states import ControllerSettings, ExitCodes
 
     ExitCodes(no_restart_on)
     names = {text.partition("=")[0] for text in given}
-    more: dict[str, float | str | None] = {
-        "levels": level,
-        "max_restarts": max_restarts,
-        "fence_s": fence_s,
-    }
+    more: dict[str, int | str | None] = {"levels": level, "max_restarts": max_restarts}
     if no_restart_on != ControllerSettings.no_restart_on:
         more["no_restart_on"] = no_restart_on
+    if interrupt_s is not None and interrupt_s + _KILL_S > ControllerSettings.fence_s:
+        more["fence_s"] = f"{interrupt_s + _KILL_S:g}"
     return given + tuple(
         f"{name}={value}" for name, value in more.items() if value is not None and name not in names
     )
@@ -546,23 +559,16 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     }
     for name, value in given.items():
         out += [name, str(value)] if value else []
-    fence_s = fence_s_for(options.interrupt_s)
-    for text in _settings(
-        own.setting, own.level, options.max_restarts, own.no_restart_on, fence_s=fence_s
-    ):
+    settings = controller_settings(
+        own.setting,
+        level=own.level,
+        max_restarts=options.max_restarts,
+        no_restart_on=own.no_restart_on,
+        interrupt_s=options.interrupt_s,
+    )
+    for text in settings:
         out += ["--set", text]
     return out
-
-
-def fence_s_for(interrupt_s: float) -> float | None:
-    """Return a controller's ``fence_s`` for launchers with that ``--interrupt``.
-
-    None where its default is long enough. It has every process killed that is not out by then.
-    """
-    from ckptd.elastic.control.states import ControllerSettings
-
-    wanted = interrupt_s + _KILL_S
-    return wanted if wanted > ControllerSettings.fence_s else None
 
 
 def _need_torch() -> None:

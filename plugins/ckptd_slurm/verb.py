@@ -234,21 +234,21 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
-    from ckptd.cli import fence_s_for, slots_of
+    from ckptd.cli import controller_settings, slots_of
 
     out = ["--job", options["job"], "--log", options["log"], "--nodes", options["nnodes"]]
     out += ["--slots", str(slots_of(options["nproc_per_node"]))]
     for name in ("layout", "pp", "tp", "memory", "microbatches"):
         if options[name]:
             out += [f"--{name}", str(options[name])]
-    settings = dict(text.partition("=")[::2] for text in options["setting"])
-    for name, setting in {"level": "levels", "max_restarts": "max_restarts"}.items():
-        if options[name] is not None:
-            settings.setdefault(setting, str(options[name]))
-    if (codes := options.get("no_restart_on", "repeat")) != "repeat":
-        settings.setdefault("no_restart_on", codes)
-    if (seconds := options.get("interrupt")) and (fence_s := fence_s_for(seconds)):
-        settings.setdefault("fence_s", f"{fence_s:g}")
+    words = controller_settings(
+        options["setting"],
+        level=options["level"],
+        max_restarts=options["max_restarts"],
+        no_restart_on=options.get("no_restart_on", "repeat"),
+        interrupt_s=options.get("interrupt"),
+    )
+    settings = dict(text.partition("=")[::2] for text in words)
     settings.setdefault("levels", str(levels))
     settings.setdefault("nodes_s", _NODES_S)  # those that an allocation has lost do not come back
     for name, value in settings.items():

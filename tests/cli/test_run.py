@@ -104,11 +104,10 @@ def test_time_to_leave_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad in (0.0, -1.0, 1e9, math.nan):
         with pytest.raises(UsageError):
             run._interrupt_s(bad)
-    assert run.fence_s_for(8.0) is None
-    fence_s = run.fence_s_for(30.0)
-    assert run._settings((), None, None, "repeat", fence_s=fence_s) == ("fence_s=32.0",)
+    assert run.controller_settings((), interrupt_s=8.0) == ()
+    assert run.controller_settings((), interrupt_s=30.0) == ("fence_s=32",)
     given = ("fence_s=5",)
-    assert run._settings(given, None, None, "repeat", fence_s=fence_s) == given
+    assert run.controller_settings(given, interrupt_s=30.0) == given
 
 
 @pytest.mark.parametrize("say", [run._print, controller._say])
