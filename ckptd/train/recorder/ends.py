@@ -126,7 +126,7 @@ class Ends:
         if operator not in self._without:
             try:
                 future = work.get_future()
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 self._without.add(operator)  # this backend has none for this operator
             else:
                 future.add_done_callback(lambda done: ended(_has_failed(done)))
@@ -351,9 +351,8 @@ class DeviceEnds:
         if anchor is None or anchor.until < time.monotonic():
             anchor = self._anchors[device] = _Anchor(kind, stream)
         queued.end_on, queued.anchor = stream, anchor
-        queued.end = self._recorded(
-            kind, device, stream, timing=True
-        )  # from now on the other thread looks
+        # From now on the other thread looks.
+        queued.end = self._recorded(kind, device, stream, timing=True)
         queued.work = None
 
     def _end(
@@ -446,7 +445,7 @@ def _host_ns(anchor: _Anchor, end: torch.Event, seen: int) -> int:
     """Return when an event happened; when it was seen where the device has no clock for it."""
     try:
         return anchor.clock.host_ns(anchor.event.elapsed_time(end), seen)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return seen
 
 
@@ -458,10 +457,10 @@ def _work_has_failed(work: Any) -> bool:
     """
     try:
         future = work.get_future_result()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         try:
             future = work.get_future()
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return False
         return bool(future.done()) and _has_failed(future)
     return bool(future.done()) and (_has_failed(future) or bool(int(future.value())))

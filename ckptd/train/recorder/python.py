@@ -138,20 +138,16 @@ class PythonSource:
             return
         try:
             row, number, seq, on_device, queued, written, waits = call
-            ended = partial(self._ended, row, number, seq)
-            if result is None:
-                ended(False)
-                return
-            work = _unbox_work(result[-1] if isinstance(result, tuple) else result)
+            last = result[-1] if isinstance(result, tuple) else result
+            work = None if last is None else _unbox_work(last)
             if queued is not None:
                 self._device.taken(queued, work, written)
-            elif work is None:
-                ended(False, seen=not on_device)
-            elif on_device:
-                ended(False, seen=False)
+            elif work is None or on_device:
+                self._ended(row, number, seq, failed=False, seen=not on_device)
             elif waits:
-                self._ends.at_its_wait(work, ended)
+                self._ends.at_its_wait(work, partial(self._ended, row, number, seq))
             else:
+                ended = partial(self._ended, row, number, seq)
                 self._ends.watch(work, kind.operator, written, ended)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)

@@ -107,7 +107,7 @@ def _name(group: Any) -> str:
 def _abort(group: Any) -> None:
     try:
         group.abort()
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except (RuntimeError, AttributeError) as error:
         _log.warning("a group's collectives cannot be aborted: %s", error)
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptd.testing.simdevice import installed, lacking, run
+from ckptd.testing.simdevice import installed, run
 from ckptd.train.recorder.ends import DeviceClock, DeviceEnds, Ends, _work_has_failed
+from tests.simulated import ON_SIMULATED_DEVICES
 from tests.train.recorder.cuda_checks import CHECKS
 
 
@@ -193,16 +194,17 @@ def threads_on_their_device() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        several_devices,
-        coalesced,
-        nobody_waits,
-        waits_for_another,
-        made_meanwhile,
-        threads_on_their_device,
+        pytest.param(program, marks=ON_SIMULATED_DEVICES)
+        for program in (
+            several_devices,
+            coalesced,
+            nobody_waits,
+            waits_for_another,
+            made_meanwhile,
+            threads_on_their_device,
+        )
     ],
 )
-@pytest.mark.xdist_group("simdevice")
-@pytest.mark.skipif(lacking() is not None, reason=f"NO SIMULATED DEVICE: {lacking()}")
 def test_on_simulated_devices(program: Callable[[], None]) -> None:
     run(program)
 
