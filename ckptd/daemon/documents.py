@@ -385,7 +385,7 @@ class CallDocument(Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(call: Any, names: Names, moved: float = 0.0) -> CallDocument:
         """Return one row of `CALL`; `moved` is added to its times."""
-        end = float(call["end"])
+        end, flags = float(call["end"]), CallFlag(int(call["flags"]))
         return CallDocument(
             op=names.op(int(call["op"])),
             group=names.group(int(call["group"])),
@@ -397,9 +397,9 @@ class CallDocument(Struct, frozen=True, kw_only=True):
             site=names.site(int(call["site"])),
             step=int(call["step"]) if call["step"] >= 0 else None,
             phase=phase_name(int(call["phase"])),
-            failed=bool(int(call["flags"]) & CallFlag.FAILED),
-            queued=bool(int(call["flags"]) & CallFlag.QUEUED) and bool(np.isnan(end)),
-            unseen=bool(int(call["flags"]) & CallFlag.UNSEEN),
+            failed=CallFlag.FAILED in flags,
+            queued=CallFlag.QUEUED in flags and bool(np.isnan(end)),
+            unseen=CallFlag.UNSEEN in flags,
         )
 
 
