@@ -22,7 +22,7 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format.container import Chunk, build_header, header_bytes, parse_header
 from ckptd.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.layout.block import Region
-from ckptd.layout.grid import is_packed, strides_of
+from ckptd.layout.grid import is_packed, reach_of, strides_of
 from ckptd.types import DType, dtype_of
 
 __all__ = [
@@ -171,7 +171,7 @@ def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) ->
     """
     box, strides = region.box, strides_of(shape)
     lo = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-    reach = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
+    reach = reach_of(box.shape, strides)
     if not box.numel:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     i, j = map(int, positions.searchsorted((lo, lo + reach)))

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ckptd.layout.grid import Piece, strides_of
+from ckptd.layout.grid import Piece, reach_of, strides_of
 from ckptd.types import Box
 
 __all__ = [
@@ -58,8 +58,7 @@ class Region:
         """First element of the buffer that the region touches, and one past the last."""
         if not self.box.numel:
             return self.start, self.start
-        reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
-        return self.start, self.start + reach + 1
+        return _span(self.box.shape, self.start, self.strides)
 
 
 class Fill(NamedTuple):
@@ -202,7 +201,7 @@ class Block:
 
 
 def _span(shape: tuple[int, ...], start: int, strides: tuple[int, ...]) -> tuple[int, int]:
-    return start, start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    return start, start + reach_of(shape, strides)
 
 
 def intersect(a: Region, b: Region) -> Block | None:

@@ -31,6 +31,8 @@ __all__ = [
     "coordinates_of",
     "even_axis",
     "is_packed",
+    "is_unshared",
+    "reach_of",
     "strides_of",
     "whole",
 ]
@@ -50,6 +52,21 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether elements at these strides lie end to end, row-major."""
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, strides_of(shape), strict=True))
+
+
+def reach_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how far elements at these strides reach, from the first to behind the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def is_unshared(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether each element at these strides has a place of its own; False where unsure."""
+    reach = 1
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and stride < reach:
+            return False
+        reach += (n - 1) * stride
+    return True
 
 
 def coordinates_of(offset: int, strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.block import Block, Region, Templates, flat_regions, intersect
-from ckptd.layout.grid import Axis, Grid, strides_of
+from ckptd.layout.grid import Axis, Grid, is_unshared, reach_of, strides_of
 from ckptd.types import Box
 
 __all__ = [
@@ -127,15 +127,12 @@ def check_target(grid: Grid, target: Region) -> None:
         )
     if not box.numel:
         return
-    reach = 1
-    for stride, n in sorted(zip(target.strides, box.shape, strict=True)):
-        if n > 1 and stride < reach:
-            raise UsageError(
-                "the target's strides may give two elements one place in memory",
-                found=f"shape {box.shape}, strides {target.strides}",
-                hint="load into a tensor of its own (.contiguous(), not .expand())",
-            )
-        reach += (n - 1) * stride
+    if not is_unshared(box.shape, target.strides):
+        raise UsageError(
+            "the target's strides may give two elements one place in memory",
+            found=f"shape {box.shape}, strides {target.strides}",
+            hint="load into a tensor of its own (.contiguous(), not .expand())",
+        )
 
 
 def _touched(axis: Axis, lo: int, hi: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -341,7 +338,7 @@ def _mark(
     marks: NDArray[np.uint8], start: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     """Add one to each element of a strided block, without wrapping around."""
-    last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    last = start + reach_of(shape, strides) - 1
     if not 0 <= start <= last < len(marks):
         raise UsageError(
             "a plan writes outside of its target", wanted=f"below {len(marks)}", found=last

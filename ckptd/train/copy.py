@@ -17,6 +17,7 @@ from ckptd.errors import SaveError
 from ckptd.format.digest import digest
 from ckptd.format.filemap import ChunkRef
 from ckptd.layout.block import Region
+from ckptd.layout.grid import reach_of
 from ckptd.save.arena import Slot
 from ckptd.save.structure import SavePlan
 from ckptd.train import ondevice
@@ -615,8 +616,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has its memory for itself, in whatever order."""
     if tensor.is_contiguous():
         return True
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return reach == tensor.numel()
+    return reach_of(tuple(tensor.shape), tensor.stride()) == tensor.numel()
 
 
 def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor:

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.format.witness import check_elements, gather
 from ckptd.layout.block import Fill, Region
+from ckptd.layout.grid import is_unshared
 from ckptd.load.plan import Want, put_fill
 from ckptd.train.device import kind_of
 from ckptd.train.state.describe import Describer
-from ckptd.train.state.tensors import as_bytes, local_tensor
+from ckptd.train.state.tensors import as_bytes, flat_memory, local_tensor
 from ckptd.train.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.types import DType
 
@@ -115,11 +116,7 @@ class Filling:
     def _memory(self, local: torch.Tensor) -> LiveTarget:
         if local.device.type != "cpu":
             return DeviceBuffer(local_tensor(local), self._upload(local.device))
-        if local.is_contiguous():
-            return as_bytes(local)
-        pairs = zip(local.shape, local.stride(), strict=True)
-        reach = sum((n - 1) * s for n, s in pairs) + 1
-        return as_bytes(local.as_strided((reach,), (1,), local.storage_offset()))
+        return as_bytes(local if local.is_contiguous() else flat_memory(local))
 
     def _beside(self, local: torch.Tensor) -> LiveTarget:
         """Return a buffer with the values of a tensor, which is copied over it in the end."""
@@ -216,15 +213,7 @@ def _is_memory(local: torch.Tensor) -> bool:
     """Tell whether a tensor's values are bytes in memory, each element at a place of its own."""
     if not _has_memory(local):
         return False
-    if local.is_contiguous():
-        return True
-    reach = 1
-    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
-        if size > 1:
-            if stride < reach:
-                return False
-            reach += (size - 1) * stride
-    return True
+    return local.is_contiguous() or is_unshared(tuple(local.shape), local.stride())
 
 
 def _has_memory(local: torch.Tensor) -> bool:

@@ -13,11 +13,12 @@ import torch
 import xxhash
 
 from ckptd.format.digest import digest_hex
+from ckptd.layout.grid import is_packed
 from ckptd.save.messages import Blob
 from ckptd.save.structure import ReplicaHolders, Shared
 from ckptd.train.device import kind_of
 from ckptd.train.state.leaves import ObjectLeaf, TensorLeaf
-from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
+from ckptd.train.state.tensors import as_bytes, flat_memory, is_dtensor, local_tensor
 
 __all__ = [
     "Samples",
@@ -66,9 +67,8 @@ def sampled_bytes(local: torch.Tensor) -> torch.Tensor:
         local = local.resolve_conj().resolve_neg().contiguous()
     if not sampled:
         return local.reshape(-1).view(torch.uint8)
-    span = 1 + sum((n - 1) * s for n, s in zip(local.shape, local.stride(), strict=True))
     # Bytes, because not every type can be indexed.
-    raw = local.as_strided((span,), (1,)).view(torch.uint8)
+    raw = flat_memory(local).view(torch.uint8)
     kind = kind_of(local.device)
     stream = kind.current_stream(local.device) if kind.has_streams else None
     return raw[_positions(tuple(local.shape), local.stride(), size, local.device, stream)]
@@ -87,7 +87,7 @@ def _positions(
     They are worked out on the device: to bring them there would wait for it. Each stream has its
     own, since nothing orders two streams.
     """
-    if not shape or _is_contiguous(shape, strides):
+    if is_packed(shape, strides):
         shape, strides = (math.prod(shape),), (1,)
     last = math.prod(shape) * size - WINDOW_BYTES
     starts = torch.arange(WINDOWS, device=device).mul_(last).floor_divide_(WINDOWS - 1)
@@ -99,15 +99,6 @@ def _positions(
         at += index % n * (stride * size)
         index = index // n
     return at
-
-
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    behind = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != behind:
-            return False
-        behind *= n
-    return True
 
 
 def sampled_ranges(nbytes: int) -> tuple[list[int], int] | None:

@@ -23,6 +23,7 @@ from ckptd.layout.block import Block, Fill
 from ckptd.layout.grid import is_packed
 from ckptd.runtime.host import available_bytes
 from ckptd.train.device import kind_of
+from ckptd.train.state.tensors import flat_memory
 from ckptd.types import DType
 
 __all__ = ["BufferRing", "DeviceBuffer", "Upload"]
@@ -265,11 +266,8 @@ class DeviceBuffer:
     """
 
     def __init__(self, tensor: torch.Tensor, writer: Upload) -> None:
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = sum((n - 1) * s for n, s in pairs) + 1 if tensor.numel() else 0
-        flat = tensor.detach().as_strided((reach,), (1,), tensor.storage_offset())
-        self._bytes = flat.view(torch.uint8)
-        self.nbytes = reach * tensor.element_size()
+        self._bytes = flat_memory(tensor.detach()).view(torch.uint8)
+        self.nbytes = self._bytes.numel()
         self.writer = writer
 
     def words(self, itemsize: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ckptd.errors import UsageError
+from ckptd.layout.grid import reach_of
 from ckptd.types import DTYPES, dtype_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_bytes",
     "dtype_name",
+    "flat_memory",
     "is_async",
     "is_dtensor",
     "is_fsdp1",
@@ -105,6 +107,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     part = tensor._local_tensor if is_dtensor(tensor) else tensor
     return part.trigger_wait() if is_async(part) else part
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a tensor's memory, from its first element to its last, gaps too."""
+    reach = reach_of(tuple(tensor.shape), tensor.stride()) if tensor.numel() else 0
+    return tensor.as_strided((reach,), (1,), tensor.storage_offset())
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
