@@ -385,12 +385,12 @@ class PerRankLeaf:
 
 @dataclass(frozen=True, slots=True)
 class PendingState:
-    """A change that waits for its leaf: made when the leaf called `name` was loaded.
+    """A change that waits for its leaf: made once when one of those called `names` was loaded.
 
     `unit` is the object without which the change makes no sense: the groups of the optimizer.
     """
 
-    name: str
+    names: tuple[str, ...]
     change: Callable[[], None]
     unit: str = ""
 

@@ -83,7 +83,7 @@ def materialise(
         names = (leaf.name, *leaf.aliases)
         if leaf.origin.is_meta and any(saved.tensor(n) is not None for n in names):
             change = partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
-            swaps.append(PendingState(leaf.name, change))
+            swaps.append(PendingState((leaf.name,), change))
     leaves.pending[:0] = swaps
 
 

@@ -257,7 +257,7 @@ def add_optimizer(
             entries = saved.get(fqn, {})
             if known and not entries:
                 forget = partial(optimizer.state.pop, parameter, None)
-                sink.leaves.pending.append(PendingState(at.name, forget, at.name))
+                sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
                 continue
             param = _Parameter(
                 sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name
@@ -275,9 +275,8 @@ def _take_masters(
     for group in optimizer.param_groups:
         for master in group["params"]:
             full = owners.full_name(optimizer.owned(master))
-            for name in (groups,) if full is None else (full, groups):
-                change = partial(optimizer.take, master)
-                sink.leaves.pending.append(PendingState(name, change))
+            names = (groups,) if full is None else (full, groups)
+            sink.leaves.pending.append(PendingState(names, partial(optimizer.take, master)))
 
 
 def add_groups(
@@ -329,7 +328,7 @@ class _Parameter:
             new = self._make(key, place.name)
             self._sink.add_tensor(place, new, "optim")
             self._sink.leaves.pending.append(
-                PendingState(place.name, partial(self._put, key, new), self._unit)
+                PendingState((place.name,), partial(self._put, key, new), self._unit)
             )
 
     def _put(self, key: str, value: Any) -> None:

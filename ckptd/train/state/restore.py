@@ -338,7 +338,7 @@ def apply_objects(
     check_objects(leaves, values, chosen)
     filled = leaves.tensors.keys() if tensors is None else set(tensors)
     for pending in leaves.pending:
-        loaded = pending.name in filled or pending.name in values
+        loaded = any(name in filled or name in values for name in pending.names)
         if loaded and (tensors is not None or not pending.unit or pending.unit in values):
             pending.change()
     leaves.pending.clear()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ckptd
+from ckptd.train.state.hosted import HostedOptimizer
 
 
 class _Wrapper(torch.optim.Optimizer):
@@ -51,3 +53,27 @@ def test_a_save_has_the_state_that_a_load_of_the_optimizer_itself_brought(tmp_pa
         assert not torch.equal(inner.state_dict()["state"][0]["exp_avg"], first)
         assert ck.load(state) == 2
     assert torch.equal(inner.state_dict()["state"][0]["exp_avg"], first)
+
+
+def test_a_load_brings_each_parameter_to_its_master_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the parameter and the groups ask for it; it is a copy from the device each time."""
+    model = nn.Linear(3, 2)
+    wrapper = _Wrapper(list(model.parameters()))
+    state = {"model": model, "optim": wrapper}
+    wrapper.step()
+    saved = {p: p.detach().clone() for p in model.parameters()}
+    taken: list[int] = []
+    true = HostedOptimizer.take
+    monkeypatch.setattr(
+        HostedOptimizer, "take", lambda self, master: taken.append(id(master)) or true(self, master)
+    )
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        ck.save(1, state).durable()
+        for names in (None, lambda name: name.startswith("model")):
+            wrapper.step()
+            taken.clear()
+            ck.load(state, only=names)
+            assert sorted(taken) == sorted(map(id, wrapper.param_d2h_map.values()))
+            assert all(torch.equal(wrapper.param_d2h_map[p], saved[p]) for p in saved)
