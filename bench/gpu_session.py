@@ -552,11 +552,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
     name = f"gpu-call{options.call}" if options.call else "gpu-checks"
     with scratch_folder(options.dir) as scratch:
-        environ = {"PYTHONUNBUFFERED": "1", "CKPTD_BUILDS": str(scratch / "builds")}
+        environ = {"PYTHONUNBUFFERED": "1"}
         # All ranks are here, and a machine without a network may not know its own name.
         environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        if options.simulated:
-            del environ["CKPTD_BUILDS"]  # what the simulated device is built of is there already
+        if not options.simulated:  # what a simulated device is built of is there already
+            environ["CKPTD_BUILDS"] = str(scratch / "builds")
         path = [str(ROOT), str(ROOT / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
         if options.carried:
             site = scratch / "site"

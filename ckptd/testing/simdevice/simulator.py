@@ -19,11 +19,21 @@ from typing import Any
 
 from ckptd.errors import UsageError
 
-__all__ = ["SCHEDULES", "CopyUnderWay", "DeviceWait", "Moment", "Simulator", "StreamQueue"]
+__all__ = [
+    "PLENTY",
+    "SCHEDULES",
+    "CopyUnderWay",
+    "DeviceWait",
+    "Moment",
+    "Simulator",
+    "StreamQueue",
+]
 
 SCHEDULES = ("lazy", "eager", "starve:side", "starve:main", "random:1")
 """One schedule of each kind."""
 
+PLENTY = 1 << 40
+"""Bytes of a device that is never full."""
 _DEEPEST = 200
 _POLL_S = 0.0005
 _DELAYS_S = (0.0, 0.0, 0.0005, 0.001, 0.002)
@@ -129,7 +139,7 @@ class Simulator:
         self.waits: list[DeviceWait] = []
         self.counts: Counter[str] = Counter()
         self.reuse = True
-        self.capacity = 1 << 40
+        self.capacity = PLENTY
         self.lockable = True
         self.allocated = [0] * devices
         self.most_allocated = [0] * devices
@@ -179,7 +189,7 @@ class Simulator:
         """Begin with nothing found and nothing refused; drain the devices in the end."""
         self.drain()
         self.problems, self.waits, self.counts = [], [], Counter()
-        self.reuse, self.capacity, self.lockable = True, 1 << 40, True
+        self.reuse, self.capacity, self.lockable = True, PLENTY, True
         self._failed.clear()
         self.most_allocated = list(self.allocated)
         self.schedule = schedule

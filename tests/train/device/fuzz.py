@@ -25,6 +25,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.errors import CkptdError, SaveError, UsageError
 from ckptd.testing.simdevice import Simulator, installed
+from ckptd.testing.simdevice.simulator import PLENTY
 from ckptd.train import ondevice
 from ckptd.train.ondevice import Pins
 
@@ -109,7 +110,7 @@ class Program:
             for t, where in zip(plan.tensors, plan.places, strict=True)
         ]
         self.optimizers = [
-            self._optimizer(kind, [self.params[i] for i in part]) for kind, part in plan.parts
+            _OPTIMIZERS[kind]([self.params[i] for i in part]) for kind, part in plan.parts
         ]
         self.averages = [
             self._at(t, where) for t, where in zip(plan.averages, plan.average_places, strict=True)
@@ -131,9 +132,6 @@ class Program:
         if where == "cpu":
             return tensor.clone().pin_memory() if self._plan.pinned else tensor.clone()
         return tensor.to(where)
-
-    def _optimizer(self, kind: str, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return _OPTIMIZERS[kind](params)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -233,7 +231,7 @@ class Match:
                 ck._saver._copier.shutdown(wait=True)
                 ck = ckptd.Checkpointer(self._root, refer=False, timeout_s=60.0)
         finally:
-            self._simulator.lockable, self._simulator.capacity = True, 1 << 40
+            self._simulator.lockable, self._simulator.capacity = True, PLENTY
             if sys.exc_info()[0] is not None:
                 ck.abandon()
         with ck:
@@ -279,7 +277,7 @@ class Match:
                 # That an earlier save was refused is raised once, before anything of this one.
                 if error.kind != "mutated" or not self._rude:
                     raise
-        self._simulator.capacity = 1 << 40
+        self._simulator.capacity = PLENTY
 
     def _save_in_a_capture(self, ck: ckptd.Checkpointer, number: int) -> None:
         with suppress(CkptdError):  # a save that was refused is looked at in the end

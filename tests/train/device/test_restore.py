@@ -20,6 +20,7 @@ from ckptd.errors import CkptdError, CorruptError, DeadlineError, UsageError
 from ckptd.layout.block import Block
 from ckptd.store import open_store
 from ckptd.testing.simdevice import SCHEDULES, installed, run, run_simulated_ranks
+from ckptd.testing.simdevice.simulator import PLENTY
 from ckptd.train import filling, loader, upload
 from ckptd.train.device import kind_of
 from tests.simulated import ON_SIMULATED_DEVICES
@@ -413,7 +414,6 @@ def loads_other_shards(root: str) -> None:
     mesh = init_device_mesh("cuda", (2,))
     whole = torch.arange(600 * 700, dtype=torch.float32).reshape(600, 700)
     rows = distribute_tensor(whole.to("cuda"), mesh, [Shard(0)], src_data_rank=None)
-    columns = distribute_tensor(torch.zeros(600, 700, device="cuda"), mesh, [Shard(1)])
     odd = torch.empty(350, 600, device="cuda").t()
     with torch.no_grad():
         columns = DTensor.from_local(odd, mesh, [Shard(1)], run_check=False)
@@ -521,7 +521,7 @@ def loads_another_layout(root: str) -> None:
             ).to("cuda")
             simulator.capacity = simulator.allocated[0] + more
             ck.load({"model": live})
-            simulator.capacity = 1 << 40
+            simulator.capacity = PLENTY
             found = dict(live.state_dict())
             assert found["down.weight"].stride() == (1, 16)
             assert different(found, wanted) == []
