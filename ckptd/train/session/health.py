@@ -57,7 +57,7 @@ def _look(kind: DeviceKind, current: torch.device) -> str:
                 gc.collect()
                 empty_caches()
                 _run_kernel(kind, device)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - else this thread would end without a word
         return f"the device fails: {str(error).strip().partition(chr(10))[0]}"
     return ""
 

@@ -73,6 +73,17 @@ def hangs() -> None:
     end()
 
 
+def test_a_look_that_fails_by_itself_is_no_hang() -> None:
+    run(has_no_current_device)
+
+
+def has_no_current_device() -> None:
+    kept = torch.ones(1, device="cuda")
+    del torch.cuda.device
+    assert "no attribute 'device'" in fault_of_devices(soon())
+    del kept
+
+
 def test_what_fills_a_device_and_waits_to_be_collected_is_no_fault() -> None:
     run(is_full)
 
