@@ -22,6 +22,7 @@ __all__ = [
     "available_bytes",
     "environment",
     "host_id",
+    "mapped_files",
     "mount_of",
     "node_name",
     "pid_space",
@@ -222,3 +223,14 @@ def mount_of(path: str | os.PathLike[str]) -> Mount | None:
         if inside and (best is None or len(point) >= len(best.point)):
             best = Mount(tail[0], tail[1], point)
     return best
+
+
+def mapped_files() -> Iterator[str]:
+    """Yield the path of each mapping of a file in this process, some of them several times.
+
+    A mapping stays when its file is closed. What has no file has a name in brackets, or none.
+    """
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
+        fields = line.split(maxsplit=5)  # a path may hold spaces
+        if len(fields) == 6:
+            yield os.fsdecode(fields[5])

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
+
+from ckptd.runtime.host import mapped_files
 
 __all__ = ["DeviceKind", "accelerator", "has_streams", "is_capturing", "kind_of"]
 
@@ -271,8 +272,5 @@ def _exchange(runtime: _Runtime, mode: int) -> int | None:
 
 def _mapped(library: str) -> str | None:
     """Return the path of a library that this process has; None: it may be linked statically."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.rpartition("/")[2].startswith(library):
-            return path
-    return None
+    found = (path for path in mapped_files() if path.rpartition("/")[2].startswith(library))
+    return next(found, None)

@@ -32,6 +32,7 @@ from ckptd.elastic.launchers.zygotewire import (
 from ckptd.errors import WorkerError
 from ckptd.runtime.accelerators import device_file
 from ckptd.runtime.channel import SocketChannel
+from ckptd.runtime.host import mapped_files
 from ckptd.train.session.zygote_child import become, die_with
 
 __all__ = ["PRELOADED", "Zygote", "main", "unsafe_to_fork"]
@@ -58,11 +59,8 @@ def unsafe_to_fork() -> str:
             target = os.readlink(f"/proc/self/fd/{name}")
             if device_file(target):
                 return f"importing PyTorch has opened {target}"
-    with open("/proc/self/maps") as maps:  # what is mapped stays so when its file is closed
-        for line in maps:
-            target = line.split(maxsplit=5)[-1].rstrip("\n")
-            if device_file(target):
-                return f"importing PyTorch has mapped {target}"
+    if target := next(filter(device_file, mapped_files()), ""):
+        return f"importing PyTorch has mapped {target}"
     for kind in ("cuda", "xpu", "mtia"):
         module = getattr(sys.modules.get("torch"), kind, None)
         if module is not None and module.is_initialized():

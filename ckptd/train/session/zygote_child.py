@@ -23,6 +23,7 @@ from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.lastwords import first_to_say, note_end
 from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.messages import LEASE_VARIABLE
+from ckptd.runtime.host import mapped_files
 
 __all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
 
@@ -195,10 +196,7 @@ def _set_blas_threads(environ: Mapping[str, str]) -> None:
     number = number or len(os.sched_getaffinity(0))
     if number == 1:
         return
-    with open("/proc/self/maps") as maps:
-        # The sixth field is the path, which may hold spaces.
-        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}
-    for path in paths:
+    for path in {path for path in mapped_files() if "openblas" in path}:
         library = ctypes.CDLL(path)
         for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_"):
             with suppress(AttributeError):
