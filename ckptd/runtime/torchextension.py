@@ -138,13 +138,13 @@ class TorchExtension:
                 command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
             )
         except subprocess.TimeoutExpired as error:
-            raise self.failed(command, f"no end after {_TIMEOUT_S:.0f} s") from error
+            raise self._failed(command, f"no end after {_TIMEOUT_S:.0f} s") from error
         except subprocess.CalledProcessError as error:
             lines = [x for x in error.stderr.splitlines() if "error" in x] or [error.stderr]
-            raise self.failed(command, "\n".join(lines[:5])[:2000]) from error
+            raise self._failed(command, "\n".join(lines[:5])[:2000]) from error
         return done.stdout
 
-    def failed(self, command: Sequence[str], found: str) -> UsageError:
+    def _failed(self, command: Sequence[str], found: str) -> UsageError:
         """Return the error of a build that failed."""
         return UsageError(
             f"{self.purpose} could not be built",

@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import importlib.util
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +91,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     if why := lacking():
         raise UsageError("no device can be simulated here", kind="no-device", found=why)
     kind = name if name in _KINDS else "privateuseone"
-    library = ctypes.PyDLL(str(_built()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.PyDLL(str(GUARD.built() or GUARD.build()), mode=ctypes.RTLD_GLOBAL)
     library.sim_stream.restype = ctypes.c_int64
     library.sim_set_stream.argtypes = (ctypes.c_int, ctypes.c_int64)
     library.sim_dead_event.restype = ctypes.c_int64
@@ -114,18 +113,6 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     names: Any = importlib.import_module("ckptd.testing.simdevice.names")  # imports torch
     _kept.extend(names.replace(simulator, kind, name))
     return simulator
-
-
-def _built() -> Path:
-    """Return the native part; another process builds it, as that needs PyTorch."""
-    path = GUARD.built()
-    if path is None:
-        command = [sys.executable, "-c", f"from {__name__} import GUARD; GUARD.build()"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        path = GUARD.built()
-        if path is None:
-            raise GUARD.failed(command, done.stderr[-2000:])
-    return path
 
 
 class _Functions(ctypes.Structure):
