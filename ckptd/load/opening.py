@@ -15,7 +15,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = ["begin_root", "foreign_format", "note_hidden", "open_catalogue", "opened"]
+__all__ = ["begin_beside", "begin_root", "foreign_format", "open_catalogue", "opened"]
 
 _log = logging.getLogger("ckptd")
 
@@ -75,18 +75,25 @@ def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
         return format_of(catalogue.store)
 
 
-def note_hidden(catalogue: Catalogue) -> None:
-    """Log what a new root hides; a job that trains is not stopped for it.
+def begin_beside(catalogue: Catalogue) -> RootMarker:
+    """Open a root that a job writes into; make it, and log what it hides, where there is none.
 
-    Everything that reads takes a root, where there is one. A root that is there already hides
-    nothing anew.
+    Everything that reads takes a root, where there is one: no job that trains is stopped for that.
+    A root that is there already hides nothing anew.
+
+    Raises
+    ------
+    CkptdError
+        As of `ckptd.root.root.Root.create_or_open`.
     """
     try:
         found = _opened_or_format(catalogue)
     except CkptdError as error:
         _log.warning("cannot tell whether the root hides another checkpoint: %s", error)
-        return
-    if isinstance(found, str) and found:
+        return catalogue.create_or_open()
+    if isinstance(found, RootMarker):
+        return found
+    if found:
         _log.warning(
             "%s holds a checkpoint of the format %s. The root that begins there hides it:"
             " ckptd reads the root from now on, and the other one only by the names of its"
@@ -94,6 +101,7 @@ def note_hidden(catalogue: Catalogue) -> None:
             catalogue.store.url,
             found,
         )
+    return catalogue.create_or_open()
 
 
 def begin_root(catalogue: Catalogue) -> RootMarker:

@@ -252,10 +252,9 @@ class BoxRoot:
         if loaded is not None and loaded.root:
             self._check_root(loaded.root)
         else:
-            from ckptd.load.opening import note_hidden  # with readers of all formats
+            from ckptd.load.opening import begin_beside  # with readers of all formats
 
-            note_hidden(catalogue)
-            catalogue.create_or_open()
+            begin_beside(catalogue)
         parent = loaded.name if loaded else catalogue.continue_line(step, fresh_line)
         if parent is not None and step <= parent.step:
             raise _behind(step, parent.step + 1)

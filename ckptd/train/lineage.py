@@ -86,10 +86,9 @@ class Lineage:
             if late is not None:
                 self._catalogue.check_not_superseded(late.newest)
                 return self._claim(late.parent, "load", committed=late.committed)
-            from ckptd.load.opening import note_hidden  # with readers of all formats
+            from ckptd.load.opening import begin_beside  # with readers of all formats
 
-            note_hidden(self._catalogue)
-            self._catalogue.create_or_open()
+            begin_beside(self._catalogue)
             parent = self._catalogue.continue_line(step, self._fresh_line)
             return self._claim(parent, "start" if parent is None else "continue")
 
