@@ -55,6 +55,7 @@ class _Pin:
     def __init__(self, slot: Slot, kind: DeviceKind) -> None:
         self.nbytes = 0
         """Bytes that are locked."""
+        self.tried = False
         self._kind = kind
         self._slot = weakref.ref(slot)
         self._address = 0
@@ -132,7 +133,6 @@ class Pins:
     def __init__(self, budget: int | None = None) -> None:
         self._budget = budget
         self._known: weakref.WeakKeyDictionary[Slot, _Pin] = weakref.WeakKeyDictionary()
-        self._tried: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._guard = threading.Lock()
 
     @property
@@ -159,9 +159,9 @@ class Pins:
         """
         pin = self._of(slot, kind)
         with self._guard:
-            if slot in self._tried or not slot.nbytes:
+            if pin.tried or not slot.nbytes:
                 return pin.nbytes > 0
-            self._tried.add(slot)
+            pin.tried = True
             if self._budget is None:
                 self._budget = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
             locked = sum(p.nbytes for p in self._known.values())
@@ -563,10 +563,6 @@ class DeviceCopies:
             self.pins.lock(slot, kind)
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread
             _log.warning("a slot is not page-locked: %r", error)
-
-    def settle(self) -> None:
-        """Return when nothing is being page-locked."""
-        self._locker.submit(int).result()
 
     def close(self) -> None:
         """Lock nothing more; what is being locked is unlocked when its slot is closed."""

@@ -203,11 +203,6 @@ class Saver:
         """What holds mutations back."""
         return self._gate
 
-    def settle(self) -> None:
-        """Return when nothing is being copied, and no slot page-locked."""
-        self._copier.submit(int).result()
-        self._device_copies.settle()
-
     def is_locked(self, memory: memoryview) -> bool:
         """Tell whether memory of the arena is page-locked, so that devices copy from it."""
         return self._device_copies.pins.covers(memory)

@@ -17,7 +17,7 @@ from ckptd.errors import SaveError, UsageError
 from ckptd.train import ondevice
 from ckptd.train.ondevice import Pins
 
-__all__ = ["CHECKS", "DEVICE", "make_small"]
+__all__ = ["CHECKS", "DEVICE", "make_small", "settle"]
 
 DEVICE = "cuda"
 LONG = 3_000_000_000
@@ -71,12 +71,18 @@ def assert_loads(root: str, state: dict[str, Any], wanted: Mapping[int, Values])
             assert not different, (step, different)
 
 
+def settle(ck: ckptd.Checkpointer) -> None:
+    """Return when nothing is being copied, and no slot page-locked."""
+    ck._saver._copier.submit(int).result(60.0)
+    ck._saver._device_copies._locker.submit(int).result(60.0)
+
+
 def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
     """Make a checkpointer whose memory is there already, by a save of step 1."""
     ck = ckptd.Checkpointer(root, refer=False, **options)
     ck.save(1, state)
     ck.wait()
-    ck._saver.settle()
+    settle(ck)
     return ck
 
 
@@ -369,7 +375,7 @@ def page_locked_memory_is_given_back(root: str) -> None:
     before = pins.locked
     ck.save(2, larger)
     ck.wait()
-    ck._saver.settle()
+    settle(ck)
     assert pins.locked > before
     ck.close()
     assert pins.locked == 0

@@ -160,7 +160,7 @@ def test_what_keeps_a_slot_from_being_locked_is_logged(
     monkeypatch.setattr(torch.cuda, "set_device", lost)
     copies, slot = DeviceCopies(), Slot(0, NBYTES)
     copies.lock_later(slot, [torch.device("cuda", 0)])
-    copies.settle()
+    copies._locker.submit(int).result(60.0)
     copies.close()
     slot.close()
     assert not driver.locked

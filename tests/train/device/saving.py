@@ -18,6 +18,7 @@ from ckptd.testing.simdevice import Simulator, installed
 from ckptd.train import ondevice, replicas
 from ckptd.train.ondevice import DeviceSamples
 from ckptd.train.replicas import Samples, sample_digest
+from tests.train.cuda_checks import settle
 
 __all__ = ["OF_CUDA", "OF_EVERY_KIND"]
 
@@ -42,7 +43,7 @@ def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
     ck = ckptd.Checkpointer(root, refer=False, **options)
     ck.save(1, state)
     ck.wait()
-    ck._saver.settle()
+    settle(ck)
     return ck
 
 
@@ -102,7 +103,7 @@ def the_first_save_and_a_capture_meet(sim: Simulator) -> None:
             stall.add_(1.0)
             sim.drain()
             handle.durable(30.0)
-            ck._saver.settle()
+            settle(ck)
         assert ck._saver._device_copies.pins.locked
         assert_holds(ck, live, live, wanted)
 
@@ -217,7 +218,7 @@ def slots_are_locked_by_a_thread_of_their_own(sim: Simulator) -> None:
                 handle.durable(30.0)  # while the slot is being locked
             assert ck._saver._device_copies.pins.locked == 0
             go_on.set()
-            ck._saver.settle()
+            settle(ck)
             assert ck._saver._device_copies.pins.locked > 0
             assert_holds(ck, state, live, wanted)
             ck.save(3, state)

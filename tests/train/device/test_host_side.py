@@ -19,6 +19,7 @@ from ckptd.testing.simdevice import installed, run
 from ckptd.train import ondevice
 from tests.processes import until
 from tests.simulated import ON_SIMULATED_DEVICES
+from tests.train.cuda_checks import settle
 
 pytestmark = ON_SIMULATED_DEVICES
 
@@ -43,7 +44,7 @@ def leave_with_copies_under_way(folder: str) -> None:
         ck = ckptd.Checkpointer(f"{folder}/{generation}", lazy="all", refer=False)
         ck.save(1, live)
         ck.wait()
-        ck._saver.settle()
+        settle(ck)
         assert len(simulator.page_locked) > len(before)
         release = simulator.hold()  # the collective of a peer that is gone
         ck.save(2, live)
@@ -170,7 +171,7 @@ def save_and_load_with_a_default_device(root: str) -> None:
                 wanted = module.weight.clone()
                 optimizer.step()
                 handle.durable(60.0)
-                ck._saver.settle()
+                settle(ck)
             scalar.zero_()
             assert ck.load(state) == 2
     finally:
