@@ -359,7 +359,7 @@ def _is_size(item: object) -> bool:
 
 
 def _fixes_size(rule: str) -> bool:
-    return rule.startswith("let ") and any(map(_is_size, parse(rule, rule).items))
+    return _BESIDE.match(rule) is not None and any(map(_is_size, parse(rule, rule).items))
 
 
 def _is_drop(rule: str) -> bool:

@@ -14,7 +14,7 @@ from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import Reshard, load, parse
 from ckptd.reshard.elements import find
-from ckptd.reshard.layouts import LayoutComparison, compare
+from ckptd.reshard.layouts import LayoutComparison, compare, read_text
 from ckptd.store import open_store
 from tests.layout.lay.agreement.mutations import mutants
 from tests.layout.lay.agreement.test_mutations import PROGRAMS, SIZES
@@ -47,6 +47,13 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["let v = 5", " let v = 5", "let\tv = 5"])
+def test_a_size_is_one_however_it_is_spaced(rule: str) -> None:
+    text = "let v = 4\nspace m {\n  E[v h]\n}\nlayout a of m on none {\n  e.weight = E[v h]\n}\n"
+    kept = read_text(f"# layout a\n{text}", "the kept program")
+    assert kept.with_sizes([rule, "let h = (two half)"]).text == kept.with_rules(["let v = 5"]).text
 
 
 def test_the_kept_program_says_every_size(megatron: Path) -> None:
