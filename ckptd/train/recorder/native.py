@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -188,13 +187,6 @@ class _OnDevice:
         self._native.leave(self._row, self._number, self._seq, failed, at or 0, seen, self._life)
 
 
-class _OfThread(threading.local):
-    """The call that a thread is about to enqueue."""
-
-    call: _OnDevice | None = None
-    queued: QueuedCall | None = None
-
-
 class _Answers:
     """What the native hook asks. Nothing here raises but what it then steps aside for."""
 
@@ -210,7 +202,8 @@ class _Answers:
         self.site = self._sites.named
         self._ends = Ends(broken)
         self._ends_on = False
-        self._of_thread = _OfThread()
+        # By number, until the backend has taken or refused them: it may make calls within one.
+        self._begun: dict[int, tuple[_OnDevice, QueuedCall | None]] = {}
         self.device = DeviceEnds(self._ends)
 
     def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
@@ -230,27 +223,27 @@ class _Answers:
     def enqueue(self, row: int, number: int, seq: int, tensor: torch.Tensor) -> None:
         """Take note of a call that this thread is about to enqueue on an accelerator."""
         call = _OnDevice(self._native, row, number, seq)
-        self._of_thread.call = call
-        self._of_thread.queued = self.device.enqueue(tensor.device, call)
-        if self._of_thread.queued is None:
+        queued = self.device.enqueue(tensor.device, call)
+        self._begun[number] = call, queued
+        if queued is None:
             call.reached()  # for all that anybody will know
 
-    def taken(self, work: Any, output: Any) -> None:
-        """Take note that the backend has taken that call."""
-        call, queued = self._of_thread.call, self._of_thread.queued
-        self._of_thread.call = self._of_thread.queued = None
-        if queued is not None:
-            if not self._ends_on:
-                self._ends_on = True
-                self._ends.install()
-            self.device.taken(queued, dist.Work.unbox(work), output)
-        elif call is not None:
+    def taken(self, number: int, work: Any, output: Any) -> None:
+        """Take note that the backend has taken a call; `work` is None where there is none."""
+        call, queued = self._begun.pop(number, (None, None))
+        if call is None:
+            return  # its beginning has failed, which is logged
+        if queued is None:
             call.ended(False, seen=False)
+            return
+        if not self._ends_on:
+            self._ends_on = True
+            self._ends.install()
+        self.device.taken(queued, None if work is None else dist.Work.unbox(work), output)
 
-    def refused(self) -> None:
-        """Take note that the backend has refused that call."""
-        queued = self._of_thread.queued
-        self._of_thread.call = self._of_thread.queued = None
+    def refused(self, number: int) -> None:
+        """Take note that the backend has refused a call."""
+        _, queued = self._begun.pop(number, (None, None))  # none where its beginning has failed
         if queued is not None:
             self.device.refused(queued)
 

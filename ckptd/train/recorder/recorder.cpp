@@ -564,17 +564,26 @@ void begin(Kind& kind, const Stack& stack, size_t first, Started& out) {
 void refused(const Started& started, uint64_t life) {
   if (!started.on_cpu) {
     py::gil_scoped_acquire gil;
-    py::handle(state().target).attr("refused")();
+    if (state().life == life) {
+      py::handle(state().target).attr("refused")(started.call.number);
+    }
   }
   Ender(started.call, life).end(true);
 }
 
 void launched(Kind& kind, const Started& started, uint64_t life, const c10::IValue* result) {
   const Call& call = started.call;
-  if (result != nullptr && !started.on_cpu) {
+  if (!started.on_cpu) {
     // It ends when the device says so, which Python watches.
     py::gil_scoped_acquire gil;
-    py::handle(state().target).attr("taken")(torch::jit::toPyObject(*result), started.output);
+    if (state().life != life) {
+      return;  // it was begun in another ring
+    }
+    py::object work = py::none();
+    if (result != nullptr) {
+      work = torch::jit::toPyObject(*result);
+    }
+    py::handle(state().target).attr("taken")(call.number, work, started.output);
     return;
   }
   auto ender = std::make_shared<Ender>(call, life);

@@ -36,6 +36,8 @@ class StreamBackend:
         Whether calls from now on do not end by themselves.
     ends
         What ends each call that was held, in order.
+    within
+        Called within the next call, once: a backend may make calls itself.
     """
 
     def __init__(self, simulator: Simulator, key: str) -> None:
@@ -45,6 +47,7 @@ class StreamBackend:
         self._idle = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
         self.hold = False
         self.ends: list[Callable[[], None]] = []
+        self.within: Callable[[], object] | None = None
 
     @contextmanager
     def installed(self) -> Iterator[StreamBackend]:
@@ -60,6 +63,9 @@ class StreamBackend:
             library._destroy()
 
     def _all_reduce(self, values: list[torch.Tensor], *_: Any) -> tuple[list[torch.Tensor], Any]:
+        within, self.within = self.within, None
+        if within is not None:
+            within()
         if self.hold:
             self.ends.append(self._simulator.hold())
         return values, self._idle.allreduce([torch.ones(1)]).boxed()

@@ -127,6 +127,9 @@ def records(folder: str, name: str, source: str) -> None:
         until(lambda: shows((False, True), (False, True), (False, False)))
         backend.ends[1]()
         until(lambda: shows((False, True), (False, True), (False, True)))
+        backend.hold, backend.within = False, lambda: dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+        until(lambda: shows(*[(False, True)] * 5))
         assert recorder.on
         ckptd.monitor.detach()
         dist.destroy_process_group()
