@@ -28,7 +28,7 @@ I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
 _HUNG_S = 1.0
 """What is waited for once more where a wait has been too long already, in seconds."""
-_kept: list[object] = []
+_kept: dict[int, object] = {}
 """Memory that a device which hangs may still copy from or to: not to be given to anybody else."""
 
 
@@ -153,13 +153,13 @@ class Filling:
         if error is None:
             return
         kept = self._ring, self._later
-        _kept.append(kept)  # also where an interrupt comes once more
+        _kept[id(kept)] = kept  # also where an interrupt comes once more
         try:
             self._settle(_HUNG_S if isinstance(error, DeadlineError) else STALL_S)
         except (CkptdError, RuntimeError) as other:
             error.add_note(f"what was sent to devices before did not arrive: {other}")
         else:
-            _kept.pop()
+            del _kept[id(kept)]  # another load of this process may have kept its own since
 
     def fill(self, target: LiveTarget, fill: Fill, dtype: DType) -> None:
         """Write a value to places of a target that no element of the checkpoint stands for."""
