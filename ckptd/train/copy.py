@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Protocol
 
@@ -204,6 +205,22 @@ class CopySources:
             if step.name in self.late and step.name not in self.on_device
         ]
 
+    @cached_property
+    def devices(self) -> Mapping[torch.device, OnDevice]:
+        """What is on each device with streams; what other ranks hold as well is not looked for."""
+        found: dict[torch.device, OnDevice] = {}
+        for number, step in enumerate(self.steps):
+            if step.name not in self.on_device:
+                continue
+            local = self.locals[step.name]
+            part = found.setdefault(local.device, OnDevice())
+            if step.name in self.late:
+                part.late.append(number)
+                part.held[step.name] = local
+            else:
+                part.early.append(number)
+        return found
+
     def source(self, number: int) -> torch.Tensor:
         """Return what a step copies."""
         return self.parts((number,))[0]
@@ -334,7 +351,6 @@ class Snapshot:
         self._shared = copies
         self._clone = clone
         self._timeout_s = timeout_s
-        self._locals: Mapping[str, torch.Tensor] = sources.locals
         self._late: Mapping[str, torch.Tensor] = sources.late
         self._versions = sources.versions()
         self._counts: Callable[[], dict[str, list[int]]] = sources.versions
@@ -395,9 +411,11 @@ class Snapshot:
         return [v for t in tensors.values() for v in self._samples.views(t)]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
-        """Return what is on devices with streams, without the steps."""
-        on_device = (self._locals[name] for name in self._live.on_device)
-        found = {x.device: OnDevice() for x in on_device}
+        """Return what is on devices with streams, and what of it ranks have in common."""
+        found = {
+            device: replace(part, common_early=[], common_late=[])
+            for device, part in self._live.devices.items()
+        }
         if self._samples is not None:
             for late in (False, True):
                 for tensor in self._common(on_device=True, late=late):
@@ -408,16 +426,6 @@ class Snapshot:
         return found
 
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
-        for number, step in enumerate(self._steps):
-            local = self._locals[step.name]
-            if step.name not in self._live.on_device:
-                continue
-            part = devices[local.device]
-            if step.name in self._late:
-                part.late.append(number)
-                part.held[step.name] = local
-            else:
-                part.early.append(number)
         self._on_device = DeviceSnapshot(
             self._shared or DeviceCopies(),
             self._slot,
@@ -486,7 +494,7 @@ class Snapshot:
                 if self._watched is not None:
                     self._watched.end()
                 self._watched, self._counts = None, dict
-            self._locals, self._late, self._sources = {}, {}, None
+            self._late, self._sources = {}, None
 
     def _check(self) -> None:
         # An optimizer's step may stand behind a collective that was cut off, and run on garbage,
