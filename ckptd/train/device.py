@@ -13,7 +13,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, cast
@@ -131,8 +131,9 @@ class DeviceKind:
         return cast(torch.Event, self._module.Event())
 
     def on(self, device: torch.device) -> AbstractContextManager[object]:
-        """Make a device the current one of this thread."""
-        return cast(AbstractContextManager[object], self._module.device(device))
+        """Make a device the current one of this thread, where there may be several of the kind."""
+        entered = getattr(self._module, "device", None)
+        return nullcontext() if entered is None else entered(device)
 
     @contextmanager
     def on_stream(self, device: torch.device, stream: torch.Stream) -> Iterator[None]:

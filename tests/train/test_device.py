@@ -42,6 +42,8 @@ def test_kinds_are_what_their_modules_have() -> None:
     for name in ("cuda", "xpu", "mtia"):
         assert has_streams(torch.device(name)), name
     assert not has_streams(torch.device("mps"))
+    with kind_of("mps").on(torch.device("mps")):  # there is one: torch has no way to choose it
+        pass
     assert kind_of("cuda").locks_in_place
     assert not kind_of("xpu").locks_in_place
     assert kind_of(torch.device("xpu", 1)) is kind_of("xpu")

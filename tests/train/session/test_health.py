@@ -74,13 +74,17 @@ def hangs() -> None:
 
 
 def test_a_look_that_fails_by_itself_is_no_hang() -> None:
-    run(has_no_current_device)
+    run(has_no_count_of_memory)
 
 
-def has_no_current_device() -> None:
+def has_no_count_of_memory() -> None:
     kept = torch.ones(1, device="cuda")
-    del torch.cuda.device
-    assert "no attribute 'device'" in fault_of_devices(soon())
+
+    def refused(device: object) -> int:
+        raise LookupError("no such count")
+
+    torch.cuda.memory_reserved = refused
+    assert "no such count" in fault_of_devices(soon())
     del kept
 
 
