@@ -45,7 +45,7 @@ from ckptd.load.union import UnionSource, UnionStore
 from ckptd.load.witnesses import read_witness
 from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import Unheld, hold_or_read
+from ckptd.root.leases import Unheld, hold_or_read, renewed
 from ckptd.root.spans import saving, tier_of
 from ckptd.runtime.pauses import no_collection
 from ckptd.save.recover import (
@@ -193,7 +193,7 @@ class LoadSources:
                 lease = hold_or_read(self.catalogue, candidate.name, holder="load")
                 if isinstance(lease, Unheld):
                     return lease.text
-                held.enter_context(lease)
+                held.enter_context(renewed(lease, lambda text: _log.warning("%s", text)))
                 return ""
 
             self.unheld = ""

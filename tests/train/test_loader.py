@@ -10,11 +10,14 @@ import torch
 import ckptd
 from ckptd.errors import CkptdError
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import leases
+from ckptd.root.leases import hold, leases
 from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.recover import LoadCandidate
 from ckptd.store.local import LocalStore
-from ckptd.train.loader import Loader
+from ckptd.train import loader as loading
+from ckptd.train.loader import Loader, LoadSources
 from ckptd.train.ranks import Agreement
+from tests.processes import until
 
 
 class Broken(LocalBoard):
@@ -43,4 +46,21 @@ def test_no_lease_stays_when_the_others_cannot_be_told(tmp_path: Path) -> None:
             device=None,
             progress=None,
         )
+    assert leases(catalogue) == {}
+
+
+def test_a_load_is_held_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckptd.Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"w": torch.arange(8.0)})
+    catalogue = Catalogue(LocalStore(tmp_path))
+    sources = LoadSources(catalogue, Agreement(LocalBoard(0, 1), 5.0), None)
+    [commit] = catalogue.commits()
+    monkeypatch.setattr(
+        loading, "hold_or_read", lambda index, name, holder: hold(index, name, seconds=0.2)
+    )
+    with sources.held(LoadCandidate(commit.step, commit.generation)):
+        [first] = leases(catalogue).values()
+        until(lambda: next(iter(leases(catalogue).values())).expires > first.expires + 0.1)
     assert leases(catalogue) == {}
