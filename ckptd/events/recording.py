@@ -80,6 +80,8 @@ def record(folder: str | os.PathLike[str]) -> Recording:
         recording = _open.get(path)
         if recording is None:
             recording = _open[path] = Recording(path)
+            if os.environ.get(FOLDER_VARIABLE) == str(path):
+                recording.users += 1  # the environment's own: it lasts as long as the process
             os.environ[FOLDER_VARIABLE] = str(path)
         recording.users += 1
         return recording
@@ -96,8 +98,9 @@ def _unusable(path: Path, found: str) -> StoreError:
 
 
 def _from_environment() -> None:
+    """Record where the environment says, unless `record` put it there before the first event."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    if folder:
+    if folder and Path(os.path.abspath(folder)) not in _open:
         record(folder)
 
 

@@ -119,6 +119,23 @@ def test_recording_to_one_folder_twice_is_one_file(tmp_path: Path) -> None:
     assert [e["step"] for e in found] == [1, 2]
 
 
+def test_what_is_recorded_before_the_first_event_is_recorded_once(tmp_path: Path) -> None:
+    """The first event reads the variable that `record` has set: not a second one who records."""
+    program = """if True:
+        import os, sys
+        from ckptd import events
+        from tests.events.test_sink import begun
+        recording = events.record(sys.argv[1])
+        events.emit(begun(1))
+        recording.close()
+        sys.exit(events.FOLDER_VARIABLE in os.environ)"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    fresh = {n: v for n, v in os.environ.items() if n != events.FOLDER_VARIABLE}
+    assert subprocess.run(command, env=fresh).returncode == 0
+    inherited = {**fresh, events.FOLDER_VARIABLE: str(tmp_path)}
+    assert subprocess.run(command, env=inherited).returncode == 1, "the environment's goes on"
+
+
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError) as caught:

@@ -35,13 +35,13 @@ def test_what_is_kept_the_kernel_may_take() -> None:
     spare = SpareMemory()
     mapping, memory = spare.take(5 * MIB)
     memory[:] = 7
-    assert lazily_free(mapping) == 0
+    beside = lazily_free(mapping)  # the kernel joins mappings of one kind that lie side by side
     spare.give_back(mapping, 5 * MIB)
-    assert lazily_free(mapping) >= 5 * MIB
+    assert lazily_free(mapping) >= beside + 5 * MIB
     again, memory = spare.take(5 * MIB)
     assert again is mapping
     memory[:] = 9
-    assert lazily_free(mapping) == 0, "what is written to is not taken"
+    assert lazily_free(mapping) <= beside, "what is written to is not taken"
     assert memory.min() == memory.max() == 9
 
 

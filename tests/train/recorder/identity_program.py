@@ -8,6 +8,7 @@ Each rank leaves a file in the folder, named by its rank: a hash of what it has 
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import sys
@@ -138,6 +139,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def main(name: str, folder: str) -> None:
+    # Before those that wait for this process give up: a hang shows where.
+    faulthandler.dump_traceback_later(450.0 if "RANK" in os.environ else 240.0, exit=True)
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

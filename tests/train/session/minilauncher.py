@@ -76,9 +76,13 @@ class MiniNode:
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"{self.name} ended: {self.output.read_text()[-3000:]}")
             time.sleep(0.002)
+        if self.process is not None:
+            self.process.send_signal(signal.SIGABRT)  # it writes the stacks of its threads
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10.0)
         raise AssertionError(
             f"{self.name} did not say {kind.__name__}: {self.log[-8:]}"
-            f" {self.output.read_text()[-3000:]}"
+            f" {self.output.read_text()[-12000:]}"
         )
 
     def committed(self, generation: int, step: int) -> float:
@@ -149,6 +153,7 @@ class MiniJob:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "mini",
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
             "CKPTD_NODE": name,
             "CKPTD_INTERRUPT_S": self.environ.get("CKPTD_INTERRUPT_S", "1"),
             "CKPTD_GENERATION": str(self.generation),
