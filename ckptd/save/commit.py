@@ -590,7 +590,11 @@ class _SettledError(Exception):
 def _or_settled(
     catalogue: Catalogue, save: SaveRequest, stop: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """Return `stop`, which now and then also looks whether the wait has become pointless."""
+    """Return `stop`, which now and then also looks whether the wait has become pointless.
+
+    That is so when the attempt is committed, or when a newer life of the job has begun: what was
+    then left without the part of a rank that is gone is refused whenever it would be complete.
+    """
     asked = time.monotonic()
 
     def stop_or_settled() -> str | None:
@@ -601,6 +605,7 @@ def _or_settled(
                 commit = catalogue.commit(save.name)
                 if commit.attempt == save.attempt:
                     raise _SettledError(commit)
+            catalogue.check_not_superseded(save.generation)
         return stop()
 
     return stop_or_settled

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import CkptdError, CorruptError, SaveError, TransientStoreError
+from ckptd.errors import CkptdError, ConflictError, CorruptError, SaveError, TransientStoreError
 from ckptd.format.digest import digest_hex
 from ckptd.format.names import WITNESS, CommitName, part_key
 from ckptd.load.union import UnionStore
@@ -87,6 +87,19 @@ def test_spread_over_nodes_and_finished_as_a_commit(
         assert same(read_all(union, manifest, filemap), truth)
         scratch = store.url
     assert [*MemoryStore(scratch.partition("://")[2]).list()] == []
+
+
+def test_a_wait_for_parts_ends_when_a_newer_life_begins(make: Make) -> None:
+    """A rank died with its part: the others' writers waited a minute for what is refused anyway."""
+    root = Catalogue(make())
+    root.create_or_open()
+    root.claim(None, WORLD)
+    root.claim(None, WORLD)
+    save = put_share(root.store, PLAN, 0, values(1), NAME)
+    root.claim(None, WORLD, "resume")
+    with pytest.raises(ConflictError) as caught:
+        commit_attempt(root, PLAN, save, lambda: None, TIMEOUT_S)
+    assert caught.value.kind == "superseded"
 
 
 def test_found_with_few_calls(make: Make) -> None:
