@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from ckptd.train.data.sampler import ElasticSampler
     from ckptd.train.data.tokens import global_tokens, scale_gradients
     from ckptd.train.hooks.canonical import CanonicalGradients
+    from ckptd.train.hooks.kept import KeptGradients
     from ckptd.train.session.session import session
     from ckptd.train.session.world import World
 
 __all__ = [
     "CanonicalGradients",
     "ElasticSampler",
+    "KeptGradients",
     "Schedule",
     "World",
     "global_tokens",
@@ -35,6 +37,7 @@ __all__ = [
 _MODULES = {
     "CanonicalGradients": "hooks.canonical",
     "ElasticSampler": "data.sampler",
+    "KeptGradients": "hooks.kept",
     "World": "session.world",
     "global_tokens": "data.tokens",
     "keyed_generator": "data.keyed",

@@ -6,7 +6,7 @@ changes nothing about what a step is made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -137,6 +137,30 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
         Errors as of `samples` and `mine`.
         """
-        mine = self.mine(rank, world)
-        ids = self.samples(consumed + mine.start * self.microbatch, len(mine) * self.microbatch)
-        yield from ids.reshape(len(mine), self.microbatch)
+        return self.samples_of(consumed, self.mine(rank, world))
+
+    def samples_of(
+        self, consumed: int, microbatches: Iterable[int]
+    ) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """Yield the samples of each of some micro-batches of the step after `consumed`.
+
+        Errors as of `samples`.
+        """
+        for run in _runs(microbatches):
+            count = len(run) * self.microbatch
+            ids = self.samples(consumed + run.start * self.microbatch, count)
+            yield from ids.reshape(len(run), self.microbatch)
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[range]:
+    """Yield the longest runs of numbers that follow one another: samples are made a run at once."""
+    run = range(0)
+    for number in numbers:
+        if run and number == run.stop:
+            run = range(run.start, number + 1)
+            continue
+        if run:
+            yield run
+        run = range(number, number + 1)
+    if run:
+        yield run

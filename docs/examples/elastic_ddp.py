@@ -3,7 +3,8 @@
     ckptd run --nnodes 2:4 --nproc-per-node 1 docs/examples/elastic_ddp.py RUN-FOLDER
 
 on each node; see ``docs/guide/in-process.md``. Parameters are bitwise the same whatever the number
-of ranks was meanwhile.
+of ranks was meanwhile, and a step that loses a rank computes no micro-batch again that another rank
+has computed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptd
 from ckptd.elastic import (
-    CanonicalGradients,
     ElasticSampler,
+    KeptGradients,
     Schedule,
     World,
-    global_tokens,
     scale_gradients,
     session,
 )
@@ -37,7 +37,7 @@ DATA = torch.randn(257, 16, generator=torch.Generator().manual_seed(1))
 SCHEDULE = Schedule(size=len(DATA), microbatch=2, microbatches=12, seed=5)
 
 
-def train(world: World, folder: Path) -> str:
+def train(world: World, folder: Path, kept: KeptGradients) -> str:
     """Train in one generation; returns a digest of the parameters after the last step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -52,23 +52,22 @@ def train(world: World, folder: Path) -> str:
     with ckptd.Checkpointer(str(folder / "ckpts"), every=50, tiers=tiers) as checkpointer:
         if checkpointer.latest() is not None:
             checkpointer.load(state)
-        canonical = CanonicalGradients(model.parameters(), microbatches=SCHEDULE.microbatches)
+        canonical = kept.resume(model, sampler)
         batches = iter(sampler)
         while sampler.step < STEPS:
             begun = time.monotonic()
-            samples = 0
             for index in sampler.indices:
                 ids = next(batches)
                 with ddp.no_sync():
-                    ddp(DATA[ids]).square().sum().backward()
-                samples += len(ids)
-                canonical.add(index)
-            canonical.reduce()
-            scale_gradients(model.parameters(), global_tokens(samples), averaged=False)
+                    loss = ddp(DATA[ids]).square().sum()
+                    loss.backward()
+                canonical.add(index, len(ids), loss)
+            samples, loss_sum = canonical.reduce()
+            scale_gradients(model.parameters(), int(samples), averaged=False)
             optimizer.step()
             optimizer.zero_grad()
             if world.rank == 0:
-                note(folder, world, sampler, digest(model))
+                note(folder, world, sampler, digest(model), loss_sum / samples)
             sampler.advance()
             time.sleep(max(0.0, PAUSE_S - (time.monotonic() - begun)))
             checkpointer.save(sampler.step, state)
@@ -82,7 +81,7 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def note(folder: Path, world: World, sampler: ElasticSampler, parameters: str) -> None:
+def note(folder: Path, world: World, sampler: ElasticSampler, parameters: str, loss: float) -> None:
     """Add a line about the step that was just done."""
     ids = SCHEDULE.samples(sampler.consumed, SCHEDULE.batch).tolist()
     row = {
@@ -90,6 +89,7 @@ def note(folder: Path, world: World, sampler: ElasticSampler, parameters: str) -
         "generation": world.generation,
         "ranks": world.world_size,
         "parameters": parameters,
+        "loss": loss,
         "ids": ids,
         "at": time.monotonic(),
     }
@@ -99,5 +99,5 @@ def note(folder: Path, world: World, sampler: ElasticSampler, parameters: str) -
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    last = session(train, Path(sys.argv[1]))
+    last = session(train, Path(sys.argv[1]), KeptGradients())
     sys.stdout.write(f"{last}\n")

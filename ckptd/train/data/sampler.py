@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ckptd.elastic.schedule import Schedule
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, UsageError
 
 __all__ = ["ElasticSampler"]
 
@@ -51,14 +51,42 @@ class ElasticSampler:
         self.rank = rank if rank is not None else dist.get_rank() if joined else 0
         self.world = world if world is not None else dist.get_world_size() if joined else 1
         self.consumed = 0
-        self.indices = schedule.mine(self.rank, self.world)
-        """This rank's micro-batches of a step, numbered over all ranks."""
+        self._share = schedule.mine(self.rank, self.world)
+        self._assigned: tuple[int, Sequence[int]] | None = None
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Which micro-batches of the next step this rank computes, numbered over all ranks."""
+        return self._indices(self.consumed)
+
+    def assign(self, indices: Sequence[int]) -> None:
+        """Let this rank compute other micro-batches in the next step than its share.
+
+        `KeptGradients.resume` calls it. Iterators that were made before do not see it.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-argument``: a step has no such micro-batch.
+        """
+        if not all(0 <= index < self.schedule.microbatches for index in indices):
+            raise UsageError(
+                "a step has no such micro-batch",
+                kind="bad-argument",
+                wanted=f"numbers from 0 to {self.schedule.microbatches - 1}",
+                found=str(list(indices)),
+            )
+        self._assigned = self.consumed, tuple(indices)
+
+    def _indices(self, consumed: int) -> Sequence[int]:
+        assigned = self._assigned
+        return assigned[1] if assigned is not None and assigned[0] == consumed else self._share
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's micro-batches from `consumed` on; it never ends."""
         consumed = self.consumed
         while True:
-            for ids in self.schedule.rank_samples(consumed, self.rank, self.world):
+            for ids in self.schedule.samples_of(consumed, self._indices(consumed)):
                 yield ids.tolist()
             consumed += self.schedule.batch
 
