@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
 from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.syntax import Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
+from ckptd.layout.lay.syntax import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
 __all__ = [
     "At",
@@ -103,20 +103,19 @@ def extent(dim: Dim, scope: ValueScope, at: At = None, depth: int = 0) -> int:
         case Sum():
             return sum(extent(b.dim, scope, at, depth + 1) for b in dim.branches)
         case Split():
-            start, stop = _window(dim, scope, at, depth)
-            return stop - start
+            n = extent(dim.inner, scope, at, depth + 1)
+            return n if at is None else len(_kept(dim, n, scope, at))
         case Pad():
             n, multiple = extent(dim.inner, scope, at, depth + 1), evaluate(dim.multiple, scope)
             return -(-n // multiple) * multiple
     raise UsageError("_ and ... only stand in a default", kind="lay-value")
 
 
-def _window(dim: Split, scope: ValueScope, at: At, depth: int = 0) -> tuple[int, int]:
-    """Return which entries of what is split there are."""
-    n = extent(dim.inner, scope, at, depth + 1)
-    if at is None:
-        return 0, n
-    return part(n, dim.how, scope.extent(dim.axis), at[dim.axis], scope)
+def _kept(dim: Split, n: int, scope: ValueScope, at: Mapping[str, int]) -> Sequence[int]:
+    """Return which of the `n` entries of what is split there are."""
+    if isinstance(dim.how, Assigned):
+        return [k for k, c in enumerate(dim.how.coordinates) if c == at[dim.axis]]
+    return range(*part(n, dim.how, scope.extent(dim.axis), at[dim.axis], scope))
 
 
 def entries(dim: Dim, numbers: I64, scope: ValueScope, at: At = None) -> list[_Entry]:
@@ -136,8 +135,13 @@ def _entries(dim: Dim, numbers: I64, which: I64, scope: ValueScope, at: At) -> I
         case One():
             yield _Entry(which, (), {})
         case Split():
-            start, _ = _window(dim, scope, at)
-            yield from _entries(dim.inner, numbers + start, which, scope, at)
+            if at is not None:
+                kept = _kept(dim, extent(dim.inner, scope, at), scope, at)
+                if isinstance(kept, range):
+                    numbers = numbers + kept.start
+                else:
+                    numbers = np.array(kept, dtype=np.int64)[numbers]
+            yield from _entries(dim.inner, numbers, which, scope, at)
         case Pad():
             real = numbers < extent(dim.inner, scope, at)
             yield from _entries(dim.inner, numbers[real], which[real], scope, at)
@@ -339,9 +343,14 @@ def _position(
         case Atom():
             return axes[dim.name]
         case Split():
-            start, stop = _window(dim, scope, at)
             found = _position(dim.inner, tags, axes, scope, at, count)
-            return np.where((found >= start) & (found < stop), found - start, -1)
+            if at is None:
+                return found
+            n = extent(dim.inner, scope, at)
+            kept = _kept(dim, n, scope, at)
+            local = np.full(n + 1, -1, dtype=np.int64)
+            local[np.array(kept, dtype=np.int64)] = np.arange(len(kept))
+            return local[found]
         case Pad():
             return _position(dim.inner, tags, axes, scope, at, count)
         case Product():

@@ -11,10 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from ckptd.errors import UsageError
 from ckptd.layout.grid import MAX_EXTENT
-from ckptd.layout.lay.resolve import MAX_DEPTH, Tags, ValueScope, evaluate, part
-from ckptd.layout.lay.syntax import Atom, Dim, One, Pad, Product, Split, Sum
+from ckptd.layout.lay.resolve import (
+    MAX_DEPTH,
+    Tags,
+    ValueScope,
+    assigned_runs,
+    evaluate,
+    part,
+)
+from ckptd.layout.lay.syntax import Assigned, Atom, Dim, One, Pad, Product, Split, Sum
 
 __all__ = [
     "DimBox",
@@ -106,6 +115,15 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Assembled:
+    """Parts of a sequence, ``(start, start in the whole, size)``, one after the other."""
+
+    whole: Sequence
+    parts: tuple[tuple[int, int, int], ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Filled:
     """A sequence, then fills."""
 
@@ -114,7 +132,7 @@ class Filled:
     length: int
 
 
-Sequence: TypeAlias = Line | Cross | Chain | Window | Filled
+Sequence: TypeAlias = Line | Cross | Chain | Window | Assembled | Filled
 
 
 def sequence(
@@ -203,6 +221,10 @@ def _window(
     if dim.axis not in coordinates:
         raise _wrong(f"no coordinate on mesh axis {dim.axis}")
     extent = scope.extent(dim.axis)
+    if isinstance(dim.how, Assigned):
+        whose, *runs, local = assigned_runs(inner.length, dim.how, extent)
+        mine = np.stack((local, *runs), axis=1)[whose == coordinates[dim.axis]].tolist()
+        return Assembled(inner, tuple((at, lo, n) for at, lo, n in mine), sum(n for *_, n in mine))
     start, stop = part(inner.length, dim.how, extent, coordinates[dim.axis], scope)
     return Window(inner, start, stop - start)
 
@@ -249,6 +271,14 @@ def restrict(found: Sequence, lo: int, hi: int) -> list[Found]:
         case Window():
             inner = restrict(found.whole, lo + found.start, hi + found.start)
             return [b._replace(start=b.start - found.start) for b in inner]
+        case Assembled():
+            return [
+                b._replace(start=b.start + at - start)
+                for at, start, n in found.parts
+                for b in restrict(
+                    found.whole, max(lo, at) + start - at, min(hi, at + n) + start - at
+                )
+            ]
         case Filled():
             n = found.body.length
             out = restrict(found.body, lo, min(hi, n))
@@ -327,7 +357,7 @@ def _ways(found: Sequence) -> int:
     match found:
         case Line():
             return 1
-        case Window():
+        case Window() | Assembled():
             return _ways(found.whole)
         case Filled():
             return _ways(found.body)

@@ -37,6 +37,7 @@ __all__ = [
     "affine",
     "alias",
     "any_of",
+    "assigned",
     "average",
     "axis",
     "cast",
@@ -131,6 +132,11 @@ def even(rule: Literal["even", "ceil", "bal"] = "even", grain: ValueLike = 1) ->
 def widths(*sizes: int) -> tree.Widths:
     """Return how to split into parts of recorded widths."""
     return tree.Widths(sizes)
+
+
+def assigned(*coordinates: int) -> tree.Assigned:
+    """Return how to split by a table: the coordinate of each element."""
+    return tree.Assigned(coordinates)
 
 
 def split(
@@ -292,7 +298,7 @@ def flat(
     axis: str,
     *modifiers: tree.Modifier,
     states: Iterable[str] = ("*",),
-    how: tree.How | Literal["even", "ceil", "bal"] = tree.EVEN,
+    how: tree.Contiguous | Literal["even", "ceil", "bal"] = tree.EVEN,
     group: NameLike | None = None,
     bucket: int | None = None,
     parts: int | None = None,
@@ -312,7 +318,7 @@ def flat(
         kind = tree.FlatGroup("bucket", elements=bucket)
     elif group is not None:
         kind = tree.FlatGroup("group", _name(group))
-    cut = (axis, _how(how))
+    cut = (axis, tree.Even(how) if isinstance(how, str) else how)
     name = None if called is None else _name(called)
     return _checked(
         tree.Flat(kind, cut, tuple(states), order, _value(start), _value(end), modifiers, name)

@@ -16,8 +16,8 @@ import numpy as np
 from ckptd.errors import UsageError
 from ckptd.layout.grid import Axis
 from ckptd.layout.lay.boxes import padded, sequence
-from ckptd.layout.lay.resolve import Ints, ValueScope, parts
-from ckptd.layout.lay.syntax import Dim, Pad, Product, Split, Sum
+from ckptd.layout.lay.resolve import Ints, ValueScope, assigned_runs, parts
+from ckptd.layout.lay.syntax import Assigned, Dim, Pad, Product, Split, Sum
 
 __all__ = ["Held", "held", "split_axes"]
 
@@ -154,6 +154,8 @@ def _whole(n: int, count: int) -> Held:
 def _split(inner: Held, dim: Split, scope: ValueScope, coordinates: Mapping[str, Ints]) -> Held:
     """Clip the segments to each coordinate's part of its local sequence."""
     extent = scope.extent(dim.axis)
+    if isinstance(dim.how, Assigned):
+        return _assigned(inner, dim.how, extent, coordinates[dim.axis])
     start, stop = parts(inner.lengths, dim.how, extent, coordinates[dim.axis], scope)
     lo = np.maximum(inner.local, start[inner.who])
     hi = np.minimum(inner.local + inner.size, stop[inner.who])
@@ -161,6 +163,31 @@ def _split(inner: Held, dim: Split, scope: ValueScope, coordinates: Mapping[str,
     who, lo, hi = inner.who[keep], lo[keep], hi[keep]
     stored = inner.stored[keep] + lo - inner.local[keep]
     return Held(inner.extent, stop - start, who, lo - start[who], stored, hi - lo)
+
+
+def _assigned(inner: Held, how: Assigned, extent: int, coordinates: Ints) -> Held:
+    """Cut the segments where the coordinate changes, and keep each one's own pieces."""
+    for n in np.unique(inner.lengths).tolist():
+        whose, start, size, number = assigned_runs(n, how, extent)
+    stop = start + size
+    first = np.searchsorted(start, inner.local, side="right") - 1
+    count = np.searchsorted(start, inner.local + inner.size) - first
+    segment = np.repeat(np.arange(len(first)), _bounded(count))
+    run = first[segment] + _within(count)
+    keep = whose[run] == coordinates[inner.who[segment]]
+    segment, run = segment[keep], run[keep]
+    lo = np.maximum(inner.local[segment], start[run])
+    hi = np.minimum(inner.local[segment] + inner.size[segment], stop[run])
+    lengths = np.zeros(extent, dtype=np.int64)
+    np.add.at(lengths, whose, size)
+    return _merged(
+        inner.extent,
+        lengths[coordinates],
+        inner.who[segment],
+        number[run] + lo - start[run],
+        inner.stored[segment] + lo - inner.local[segment],
+        hi - lo,
+    )
 
 
 def _pad(inner: Held, dim: Pad, scope: ValueScope) -> Held:

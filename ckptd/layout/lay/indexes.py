@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -13,7 +13,7 @@ import numpy as np
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.lay.held import held
 from ckptd.layout.lay.resolve import Resolved, ValueScope, stage_parts
-from ckptd.layout.lay.syntax import Atom, Dim, Glob, Name, NameIndex, Split, Text, show
+from ckptd.layout.lay.syntax import Assigned, Atom, Dim, Glob, Name, NameIndex, Split, Text, show
 
 __all__ = ["BUFFER", "IndexCut", "index_cut", "write_name"]
 
@@ -35,12 +35,16 @@ class IndexCut:
         Their extents.
     starts
         Row-major over `axes`: the first number of each combination, and `size` at the end.
+    dealt
+        The numbers of each combination, where they do not follow each other; `starts` is empty
+        then.
     """
 
     size: int
     axes: tuple[str, ...]
     extents: tuple[int, ...]
     starts: tuple[int, ...]
+    dealt: tuple[tuple[int, ...], ...] = ()
 
     def coordinates(self, number: int) -> Mapping[str, int]:
         """Return the coordinates that a number lies at."""
@@ -54,21 +58,37 @@ class IndexCut:
         return {}
 
     def _find(self, number: int) -> Mapping[str, int]:
-        # The last combination that starts there: the ones before it are empty.
-        at = bisect_right(self.starts, number, 0, len(self.starts) - 1) - 1
+        if self.dealt:
+            at = self._combinations[number]
+        else:
+            # The last combination that starts there: the ones before it are empty.
+            at = bisect_right(self.starts, number, 0, len(self.starts) - 1) - 1
         out = {}
         for axis, extent in zip(reversed(self.axes), reversed(self.extents), strict=True):
             at, out[axis] = divmod(at, extent)
         return out
 
-    def start(self, coordinates: Mapping[str, int]) -> int:
-        """Return the first number at some coordinates."""
-        return self.starts[self._at(coordinates)]
+    @cached_property
+    def _combinations(self) -> dict[int, int]:
+        return {n: at for at, numbers in enumerate(self.dealt) for n in numbers}
 
-    def numbers(self, coordinates: Mapping[str, int]) -> range:
+    def number(self, local: int, coordinates: Mapping[str, int]) -> int:
+        """Return the number that is the `local`-th at some coordinates; of none, a higher one."""
+        at = self._at(coordinates)
+        if not self.dealt:
+            return self.starts[at] + local
+        mine = self.dealt[at]
+        return mine[local] if local < len(mine) else self.size + local
+
+    def local(self, number: int, coordinates: Mapping[str, int]) -> int:
+        """Return which one a number is at the coordinates that it lies at."""
+        at = self._at(coordinates)
+        return self.dealt[at].index(number) if self.dealt else number - self.starts[at]
+
+    def numbers(self, coordinates: Mapping[str, int]) -> Sequence[int]:
         """Return all numbers at some coordinates, which must speak of all axes."""
         at = self._at(coordinates)
-        return range(self.starts[at], self.starts[at + 1])
+        return self.dealt[at] if self.dealt else range(self.starts[at], self.starts[at + 1])
 
     def all_numbers(self, coordinates: Mapping[str, int]) -> list[int]:
         """Return all numbers at some coordinates; axes that they leave out have any coordinate."""
@@ -118,18 +138,24 @@ def index_cut(layout: Resolved, index: NameIndex, scope: ValueScope) -> IndexCut
     dim: Dim = Atom(index.axis)
     for axis, how in index.splits:
         dim = Split(dim, axis, how)
-    return _from_split(dim, said, size, scope)
+    return _from_split(dim, index, size, scope)
 
 
-def _from_split(dim: Dim, axes: tuple[str, ...], size: int, scope: ValueScope) -> IndexCut:
+def _from_split(dim: Dim, index: NameIndex, size: int, scope: ValueScope) -> IndexCut:
+    axes = tuple(axis for axis, _ in index.splits)
     extents = tuple(scope.extent(a) for a in axes)
     count = int(np.prod(extents))
     found = np.unravel_index(np.arange(count), extents)
     coordinates = {a: c.astype(np.int64) for a, c in zip(axes, found, strict=True)}
-    lengths = held(dim, scope, coordinates, count).lengths
-    # Every split takes a contiguous part in the order of coordinates, so the parts follow each
-    # other.
-    starts = (np.cumsum(lengths) - lengths).tolist()
+    parts = held(dim, scope, coordinates, count)
+    if any(isinstance(how, Assigned) for _, how in index.splits):
+        dealt: list[list[int]] = [[] for _ in range(count)]
+        for who, start, n in zip(parts.who, parts.stored, parts.size, strict=True):
+            dealt[who] += range(start, start + n)
+        return IndexCut(size, axes, extents, (), tuple(map(tuple, dealt)))
+    # Every other split takes a contiguous part in the order of coordinates, so the parts follow
+    # each other.
+    starts = (np.cumsum(parts.lengths) - parts.lengths).tolist()
     return IndexCut(size, axes, extents, (*starts, size))
 
 

@@ -173,7 +173,7 @@ class Matcher:
                 at = {**coordinates, **numbers}
                 if cut is None or not all(a in at for a in cut.axes):
                     continue
-                number += cut.start(at)
+                number = cut.number(number, at)
             if not pattern.only[part.axis].has(number):
                 return False
         return True

@@ -143,7 +143,7 @@ class RuleForm:
         numbers = self._numbers(indexes)
         for p in self.equation.name.parts:
             if isinstance(p, NameIndex) and p.local and p.axis in self.indexes:
-                numbers[p.axis] -= self.cuts[p.axis].start(fixed)
+                numbers[p.axis] = self.cuts[p.axis].local(numbers[p.axis], fixed)
         return write_name(self.equation.name, numbers)
 
     # --- who holds it ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ckptd.layout.lay.bind.first import numbered
 from ckptd.layout.lay.bind.observed import Coordinates, Instance, Observed
 from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.resolve import ALL, NONE, Equation, Finding, Numbers, Resolved
-from ckptd.layout.lay.syntax import How, NameIndex, Text, show_name
+from ckptd.layout.lay.syntax import Assigned, How, NameIndex, Text, show_name
 
 __all__ = ["extents", "held_at_all", "index_findings", "local_numbers", "pinned"]
 
@@ -138,6 +138,9 @@ def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
             if not held_at_all(observed, resolved, axis, (axis, splits, local)).covers(ALL):
                 # Each rule's numbers are looked at below.
                 continue
+            if not local and any(isinstance(how, Assigned) for _, how in splits):
+                # Which numbers those are is assigned, and compared where the names are made.
+                continue
             wanted = range(len(numbers)) if local else _span(numbers)
             if len(wanted) != len(numbers) or any(n not in numbers for n in wanted):
                 yield _gap(equation, axis, numbers, wanted, at)
@@ -179,8 +182,7 @@ def _wanted(
     cut = cuts.get(index)
     if cut is None or len(key) < len(cut.axes):
         return None
-    start = cut.start(dict(at))
-    return {n for n in numbers if only.has(n + start)}
+    return {n for n in numbers if only.has(cut.number(n, dict(at)))}
 
 
 def held_at_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,7 @@ from ckptd.layout.lay.resolve import (
     paths,
 )
 from ckptd.layout.lay.syntax import (
+    Assigned,
     Atom,
     Dim,
     Even,
@@ -138,6 +140,11 @@ def _wrong_split(
 ) -> tuple[str, str] | None:
     """Return what is wrong with a split of a sequence of some length, and its code."""
     what = _named(split.inner, length)
+    if isinstance(split.how, Assigned):
+        there = len(split.how.coordinates)
+        if there == length:
+            return None
+        return f"{what}, and {there} coordinates of {split.axis} are assigned", "uncovered"
     if isinstance(split.how, Widths):
         total = sum(split.how.widths)
         if total == length:
@@ -218,6 +225,10 @@ def _all_lengths(dim: Dim, scope: ValueScope) -> frozenset[int]:
 def _part_lengths(split: Split, scope: ValueScope) -> Iterator[int]:
     extent = scope.extent(split.axis)
     for length in _all_lengths(split.inner, scope):
+        if isinstance(split.how, Assigned):
+            counts = Counter(split.how.coordinates)
+            yield from (counts[c] for c in range(extent))
+            continue
         if isinstance(split.how, Widths):
             yield from split.how.widths
             continue

@@ -17,10 +17,11 @@ from ckptd.layout.lay.held import split_axes
 from ckptd.layout.lay.syntax import (
     UNIT,
     Arithmetic,
+    Assigned,
     Atom,
+    Contiguous,
     Dim,
     Even,
-    How,
     Number,
     One,
     Pad,
@@ -65,7 +66,7 @@ class LengthPart:
     """The length of the part of `inner` that a coordinate holds."""
 
     inner: Polynomial
-    how: How
+    how: Contiguous
     extent: int
     coordinate: int
 
@@ -156,6 +157,8 @@ class Lengths:
         if isinstance(dim.how, Widths):
             widths = dim.how.widths
             return constant(widths[coordinate] if coordinate < len(widths) else 0)
+        if isinstance(dim.how, Assigned):
+            return constant(dim.how.coordinates.count(coordinate))
         return self._unknown(LengthPart(inner, dim.how, extent, coordinate))
 
     def _unknown(self, derived: Derived) -> Polynomial:

@@ -21,6 +21,7 @@ from ckptd.layout.lay.resolve import (
 from ckptd.layout.lay.syntax import (
     Alias,
     Arithmetic,
+    Assigned,
     Average,
     Dim,
     Even,
@@ -249,6 +250,10 @@ def _unknown_axis(axis: str, mesh: MeshShape) -> str | None:
 def _widths(axis: str, how: object, mesh: MeshShape) -> str | None:
     if isinstance(how, Widths) and len(how.widths) != mesh.extents[axis]:
         return f"{len(how.widths)} widths for @{axis}, which has {mesh.extents[axis]} parts"
+    if isinstance(how, Assigned) and max(how.coordinates) >= mesh.extents[axis]:
+        most = max(how.coordinates)
+        where = f"number {how.coordinates.index(most)} to {axis}={most}"
+        return f"@{axis}:at assigns {where}, and {axis} has {mesh.extents[axis]} parts"
     return None
 
 

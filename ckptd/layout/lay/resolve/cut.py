@@ -16,9 +16,27 @@ from numpy.typing import NDArray
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import MAX_EXTENT
 from ckptd.layout.lay.resolve.equation import Bound, MeshShape
-from ckptd.layout.lay.syntax import Arithmetic, Dim, How, Number, Size, Value, Widths
+from ckptd.layout.lay.syntax import (
+    Arithmetic,
+    Assigned,
+    Contiguous,
+    Dim,
+    Number,
+    Size,
+    Value,
+    Widths,
+)
 
-__all__ = ["MAX_DEPTH", "Ints", "ValueScope", "evaluate", "part", "parts", "scope_of"]
+__all__ = [
+    "MAX_DEPTH",
+    "Ints",
+    "ValueScope",
+    "assigned_runs",
+    "evaluate",
+    "part",
+    "parts",
+    "scope_of",
+]
 
 Ints = NDArray[np.int64]
 
@@ -120,7 +138,9 @@ def _apply(operator: str, left: int, right: int) -> int:
     return max(left, right)
 
 
-def part(n: int, how: How, extent: int, coordinate: int, scope: ValueScope) -> tuple[int, int]:
+def part(
+    n: int, how: Contiguous, extent: int, coordinate: int, scope: ValueScope
+) -> tuple[int, int]:
     """Return the part ``[start, stop)`` of a sequence of `n` that a coordinate holds.
 
     Parameters
@@ -161,7 +181,7 @@ def part(n: int, how: How, extent: int, coordinate: int, scope: ValueScope) -> t
 
 
 def parts(
-    n: Ints, how: How, extent: int, coordinates: Ints, scope: ValueScope
+    n: Ints, how: Contiguous, extent: int, coordinates: Ints, scope: ValueScope
 ) -> tuple[Ints, Ints]:
     """Return `part` for many sequences and coordinates at once, as starts and stops.
 
@@ -200,6 +220,50 @@ def check_widths(n: int, how: Widths, extent: int) -> None:
             wanted=f"{extent} widths that add up to {n}",
             found=f"{len(how.widths)} that add up to {sum(how.widths)}",
         )
+
+
+def assigned_runs(n: int, how: Assigned, extent: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return a sequence of `n` in runs that lie at one coordinate each.
+
+    Parameters
+    ----------
+    n
+        Length of the sequence.
+    how
+        The coordinate of each element.
+    extent
+        Of the mesh axis.
+
+    Returns
+    -------
+    coordinate, start, size, local
+        Of each run: where it lies, its first element in the sequence, its length, and its first
+        position in what the coordinate holds.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-split``: there is not one coordinate of the axis for each element.
+    """
+    whose = np.array(how.coordinates, dtype=np.int64)
+    wrong = np.flatnonzero(whose >= extent)
+    if len(whose) != n or len(wrong):
+        there = f"{len(whose)} coordinates"
+        if len(wrong):
+            there += f", {whose[wrong[0]]} of number {wrong[0]} among them"
+        raise MismatchError(
+            "the coordinates that a split assigns do not fit",
+            kind="lay-split",
+            wanted=f"{n} coordinates below {extent}",
+            found=there,
+        )
+    start = np.flatnonzero(np.diff(whose, prepend=-1))
+    size = np.diff(start, append=n)
+    order = np.argsort(whose, kind="stable")
+    counts = np.bincount(whose, minlength=extent)
+    number = np.empty(n, dtype=np.int64)
+    number[order] = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
+    return whose[start], start.astype(np.int64), size.astype(np.int64), number[start]
 
 
 def _grain(value: Value, scope: ValueScope) -> int:

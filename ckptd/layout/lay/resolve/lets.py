@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.syntax import (
@@ -33,6 +34,8 @@ _MAX_DEPTH = 16
 _MAX_LEVEL = 64
 _MAX_NODES = 1_000_000
 _MAX_PARTS = 256
+
+H = TypeVar("H", bound=How)
 
 
 @dataclass
@@ -123,7 +126,7 @@ class Lets:
                 return replace(dim, inner=inner, multiple=self.value(dim.multiple))
         return dim
 
-    def how(self, how: How) -> How:
+    def how(self, how: H) -> H:
         """Return a split's rule with lets put into its grain."""
         return replace(how, grain=self.value(how.grain)) if isinstance(how, Even) else how
 

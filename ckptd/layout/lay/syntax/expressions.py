@@ -120,7 +120,10 @@ _INNER_VALUE = Pair(_value, _show_value)
 # --- splits -------------------------------------------------------------------------------------
 
 _WIDTHS = integers("the widths of the parts")
-_RULE = one_of("even", "ceil", "bal", wanted="how to split: even, ceil, bal or [widths]")
+_ASSIGNED = integers("the coordinate of each element")
+_RULE = one_of(
+    "even", "ceil", "bal", "at", wanted="how to split: even, ceil, bal, [widths] or at[coordinates]"
+)
 
 
 def _take_how(s: Scanner) -> tree.How:
@@ -129,6 +132,8 @@ def _take_how(s: Scanner) -> tree.How:
         if s.at("["):
             return tree.Widths(_WIDTHS.take(s))
         rule = _RULE.take(s)
+        if rule == "at":
+            return tree.Assigned(_ASSIGNED.take(s))
     if not s.accept("/"):
         return tree.Even(rule) if rule != "even" else tree.EVEN  # type: ignore[arg-type]
     start = s.peek().start
@@ -139,6 +144,8 @@ def _take_how(s: Scanner) -> tree.How:
 
 def _show_how(how: tree.How) -> str:
     """Return how a split cuts: nothing for ``even``, else ``:ceil``, ``:[3 3 2]``, ``/128``."""
+    if isinstance(how, tree.Assigned):
+        return f":at{_ASSIGNED.show(how.coordinates)}"
     if isinstance(how, tree.Widths):
         return f":{_WIDTHS.show(how.widths)}"
     rule = "" if how.rule == "even" else f":{how.rule}"

@@ -296,12 +296,16 @@ RULE = Form(
 # --- the other statements of a layout -----------------------------------------------------------
 
 
-def _take_cut(s: Scanner) -> tuple[str, tree.How]:
+def _take_cut(s: Scanner) -> tuple[str, tree.Contiguous]:
     at = s.peek().start
     cuts = SPLITS.take(s)
     if len(cuts) != 1:
         raise s.fail("one mesh axis to cut the buffer over: @dp", start=at, end=max(s.pos, at + 1))
-    return cuts[0]
+    axis, how = cuts[0]
+    if isinstance(how, tree.Assigned):
+        wanted = "parts of the buffer that follow each other: even, ceil, bal or [widths]"
+        raise s.fail(wanted, start=at, end=s.pos)
+    return axis, how
 
 
 def _take_group(s: Scanner) -> tuple[str, tree.Name | None, int]:

@@ -156,7 +156,15 @@ class Widths:
     widths: tuple[int, ...]
 
 
-How: TypeAlias = Even | Widths
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A split that says of each element at which coordinate it lies; a part keeps their order."""
+
+    coordinates: tuple[int, ...]
+
+
+Contiguous: TypeAlias = Even | Widths
+How: TypeAlias = Contiguous | Assigned
 
 EVEN = Even()
 
@@ -532,7 +540,7 @@ class Flat(SyntaxNode):
     """
 
     group: FlatGroup
-    split: tuple[str, How]
+    split: tuple[str, Contiguous]
     states: tuple[str, ...]
     order: Order = "module"
     start: Value = UNIT

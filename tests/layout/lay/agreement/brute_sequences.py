@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from ckptd.layout.lay.resolve import Bound, MeshShape, Tags
 from ckptd.layout.lay.syntax import (
+    Assigned,
     Atom,
     Dim,
     How,
@@ -107,6 +108,10 @@ class Sequences:
             if len(how.widths) != extent or sum(how.widths) != n:
                 raise Wrong(f"{how} does not fit {n} over {extent}")
             return dealt(list(range(n)), list(how.widths))
+        if isinstance(how, Assigned):
+            if len(how.coordinates) != n or max(how.coordinates, default=0) >= extent:
+                raise Wrong(f"{how} does not fit {n} over {extent}")
+            return [[k for k in range(n) if how.coordinates[k] == c] for c in range(extent)]
         grain = self.number(how.grain)
         units = [list(range(i, min(i + grain, n))) for i in range(0, n, grain)]
         counts = [0] * extent

@@ -11,6 +11,7 @@ from itertools import combinations
 
 from ckptd.layout.lay.syntax import (
     Alternatives,
+    Assigned,
     Branch,
     Default,
     Dim,
@@ -275,7 +276,10 @@ def _hows(how: How) -> Iterator[How]:
     if isinstance(how, Widths):
         yield Widths(how.widths[1:] + how.widths[:1])
         yield Widths(how.widths[::-1])
-    grain = Number(1) if isinstance(how, Widths) else how.grain
+    if isinstance(how, Assigned):
+        yield Assigned(how.coordinates[1:] + how.coordinates[:1])
+        yield Assigned(how.coordinates[::-1])
+    grain = how.grain if isinstance(how, Even) else Number(1)
     yield Even("even", grain)
     yield Even("ceil", grain)
     yield Even("bal", grain)
@@ -327,6 +331,7 @@ def _flats(flat: Flat, axes: list[str]) -> Iterator[Flat]:
     for other in axes:
         yield replace(flat, split=(other, how))
     for another in _hows(how):
+        assert not isinstance(another, Assigned)
         yield replace(flat, split=(axis, another))
     for kind in ("each", "bucket"):
         group = replace(flat.group, kind=kind, name=None, elements=100 * (kind == "bucket"))

@@ -8,6 +8,7 @@ from ckptd.layout.lay.resolve import Equation, Resolved
 from ckptd.layout.lay.syntax import (
     UNIT,
     Alias,
+    Assigned,
     Atom,
     Dim,
     Even,
@@ -31,8 +32,8 @@ __all__ = ["CONSTRUCTS", "constructs"]
 _CONSTRUCTS = """
     product, product in a product, sum, sum in a sum, sum in a product, two sums, split of an
     axis, split of a product, split of a sum, split in a sum, split in some branches only, split
-    in a product, split of a split, even, ceil, bal, widths, grain, pad, split of a pad, pad
-    inside of a product, one, refined axis, its parts, no dimensions, index, whole stack, index
+    in a product, split of a split, even, ceil, bal, widths, assigned, grain, pad, split of a pad,
+    pad inside of a product, one, refined axis, its parts, no dimensions, index, whole stack, index
     split, index split twice, local number, virtual stages, pipe, pipe over virtual stages, on,
     for, the same name for others, tensors of some numbers, alias, replicas, flat each, flat
     group, flat group by index, flat bucket, flat parts, parts until full, named buffers, two
@@ -40,6 +41,7 @@ _CONSTRUCTS = """
     two meshes, axis seen as finer ones, split over a finer axis, no mesh, one rank, states,
     other names of states
 """
+_TABLES = {Widths: "widths", Assigned: "assigned"}
 CONSTRUCTS = tuple(" ".join(c.split()) for c in _CONSTRUCTS.split(","))
 
 
@@ -127,7 +129,7 @@ def _in_dim(dim: Dim, outside: tuple[type, ...]) -> Iterator[str]:
             kinds = {Atom: "an axis", Product: "a product", Sum: "a sum", Pad: "a pad"}
             yield f"split of {kinds.get(type(dim.inner), 'a split')}"
             yield "split in a product" if Product in outside else ""
-            yield "widths" if isinstance(dim.how, Widths) else dim.how.rule
+            yield dim.how.rule if isinstance(dim.how, Even) else _TABLES[type(dim.how)]
             yield "grain" if isinstance(dim.how, Even) and dim.how.grain != UNIT else ""
             yield "split over a finer axis" if "_" in dim.axis else ""
         case Pad():

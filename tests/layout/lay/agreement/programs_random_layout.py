@@ -15,6 +15,7 @@ from ckptd.layout.lay.syntax import (
     UNIT,
     Alias,
     Arithmetic,
+    Assigned,
     Atom,
     Branch,
     Dim,
@@ -213,13 +214,16 @@ class LayoutMaker:
         rng = self.rng
         lengths, extent = self.lengths(inner), self.mesh.extents[axis]
         grain = rng.choice([1, 1, 1, 2, 3])
-        kind = rng.choice(["even", "even", "even", "ceil", "bal", "widths"])
+        kind = rng.choice(["even", "even", "even", "ceil", "bal", "widths", "at"])
         if kind == "even" and all(-(-n // grain) % extent == 0 for n in lengths):
             return Even("even", Number(grain))
         if kind == "widths" and len(lengths) == 1:
             (n,) = lengths
             cuts = sorted(rng.randint(0, n) for _ in range(extent - 1))
             return Widths(tuple(b - a for a, b in pairwise([0, *cuts, n])))
+        if kind == "at" and len(lengths) == 1 and lengths != {0}:
+            (n,) = lengths
+            return Assigned(tuple(rng.randrange(extent) for _ in range(n)))
         rule: Literal["ceil", "bal"] = rng.choice(["ceil", "bal"])
         return Even(rule, Number(grain) if rng.random() < 0.5 else UNIT)
 
@@ -328,6 +332,9 @@ class LayoutMaker:
         stacked = tuple(a for a in block.indexes if a not in in_name)
         items = self.items(tree, set(), stacked)
         dims = self.compose(items)
+        if not dims and any(isinstance(m, Alias) for m in modifiers):
+            # An alias that says no dimensions has those of what it copies.
+            dims.append(One())
         for axis in self.split_axes(used):
             if dims:
                 k = rng.randrange(len(dims))
@@ -460,7 +467,7 @@ class LayoutMaker:
         if states:
             choices += [tuple(states), (states[-1],)]
         end: Value = UNIT
-        how: How = Even(rng.choice(["ceil", "bal"]), Number(rng.choice([1, 1, 2])))
+        how = Even(rng.choice(["ceil", "bal"]), Number(rng.choice([1, 1, 2])))
         if rng.random() < 0.5:
             end = Arithmetic("lcm", Size(axis), Number(rng.choice([1, 2, 4])))
             how = Even()

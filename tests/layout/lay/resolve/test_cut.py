@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.lay.resolve import ValueScope, evaluate, part, parts
-from ckptd.layout.lay.syntax import EVEN, Arithmetic, Even, How, Number, Size, Widths
+from ckptd.layout.lay.resolve import ValueScope, assigned_runs, evaluate, part, parts
+from ckptd.layout.lay.syntax import EVEN, Arithmetic, Assigned, Even, How, Number, Size, Widths
 from tests.layout.lay.meaning import part_of
 
 SCOPE = ValueScope({"f": 12, "tp": 99}, {"tp": 4})
@@ -56,6 +56,13 @@ def test_widths_that_do_not_fit(widths: tuple[int, ...]) -> None:
         part(10, Widths(widths), 3, 0, SCOPE)
     with pytest.raises(MismatchError, match="recorded widths"):
         parts(np.array([10]), Widths(widths), 3, np.array([0]), SCOPE)
+
+
+@pytest.mark.parametrize("coordinates", [(0, 1, 2), (0, 1, 2, 0, 1), (0, 1, 3, 0)])
+def test_coordinates_that_do_not_fit(coordinates: tuple[int, ...]) -> None:
+    with pytest.raises(MismatchError, match="assigns") as error:
+        assigned_runs(4, Assigned(coordinates), 3)
+    assert error.value.kind == "lay-split"
 
 
 @given(

@@ -14,6 +14,7 @@ from ckptd.layout.lay.syntax import (
     Alias,
     Alternatives,
     Arithmetic,
+    Assigned,
     Atom,
     Branch,
     Drop,
@@ -108,6 +109,7 @@ def test_a_fused_tensor() -> None:
 def test_splits_nest_in_textual_order() -> None:
     inner = Split(Atom("f"), "tp", Even("ceil", Number(128)))
     assert parse_dim("f@tp:ceil/128@dp:[3 1]") == Split(inner, "dp", Widths((3, 1)))
+    assert parse_dim("f@tp:ceil/128@dp:at[1 0]") == Split(inner, "dp", Assigned((1, 0)))
 
 
 def test_values() -> None:
@@ -287,6 +289,8 @@ def test_programs_parse_and_are_complete(path: Path) -> None:
         ("layout x on M { a{#0} = E[h] }", "1:18", "alternatives|an axis"),
         ("layout x on M { a*** = E[h] }", "1:18", "'*' or '**'"),
         ("layout x on M { flat each of m }", "1:27", "one mesh axis"),
+        ("layout x on M { flat each @dp:at[0 1] of m }", "1:27", "follow each other"),
+        ("layout x on M { a = E[h@tp:at] }", "1:30", r"'\\['"),
         ("layout x on M { flat each @dp of m start/16B }", "1:42", "a whole number"),
         ("layout x on M { falt each @dp of m }", "1:17", "a statement"),
         ('layout x on M { files "" }', "1:23", "a file"),
