@@ -40,7 +40,9 @@ if TYPE_CHECKING:
         Rng,
         SaveHandle,
     )
+    from ckptd.train.publisher import Publisher
     from ckptd.train.relayout import relayout
+    from ckptd.train.subscriber import Subscriber
 
 
 __all__ = [
@@ -60,11 +62,13 @@ __all__ = [
     "NotFoundError",
     "Peer",
     "PerRank",
+    "Publisher",
     "RefusedError",
     "Rng",
     "SaveError",
     "SaveHandle",
     "StoreError",
+    "Subscriber",
     "TransientStoreError",
     "UsageError",
     "WorkerError",
@@ -92,6 +96,8 @@ _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
     "Local": "ckptd.save.tiers",
     "Memory": "ckptd.save.tiers",
     "Peer": "ckptd.save.tiers",
+    "Publisher": "ckptd.train.publisher",
+    "Subscriber": "ckptd.train.subscriber",
     "register": "ckptd.format.codec",
     "relayout": "ckptd.train.relayout",
     "zarr_store": "ckptd.tools.zarrview",

@@ -60,7 +60,7 @@ class ArrayMemory:
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
         """See `TensorMemory`."""
-        view = self._view(start, shape, strides)
+        view = self.view(start, shape, strides)
         np.copyto(_words(out, self.dtype.itemsize).reshape(shape), view)
 
     def take_at(self, at: I64, out: U8) -> None:
@@ -69,7 +69,7 @@ class ArrayMemory:
 
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
         """See `TensorMemory`."""
-        view = self._view(start, shape, strides)
+        view = self.view(start, shape, strides)
         np.copyto(view, _words(data, self.dtype.itemsize).reshape(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
@@ -81,7 +81,8 @@ class ArrayMemory:
         start = int(self._data.__array_interface__["data"][0])
         return "cpu", start, start + self._data.nbytes
 
-    def _view(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[Any]:
+    def view(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[Any]:
+        """Return a strided part where it lies, as words of its elements' size."""
         size = self.dtype.itemsize
         return strided(self._data, start * size, shape, strides, words_of(size))
 

@@ -40,6 +40,7 @@ from ckptd.live.plan import (
     Roles,
     SegmentWindow,
     StreamSegment,
+    TensorFills,
     laid_out,
     messages,
     ordered,
@@ -62,6 +63,7 @@ __all__ = [
     "chunk_numel",
     "message_bytes",
     "place_of",
+    "put_fills",
 ]
 
 
@@ -736,13 +738,8 @@ class Mover:
     def _fill(self) -> None:
         """Write what no element of the source stands for."""
         for found in self.plan.fills:
-            if not found.alone and found.name not in self.filled:
-                continue
-            for fill in found.fills:
-                most = self.limit // found.memory.dtype.itemsize
-                for at in range(fill.start, fill.start + reach(fill.steps) + 1, most):
-                    for part in clip_fill(fill, at, at + most):
-                        _put_fill(found.memory, part)
+            if found.alone or found.name in self.filled:
+                put_fills(found, self.limit)
 
     def _check_samples(self) -> None:
         """Look at single elements where the givers say that they must be.
@@ -778,6 +775,15 @@ class Mover:
                 where=", ".join(shown[:8]) + (" ..." if len(shown) > 8 else ""),
                 hint="the plan of the move is wrong, or a tensor changed during it",
             )
+
+
+def put_fills(found: TensorFills, limit: int) -> None:
+    """Write the fills of a tensor, at most `limit` bytes at a time."""
+    most = limit // found.memory.dtype.itemsize
+    for fill in found.fills:
+        for at in range(fill.start, fill.start + reach(fill.steps) + 1, most):
+            for part in clip_fill(fill, at, at + most):
+                _put_fill(found.memory, part)
 
 
 def _put_fill(memory: TensorMemory, fill: Fill) -> None:

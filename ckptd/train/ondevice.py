@@ -604,7 +604,7 @@ def _free_bytes(device: torch.device) -> int:
     return kind_of(device).free_bytes(device) or 0
 
 
-def refuse_capture(call: Literal["save", "load"]) -> None:
+def refuse_capture(call: Literal["save", "load", "publish"]) -> None:
     """Raise where the current stream is being captured into a graph.
 
     Parameters

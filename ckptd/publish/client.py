@@ -1,0 +1,116 @@
+"""A rank's side of its publish server: starts it, hands it slots, is told where versions go."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TypeVar
+
+import msgspec
+
+from ckptd.errors import CkptdError, WorkerError
+from ckptd.publish.messages import REPLY, Opening, ServerEntry, ServerReady, ServerStop, SlotAnswer
+from ckptd.runtime.channel import SocketChannel
+from ckptd.save.arena import Slot
+
+__all__ = ["PublishClient"]
+
+T = TypeVar("T")
+
+_START_S = 60.0
+_ANSWER_S = 30.0
+_log = logging.getLogger("ckptd")
+
+
+class PublishClient:
+    """Starts the server of this rank. `send` may be called by any thread, `place` by one."""
+
+    def __init__(self, opening: Opening) -> None:
+        ours, theirs = socket.socketpair()
+        # A session of its own, as a writing process: it outlives a trainer that is interrupted.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ckptd.publish.server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._channel = SocketChannel(ours, REPLY)
+        self._sending = threading.Lock()
+        self._closed = False
+        self.send(opening)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def send(self, message: msgspec.Struct, slot: Slot | None = None) -> None:
+        """Send a message, with the memory of a slot beside it.
+
+        Raises
+        ------
+        WorkerError
+            The server is gone.
+        """
+        with self._sending:
+            self._channel.send(message, None if slot is None else slot.fd)
+
+    def ready(self) -> ServerEntry:
+        """Return where it listens.
+
+        Raises
+        ------
+        CkptdError
+            It does not.
+        """
+        answer = self._next(ServerReady, _START_S)
+        if answer.entry is None:
+            raise CkptdError.from_dict(answer.error or {})
+        return answer.entry
+
+    def placed(self, number: int) -> SlotAnswer:
+        """Return where a version goes, as the server answers `AskSlot`."""
+        end = time.monotonic() + _ANSWER_S
+        while True:
+            answer = self._next(SlotAnswer, end - time.monotonic())
+            if answer.number == number:  # else that of a call that was given up
+                return answer
+
+    def _next(self, kind: type[T], wait_s: float) -> T:
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                item = self._channel.receive(max(0.0, end - time.monotonic()))
+            except EOFError as error:
+                code = self._process.poll()
+                raise WorkerError(
+                    "the server of a publisher is gone",
+                    where=f"process {self._process.pid}",
+                    found=f"exit code {code}",
+                    hint="make another publisher",
+                ) from error
+            if item is None:
+                raise WorkerError(
+                    "the server of a publisher does not answer", wanted=f"within {wait_s:.0f} s"
+                )
+            message, _ = item
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        """Let the server end as soon as no worker holds a version. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(WorkerError):  # it is gone already
+            self.send(ServerStop())
+        self._channel.close()
+        # Nobody waits for it: whoever pulls gets the rest. The thread only collects the exit code.
+        threading.Thread(target=self._process.wait, daemon=True).start()

@@ -1,0 +1,223 @@
+"""A worker's connection to one server of a publisher."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import CkptdError, CorruptError, TransientStoreError
+from ckptd.format.digest import digest
+from ckptd.net.address import UnixAddress, parse_address
+from ckptd.net.connection import Connection, greet_server
+from ckptd.publish.messages import (
+    ANSWER,
+    MOST_READ_BYTES,
+    PURPOSE,
+    AskMap,
+    AskNewest,
+    AskRead,
+    BlockRead,
+    Mapped,
+    Newest,
+    PublishRefusal,
+    ReadBytes,
+    ServerEntry,
+)
+from ckptd.runtime.host import host_id
+from ckptd.save.arena import CONTROL_BYTES
+
+__all__ = ["MOST_BODY", "MappedVersion", "ServerLink"]
+
+U8 = NDArray[np.uint8]
+T = TypeVar("T")
+
+MOST_BODY = 16 << 20
+"""Largest message in bytes: the names of a large model's tensors."""
+_CONNECT_S = 10.0
+_SEALED = slice(0, 24)
+
+
+class ServerLink:
+    """A connection to the server of a rank; make it with `to`. Thread-safe, one question at a time.
+
+    Attributes
+    ----------
+    local
+        Whether it is a Unix socket: memory can be mapped.
+    """
+
+    def __init__(self, connection: Connection, entry: ServerEntry, wait_s: float) -> None:
+        self.entry = entry
+        self.local = connection.local
+        self._connection = connection
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def to(
+        entry: ServerEntry, secret: bytes, *, wait_s: float = 60.0, far: bool = False
+    ) -> ServerLink:
+        """Connect: on the same host through the Unix socket, else over TCP.
+
+        Parameters
+        ----------
+        wait_s
+            For one answer, in seconds.
+        far
+            Take no Unix socket: as if the server were on another host.
+
+        Raises
+        ------
+        CkptdError
+            The server is not reached, has another secret, or is of another publisher.
+        """
+        if entry.socket and entry.host == host_id() and not far:
+            try:
+                sock = UnixAddress(entry.socket).connect(_CONNECT_S)
+                return ServerLink._greeted(
+                    Connection(sock, entry.socket, wait_s, MOST_BODY), entry, secret, wait_s
+                )
+            except TransientStoreError:
+                pass  # another container of this host: its files are not seen here
+        address = parse_address(entry.address, "a publisher's address")
+        sock = address.connect(_CONNECT_S)
+        connection = Connection(sock, str(address), wait_s, MOST_BODY)
+        return ServerLink._greeted(connection, entry, secret, wait_s)
+
+    @staticmethod
+    def _greeted(
+        connection: Connection, entry: ServerEntry, secret: bytes, wait_s: float
+    ) -> ServerLink:
+        try:
+            about = greet_server(connection, secret, PURPOSE, wait_s=_CONNECT_S)
+            if entry.epoch and about.get("epoch") != entry.epoch:
+                raise connection.fail("another publisher listens there")
+        except BaseException:
+            connection.release()
+            raise
+        link = ServerLink(connection, entry, wait_s)
+        link.entry = msgspec.structs.replace(entry, epoch=str(about.get("epoch", "")))
+        return link
+
+    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
+        """Return the answer to a question.
+
+        Raises
+        ------
+        CkptdError
+            What the server answered; or the connection is lost, and this link with it.
+        """
+        with self._lock:
+            self._connection.send(question)
+            answer, _ = self._connection.receive(ANSWER, self._wait_s if wait_s is None else wait_s)
+            return self._checked(answer, kind)
+
+    def newest(self, than: int, wait_s: float) -> Newest:
+        """Return the newest version above `than`; wait for one so long."""
+        return self.ask(AskNewest(than, wait_s), Newest, wait_s + self._wait_s)
+
+    def map(self, number: int) -> MappedVersion:
+        """Return the memory of a version, as this process sees it now."""
+        fds: list[int] = []
+        try:
+            with self._lock:
+                self._connection.send(AskMap(number))
+                answer, _ = self._connection.receive(ANSWER, self._wait_s, fds=fds)
+                found = self._checked(answer, Mapped)
+            if len(fds) != 1:
+                raise self._connection.fail("no memory came with the answer", kind="link-protocol")
+            return MappedVersion(fds[0], found.nbytes, number)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
+        """Fill `into` with parts of tensors, which come with a digest."""
+        with self._lock:
+            self._connection.send(AskRead(number, blocks))
+            answer, nbytes = self._connection.receive(
+                ANSWER, self._wait_s, most_bulk=MOST_READ_BYTES
+            )
+            found = self._checked(answer, ReadBytes)
+            if nbytes != len(into):
+                raise self._connection.fail(
+                    "other bytes came than were asked for", kind="link-protocol", found=nbytes
+                )
+            self._connection.fill(into.data, self._wait_s)
+        if digest(into.data) != found.digest:
+            raise CorruptError(
+                "bytes changed on their way from a publisher",
+                kind="transport",
+                where=self._connection.peer,
+                hint="nothing was written to the tensors; update() again",
+            )
+
+    def _checked(self, answer: Any, kind: type[T]) -> T:
+        if isinstance(answer, PublishRefusal):
+            raise CkptdError.from_dict(answer.error)
+        if not isinstance(answer, kind):
+            raise self._connection.fail("not an answer to this question", kind="link-protocol")
+        return answer
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other end is gone."""
+        if self._connection.broken:
+            return True
+        poll = select.poll()
+        try:
+            poll.register(self._connection.fileno(), select.POLLIN)
+        except (OSError, ValueError):
+            return True
+        return bool(poll.poll(0))  # nothing comes unasked but the end
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._connection.close()
+        with self._lock:
+            self._connection.release()
+
+
+class MappedVersion:
+    """The slot of a version in this process's memory, to be read only.
+
+    What is mapped stays as it is however the trainer and its server end, as long as the version is
+    held; `intact` tells whether it was.
+
+    Parameters
+    ----------
+    fd
+        Of the slot; it may be closed afterwards.
+    nbytes
+        Of its data.
+    number
+        Of the version.
+    """
+
+    def __init__(self, fd: int, nbytes: int, number: int) -> None:
+        self.number = number
+        size = os.fstat(fd).st_size
+        if size < CONTROL_BYTES + nbytes:
+            raise CorruptError(
+                "a slot is smaller than its server says",
+                kind="transport",
+                wanted=f"{CONTROL_BYTES + nbytes} bytes",
+                found=f"{size} bytes",
+            )
+        self._map = mmap.mmap(fd, CONTROL_BYTES + max(nbytes, 1), prot=mmap.PROT_READ)
+        whole = np.frombuffer(self._map, np.uint8)
+        self._control = whole[_SEALED].view(np.uint64)
+        self.data: U8 = whole[CONTROL_BYTES : CONTROL_BYTES + nbytes]
+
+    @property
+    def intact(self) -> bool:
+        """Whether the version is still in the slot, whole."""
+        job, _, seal = self._control.tolist()
+        return bool(job == seal == self.number)

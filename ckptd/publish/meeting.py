@@ -1,0 +1,116 @@
+"""How workers find a publisher: a file in a folder that all see, or the address of rank 0's server.
+
+What stands in the file is not trusted: it leads to a server, which has to prove that it knows the
+job's secret before anything else is believed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ckptd.errors import UsageError
+from ckptd.net.address import Address, is_loopback, parse_address
+from ckptd.net.signing import SECRET_VARIABLE, checked_secret, given_secret, secret_of
+from ckptd.publish.messages import DIRECTORY, ServerEntry
+
+__all__ = ["MeetingPlace"]
+
+_FILE = "publisher.json"
+_SECRET_FILE = "publisher-secret"
+_MOST_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where a publisher and its workers find each other.
+
+    Attributes
+    ----------
+    folder
+        A folder that all see; None where rank 0's server has an address of its own.
+    address
+        That address.
+    secret
+        Of the job: what both sides prove to each other.
+    """
+
+    folder: Path | None
+    address: Address | None
+    secret: bytes
+
+    @staticmethod
+    def of(at: str | os.PathLike[str], secret: str | bytes | None = None) -> MeetingPlace:
+        """Read what a program gives as `at`.
+
+        Parameters
+        ----------
+        at
+            A folder, or ``tcp://HOST:PORT``.
+        secret
+            ``CKPTD_SECRET`` where it is None; without that, in a folder, that of a file there,
+            which is made on first use.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-url``: neither. Kind ``bad-secret``: there is none, or it is too short.
+        RefusedError
+            kind ``not-ours``: others may write into the folder, and no secret is given.
+        """
+        given = given_secret()
+        if secret is not None:
+            raw = secret.encode() if isinstance(secret, str) else secret
+            given = checked_secret(raw, "secret=")
+        text = os.fspath(at)
+        if text.startswith("tcp://"):
+            address = parse_address(text.removeprefix("tcp://"), "where a publisher is")
+            if given is None:
+                raise UsageError(
+                    "a publisher at an address needs a secret",
+                    kind="bad-secret",
+                    where=text,
+                    hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes, "
+                    "or give secret=",
+                )
+            return MeetingPlace(None, address, given)
+        if "://" in text:
+            raise UsageError(
+                "not a place where a publisher is found",
+                kind="bad-url",
+                wanted="a folder that all see, or tcp://HOST:PORT",
+                found=text[:200],
+            )
+        folder = Path(text)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return MeetingPlace(folder, None, given or secret_of(folder / _SECRET_FILE))
+
+    def announce(self, entry: ServerEntry) -> None:
+        """Let workers find rank 0's server; it takes the place of an earlier one."""
+        if self.folder is None:
+            return
+        draft = self.folder / f".{_FILE}.{secrets.token_hex(6)}"
+        draft.write_bytes(msgspec.json.encode(entry))
+        os.replace(draft, self.folder / _FILE)
+
+    def find(self) -> ServerEntry | None:
+        """Return where rank 0's server should be; None: nothing has been published here."""
+        if self.address is not None:
+            return ServerEntry("", str(self.address), "", "")
+        if self.folder is None:
+            return None
+        try:
+            with open(self.folder / _FILE, "rb") as file:
+                raw = file.read(_MOST_BYTES + 1)
+            return DIRECTORY.decode(raw) if len(raw) <= _MOST_BYTES else None
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the address is reached from this machine alone."""
+        return self.address is not None and is_loopback(self.address.host)

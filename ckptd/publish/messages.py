@@ -1,0 +1,406 @@
+"""Messages of publishing: between a trainer's rank and its server, and of workers to servers.
+
+What workers send is bounded before anything is made of it: a worker has proved that it knows the
+job's secret, and may still have another version of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ckptd.decoding import json_decoder, msgpack_decoder
+
+__all__ = [
+    "ANSWER",
+    "DIRECTORY",
+    "MOST_READ_BYTES",
+    "ORDER",
+    "PURPOSE",
+    "QUESTION",
+    "REPLY",
+    "AskAbout",
+    "AskChanged",
+    "AskCommit",
+    "AskDrop",
+    "AskHold",
+    "AskMap",
+    "AskNewest",
+    "AskRead",
+    "AskRelease",
+    "AskSlot",
+    "AskTensors",
+    "AskWhere",
+    "BlockRead",
+    "ChangedBlocks",
+    "HoldAnswer",
+    "Mapped",
+    "Newest",
+    "Opening",
+    "PublishRefusal",
+    "PublishedAbout",
+    "PublishedTensor",
+    "ReadBytes",
+    "ServerEntry",
+    "ServerList",
+    "ServerReady",
+    "ServerStop",
+    "SetDirectory",
+    "SetLeader",
+    "SetTensors",
+    "SlotAnswer",
+    "SlotMemory",
+    "TensorPlaces",
+    "VersionDropped",
+    "VersionSealed",
+    "VersionWhole",
+]
+
+PURPOSE = "ckptd publish 1"
+"""Of connections; its number rises with messages that older programs do not know."""
+MOST_READ_BYTES = 64 << 20
+"""Most raw bytes of one answer."""
+
+_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Name = Annotated[str, Meta(max_length=4096)]
+_Text = Annotated[str, Meta(max_length=4096)]
+_Dims = Annotated[tuple[int, ...], Meta(max_length=64)]
+
+
+class ServerEntry(msgspec.Struct, frozen=True):
+    """Where the server of a rank is reached.
+
+    Attributes
+    ----------
+    host
+        Tells its host from all others; on it the Unix socket is tried first.
+    address
+        ``HOST:PORT``.
+    socket
+        Path of the Unix socket; empty for none.
+    epoch
+        Which publisher it is of.
+    """
+
+    host: _Text
+    address: _Text
+    socket: _Text
+    epoch: Annotated[str, Meta(max_length=64)]
+
+
+class PublishedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in the slots of a rank."""
+
+    name: _Name
+    dtype: Annotated[str, Meta(max_length=64)]
+    start: _Number
+    numel: _Number
+
+
+# --- a rank and its server ------------------------------------------------------------------------
+
+
+class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what a rank sends to its server."""
+
+
+class Opening(_Order, frozen=True, tag="opening"):
+    """The first: who this is, and where it listens.
+
+    Attributes
+    ----------
+    bind
+        Address of the interface; `port` 0 takes any that is free.
+    folder
+        Of the Unix socket; empty for none.
+    """
+
+    epoch: str
+    rank: int
+    world: int
+    secret: bytes
+    bind: str
+    port: int
+    folder: str
+    slots: int
+    lease_s: float
+    linger_s: float
+
+
+class SetLeader(_Order, frozen=True, tag="leader"):
+    """Where rank 0's server is, to all others."""
+
+    entry: ServerEntry
+
+
+class SetDirectory(_Order, frozen=True, tag="directory"):
+    """To rank 0's server: the layout, and where the servers of all ranks are."""
+
+    layout: str
+    sizes: dict[str, int]
+    entries: tuple[ServerEntry, ...]
+
+
+class SetTensors(_Order, frozen=True, tag="tensors"):
+    """What lies in each slot."""
+
+    tensors: tuple[PublishedTensor, ...]
+
+
+class SlotMemory(_Order, frozen=True, tag="slot"):
+    """A slot's memory, whose descriptor comes beside this; an older one of this number goes."""
+
+    slot: int
+    nbytes: int
+
+
+class AskSlot(_Order, frozen=True, tag="place"):
+    """To rank 0's server: where does a version go? It answers `SlotAnswer`."""
+
+    number: int
+    step: int
+
+
+class VersionSealed(_Order, frozen=True, tag="sealed"):
+    """The share of this rank in a version is whole."""
+
+    number: int
+    slot: int
+
+
+class VersionWhole(_Order, frozen=True, tag="whole"):
+    """Every rank has sealed a version; passed on to rank 0's server."""
+
+    number: int
+
+
+class VersionDropped(_Order, frozen=True, tag="dropped"):
+    """A version will never be whole; passed on to rank 0's server."""
+
+    number: int
+
+
+class ServerStop(_Order, frozen=True, tag="stop"):
+    """The publisher is closed: serve what is held, and end."""
+
+
+ORDER = (
+    Opening
+    | SetLeader
+    | SetDirectory
+    | SetTensors
+    | SlotMemory
+    | AskSlot
+    | VersionSealed
+    | VersionWhole
+    | VersionDropped
+    | ServerStop
+)
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what a server sends to its rank."""
+
+
+class ServerReady(_Reply, frozen=True, tag="ready"):
+    """It listens; or why it does not, as `CkptdError.to_dict` has it."""
+
+    entry: ServerEntry | None
+    error: dict[str, str | None] | None = None
+
+
+class SlotAnswer(_Reply, frozen=True, tag="placed"):
+    """See `ckptd.publish.versions.SlotChoice`."""
+
+    number: int
+    slot: int
+    fresh: bool
+    reason: str
+
+
+REPLY = ServerReady | SlotAnswer
+
+
+# --- workers and servers --------------------------------------------------------------------------
+
+
+class _Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what is asked of a server."""
+
+
+class AskAbout(_Question, frozen=True, tag="about"):
+    """Of the leader: what is published, and how it is cut. Answered by `PublishedAbout`."""
+
+
+class AskWhere(_Question, frozen=True, tag="where"):
+    """Of the leader: where the servers of some ranks are. Answered by `ServerList`."""
+
+    ranks: Annotated[tuple[int, ...], Meta(max_length=65536)]
+
+
+class AskNewest(_Question, frozen=True, tag="newest"):
+    """Of the leader: what is newer than a version. Answered by `Newest`, after `wait_s` at most."""
+
+    than: _Number
+    wait_s: Annotated[float, Meta(ge=0, le=60)]
+
+
+class AskHold(_Question, frozen=True, tag="hold"):
+    """Of the leader: keep a version, until `AskRelease` or the end of the connection."""
+
+    number: _Number
+
+
+class AskRelease(_Question, frozen=True, tag="release"):
+    """Of the leader: all that this connection holds may go. Answered by `HoldAnswer`."""
+
+
+class AskCommit(_Question, frozen=True, tag="commit"):
+    """A rank's server to the leader: every rank has sealed a version."""
+
+    number: _Number
+
+
+class AskDrop(_Question, frozen=True, tag="drop"):
+    """A rank's server to the leader: a version will not be whole."""
+
+    number: _Number
+
+
+class AskTensors(_Question, frozen=True, tag="tensors"):
+    """Where some tensors lie; later questions of this connection name them by their places here.
+
+    Answered by `TensorPlaces`.
+    """
+
+    names: Annotated[tuple[_Name, ...], Meta(max_length=1 << 17)]
+
+
+class AskMap(_Question, frozen=True, tag="map"):
+    """The memory of a version (Unix socket): answered by `Mapped` and a descriptor beside it."""
+
+    number: _Number
+
+
+class AskChanged(_Question, frozen=True, tag="changed"):
+    """Ask which blocks of the tensors that `AskTensors` named differ in two versions.
+
+    Answered by `ChangedBlocks`.
+    """
+
+    since: _Number
+    number: _Number
+
+
+class BlockRead(msgspec.Struct, frozen=True, array_like=True):
+    """A strided part of a tensor, in elements; `cast` is the type in which it is sent."""
+
+    tensor: _Number
+    start: _Number
+    shape: _Dims
+    strides: _Dims
+    cast: Annotated[str, Meta(max_length=64)] = ""
+
+
+class AskRead(_Question, frozen=True, tag="read"):
+    """Parts of tensors, one after the other. Answered by `ReadBytes` with the bytes behind it."""
+
+    number: _Number
+    blocks: Annotated[tuple[BlockRead, ...], Meta(max_length=1 << 16)]
+
+
+QUESTION = msgpack_decoder(
+    AskAbout
+    | AskWhere
+    | AskNewest
+    | AskHold
+    | AskRelease
+    | AskCommit
+    | AskDrop
+    | AskTensors
+    | AskMap
+    | AskChanged
+    | AskRead
+)
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what a server answers."""
+
+
+class PublishedAbout(_Answer, frozen=True, tag="about"):
+    """The publisher: its epoch, its ranks, its layout as a program, and the length of each axis."""
+
+    epoch: str
+    world: Annotated[int, Meta(ge=1, lt=1 << 24)]
+    layout: Annotated[str, Meta(max_length=1 << 20)]
+    sizes: Annotated[dict[_Name, _Number], Meta(max_length=4096)]
+
+
+class ServerList(_Answer, frozen=True, tag="found"):
+    """Where servers are, in the order of the question."""
+
+    entries: tuple[ServerEntry, ...]
+
+
+class Newest(_Answer, frozen=True, tag="newest"):
+    """Number and step of a version; number 0: there is none."""
+
+    number: _Number
+    step: int
+
+
+class HoldAnswer(_Answer, frozen=True, tag="held"):
+    """Whether it is done."""
+
+    good: bool
+
+
+class TensorPlaces(_Answer, frozen=True, tag="places"):
+    """Type, first byte and elements of each tensor asked for; an empty type where there is none."""
+
+    places: tuple[PublishedTensor, ...]
+
+
+class Mapped(_Answer, frozen=True, tag="mapped"):
+    """The memory beside this has a control page and so many bytes."""
+
+    nbytes: _Number
+
+
+class ChangedBlocks(_Answer, frozen=True, tag="changes"):
+    """For each tensor a bit a block of `block_bytes`; not `known`: take everything."""
+
+    known: bool
+    block_bytes: _Number
+    bits: tuple[bytes, ...]
+
+
+class ReadBytes(_Answer, frozen=True, tag="read"):
+    """What was asked for is behind this; `digest` is of these bytes."""
+
+    digest: bytes
+
+
+class PublishRefusal(_Answer, frozen=True, tag="refused"):
+    """It cannot be done: an error as `CkptdError.to_dict` has it."""
+
+    error: dict[str, str | None]
+
+
+ANSWER = msgpack_decoder(
+    PublishedAbout
+    | ServerList
+    | Newest
+    | HoldAnswer
+    | TensorPlaces
+    | Mapped
+    | ChangedBlocks
+    | ReadBytes
+    | PublishRefusal
+)
+
+DIRECTORY = json_decoder(ServerEntry)
+"""Of the file through which workers find rank 0's server."""

@@ -1,0 +1,535 @@
+"""The process that serves the versions of one rank of a trainer, while the rank trains on.
+
+It shares the slots with its rank, so no version is copied and no lock of the trainer's interpreter
+is taken. On the same host it passes the memory itself to a worker; to other hosts it sends the
+parts that a worker asks for. It outlives its rank for a while: a worker that pulls a version when
+the trainer is killed gets the rest of it.
+
+Rank 0's server is the leader: it keeps the `VersionBook`, and answers which version is the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.crashes import report_crashes
+from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.format.digest import digest
+from ckptd.live.memory import ArrayMemory
+from ckptd.net.address import Address, UnixAddress, listen_at, same_user
+from ckptd.net.connection import Connection, greet_client
+from ckptd.publish.link import MOST_BODY, ServerLink
+from ckptd.publish.messages import (
+    MOST_READ_BYTES,
+    ORDER,
+    PURPOSE,
+    QUESTION,
+    AskAbout,
+    AskChanged,
+    AskCommit,
+    AskDrop,
+    AskHold,
+    AskMap,
+    AskNewest,
+    AskRead,
+    AskRelease,
+    AskSlot,
+    AskTensors,
+    AskWhere,
+    BlockRead,
+    ChangedBlocks,
+    HoldAnswer,
+    Mapped,
+    Newest,
+    Opening,
+    PublishedAbout,
+    PublishedTensor,
+    PublishRefusal,
+    ReadBytes,
+    ServerEntry,
+    ServerList,
+    ServerReady,
+    ServerStop,
+    SetDirectory,
+    SetLeader,
+    SetTensors,
+    SlotAnswer,
+    SlotMemory,
+    TensorPlaces,
+    VersionDropped,
+    VersionSealed,
+    VersionWhole,
+)
+from ckptd.publish.versions import VersionBook
+from ckptd.reshard.changes import Linear
+from ckptd.runtime.channel import SocketChannel
+from ckptd.runtime.host import host_id
+from ckptd.save.arena import Slot
+from ckptd.types import dtype_of
+
+__all__ = ["BLOCK_BYTES", "PublishServer"]
+
+U8 = NDArray[np.uint8]
+
+BLOCK_BYTES = 1 << 18
+"""What is digested together: the grain in which changes are known."""
+_KEPT_DIGESTS = 16
+"""Versions whose digests are kept after their slots: a worker may come back with an older one."""
+_TICK_S = 0.5
+_GREETING_S = 10.0
+_SEND_S = 60.0
+_MOST_CONNECTIONS = 4096
+
+_log = logging.getLogger("ckptd")
+
+
+class _Shared:
+    """A slot that threads read; its memory goes when it is retired and none does any more."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.readers = 0
+        self._retired = False
+
+    def retire(self) -> None:
+        """Let the memory go as soon as it can."""
+        self._retired = True
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        """Close a retired slot that is not read."""
+        if self._retired and not self.readers:
+            self.slot.close()
+
+
+class PublishServer:
+    """Serves the slots of one rank.
+
+    Parameters
+    ----------
+    channel
+        To the rank.
+    """
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._slots: dict[int, _Shared] = {}
+        self._versions: dict[int, _Shared] = {}
+        self._tensors: dict[str, PublishedTensor] = {}
+        self._digests: OrderedDict[int, dict[str, list[bytes]]] = OrderedDict()
+        self._digested = threading.Condition(self._lock)
+        self._pending: set[int] = set()
+        self._about: PublishedAbout | None = None
+        self._entries: tuple[ServerEntry, ...] = ()
+        self._leader: ServerEntry | None = None
+        self._up: ServerLink | None = None
+        self._connections: set[Connection] = set()
+        self._active = time.monotonic()
+        self._ended = threading.Event()
+        self._listening: list[socket.socket] = []
+        self._unix = ""
+        self._opening: Opening | None = None
+        self._book = VersionBook(2, 1.0)
+
+    # --- the rank -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until the publisher is closed or dead, and nobody needs the versions any more."""
+        stopped = False
+        try:
+            while not stopped:
+                item = self._channel.receive(_TICK_S)
+                if item is None:
+                    continue
+                message, fd = item
+                stopped = isinstance(message, ServerStop)
+                self._do(message, fd)
+        except EOFError:
+            pass  # the trainer is dead: what is whole is served for a while
+        try:
+            self._linger(closed=stopped)
+        finally:
+            self._end()
+
+    def _linger(self, *, closed: bool) -> None:
+        """Wait until no worker has asked for anything for a while; if closed, holds count alone."""
+        linger_s = 0.0 if self._opening is None else self._opening.linger_s
+        if closed:
+            linger_s = min(linger_s, 1.0)
+        while True:
+            idle = time.monotonic() - self._active
+            if idle > linger_s and not self._book.held:
+                return
+            time.sleep(min(_TICK_S, max(0.02, linger_s - idle)))
+
+    def _end(self) -> None:
+        self._ended.set()
+        for sock in self._listening:
+            sock.close()
+        if self._unix:
+            with contextlib.suppress(OSError):
+                os.unlink(self._unix)
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        if self._up is not None:
+            self._up.close()
+        self._channel.close()
+
+    def _do(self, message: Any, fd: int | None) -> None:
+        match message:
+            case Opening():
+                self._open(message)
+            case SetLeader(entry):
+                self._leader = entry
+            case SetDirectory(layout, sizes, entries):
+                self._entries = entries
+                if self._opening is not None:
+                    self._about = PublishedAbout(
+                        self._opening.epoch, self._opening.world, layout, sizes
+                    )
+            case SetTensors(tensors):
+                self._tensors = {t.name: t for t in tensors}
+            case SlotMemory(number, nbytes) if fd is not None:
+                self._put_slot(number, _Shared(Slot(number, nbytes, fd)))
+            case AskSlot(number, step):
+                choice = self._book.place(number, step)
+                self._channel.send(SlotAnswer(number, *choice))
+            case VersionSealed(number, slot):
+                self._seal(number, self._slots[slot])
+            case VersionWhole(number):
+                self._tell(AskCommit(number))
+            case VersionDropped(number):
+                self._tell(AskDrop(number))
+            case ServerStop():
+                pass
+
+    def _open(self, opening: Opening) -> None:
+        self._opening = opening
+        self._book = VersionBook(opening.slots, opening.lease_s)
+        try:
+            entry = self._listen(opening)
+        except CkptdError as error:
+            self._channel.send(ServerReady(None, error.to_dict()))
+            return
+        self._channel.send(ServerReady(entry))
+
+    def _listen(self, opening: Opening) -> ServerEntry:
+        sock = listen_at(opening.bind, opening.port, "a publisher")
+        self._serve_on(sock)
+        address = Address(opening.bind, sock.getsockname()[1])
+        if opening.folder:
+            path = f"{opening.folder}/pub-{secrets.token_hex(6)}.sock"
+            unix, _ = UnixAddress(path).listen()
+            self._unix = path
+            self._serve_on(unix)
+        return ServerEntry(host_id(), str(address), self._unix, opening.epoch)
+
+    def _serve_on(self, sock: socket.socket) -> None:
+        self._listening.append(sock)
+        threading.Thread(target=self._accept, args=(sock,), daemon=True).start()
+
+    def _put_slot(self, number: int, slot: _Shared) -> None:
+        with self._lock:
+            old = self._slots.get(number)
+            self._slots[number] = slot
+            self._versions = {n: s for n, s in self._versions.items() if s is not old}
+        if old is not None:
+            old.retire()
+
+    def _seal(self, number: int, slot: _Shared) -> None:
+        with self._lock:
+            self._versions = {n: s for n, s in self._versions.items() if s is not slot}
+            self._versions[number] = slot
+            self._pending.add(number)
+        threading.Thread(target=self._digest, args=(number,), daemon=True).start()
+
+    @contextlib.contextmanager
+    def reading(self, number: int) -> Iterator[Slot]:
+        """Give the slot of a version while something reads it; check it, again, afterwards.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-version``: it is not there, or not any more.
+        """
+        with self._lock:
+            found = self._versions.get(number)
+            if found is not None:
+                found.readers += 1
+        if found is None:
+            raise _not_there(f"version {number}")
+        try:
+            if found.slot.sealed != number:
+                raise _not_there(f"version {number}")
+            yield found.slot
+            if found.slot.sealed != number:  # no hold
+                raise _not_there(f"version {number}, which was overwritten meanwhile")
+        finally:
+            with self._lock:
+                found.readers -= 1
+            found.close_if_unused()
+
+    def _digest(self, number: int) -> None:
+        """Digest a version block by block, for workers that hold another one."""
+        found: dict[str, list[bytes]] = {}
+        with contextlib.suppress(NotFoundError), self.reading(number) as slot:
+            for name, tensor in self._tensors.items():
+                data = self._bytes(slot, tensor)
+                cuts = range(0, len(data), BLOCK_BYTES)
+                found[name] = [digest(data[at : at + BLOCK_BYTES].data) for at in cuts]
+        with self._digested:
+            self._pending.discard(number)
+            if len(found) == len(self._tensors):
+                self._digests[number] = found
+            while len(self._digests) > _KEPT_DIGESTS:
+                self._digests.popitem(last=False)
+            self._digested.notify_all()
+
+    @staticmethod
+    def _bytes(slot: Slot, tensor: PublishedTensor) -> U8:
+        size = tensor.numel * dtype_of(tensor.dtype).itemsize
+        return np.frombuffer(slot.data, np.uint8, size, tensor.start)
+
+    # --- versions -------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        return self._opening is not None and self._opening.rank == 0
+
+    def _tell(self, question: AskCommit | AskDrop) -> None:
+        """Have the leader note something of a version."""
+        if self._leads:
+            self._note(question)
+            return
+        if self._opening is None or self._leader is None:
+            return
+        for attempt in range(2):
+            try:
+                if self._up is None:
+                    self._up = ServerLink.to(self._leader, self._opening.secret, wait_s=_GREETING_S)
+                self._up.ask(question, HoldAnswer)
+            except CkptdError as error:
+                self._up = None
+                if attempt:
+                    _log.warning("rank 0's server does not answer: %s", error.message)
+                continue
+            return
+
+    def _note(self, question: AskCommit | AskDrop) -> None:
+        if isinstance(question, AskCommit):
+            self._book.commit(question.number)
+        else:
+            self._book.drop(question.number)
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def _accept(self, listening: socket.socket) -> None:
+        while not self._ended.is_set():
+            try:
+                sock, _ = listening.accept()
+            except OSError:
+                if self._ended.is_set():
+                    return
+                time.sleep(_TICK_S)  # no more descriptors, say
+                continue
+            local = sock.family == socket.AF_UNIX
+            if (local and not same_user(sock)) or len(self._connections) >= _MOST_CONNECTIONS:
+                sock.close()
+                continue
+            connection = Connection(sock, "a worker", _SEND_S, MOST_BODY)
+            with self._lock:
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        opening = self._opening
+        try:
+            if opening is None:
+                return
+            about: dict[str, str | int | bool] = {"epoch": opening.epoch, "rank": opening.rank}
+            greeted = greet_client(
+                connection, opening.secret, PURPOSE, wait_s=_GREETING_S, about=about
+            )
+            if greeted is not None:
+                self._active = time.monotonic()
+                _Session(self, connection).run()
+        except CkptdError:
+            pass  # workers come and go; what they asked for in vain was answered
+        finally:
+            self._book.lose(connection)
+            with self._lock:
+                self._connections.discard(connection)
+            connection.release()
+
+
+class _Session:
+    """One worker's questions."""
+
+    def __init__(self, server: PublishServer, connection: Connection) -> None:
+        self._server = server
+        self._connection = connection
+        self._names: tuple[str, ...] = ()
+        self._buffer = np.empty(0, np.uint8)
+
+    def run(self) -> None:
+        """Answer until the worker leaves."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        while not self._server._ended.is_set():
+            if not poll.poll(int(_TICK_S * 1000)):
+                continue
+            question, _ = self._connection.receive(QUESTION, _GREETING_S)
+            self._server._active = time.monotonic()
+            try:
+                self._answer(question)
+            except CkptdError as error:
+                if self._connection.broken:
+                    raise
+                self._connection.send(PublishRefusal(error.to_dict()))
+            self._server._active = time.monotonic()
+
+    def _answer(self, question: Any) -> None:
+        server, send = self._server, self._connection.send
+        match question:
+            case AskAbout():
+                if server._about is None:
+                    raise _not_there("none is published yet")
+                send(server._about)
+            case AskWhere(ranks):
+                entries = server._entries
+                if any(r >= len(entries) for r in ranks):
+                    raise _not_there(f"a publisher of {len(entries)} ranks")
+                send(ServerList(tuple(entries[r] for r in ranks)))
+            case AskNewest(than, wait_s):
+                self._newest(than, wait_s)
+            case AskHold(number):
+                send(HoldAnswer(server._book.hold(number, self._connection)))
+            case AskRelease():
+                server._book.release(self._connection)
+                send(HoldAnswer(True))
+            case AskCommit() | AskDrop():
+                server._note(question)
+                send(HoldAnswer(True))
+            case AskTensors(names):
+                self._names = names
+                send(TensorPlaces(tuple(server._tensors.get(n, _ABSENT) for n in names)))
+            case AskMap(number):
+                with server.reading(number) as slot:
+                    self._connection.send_descriptor(Mapped(slot.nbytes), slot.fd)
+            case AskChanged(since, number):
+                send(self._changed(since, number))
+            case AskRead(number, blocks):
+                self._read(number, blocks)
+
+    def _newest(self, than: int, wait_s: float) -> None:
+        """Wait for a newer version, and notice meanwhile that the worker is gone."""
+        end = time.monotonic() + wait_s
+        while True:
+            left = end - time.monotonic()
+            found = self._server._book.newer(than, max(0.0, min(left, _TICK_S)))
+            if found is not None or left <= 0 or self._server._ended.is_set():
+                self._connection.send(Newest(*(found or (0, -1))))
+                return
+            if self._connection.readable():
+                raise self._connection.fail("the worker left")
+
+    def _changed(self, since: int, number: int) -> ChangedBlocks:
+        server = self._server
+        with server._digested:
+            server._digested.wait_for(lambda: number not in server._pending, _GREETING_S)
+            old, new = server._digests.get(since), server._digests.get(number)
+        if old is None or new is None:
+            return ChangedBlocks(False, BLOCK_BYTES, ())
+        bits = []
+        for name in self._names:
+            a, b = old.get(name, []), new.get(name, [])
+            differ = [x != y for x, y in zip(a, b, strict=True)] if len(a) == len(b) else [True]
+            bits.append(np.packbits(np.array(differ, dtype=np.bool_)).tobytes())
+        return ChangedBlocks(True, BLOCK_BYTES, tuple(bits))
+
+    def _read(self, number: int, blocks: Sequence[BlockRead]) -> None:
+        with self._server.reading(number) as slot:
+            parts = [self._part(slot, block) for block in blocks]
+            total = sum(nbytes for *_, nbytes in parts)
+            if total > MOST_READ_BYTES:
+                raise UsageError("too much is asked for at once", kind="transport", found=total)
+            if len(self._buffer) < total:
+                self._buffer = np.empty(total, np.uint8)
+            at = 0
+            for memory, block, nbytes in parts:
+                _gather(memory, block, self._buffer[at : at + nbytes])
+                at += nbytes
+        data = self._buffer[:total].data
+        self._connection.send(ReadBytes(digest(data)), data)
+
+    def _part(self, slot: Slot, block: BlockRead) -> tuple[ArrayMemory, BlockRead, int]:
+        if block.tensor >= len(self._names) or len(block.shape) != len(block.strides):
+            raise UsageError("no such part", kind="transport", found=str(block)[:200])
+        tensor = self._server._tensors.get(self._names[block.tensor])
+        if tensor is None:
+            raise _not_there(self._names[block.tensor])
+        dtype = dtype_of(tensor.dtype)
+        count, last = 1, block.start
+        for n, step in zip(block.shape, block.strides, strict=True):
+            if n < 0 or step < 0:
+                raise UsageError("no such part", kind="transport", found=str(block)[:200])
+            count *= n
+            last += (n - 1) * step
+        if count and last >= tensor.numel:
+            raise UsageError(
+                "a part is not inside its tensor",
+                kind="transport",
+                where=tensor.name,
+                wanted=f"elements below {tensor.numel}",
+                found=last,
+            )
+        size = dtype_of(block.cast).itemsize if block.cast else dtype.itemsize
+        if count * max(size, dtype.itemsize) > MOST_READ_BYTES:
+            raise UsageError("too much is asked for at once", kind="transport", found=count)
+        return ArrayMemory(self._server._bytes(slot, tensor), dtype), block, count * size
+
+
+_ABSENT = PublishedTensor("", "", 0, 0)
+
+
+def _gather(memory: ArrayMemory, block: BlockRead, out: U8) -> None:
+    """Copy a part, in the type that it is sent in."""
+    if not block.cast:
+        memory.take(block.start, block.shape, block.strides, out)
+        return
+    plain = np.empty(int(np.prod(block.shape)) * memory.dtype.itemsize, np.uint8)
+    memory.take(block.start, block.shape, block.strides, plain)
+    target = dtype_of(block.cast).numpy
+    Linear("").apply(out.view(target), plain.view(memory.dtype.numpy))
+
+
+def _not_there(what: str) -> CkptdError:
+    return NotFoundError("a publisher has no such version", kind="no-version", where=what)
+
+
+def main() -> None:
+    """Serve the rank at the other end of the socket whose descriptor is the only argument."""
+    report_crashes()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    PublishServer(SocketChannel(sock, ORDER)).run()
+
+
+if __name__ == "__main__":
+    main()

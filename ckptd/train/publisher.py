@@ -1,0 +1,515 @@
+"""`Publisher`: the weights of a trainer, to whoever uses them, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from ckptd.decoding import json_decoder, msgpack_decoder
+from ckptd.errors import CkptdError, DeadlineError, MismatchError, UsageError
+from ckptd.layout.lay.local import local_tensors
+from ckptd.net.address import is_here, is_loopback
+from ckptd.publish.client import PublishClient
+from ckptd.publish.meeting import MeetingPlace
+from ckptd.publish.messages import (
+    AskSlot,
+    Opening,
+    PublishedTensor,
+    ServerEntry,
+    SetDirectory,
+    SetLeader,
+    SetTensors,
+    SlotMemory,
+    VersionDropped,
+    VersionSealed,
+    VersionWhole,
+)
+from ckptd.runtime.agentlink import run_folder
+from ckptd.runtime.ranks import Board
+from ckptd.save.arena import Slot
+from ckptd.train.copy import CopySources, Snapshot
+from ckptd.train.feed import CopyStep
+from ckptd.train.gate import Gate
+from ckptd.train.layout.program import LayoutSpec
+from ckptd.train.ondevice import DeviceCopies, refuse_capture
+from ckptd.train.ranks import Agreement, JobBoard, bind_address, board_of
+from ckptd.train.relayout import RelayoutSide
+from ckptd.train.state.flatten import Flattener
+from ckptd.train.state.leaves import Leaves, TensorLeaf
+from ckptd.train.state.tensors import dtype_name, local_tensor
+from ckptd.types import dtype_of
+
+__all__ = ["Publication", "Publisher"]
+
+_log = logging.getLogger("ckptd")
+_ALIGN = 64
+_KEPT_KEYS = 8
+_entries = json_decoder(ServerEntry)
+
+
+class _Choice(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 posts for each call of `publish`."""
+
+    number: int
+    slot: int
+    fresh: bool
+    reason: str
+    error: dict[str, str | None] | None = None
+
+
+_choices = msgpack_decoder(_Choice)
+
+
+class Publication:
+    """One call of `Publisher.publish`.
+
+    Attributes
+    ----------
+    step
+        As given.
+    number
+        Counts the versions of this publisher, from 1.
+    skipped
+        Why this version is not published; empty where it is.
+    """
+
+    def __init__(self, step: int, number: int, skipped: str = "") -> None:
+        self.step = step
+        self.number = number
+        self.skipped = skipped
+        self._copied: Future[None] = Future()
+        self._whole: Callable[[float], None] | None = None
+
+    def wait(self, timeout_s: float = 300.0) -> bool:
+        """Return whether every rank has its share in place, so that workers can have it.
+
+        False for a version that is skipped.
+
+        Raises
+        ------
+        CkptdError
+            It will never be: what this rank failed with.
+        DeadlineError
+            Not within `timeout_s`.
+        """
+        if self.skipped:
+            return False
+        try:
+            self._copied.result(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                "a version is not copied", kind="board", wanted=f"within {timeout_s:.0f} s"
+            ) from None
+        if self._whole is not None:
+            self._whole(timeout_s)
+        return True
+
+
+class _Shape(NamedTuple):
+    """What this rank publishes.
+
+    Attributes
+    ----------
+    names
+        Of the leaves, in the order of the slot.
+    """
+
+    side: RelayoutSide
+    names: tuple[str, ...]
+    tensors: tuple[PublishedTensor, ...]
+    steps: list[CopyStep]
+    nbytes: int
+    looks: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+class Publisher:
+    """Publishes the weights of a trainer to inference workers.
+
+    Every rank makes one, at the same time, and calls `publish` at the same steps. Each rank copies
+    what it has into a slot in shared memory, as a save does: tensors that only an optimizer in
+    `state` changes are copied while training goes on. A process beside the rank serves the slots.
+    Workers (`ckptd.Subscriber`) pull what they need of each; the trainer waits for none of them.
+
+    Parameters
+    ----------
+    layout
+        How the ranks hold the model; see `ckptd.Checkpointer`. Its mesh has as many ranks as the
+        process group.
+    at
+        Where workers find the publisher: a folder that all see, or ``tcp://HOST:PORT``, an address
+        of rank 0's machine, which then listens there.
+    secret
+        What trainer and workers prove to each other; ``CKPTD_SECRET`` when None, and without that
+        in a folder the one of a file there.
+    budget_bytes
+        Most memory of this rank for all slots; None: as much as they take.
+    slots
+        Versions that there is room for on every rank, at least 2: one that a worker holds, and one
+        that is being filled.
+    process_group
+        The trainer's ranks; the default group when None.
+    lease_s
+        For so long a worker may hold a version, in seconds; then its slot is given up to it.
+    linger_s
+        For so long after the trainer's death workers still get the last version, in seconds.
+    timeout_s
+        Longest wait for other ranks, in seconds.
+
+    Raises
+    ------
+    UsageError
+        The layout, the place or the secret is none. Kind ``bad-option``: fewer than two slots.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutSpec,
+        at: str | os.PathLike[str],
+        secret: str | bytes | None = None,
+        budget_bytes: int | None = None,
+        *,
+        slots: int = 2,
+        process_group: Any = None,
+        lease_s: float = 120.0,
+        linger_s: float = 30.0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if slots < 2:
+            raise UsageError(
+                "a publisher needs two slots", kind="bad-option", wanted="at least 2", found=slots
+            )
+        self._layout = layout
+        self._slot_count = slots
+        self._budget_bytes = budget_bytes
+        self._timeout_s = timeout_s
+        self._board: Board = board_of(process_group, timeout_s)
+        self._agreement = Agreement(self._board, timeout_s)
+        every = self._agreement.on_every_rank
+        place = every(lambda: MeetingPlace.of(at, secret))
+        self._place = place
+        self.epoch: str = self._agreement.on_rank_zero("epoch", _new_epoch)
+        self._client = every(lambda: self._start(lease_s, linger_s))
+        self._others: tuple[ServerEntry, ...] = ()
+        self._entry = self._meet(every(self._client.ready))
+        self._shape: _Shape | None = None
+        self._slots: dict[int, Slot] = {}
+        self._sources: tuple[object, CopySources] | None = None
+        self._flattener = Flattener()
+        self._gate = Gate(timeout_s)
+        self._device_copies = DeviceCopies()
+        self._copier = ThreadPoolExecutor(1, "ckptd-publish")
+        # A wait of the copying thread must not hold up the trainer's own.
+        self._far_board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
+        self._number = 0
+        self._calls = 0
+        self._closed = False
+
+    def _start(self, lease_s: float, linger_s: float) -> PublishClient:
+        rank, address = self._board.rank, self._place.address
+        bind, port = bind_address(), 0
+        if rank == 0 and address is not None:
+            if not is_here(address.host):
+                raise UsageError(
+                    "the publisher's address is not one of rank 0's machine",
+                    kind="bad-url",
+                    where=f"tcp://{address}",
+                )
+            bind, port = address.host, address.port
+        elif address is not None and is_loopback(address.host):
+            bind = "127.0.0.1"
+        opening = Opening(
+            self.epoch,
+            rank,
+            self._board.world,
+            self._place.secret,
+            bind,
+            port,
+            str(run_folder()),
+            self._slot_count,
+            lease_s,
+            linger_s,
+        )
+        return PublishClient(opening)
+
+    def _meet(self, entry: ServerEntry) -> ServerEntry:
+        """Give rank 0 the entries of all; return that of rank 0's server."""
+
+        def gather(reports: list[bytes]) -> bytes:
+            self._others = tuple(_entries.decode(r) for r in reports)
+            return reports[0]
+
+        raw = self._agreement.all_reports("publishers", msgspec.json.encode(entry), gather)
+        leader = _entries.decode(raw)
+        if self._board.rank:
+            self._client.send(SetLeader(leader))
+        return leader
+
+    @property
+    def server_pid(self) -> int:
+        """Process id of this rank's server."""
+        return self._client.pid
+
+    # --- what is published ----------------------------------------------------------------------
+
+    def _described(self, state: Mapping[str, Any], leaves: Leaves) -> _Shape:
+        """Bind the layout to the first state. Collective."""
+        agreement = self._agreement
+        side = RelayoutSide.of(state, self._layout, agreement, None)
+        by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
+        flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
+        tensors: list[PublishedTensor] = []
+        starts: dict[str, int] = {}
+        steps: list[CopyStep] = []
+        at = 0
+        for tensor in local_tensors(side.form, side.laid.rank or 0):
+            name = side.names[tensor.name]
+            leaf = by_name.get(name) or flats.get(tensor.name.removeprefix("flat."))
+            if tensor.state or leaf is None:
+                continue
+            local = local_tensor(leaf.tensor)
+            if tuple(local.shape) != tensor.shape:
+                raise MismatchError(
+                    "a tensor has another shape than the layout says",
+                    kind="lay-fit",
+                    where=name,
+                    wanted=tensor.shape,
+                    found=tuple(local.shape),
+                )
+            dtype = dtype_of(dtype_name(local.dtype, name), name)
+            if leaf.name not in starts:  # tied tensors are copied once
+                end = at + local.numel() * dtype.itemsize
+                starts[leaf.name] = at
+                if end > at:
+                    steps.append(CopyStep(leaf.name, None, at, end))
+                at = -(-end // _ALIGN) * _ALIGN
+            tensors.append(
+                PublishedTensor(tensor.name, dtype.name, starts[leaf.name], local.numel())
+            )
+        if self._budget_bytes is not None and at * self._slot_count > self._budget_bytes:
+            raise UsageError(
+                "what this rank publishes does not fit its budget",
+                kind="budget",
+                wanted=f"{self._slot_count} slots of {at} bytes",
+                found=f"{self._budget_bytes} bytes",
+            )
+        names = tuple(starts)
+        return _Shape(side, names, tuple(tensors), steps, at, _looks(leaves, names))
+
+    def _first(self, state: Mapping[str, Any], leaves: Leaves) -> _Shape:
+        shape = self._agreement.on_every_rank(lambda: self._described(state, leaves))
+        self._client.send(SetTensors(shape.tensors))
+        if self._board.rank == 0:
+            text, sizes = shape.side.laid.program.text, dict(shape.side.form.bound.sizes)
+            self._client.send(SetDirectory(text, sizes, self._others))
+            self._place.announce(self._entry)
+        return shape
+
+    # --- publishing -----------------------------------------------------------------------------
+
+    def publish(self, step: int, state: Mapping[str, Any]) -> Publication:
+        """Begin to publish the weights of `state` as one version. Every rank calls it.
+
+        Returns when everything is copied but what an optimizer in `state` changes: that is copied
+        while training goes on, and its next step waits for that; before anything else changes the
+        weights call `before_mutation`. Where workers hold so many versions that there is no slot,
+        this version is `skipped`, on all ranks alike.
+
+        Parameters
+        ----------
+        step
+            What workers see as the version's step.
+        state
+            As for `ckptd.relayout`: parameters that the layout names are published. Put the
+            optimizer into it, if it is to wait by itself.
+
+        Raises
+        ------
+        CkptdError
+            On the first call, on every rank: the layout does not fit. Later: the state has other
+            tensors than at first, a rank failed, or a server is gone.
+        """
+        if self._closed:
+            raise UsageError("the publisher is closed", kind="closed")
+        self._calls += 1
+        refuse_capture("publish")
+        self._gate.check()
+        problem: CkptdError | None = None
+        leaves = Leaves()
+        try:
+            leaves = self._flattener.flatten(state)
+            if self._shape is not None and _looks(leaves, self._shape.names) != self._shape.looks:
+                raise UsageError(
+                    "the state has other tensors than at the first publish",
+                    kind="bad-state",
+                    hint="make another publisher",
+                )
+        except CkptdError as error:
+            problem = error
+        if self._shape is None:
+            self._agreement.no_errors(problem)
+            self._shape = self._first(state, leaves)
+        choice = self._choose(step, problem)
+        publication = Publication(step, choice.number, choice.reason)
+        if choice.slot < 0:
+            if self._board.rank == 0:
+                _log.info("step %d is not published: %s", step, choice.reason)
+            return publication
+        try:
+            if problem is not None:
+                raise problem
+            self._copy(publication, choice, leaves, self._shape)
+        except BaseException:
+            self._client.send(VersionDropped(choice.number))
+            raise
+        return publication
+
+    def _choose(self, step: int, problem: CkptdError | None) -> _Choice:
+        """Return where the version goes; rank 0's server decides for all."""
+        self._number += 1
+        key = f"publish/{self._calls}"
+        if self._board.rank:
+            raw = self._agreement.wait(key, 0, self._timeout_s)
+            choice = _choices.decode(raw)
+            if choice.error is not None:
+                raise problem or CkptdError.from_dict(choice.error)
+            return choice
+        try:
+            if problem is not None:
+                raise problem
+            self._client.send(AskSlot(self._number, step))
+            found = self._client.placed(self._number)
+            choice = _Choice(found.number, found.slot, found.fresh, found.reason)
+        except CkptdError as error:
+            self._post(key, _Choice(0, -1, False, "", error.to_dict()))
+            raise
+        self._post(key, choice)
+        return choice
+
+    def _post(self, key: str, choice: _Choice) -> None:
+        if self._board.world > 1:
+            self._board.set(key, msgspec.msgpack.encode(choice))
+            old = self._calls - _KEPT_KEYS
+            if old > 0:
+                self._board.delete(f"publish/{old}")
+                self._board.delete(f"publish/whole/{old}")
+
+    def _slot(self, choice: _Choice, nbytes: int) -> Slot:
+        slot = self._slots.get(choice.slot)
+        if slot is not None and choice.fresh:
+            # A worker may read it still: what it has mapped stays as it is, and goes with it.
+            self._slots.pop(choice.slot).close()
+            slot = None
+        if slot is None:
+            slot = self._slots[choice.slot] = Slot(choice.slot, nbytes)
+            self._client.send(SlotMemory(choice.slot, nbytes), slot)
+        return slot
+
+    def _copy(
+        self, publication: Publication, choice: _Choice, leaves: Leaves, shape: _Shape
+    ) -> None:
+        slot = self._slot(choice, shape.nbytes)
+        slot.begin(choice.number)
+        snapshot = Snapshot(
+            self._sources_of(leaves, shape),
+            slot,
+            copies=self._device_copies,
+            timeout_s=self._timeout_s,
+        )
+        snapshot.copy_now()
+        publication._whole = lambda timeout_s: self._await_whole(choice.number, timeout_s)
+
+        def give_up(reason: object) -> None:
+            with suppress(CkptdError):
+                self._client.send(VersionDropped(choice.number))
+            _log.warning("step %d is not published: %s", publication.step, reason)
+
+        def finish() -> None:
+            try:
+                snapshot.copy_rest()
+                slot.staged = shape.nbytes
+                slot.seal()
+                self._client.send(VersionSealed(choice.number, choice.slot))
+                self._count(choice.number)
+                slot.warm_up()
+            except CkptdError as error:
+                give_up(error.message)
+                raise
+            except BaseException as error:
+                give_up(repr(error))
+                raise
+
+        copy = self._copier.submit(finish)
+        publication._copied = copy
+        self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
+
+    def _sources_of(self, leaves: Leaves, shape: _Shape) -> CopySources:
+        held = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
+        known = self._sources
+        if known is not None and known[0] is leaves.known:
+            return known[1]
+        mine: dict[str, TensorLeaf] = {n: leaves.tensors[n] for n in shape.names}
+        sources = CopySources(shape.steps, mine, held)
+        self._sources = None if leaves.known is None else (leaves.known, sources)
+        return sources
+
+    def _count(self, number: int) -> None:
+        """Count this rank's share; the last rank tells that the version is whole."""
+        board = self._far_board
+        if board.world == 1 or board.add(f"publish/sealed/{number}") == board.world:
+            self._client.send(VersionWhole(number))
+            board.set(f"publish/whole/{number}", b"yes")
+
+    def _await_whole(self, number: int, timeout_s: float) -> None:
+        self._board.get(f"publish/whole/{number}", timeout_s)
+
+    def before_mutation(self) -> None:
+        """Return when the weights may change; for changes that are not an optimizer's step."""
+        self._gate.wait()
+
+    def close(self) -> None:
+        """Complete the copying and end; who pulls a version gets the rest of it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._gate.release()
+        self._copier.shutdown(wait=True)
+        self._device_copies.close()
+        self._client.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _new_epoch() -> str:
+    """Return what tells a publisher from all others, the ones before it included."""
+    return secrets.token_hex(16)
+
+
+def _looks(leaves: Leaves, names: tuple[str, ...]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Return name, local shape and type of what is published."""
+    out = []
+    for name in names:
+        leaf = leaves.tensors.get(name)
+        if leaf is not None:
+            local = local_tensor(leaf.tensor)
+            out.append((name, tuple(local.shape), str(local.dtype)))
+    return tuple(out)

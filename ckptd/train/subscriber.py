@@ -1,0 +1,328 @@
+"""`Subscriber`: the tensors of an inference worker, filled with what a trainer publishes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from ckptd.errors import CkptdError, TransientStoreError
+from ckptd.publish.link import ServerLink
+from ckptd.publish.meeting import MeetingPlace
+from ckptd.publish.messages import (
+    AskAbout,
+    AskHold,
+    AskRelease,
+    AskWhere,
+    HoldAnswer,
+    PublishedAbout,
+    ServerEntry,
+    ServerList,
+)
+from ckptd.publish.pull import PullPlan, StagedPull
+from ckptd.runtime.ranks import Board, LocalBoard
+from ckptd.train.layout.program import LayoutSpec
+from ckptd.train.ranks import Agreement, board_of
+from ckptd.train.relayout import RelayoutSide, memories
+
+__all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
+
+_log = logging.getLogger("ckptd")
+_POLL_S = 0.1
+_MOST_WAIT_S = 30.0
+_NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
+"""What a publisher that ends, or gets on, looks like from here."""
+
+
+class WeightVersion(NamedTuple):
+    """A version of the weights.
+
+    Attributes
+    ----------
+    step
+        As the trainer gave it.
+    number
+        Counts the versions of one publisher, from 1.
+    epoch
+        Tells that publisher from all others.
+    """
+
+    step: int
+    number: int
+    epoch: str
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did on this rank.
+
+    Attributes
+    ----------
+    version
+        What the tensors hold now.
+    bytes_needed, bytes_received, bytes_mapped, staged_bytes
+        See `ckptd.publish.pull.PullReport`.
+    seconds
+        In all; the wait for a version is left out.
+    """
+
+    version: WeightVersion
+    bytes_needed: int
+    bytes_received: int
+    bytes_mapped: int
+    staged_bytes: int
+    seconds: float
+
+
+class Subscriber:
+    """Fills the tensors of an inference worker with the newest published version.
+
+    Every rank of a rollout makes one and calls `update` alike; a rollout is one model over the
+    ranks of `group`. All of them get the same version, or none does: a version is pulled whole
+    first, and tensors change only when every rank has all that it needs. A trainer that dies, at
+    any moment, leaves the version before.
+
+    Parameters
+    ----------
+    layout
+        How the rollout holds the model; see `ckptd.Checkpointer`. Its mesh has as many ranks as
+        `group`.
+    into
+        A module, or a state as `ckptd.relayout` fills it.
+    at, secret
+        As the trainer's `Publisher` has them.
+    group
+        The process group of the rollout; None for a rollout of one process.
+    budget_bytes
+        Most memory for what is pulled over sockets before it is applied; None: as much as it takes.
+        What is on this host is not staged.
+    timeout_s
+        Longest wait for an answer of a server or of other ranks, in seconds.
+
+    Raises
+    ------
+    UsageError, MismatchError
+        The layout does not fit the tensors, on every rank.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutSpec,
+        into: nn.Module | Mapping[str, Any],
+        at: str | os.PathLike[str],
+        secret: str | bytes | None = None,
+        *,
+        group: Any = None,
+        budget_bytes: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._board: Board = LocalBoard() if group is None else board_of(group, timeout_s)
+        self._agreement = Agreement(self._board, timeout_s)
+        self._timeout_s = timeout_s
+        self._budget_bytes = budget_bytes
+        every = self._agreement.on_every_rank
+        self._place = every(lambda: MeetingPlace.of(at, secret))
+        self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
+        self._side = every(
+            lambda: RelayoutSide.of(self._state, layout, self._agreement, range(self._board.world))
+        )
+        self._version: WeightVersion | None = None
+        self._leader: ServerLink | None = None
+        self._links: dict[int, ServerLink] = {}
+        self._plan: PullPlan | None = None
+        self._far = False
+        self.last_error: CkptdError | None = None
+        """Why the last update found no publisher, or lost it; None where it did not."""
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """What the tensors hold; None before the first update, and after one that broke off."""
+        return self._version
+
+    def update(self, wait_s: float = 0.0) -> UpdateReport | None:
+        """Fill the tensors with the newest version. Every rank of the rollout calls it.
+
+        Parameters
+        ----------
+        wait_s
+            For a version that is newer than the one that is held, in seconds.
+
+        Returns
+        -------
+        UpdateReport
+            None: nothing is newer, or the publisher is not reached; the tensors are as before.
+
+        Raises
+        ------
+        MismatchError, UsageError
+            The published model is another one, or does not fit the budget; nothing was written.
+        CkptdError
+            `poisoned`: the tensors are of no version, and `version` is None.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            found = self._newest(max(0.0, end - time.monotonic()))
+            if found is None:
+                return None
+            begun = time.monotonic()
+            version, leader = found
+            try:
+                staged = self._agreement.on_every_rank(partial(self._stage, version, leader))
+            except CkptdError as error:
+                self._let_go()
+                if error.kind not in _NOT_THERE:
+                    raise
+                self.last_error = error
+                self._disconnect()
+                _log.warning("the weights of step %d are not had: %s", version.step, error.message)
+                if time.monotonic() >= end:
+                    return None
+                time.sleep(_POLL_S)
+                continue
+            self._apply(staged, version)
+            report = staged.report
+            return UpdateReport(
+                version,
+                report.bytes_needed,
+                report.bytes_received,
+                report.bytes_mapped,
+                report.staged_bytes,
+                time.monotonic() - begun,
+            )
+
+    # --- which version --------------------------------------------------------------------------
+
+    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry] | None:
+        """Return what all ranks of the rollout are to have, as rank 0 finds it."""
+        raw = self._agreement.on_rank_zero("newest", lambda: self._look(wait_s))
+        if raw is None:
+            return None
+        step, number, epoch, host, address, socket = raw
+        return WeightVersion(step, number, epoch), ServerEntry(host, address, socket, epoch)
+
+    def _look(self, wait_s: float) -> list[Any] | None:
+        """Ask for a newer version until there is one."""
+        end = time.monotonic() + wait_s
+        while True:
+            left = end - time.monotonic()
+            try:
+                found = self._ask(max(0.0, min(left, _MOST_WAIT_S)))
+                self.last_error = None
+            except CkptdError as error:
+                self._disconnect()
+                if error.kind not in _NOT_THERE:
+                    raise
+                found, self.last_error = None, error
+            if found is not None or left <= 0:
+                return found
+            if self._leader is None:
+                time.sleep(min(_POLL_S, max(0.0, left)))
+
+    def _ask(self, wait_s: float) -> list[Any] | None:
+        entry = self._place.find()
+        if entry is None:
+            return None
+        known = self._leader
+        if known is not None and entry.epoch and entry.epoch != known.entry.epoch:
+            self._disconnect()  # another publisher has come
+        leader = self._connect(entry)
+        held = self._version
+        than = held.number if held is not None and held.epoch == leader.entry.epoch else 0
+        newest = leader.newest(than, min(wait_s, 2.0))
+        if not newest.number:
+            return None
+        at = leader.entry
+        return [newest.step, newest.number, at.epoch, at.host, at.address, at.socket]
+
+    def _connect(self, entry: ServerEntry) -> ServerLink:
+        if self._leader is None or self._leader.lost:
+            self._disconnect()
+            self._leader = ServerLink.to(
+                entry, self._place.secret, wait_s=self._timeout_s, far=self._far
+            )
+        return self._leader
+
+    # --- one version ----------------------------------------------------------------------------
+
+    def _stage(self, version: WeightVersion, entry: ServerEntry) -> StagedPull:
+        """Hold a version, and pull it up to the last byte."""
+        if self._leader is not None and self._leader.entry.epoch != entry.epoch:
+            self._disconnect()
+        leader = self._connect(entry)
+        if not leader.ask(AskHold(version.number), HoldAnswer).good:
+            raise TransientStoreError("the version went", kind="no-version")
+        plan = self._plan
+        if plan is None or plan.epoch != version.epoch:
+            plan = self._plan = self._planned(leader.ask(AskAbout(), PublishedAbout))
+        missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
+        if missing:
+            found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
+            for giver, at in zip(missing, found, strict=True):
+                self._links[giver] = ServerLink.to(
+                    at, self._place.secret, wait_s=self._timeout_s, far=self._far
+                )
+        return plan.stage(version.number, self._links, self._budget_bytes)
+
+    def _planned(self, about: PublishedAbout) -> PullPlan:
+        side = self._side
+        return PullPlan(
+            about,
+            side.form.bound,
+            side.laid.rank or 0,
+            self._board.world,
+            memories(side, side.leaves, {""}),
+        )
+
+    def _apply(self, staged: StagedPull, version: WeightVersion) -> None:
+        self._version = None
+        problem: CkptdError | None = None
+        try:
+            with torch.no_grad():
+                staged.apply()
+        except CkptdError as error:
+            problem = error
+        finally:
+            self._let_go()
+        try:
+            self._agreement.no_errors(problem)
+        except CkptdError as error:
+            error.poisoned = True
+            raise
+        self._version = version
+
+    def _let_go(self) -> None:
+        """Let the version's slot be filled again."""
+        if self._leader is not None:
+            with suppress(CkptdError):
+                self._leader.ask(AskRelease(), HoldAnswer)
+
+    def _disconnect(self) -> None:
+        for link in (self._leader, *self._links.values()):
+            if link is not None:
+                link.close()
+        self._leader = None
+        self._links = {}
+
+    def close(self) -> None:
+        """End the connections. Idempotent."""
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
