@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupAborts", "destroy_groups", "groups_with_abort"]
+__all__ = ["GroupAborts", "destroy_groups", "groups_with_abort", "let_go"]
 
 _log = logging.getLogger("ckptd.elastic")
 _PREFIX = "ckptd-abort-"
@@ -111,9 +111,16 @@ def _abort(group: Any) -> None:
         _log.warning("a group's collectives cannot be aborted: %s", error)
 
 
-def destroy_groups() -> None:
-    """Destroy all process groups, also where they were only half made."""
+def destroy_groups() -> list[Any]:
+    """Destroy all process groups, also where they were only half made.
+
+    Returns
+    -------
+    list
+        The groups, for `let_go`: to be kept until nothing else of the program has them.
+    """
     world: Any = distributed_c10d._world
+    groups = list(getattr(world, "pg_map", {}))
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -126,6 +133,27 @@ def destroy_groups() -> None:
         for table in _TABLES:
             getattr(world, table, {}).clear()
         world.group_count = 0
+    return groups
+
+
+def let_go(groups: list[Any], until: float) -> bool:
+    """Let go of groups that are destroyed; tell whether they have ended in time.
+
+    A group of gloo ends once its threads have carried out what was enqueued. Where Python has the
+    last reference to it, that is waited for without the GIL; where something in C++ has it, as the
+    reducer of DDP, with the GIL, which those threads may want: the process would hang for ever.
+
+    Parameters
+    ----------
+    groups
+        What `destroy_groups` has returned. Emptied.
+    until
+        When to wait no more, by ``time.monotonic``.
+    """
+    thread = threading.Thread(target=groups.clear, name="ckptd-groups", daemon=True)
+    thread.start()
+    thread.join(max(0.0, until - time.monotonic()))
+    return not thread.is_alive()
 
 
 def _forget_default_group() -> None:

@@ -30,7 +30,7 @@ from ckptd.errors import StoreError, UsageError
 from ckptd.train.ranks import forget_boards
 from ckptd.train.recorder.recorder import regroup
 from ckptd.train.session.elastichooks import abandon_all
-from ckptd.train.session.groups import destroy_groups
+from ckptd.train.session.groups import destroy_groups, let_go
 from ckptd.train.session.health import empty_caches, fault_of_devices
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import BEFORE_STEP, end_if_over, guard_steps
@@ -47,6 +47,8 @@ _LOOK_S = 0.1
 _SHARE = 0.8
 """Of the time to leave a generation: what takes longer is told, and then the process is killed."""
 _KILLED_S = 5.0
+_GROUPS_S = 30.0
+"""For the threads of groups to carry out what fails at once, with the callbacks of the program."""
 _UNFIT_EXIT_CODE = 1
 _CAUSE_S = 1.5
 """So long after a failed call a lost rank is probably why; later, the error is shown to people."""
@@ -190,7 +192,7 @@ class _Session:
         if hung := self._interrupter.settle(until):
             names = ", ".join(hung)
             self._end(f"collectives of {len(hung)} groups cannot be aborted in time: {names}")
-        destroy_groups()
+        groups = destroy_groups()
         if fault := fault_of_devices(until):
             self._end(fault)
         forget_boards()
@@ -201,6 +203,8 @@ class _Session:
             self._link.out(self._interrupted)
         # Models and optimizers are full of cycles, and the next generation needs their memory.
         gc.collect()
+        if not let_go(groups, time.monotonic() + _GROUPS_S):
+            self._end("a process group does not end: its threads wait for other ranks")
         empty_caches()
         if not self._settled:
             self._settled = True

@@ -14,6 +14,7 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptd
 from ckptd.elastic import World, session
@@ -61,12 +62,25 @@ def _wait(what: str, world: World, group: dist.ProcessGroup) -> None:
         # Each still waits in the background for what the other one will never send.
         dist.broadcast(torch.ones(1), src=1 - world.rank, group=group, async_op=True)
         raise RuntimeError("because a third one has left")
+    elif what == "reducer":
+        # Of a cycle, as models of trainers are: its reducer, in C++, is the last to hold the group.
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+        ddp.trainer = [ddp]
+        _queue_behind_python(ddp, src=1 - world.rank)
     elif world.rank == 0:
         time.sleep(3600)
     elif what == "all_reduce":
         dist.all_reduce(torch.ones(1), group=group)
     elif what == "recv":
         dist.recv(torch.ones(1), 0)
+
+
+def _queue_behind_python(ddp: DistributedDataParallel, src: int) -> None:
+    """Wait in the background for more than gloo has threads for; each runs Python as it ends."""
+    for _ in range(10):
+        work = dist.broadcast(torch.ones(1), src, group=ddp.process_group, async_op=True)
+        work.get_future().add_done_callback(lambda _: time.sleep(0.05))
+    raise RuntimeError("because a third one has left")
 
 
 def fails(world: World, folder: Path) -> None:
