@@ -292,6 +292,7 @@ class AskChanged(_Question, frozen=True, tag="changed"):
 
     since: _Number
     number: _Number
+    wait_s: Annotated[float, Meta(ge=0, le=60)]
 
 
 class BlockRead(msgspec.Struct, frozen=True, array_like=True):
@@ -371,7 +372,10 @@ class Mapped(_Answer, frozen=True, tag="mapped"):
 
 
 class ChangedBlocks(_Answer, frozen=True, tag="changes"):
-    """For each tensor a bit a block of `block_bytes`; not `known`: take everything."""
+    """For each tensor a bit a block of `block_bytes`; not `known`: all may differ.
+
+    The first bit is the highest of the first byte.
+    """
 
     known: bool
     block_bytes: _Number

@@ -8,7 +8,9 @@ worker's type is smaller. Nothing is written before everything is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,8 +29,10 @@ from ckptd.live.move import Arrivals, change_between, place_of, put_fills
 from ckptd.live.plan import Incoming, MovePlan, PartBlock, Roles, make_plan
 from ckptd.publish.link import MappedVersion, ServerLink
 from ckptd.publish.messages import (
+    AskChanged,
     AskTensors,
     BlockRead,
+    ChangedBlocks,
     PublishedAbout,
     PublishedTensor,
     TensorPlaces,
@@ -36,13 +40,16 @@ from ckptd.publish.messages import (
 from ckptd.reshard.layouts import read_text
 from ckptd.types import DType, dtype_of
 
-__all__ = ["PullPlan", "PullReport", "StagedPull", "cut_block"]
+__all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block"]
 
 U8 = NDArray[np.uint8]
 
 _MESSAGE_BYTES = 16 << 20
 _MOST_BLOCKS = 4096
 _SCRATCH_BYTES = 4 << 20
+_LANES = 8
+"""Servers that are asked at a time."""
+_DIGESTS_S = 10.0
 
 
 @dataclass
@@ -58,6 +65,8 @@ class PullReport:
         Over sockets.
     bytes_mapped
         Read out of slots of this host.
+    bytes_unchanged
+        Left out: the own tensors hold them already.
     staged_bytes
         Memory that the pull took besides the tensors.
     """
@@ -65,7 +74,24 @@ class PullReport:
     bytes_needed: int = 0
     bytes_received: int = 0
     bytes_mapped: int = 0
+    bytes_unchanged: int = 0
     staged_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """What a worker has of an earlier version of the same publisher.
+
+    Attributes
+    ----------
+    number
+        Of that version.
+    names
+        Own tensors that hold it still, beyond doubt.
+    """
+
+    number: int
+    names: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +174,11 @@ class PullPlan:
         return sorted(self._plan.incoming)
 
     def stage(
-        self, number: int, links: Mapping[int, ServerLink], budget_bytes: int | None
+        self,
+        number: int,
+        links: Mapping[int, ServerLink],
+        budget_bytes: int | None,
+        held: HeldTensors | None = None,
     ) -> StagedPull:
         """Pull a version, which is held, up to the last byte; writes nothing.
 
@@ -158,6 +188,8 @@ class PullPlan:
             To the server of each giver.
         budget_bytes
             Most memory for what comes over sockets; None: as much as it takes.
+        held
+            What need not be pulled, where it did not change.
 
         Raises
         ------
@@ -168,6 +200,11 @@ class PullPlan:
         """
         staged = StagedPull(self._plan)
         givers = [_Giver(links[g], self._plan.incoming[g]) for g in self.givers]
+        if held is not None:
+            for giver in givers:
+                giver.look(number, held)
+            if all(g.compared for g in givers):
+                staged.changed = set().union(*(g.changed for g in givers))
         needed = sum(g.staged_bytes for g in givers)
         if budget_bytes is not None and needed > budget_bytes:
             raise UsageError(
@@ -177,8 +214,9 @@ class PullPlan:
                 wanted=f"budget_bytes of at least {needed}",
                 found=f"{budget_bytes} bytes",
             )
-        for giver in givers:
-            giver.pull(number, staged)
+        with ThreadPoolExecutor(min(_LANES, max(1, len(givers))), "ckptd-pull") as lanes:
+            for done in [lanes.submit(g.pull, number) for g in givers]:
+                staged.add(done.result())
         return staged
 
 
@@ -192,12 +230,27 @@ class StagedPull:
         What is written.
     mapped
         Slots that parts lie in.
+    changed
+        Own tensors that mostly changed since the version that is held; None: it is not known.
     """
 
     plan: MovePlan
     parts: list[_Part] = field(default_factory=list)
     mapped: list[MappedVersion] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
+    changed: set[str] | None = None
+
+    def add(self, share: _Share) -> None:
+        """Add what came from one rank."""
+        self.parts += share.parts
+        self.mapped += share.mapped
+        for name, count in dataclasses.asdict(share.report).items():
+            setattr(self.report, name, getattr(self.report, name) + count)
+
+    @property
+    def written(self) -> set[str]:
+        """Names of the tensors that something arrives for."""
+        return {p.incoming.tensor.name for p in self.parts}
 
     def apply(self) -> None:
         """Write the tensors.
@@ -212,7 +265,7 @@ class StagedPull:
             for part in self.parts:
                 _put(part, arrivals)
             arrivals.finish()
-            filled = {p.incoming.tensor.name for p in self.parts}
+            filled = self.written
             for fills in self.plan.fills:
                 if fills.alone or fills.name in filled:
                     put_fills(fills, _SCRATCH_BYTES)
@@ -252,12 +305,31 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
         arrivals.put(incoming, part.dtype, PartBlock(block.part, cut), data)
 
 
+@dataclass(eq=False)
+class _Share:
+    """What came from one rank; see `StagedPull`."""
+
+    parts: list[_Part] = field(default_factory=list)
+    mapped: list[MappedVersion] = field(default_factory=list)
+    report: PullReport = field(default_factory=PullReport)
+
+
 class _Giver:
-    """What comes from one rank."""
+    """What comes from one rank.
+
+    Attributes
+    ----------
+    compared
+        Whether the server knew what changed.
+    changed
+        Own tensors of which more than half changed.
+    """
 
     def __init__(self, link: ServerLink, incoming: list[Incoming]) -> None:
         self._link = link
         self._incoming = incoming
+        self.compared = False
+        self.changed: set[str] = set()
         names = tuple(dict.fromkeys(i.segment.source for i in incoming))
         self._numbers = {n: i for i, n in enumerate(names)}
         found = link.ask(AskTensors(names), TensorPlaces).places
@@ -272,6 +344,7 @@ class _Giver:
                 where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
                 hint="see what the trainer publishes",
             )
+        self._pieces: list[Sequence[PartBlock]] = [i.segment.pieces for i in incoming]
         self._casts = {
             (number, part): self._cast(i, part)
             for number, i in enumerate(incoming)
@@ -290,57 +363,92 @@ class _Giver:
         smaller = target.dtype.itemsize < source.itemsize
         return target.dtype.name if plain and smaller and of == 1 else ""
 
-    @cached_property
-    def _bytes(self) -> int:
-        return sum(
-            p.block.numel * self._sent(number, p.part).itemsize
-            for number, i in enumerate(self._incoming)
-            for p in i.segment.pieces
-        )
-
     def _sent(self, number: int, part: int) -> DType:
         """Return the type in which a part comes over a socket."""
         cast = self._casts[number, part]
         return dtype_of(cast) if cast else self._dtype(self._incoming[number])
+
+    def look(self, number: int, held: HeldTensors) -> None:
+        """Leave out what did not change since a version that the own tensors hold."""
+        # Digests of a new version take a moment: waited for where something may be left out.
+        wait_s = _DIGESTS_S if held.names else 0.0
+        found = self._link.ask(
+            AskChanged(held.number, number, wait_s), ChangedBlocks, wait_s + _DIGESTS_S
+        )
+        if not found.known:
+            return
+        self.compared = True
+        if len(found.bits) != len(self._numbers) or not found.block_bytes:
+            raise CkptdError("not an answer to what was asked", kind="transport")
+        for at, incoming in enumerate(self._incoming):
+            bits = np.frombuffer(found.bits[self._numbers[incoming.segment.source]], np.uint8)
+            changed = np.unpackbits(bits).view(np.bool_)
+            size = self._dtype(incoming).itemsize
+            # What several ranks' values are combined to is taken whole, or not.
+            whole = any(of > 1 for _, of in incoming.parts)
+            kept = list(_touched(incoming.segment.pieces, changed, found.block_bytes, size))
+            every = sum(p.block.numel for p in incoming.segment.pieces)
+            moved = every if whole else sum(p.block.numel for p in kept)
+            if moved > every // 2:
+                self.changed.add(incoming.tensor.name)
+            if incoming.tensor.name in held.names and not whole:
+                self._pieces[at] = kept
+
+    @cached_property
+    def _bytes(self) -> int:
+        """Bytes that are pulled."""
+        return self._bytes_of(dict(enumerate(self._pieces)))
+
+    def _bytes_of(self, pieces: Mapping[int, Sequence[PartBlock]]) -> int:
+        return sum(
+            p.block.numel * self._sent(at, p.part).itemsize
+            for at, found in pieces.items()
+            for p in found
+        )
 
     @property
     def staged_bytes(self) -> int:
         """Bytes that are kept until they are applied."""
         return 0 if self._link.local else self._bytes
 
-    def pull(self, number: int, staged: StagedPull) -> None:
+    def pull(self, number: int) -> _Share:
         """Get everything."""
-        staged.report.bytes_needed += self._bytes
+        share = _Share()
+        every = self._bytes_of({at: i.segment.pieces for at, i in enumerate(self._incoming)})
+        share.report.bytes_needed = self._bytes
+        share.report.bytes_unchanged = every - self._bytes
+        if not self._bytes:
+            return share
         if self._link.local:
-            self._map(number, staged)
+            self._map(number, share)
         else:
-            self._receive(number, staged)
+            self._receive(number, share)
+        return share
 
-    def _map(self, number: int, staged: StagedPull) -> None:
+    def _map(self, number: int, share: _Share) -> None:
         mapped = self._link.map(number)
         if not mapped.intact:
             raise CkptdError("a version is not whole", kind="no-version", where=f"{number}")
-        staged.mapped.append(mapped)
-        for incoming in self._incoming:
+        share.mapped.append(mapped)
+        for incoming, pieces in zip(self._incoming, self._pieces, strict=True):
             place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
             end = place.start + place.numel * dtype.itemsize
             if end > len(mapped.data):
                 raise CkptdError("a tensor is not inside its slot", kind="transport")
             memory = ArrayMemory(mapped.data[place.start : end], dtype)
-            for piece in incoming.segment.pieces:
-                staged.parts.append(_Part(incoming, piece, dtype, memory=memory))
-        staged.report.bytes_mapped += self._bytes
+            share.parts += [_Part(incoming, piece, dtype, memory=memory) for piece in pieces]
+        share.report.bytes_mapped = self._bytes
 
-    def _receive(self, number: int, staged: StagedPull) -> None:
+    def _receive(self, number: int, share: _Share) -> None:
         for message, nbytes in self._messages():
             data = np.empty(nbytes, np.uint8)
             self._link.read(number, tuple(read for read, *_ in message), data)
-            staged.report.staged_bytes += nbytes
-            staged.report.bytes_received += nbytes
+            share.report.staged_bytes += nbytes
+            share.report.bytes_received += nbytes
             at = 0
             for _, incoming, block, dtype in message:
                 end = at + block.block.numel * dtype.itemsize
-                staged.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
+                share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
                 at = end
 
     def _messages(self) -> Iterator[tuple[list[tuple[BlockRead, Incoming, PartBlock, DType]], int]]:
@@ -349,7 +457,7 @@ class _Giver:
         room = _MESSAGE_BYTES
         for number, incoming in enumerate(self._incoming):
             tensor = self._numbers[incoming.segment.source]
-            for piece in incoming.segment.pieces:
+            for piece in self._pieces[number]:
                 dtype = self._sent(number, piece.part)
                 wide = max(dtype.itemsize, self._dtype(incoming).itemsize)
                 for cut in cut_block(piece.block, _MESSAGE_BYTES // wide):
@@ -365,12 +473,34 @@ class _Giver:
             yield message, _MESSAGE_BYTES - room
 
 
+def _touched(
+    pieces: Sequence[PartBlock], changed: NDArray[np.bool_], block_bytes: int, size: int
+) -> Iterator[PartBlock]:
+    """Yield what of some copies reads blocks that changed."""
+    for piece in pieces:
+        blocks = _of_span(piece.block, changed, block_bytes, size)
+        if not len(blocks) or blocks.all():
+            yield piece
+        elif blocks.any():
+            for cut in cut_block(piece.block, max(1, block_bytes // size)):
+                if _of_span(cut, changed, block_bytes, size).any():
+                    yield PartBlock(piece.part, cut)
+
+
+def _of_span(
+    block: Block, changed: NDArray[np.bool_], block_bytes: int, size: int
+) -> NDArray[np.bool_]:
+    lo, hi = (n * size for n in block.source_span)
+    return changed[lo // block_bytes : -(-hi // block_bytes)]
+
+
 def cut_block(block: Block, most: int) -> Iterator[Block]:
-    """Cut a copy into copies of at most `most` elements."""
+    """Cut a copy into copies of at most `most` elements, so that each reads few places."""
     if block.numel <= most:
         yield block
         return
-    dim = next(d for d, n in enumerate(block.shape) if n > 1)
+    long = [d for d, n in enumerate(block.shape) if n > 1]
+    dim = max(long, key=lambda d: block.source_strides[d])
     inner = block.numel // block.shape[dim]
     step = max(1, most // inner)
     for at in range(0, block.shape[dim], step):

@@ -433,8 +433,8 @@ class _Session:
             case AskMap(number):
                 with server.reading(number) as slot:
                     self._connection.send_descriptor(Mapped(slot.nbytes), slot.fd)
-            case AskChanged(since, number):
-                send(self._changed(since, number))
+            case AskChanged(since, number, wait_s):
+                send(self._changed(since, number, wait_s))
             case AskRead(number, blocks):
                 self._read(number, blocks)
 
@@ -450,10 +450,10 @@ class _Session:
             if self._connection.readable():
                 raise self._connection.fail("the worker left")
 
-    def _changed(self, since: int, number: int) -> ChangedBlocks:
+    def _changed(self, since: int, number: int, wait_s: float) -> ChangedBlocks:
         server = self._server
         with server._digested:
-            server._digested.wait_for(lambda: number not in server._pending, _GREETING_S)
+            server._digested.wait_for(lambda: number not in server._pending, wait_s)
             old, new = server._digests.get(since), server._digests.get(number)
         if old is None or new is None:
             return ChangedBlocks(False, BLOCK_BYTES, ())

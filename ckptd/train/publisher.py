@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from ckptd.decoding import json_decoder, msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError, MismatchError, UsageError
-from ckptd.layout.lay.local import local_tensors
+from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.net.address import is_here, is_loopback
 from ckptd.publish.client import PublishClient
 from ckptd.publish.meeting import MeetingPlace
@@ -41,7 +40,7 @@ from ckptd.train.gate import Gate
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ondevice import DeviceCopies, refuse_capture
 from ckptd.train.ranks import Agreement, JobBoard, bind_address, board_of
-from ckptd.train.relayout import RelayoutSide
+from ckptd.train.relayout import RelayoutSide, own_tensors
 from ckptd.train.state.flatten import Flattener
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.tensors import dtype_name, local_tensor
@@ -263,27 +262,12 @@ class Publisher:
         """Bind the layout to the first state. Collective."""
         agreement = self._agreement
         side = RelayoutSide.of(state, self._layout, agreement, None)
-        by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
-        flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
         tensors: list[PublishedTensor] = []
         starts: dict[str, int] = {}
         steps: list[CopyStep] = []
         at = 0
-        for tensor in local_tensors(side.form, side.laid.rank or 0):
-            name = side.names[tensor.name]
-            leaf = by_name.get(name) or flats.get(tensor.name.removeprefix("flat."))
-            if tensor.state or leaf is None:
-                continue
-            local = local_tensor(leaf.tensor)
-            if tuple(local.shape) != tensor.shape:
-                raise MismatchError(
-                    "a tensor has another shape than the layout says",
-                    kind="lay-fit",
-                    where=name,
-                    wanted=tensor.shape,
-                    found=tuple(local.shape),
-                )
-            dtype = dtype_of(dtype_name(local.dtype, name), name)
+        for tensor, leaf, local in own_tensors(side, leaves, {""}):
+            dtype = dtype_of(dtype_name(local.dtype, leaf.name), leaf.name)
             if leaf.name not in starts:  # tied tensors are copied once
                 end = at + local.numel() * dtype.itemsize
                 starts[leaf.name] = at

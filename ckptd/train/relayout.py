@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.bind import bind_sizes
 from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.local import local_tensors
+from ckptd.layout.lay.local import LaidTensor, local_tensors
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.live.memory import ArrayMemory, TensorMemory
@@ -34,12 +34,14 @@ from ckptd.types import DType, dtype_of
 
 __all__ = [
     "Numbers",
+    "OwnTensor",
     "RelayoutSide",
     "TorchMemory",
     "check_apart",
     "memories",
     "memory_of",
     "numbers",
+    "own_tensors",
     "relayout",
 ]
 
@@ -230,14 +232,27 @@ def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
     return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
 
 
-def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, TensorMemory]:
-    """Return the memory of this rank's tensors, by their names in the program."""
+class OwnTensor(NamedTuple):
+    """A tensor of this rank, and what the layout says of it; `local` is what the rank has of it."""
+
+    laid: LaidTensor
+    leaf: TensorLeaf
+    local: torch.Tensor
+
+
+def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterator[OwnTensor]:
+    """Yield this rank's tensors that are in `leaves`, as the program names them.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: one has another shape than the layout says.
+    """
     if side.laid.rank is None:
-        return {}
+        return
     by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
     flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
     names = side.names
-    out = {}
     for tensor in local_tensors(side.form, side.laid.rank):
         leaf = by_name.get(names[tensor.name])
         if leaf is None and tensor.name.startswith("flat."):
@@ -253,8 +268,13 @@ def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, 
                 wanted=tensor.shape,
                 found=tuple(local.shape),
             )
-        out[tensor.name] = memory_of(local, leaf.name)
-    return out
+        yield OwnTensor(tensor, leaf, local)
+
+
+def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, TensorMemory]:
+    """Return the memory of this rank's tensors, by their names in the program."""
+    own = own_tensors(side, leaves, states)
+    return {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
 
 
 def numbers(source: RelayoutSide, names: Sequence[str]) -> dict[str, Numbers]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ckptd.errors import CkptdError, TransientStoreError
+from ckptd.format.digest import digest
 from ckptd.publish.link import ServerLink
 from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
@@ -28,16 +29,19 @@ from ckptd.publish.messages import (
     ServerEntry,
     ServerList,
 )
-from ckptd.publish.pull import PullPlan, StagedPull
+from ckptd.publish.pull import HeldTensors, PullPlan, StagedPull
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ranks import Agreement, board_of
-from ckptd.train.relayout import RelayoutSide, memories
+from ckptd.train.relayout import RelayoutSide, memories, own_tensors
+from ckptd.train.state.restore import look
+from ckptd.train.state.tensors import as_bytes
 
 __all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
 
 _log = logging.getLogger("ckptd")
 _POLL_S = 0.1
+_DIGEST_WORDS = 1 << 22
 _MOST_WAIT_S = 30.0
 _NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
 """What a publisher that ends, or gets on, looks like from here."""
@@ -69,7 +73,7 @@ class UpdateReport:
     ----------
     version
         What the tensors hold now.
-    bytes_needed, bytes_received, bytes_mapped, staged_bytes
+    bytes_needed, bytes_received, bytes_mapped, bytes_unchanged, staged_bytes
         See `ckptd.publish.pull.PullReport`.
     seconds
         In all; the wait for a version is left out.
@@ -79,8 +83,59 @@ class UpdateReport:
     bytes_needed: int
     bytes_received: int
     bytes_mapped: int
+    bytes_unchanged: int
     staged_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What shows that nobody has written to a tensor, nor given it other memory.
+
+    Attributes
+    ----------
+    look
+        Its address, shape, type, and torch's count of writes.
+    digest
+        Of its values: writes through ``.data``, numpy or a kernel of somebody's own are not
+        counted.
+    """
+
+    look: tuple[Any, ...]
+    digest: bytes
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Proof:
+        """Return the proof of what a tensor holds now."""
+        return _Proof(_look(tensor), tensor_digest(tensor))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it holds that still."""
+        return self.look == _look(tensor) and self.digest == tensor_digest(tensor)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    writes = -1 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.device, writes
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of a contiguous tensor's values, computed where it lies.
+
+    On a device it is two sums over words, one of them weighted by their places: enough against
+    writes by mistake.
+    """
+    if tensor.device.type == "cpu":
+        return digest(as_bytes(tensor).data)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    words = flat.numel() // 4
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for at in range(0, words, _DIGEST_WORDS):
+        part = flat[4 * at : 4 * min(at + _DIGEST_WORDS, words)].view(torch.int32).long()
+        places = torch.arange(at, at + part.numel(), device=tensor.device) * 2 + 1
+        found += torch.stack([part.sum(), (part * places).sum()])
+    rest = bytes(flat[4 * words :].cpu().tolist())
+    return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
 
 
 class Subscriber:
@@ -139,6 +194,8 @@ class Subscriber:
         self._leader: ServerLink | None = None
         self._links: dict[int, ServerLink] = {}
         self._plan: PullPlan | None = None
+        self._where: dict[str, Any] = {}
+        self._proofs: dict[str, _Proof] = {}
         self._far = False
         self.last_error: CkptdError | None = None
         """Why the last update found no publisher, or lost it; None where it did not."""
@@ -195,6 +252,7 @@ class Subscriber:
                 report.bytes_needed,
                 report.bytes_received,
                 report.bytes_mapped,
+                report.bytes_unchanged,
                 report.staged_bytes,
                 time.monotonic() - begun,
             )
@@ -260,9 +318,7 @@ class Subscriber:
         leader = self._connect(entry)
         if not leader.ask(AskHold(version.number), HoldAnswer).good:
             raise TransientStoreError("the version went", kind="no-version")
-        plan = self._plan
-        if plan is None or plan.epoch != version.epoch:
-            plan = self._plan = self._planned(leader.ask(AskAbout(), PublishedAbout))
+        plan = self._planned(version, leader)
         missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
         if missing:
             found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
@@ -270,24 +326,63 @@ class Subscriber:
                 self._links[giver] = ServerLink.to(
                     at, self._place.secret, wait_s=self._timeout_s, far=self._far
                 )
-        return plan.stage(version.number, self._links, self._budget_bytes)
-
-    def _planned(self, about: PublishedAbout) -> PullPlan:
-        side = self._side
-        return PullPlan(
-            about,
-            side.form.bound,
-            side.laid.rank or 0,
-            self._board.world,
-            memories(side, side.leaves, {""}),
+        held = self._version
+        same = held is not None and held.epoch == version.epoch
+        return plan.stage(
+            version.number,
+            self._links,
+            self._budget_bytes,
+            HeldTensors(held.number, self._proved()) if held is not None and same else None,
         )
 
+    def _proved(self) -> frozenset[str]:
+        """Return the own tensors that hold what was applied last, whatever happened to them."""
+        found = self._tensors()
+        return frozenset(n for n, p in self._proofs.items() if n in found and p.holds(found[n]))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by their names in the program, where they are now."""
+        own = own_tensors(self._side, look(self._state), {""})
+        return {x.laid.name: x.local for x in own}
+
+    def _prove(self, staged: StagedPull, *, first: bool) -> None:
+        """Note what the tensors hold, of those that do not change at every version.
+
+        To be sure of a tensor costs a pass over it before and after: that is spared for those that
+        change anyway.
+        """
+        if first:
+            self._proofs.clear()
+        elif staged.changed is None:
+            return
+        for name, tensor in self._tensors().items():
+            changes = staged.changed is not None and name in staged.changed
+            if changes:
+                self._proofs.pop(name, None)
+            elif first or name not in self._proofs or name in staged.written:
+                self._proofs[name] = _Proof.of(tensor)
+
+    def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
+        """Return the plan for a publisher and for the memory that the tensors have now."""
+        side = self._side
+        memory = memories(side, look(self._state), {""})
+        where = {n: (m.region(), m.dtype) for n, m in memory.items()}
+        if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
+            about = leader.ask(AskAbout(), PublishedAbout)
+            self._plan = PullPlan(
+                about, side.form.bound, side.laid.rank or 0, self._board.world, memory
+            )
+            self._where = where
+        return self._plan
+
     def _apply(self, staged: StagedPull, version: WeightVersion) -> None:
+        first = self._version is None or self._version.epoch != version.epoch
         self._version = None
         problem: CkptdError | None = None
         try:
             with torch.no_grad():
                 staged.apply()
+                self._prove(staged, first=first)
         except CkptdError as error:
             problem = error
         finally:

@@ -1,0 +1,261 @@
+"""One process publishes and one pulls: what travels, what is refused, what a restart changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptd
+from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
+from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
+from tests.train.layout.test_binder import FUSED, WHOLE, fused
+
+CHANGED = "layers.1.o.weight"
+
+
+class Pair:
+    """A publisher and a subscriber of one model, `far` as if on two hosts."""
+
+    def __init__(self, at: Path, *, far: bool = False) -> None:
+        self.at = at
+        self.full = whole(1)
+        self.publisher = ckptd.Publisher(WHOLE, at)
+        self.into = Tree(fused(whole(99)))
+        self.subscriber = ckptd.Subscriber(FUSED, self.into, at)
+        self.subscriber._far = far
+        self.step = 0
+
+    def publish(self) -> None:
+        self.step += 1
+        publication = self.publisher.publish(self.step, {"model": self.full})
+        assert publication.wait(30)
+
+    def update(self) -> Any:
+        report = self.subscriber.update(wait_s=30)
+        assert report is not None
+        assert report.version.step == self.step
+        self.check()
+        return report
+
+    def check(self) -> None:
+        assert differing(dict(self.into.state_dict()), fused(self.full)) == []
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.publisher.close()
+
+
+@pytest.fixture(params=["near", "far"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    found = Pair(tmp_path / "at", far=request.param == "far")
+    yield found
+    found.close()
+
+
+def test_only_what_changed_travels(pair: Pair) -> None:
+    every = sum(t.nbytes for t in fused(pair.full).values())
+    pair.publish()
+    assert pair.update().bytes_needed == every
+    pair.full[CHANGED] = pair.full[CHANGED] + 1
+    pair.publish()
+    report = pair.update()
+    assert report.bytes_needed == pair.full[CHANGED].nbytes
+    assert report.bytes_needed + report.bytes_unchanged == every
+    assert report.bytes_received + report.bytes_mapped == report.bytes_needed
+    pair.publish()
+    # The same values under another step. What changed is not looked after until it rests.
+    assert pair.update().bytes_needed == pair.full[CHANGED].nbytes
+    pair.publish()
+    assert pair.update().bytes_needed == 0
+
+
+def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> None:
+    layout = "mesh O = x:1\nspace s { A[a b] }\nlayout one of s on O { a.weight = A[a b] }\n"
+    turned = layout.replace("= A[a b]", "= A[b a]")
+    full = {"a.weight": torch.randn(2048, 1024)}
+    into = {"a.weight": torch.zeros(1024, 2048)}
+    with (
+        ckptd.Publisher(layout, tmp_path / "at") as publisher,
+        ckptd.Subscriber(turned, {"m": into}, tmp_path / "at") as subscriber,
+    ):
+        needed = []
+        for _ in range(3):
+            publisher.publish(1, {"model": full}).wait(30)
+            report = subscriber.update(wait_s=30)
+            assert report is not None
+            assert torch.equal(into["a.weight"], full["a.weight"].t())
+            needed.append(report.bytes_needed)
+            full["a.weight"][1000:1003] += 1.0
+        assert needed[0] == 8 << 20
+        assert needed[1:] == [1 << 18] * 2
+
+
+def test_a_worker_that_lost_its_values_gets_them_again(pair: Pair) -> None:
+    pair.publish()
+    pair.update()
+    part = pair.into.get_parameter("head.weight")
+    with torch.no_grad():
+        part[3, 4] += 1  # counted by torch
+    pair.publish()
+    assert pair.update().bytes_needed == part.nbytes
+    part.data[5, 6] = 7.0  # not counted
+    pair.publish()
+    assert pair.update().bytes_needed == part.nbytes
+    part.detach().numpy()[0, 0] = 8.0
+    pair.publish()
+    assert pair.update().bytes_needed == part.nbytes
+    part.data = torch.zeros_like(part)  # other memory, as an engine that slept and woke has
+    pair.publish()
+    assert pair.update().bytes_needed == part.nbytes
+    kept = part.data.clone()
+    part.data.zero_()
+    part.data = kept  # the same values elsewhere: not taken for the old ones
+    pair.publish()
+    assert pair.update().bytes_needed == part.nbytes
+
+
+def test_a_step_that_is_published_twice_and_a_restart_are_other_versions(pair: Pair) -> None:
+    pair.publish()
+    pair.update()
+    pair.full = whole(2)
+    pair.step -= 1
+    pair.publish()
+    first = pair.update()
+    assert (first.version.step, first.version.number) == (1, 2)
+    pair.publisher.close()
+    pair.publisher = ckptd.Publisher(WHOLE, pair.at)
+    pair.full = whole(3)
+    pair.step = 0
+    pair.publish()
+    second = pair.update()
+    assert (second.version.step, second.version.number) == (1, 1)
+    assert second.version.epoch != first.version.epoch
+    assert pair.subscriber.version == second.version
+
+
+def test_nothing_newer_and_nobody_there(tmp_path: Path) -> None:
+    into = Tree(fused(whole(99)))
+    with ckptd.Subscriber(FUSED, into, tmp_path / "at") as subscriber:
+        assert subscriber.update() is None
+        with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+            assert subscriber.update() is None  # it has published nothing
+            publisher.publish(1, {"model": whole(1)}).wait(30)
+            assert subscriber.update() is not None
+            assert subscriber.update() is None
+    assert differing(dict(into.state_dict()), fused(whole(1))) == []
+
+
+def refused(at: Path, layout: str, into: Any, **options: Any) -> CkptdError:
+    """Return what an update raises; the tensors are as they were."""
+    before = {n: t.clone() for n, t in into.state_dict().items()}
+    with ckptd.Subscriber(layout, into, at, **options) as subscriber:
+        subscriber._far = True
+        with pytest.raises(CkptdError) as caught:
+            subscriber.update(wait_s=30)
+        assert subscriber.version is None
+    assert differing(dict(into.state_dict()), before) == []
+    assert not caught.value.poisoned
+    return caught.value
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
+    at = tmp_path / "at"
+    with ckptd.Publisher(WHOLE, at) as publisher:
+        publisher.publish(1, {"model": whole(1)}).wait(30)
+        large = {
+            n: torch.cat([t, t]) if "embed" in n or n == "head.weight" else t
+            for n, t in fused(whole(2)).items()
+        }
+        error = refused(at, FUSED.replace("let v = 20", "let v = 40"), Tree(large))
+        assert isinstance(error, MismatchError)
+        assert "v" in str(error)
+        assert "40" in str(error)
+        half = fused(whole(2))
+        half["norm.weight"] = half["norm.weight"].half()
+        error = refused(at, FUSED, Tree(half))
+        assert (error.kind, error.where) == ("lay-fit", "norm.weight")
+        other = "mesh O = x:1\nspace mlp { A[a b] }\nlayout one of mlp on O { a.weight = A[a b] }\n"
+        error = refused(at, other, Tree({"a.weight": torch.zeros(3, 4)}))
+        assert isinstance(error, MismatchError)
+        assert "A" in str(error)
+        error = refused(at, FUSED, Tree(fused(whole(2))), budget_bytes=1000)
+        assert isinstance(error, UsageError)
+        assert error.kind == "budget"
+        error = refused(at, FUSED, Tree(fused(whole(2))), secret="x" * 32)
+        assert isinstance(error, StoreError)
+        assert error.kind == "permission"
+
+
+def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        ckptd.Publisher(WHOLE, "s3://bucket/at")
+    assert caught.value.kind == "bad-url"
+    with pytest.raises(UsageError) as caught:
+        ckptd.Publisher(WHOLE, "tcp://127.0.0.1:0", "short")
+    assert caught.value.kind == "bad-secret"
+    with ckptd.Publisher(WHOLE, tmp_path / "at", budget_bytes=1000) as publisher:
+        with pytest.raises(UsageError) as caught:
+            publisher.publish(1, {"model": whole(1)})
+        assert caught.value.kind == "budget"
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        publisher.publish(1, {"model": whole(1)}).wait(30)
+        with pytest.raises(UsageError) as caught:
+            publisher.publish(2, {"model": {n: t.double() for n, t in whole(1).items()}})
+        assert caught.value.kind == "bad-state"
+        assert publisher.publish(3, {"model": whole(1)}).wait(30)  # the slot of step 2 is free
+
+
+CASTS = f"""# layout half
+{PROGRAM}
+mesh O = x:1
+layout half of llama on O {{
+  embed.weight = E[v h] cast(bf16)
+  layers.{{l}}.qkv.weight = L{{l}}[h (kv (q:rep|k:1|v:1) hd)] cast(bf16)
+  layers.{{l}}.o.weight = L{{l}}.o[(kv rep hd) h] cast(bf16)
+  layers.{{l}}.gu.weight = L{{l}}[(f (g:1|u:1)) h] cast(f16)
+  layers.{{l}}.down.weight = L{{l}}.d[h f] cast(f32)
+  layers.{{l}}.norm.weight = L{{l}}.n1[h] cast(bf16)
+  norm.weight = nf[h] cast(f64)
+  head.weight = head[v h] cast(bf16)
+}}
+"""
+
+
+def cast(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transpose, interleave and cast by torch alone."""
+    out = {}
+    for name, tensor in fused(full).items():
+        kind = name.split(".")[-2]
+        if kind in ("qkv", "o"):
+            tensor = tensor.t().contiguous()
+        if kind == "gu":
+            tensor = tensor.view(2, 12, 16).transpose(0, 1).reshape(24, 16).half()
+        elif name == "norm.weight":
+            tensor = tensor.double()
+        elif kind != "down":
+            tensor = tensor.bfloat16()
+        out[name] = tensor
+    return out
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_transposed_interleaved_and_cast(tmp_path: Path, far: bool) -> None:
+    into = Tree(cast(whole(9)))
+    with (
+        ckptd.Publisher(WHOLE, tmp_path / "at") as publisher,
+        ckptd.Subscriber(CASTS, into, tmp_path / "at") as subscriber,
+    ):
+        subscriber._far = far
+        publisher.publish(1, {"model": whole(1)}).wait(30)
+        report = subscriber.update(wait_s=30)
+        assert report is not None
+        wanted = cast(whole(1))
+        assert differing(dict(into.state_dict()), wanted) == []
+        # Cast by the sender where that is less; norm.weight, 16 values, grows at the receiver.
+        assert report.bytes_needed == sum(t.nbytes for t in wanted.values()) - 16 * 4
+        if far:
+            assert report.bytes_received == report.bytes_needed
