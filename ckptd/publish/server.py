@@ -140,6 +140,7 @@ class PublishServer:
         self._up: ServerLink | None = None
         self._connections: set[Connection] = set()
         self._active = time.monotonic()
+        self._busy = 0
         self._ended = threading.Event()
         self._listening: list[socket.socket] = []
         self._unix = ""
@@ -173,7 +174,7 @@ class PublishServer:
             linger_s = min(linger_s, 1.0)
         while True:
             idle = time.monotonic() - self._active
-            if idle > linger_s and not self._book.held:
+            if idle > linger_s and not self._busy and not self._book.held:
                 return
             time.sleep(min(_TICK_S, max(0.02, linger_s - idle)))
 
@@ -259,6 +260,18 @@ class PublishServer:
             self._versions[number] = slot
             self._pending.add(number)
         threading.Thread(target=self._digest, args=(number,), daemon=True).start()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Note that something is being answered: the server does not end meanwhile."""
+        with self._lock:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._active = time.monotonic()
 
     @contextlib.contextmanager
     def reading(self, number: int) -> Iterator[Slot]:
@@ -368,7 +381,6 @@ class PublishServer:
                 connection, opening.secret, PURPOSE, wait_s=_GREETING_S, about=about
             )
             if greeted is not None:
-                self._active = time.monotonic()
                 _Session(self, connection).run()
         except CkptdError:
             pass  # workers come and go; what they asked for in vain was answered
@@ -396,14 +408,13 @@ class _Session:
             if not poll.poll(int(_TICK_S * 1000)):
                 continue
             question, _ = self._connection.receive(QUESTION, _GREETING_S)
-            self._server._active = time.monotonic()
-            try:
-                self._answer(question)
-            except CkptdError as error:
-                if self._connection.broken:
-                    raise
-                self._connection.send(PublishRefusal(error.to_dict()))
-            self._server._active = time.monotonic()
+            with self._server.active():
+                try:
+                    self._answer(question)
+                except CkptdError as error:
+                    if self._connection.broken:
+                        raise
+                    self._connection.send(PublishRefusal(error.to_dict()))
 
     def _answer(self, question: Any) -> None:
         server, send = self._server, self._connection.send

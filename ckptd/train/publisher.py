@@ -7,14 +7,13 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from ckptd.decoding import json_decoder, msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError, UsageError
+from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 from ckptd.net.address import is_here, is_loopback
 from ckptd.publish.client import PublishClient
 from ckptd.publish.meeting import MeetingPlace
@@ -51,6 +50,7 @@ __all__ = ["Publication", "Publisher"]
 _log = logging.getLogger("ckptd")
 _ALIGN = 64
 _KEPT_KEYS = 8
+_LOST = "publish/lost"
 _entries = json_decoder(ServerEntry)
 
 
@@ -351,9 +351,20 @@ class Publisher:
                 raise problem
             self._copy(publication, choice, leaves, self._shape)
         except BaseException:
-            self._client.send(VersionDropped(choice.number))
+            self._drop(choice.number)
             raise
         return publication
+
+    def _drop(self, number: int) -> None:
+        """Have the leader know that a version will not be whole.
+
+        A rank whose own server is gone cannot, and never has a share in place again: then the next
+        call fails on every rank.
+        """
+        try:
+            self._client.send(VersionDropped(number))
+        except WorkerError as error:
+            self._far_board.set(_LOST, msgspec.json.encode(error.to_dict()))
 
     def _choose(self, step: int, problem: CkptdError | None) -> _Choice:
         """Return where the version goes; rank 0's server decides for all."""
@@ -368,6 +379,9 @@ class Publisher:
         try:
             if problem is not None:
                 raise problem
+            lost = self._board.peek(_LOST)
+            if lost is not None:
+                raise CkptdError.from_dict(msgspec.json.decode(lost))
             self._client.send(AskSlot(self._number, step))
             found = self._client.placed(self._number)
             choice = _Choice(found.number, found.slot, found.fresh, found.reason)
@@ -411,8 +425,7 @@ class Publisher:
         publication._whole = lambda timeout_s: self._await_whole(choice.number, timeout_s)
 
         def give_up(reason: object) -> None:
-            with suppress(CkptdError):
-                self._client.send(VersionDropped(choice.number))
+            self._drop(choice.number)
             _log.warning("step %d is not published: %s", publication.step, reason)
 
         def finish() -> None:

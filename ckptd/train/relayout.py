@@ -33,8 +33,8 @@ from ckptd.train.transport import TorchTransport
 from ckptd.types import DType, dtype_of
 
 __all__ = [
+    "LaidLocal",
     "Numbers",
-    "OwnTensor",
     "RelayoutSide",
     "TorchMemory",
     "check_apart",
@@ -232,7 +232,7 @@ def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
     return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
 
 
-class OwnTensor(NamedTuple):
+class LaidLocal(NamedTuple):
     """A tensor of this rank, and what the layout says of it; `local` is what the rank has of it."""
 
     laid: LaidTensor
@@ -240,7 +240,7 @@ class OwnTensor(NamedTuple):
     local: torch.Tensor
 
 
-def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterator[OwnTensor]:
+def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterator[LaidLocal]:
     """Yield this rank's tensors that are in `leaves`, as the program names them.
 
     Raises
@@ -268,7 +268,7 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
                 wanted=tensor.shape,
                 found=tuple(local.shape),
             )
-        yield OwnTensor(tensor, leaf, local)
+        yield LaidLocal(tensor, leaf, local)
 
 
 def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, TensorMemory]:

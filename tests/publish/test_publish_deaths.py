@@ -1,0 +1,80 @@
+"""The trainer or a server dies: what is whole is had, and nobody waits for what is not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import ckptd
+from ckptd.errors import CkptdError
+from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S, kill, lives, until, wait_for_end
+from tests.publish.jobs import TRAINER
+from tests.train.layout.jobs import Tree, chunks, differing, whole
+from tests.train.layout.test_binder import FUSED, fused
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+LINGER_S = 2.0
+SCRIPT = """
+import sys, time
+import ckptd
+from tests.train.layout.jobs import whole
+from tests.train.layout.test_binder import WHOLE
+publisher = ckptd.Publisher(WHOLE, sys.argv[1], linger_s=float(sys.argv[2]))
+publisher.publish(1, {"model": whole(1)}).wait(30)
+print(publisher.server_pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_last_version_outlives_the_trainer_and_then_goes(tmp_path: Path) -> None:
+    at = tmp_path / "at"
+    command = [sys.executable, "-c", SCRIPT, str(at), str(LINGER_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        server = int(trainer.stdout.readline())
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    into = Tree(fused(whole(99)))
+    with ckptd.Subscriber(FUSED, into, at) as subscriber:
+        report = subscriber.update(wait_s=30)
+        assert report is not None
+        assert differing(dict(into.state_dict()), fused(whole(1))) == []
+        # Its memory goes with it, though the worker stays connected.
+        until(lambda: not lives(server), "the server's end")
+        assert subscriber.update() is None
+        assert subscriber.version == report.version
+
+
+def lost_server(place: str) -> list[str]:
+    """Rank 1's server is killed: no version is whole any more, and every rank comes to know."""
+    rank = dist.get_rank()
+    state = {"model": Tree(chunks(whole(1), rank, 2))}
+    found = []
+    with ckptd.Publisher(TRAINER, place) as publisher:
+        assert publisher.publish(1, state).wait(60)
+        if rank == 1:
+            kill(publisher.server_pid)
+            wait_for_end(publisher.server_pid)
+        dist.barrier()
+        for step in range(2, 6):
+            try:
+                publisher.publish(step, state)
+                found.append("")
+            except CkptdError as error:
+                found.append(error.kind)
+            publisher.before_mutation()
+            dist.barrier()
+    return found
+
+
+def test_a_lost_server_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    done = run_ranks(2, lost_server, str(tmp_path / "at"), deadline_s=PATIENCE_S)
+    assert done[0][0] == ""
+    assert done[0][-1] == done[1][-1] == "worker"
