@@ -31,6 +31,7 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.pull import HeldTensors, PullPlan, StagedPull
 from ckptd.runtime.ranks import Board, LocalBoard
+from ckptd.train.fallback import RootFallback
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ranks import Agreement, board_of
 from ckptd.train.relayout import RelayoutSide, memories, own_tensors
@@ -55,9 +56,9 @@ class WeightVersion(NamedTuple):
     step
         As the trainer gave it.
     number
-        Counts the versions of one publisher, from 1.
+        Counts the versions of one publisher, from 1; 0 for a checkpoint of the root.
     epoch
-        Tells that publisher from all others.
+        Tells that publisher from all others; empty for a checkpoint of the root.
     """
 
     step: int
@@ -160,6 +161,10 @@ class Subscriber:
     budget_bytes
         Most memory for what is pulled over sockets before it is applied; None: as much as it takes.
         What is on this host is not staged.
+    root
+        Where no publisher is reached, the newest checkpoint of this root is loaded.
+    root_layout
+        The layout of checkpoints there that were saved without one.
     timeout_s
         Longest wait for an answer of a server or of other ranks, in seconds.
 
@@ -178,6 +183,8 @@ class Subscriber:
         *,
         group: Any = None,
         budget_bytes: int | None = None,
+        root: str | os.PathLike[str] | None = None,
+        root_layout: LayoutSpec | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._board: Board = LocalBoard() if group is None else board_of(group, timeout_s)
@@ -189,6 +196,11 @@ class Subscriber:
         self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
         self._side = every(
             lambda: RelayoutSide.of(self._state, layout, self._agreement, range(self._board.world))
+        )
+        self._fallback = (
+            None
+            if root is None
+            else RootFallback(root, layout, root_layout, self._agreement, timeout_s)
         )
         self._version: WeightVersion | None = None
         self._leader: ServerLink | None = None
@@ -205,13 +217,18 @@ class Subscriber:
         """What the tensors hold; None before the first update, and after one that broke off."""
         return self._version
 
-    def update(self, wait_s: float = 0.0) -> UpdateReport | None:
+    def update(self, wait_s: float = 0.0, *, older: bool = False) -> UpdateReport | None:
         """Fill the tensors with the newest version. Every rank of the rollout calls it.
+
+        Where no publisher is reached in this time, the newest checkpoint of `root` is loaded if its
+        step is above the one that is held: whole, or not at all.
 
         Parameters
         ----------
         wait_s
             For a version that is newer than the one that is held, in seconds.
+        older
+            Whether a checkpoint of `root` may be older than what is held, or the same again.
 
         Returns
         -------
@@ -228,8 +245,8 @@ class Subscriber:
         end = time.monotonic() + wait_s
         while True:
             found = self._newest(max(0.0, end - time.monotonic()))
-            if found is None:
-                return None
+            if not isinstance(found, tuple):
+                return None if found else self._from_root(older=older)
             begun = time.monotonic()
             version, leader = found
             try:
@@ -242,7 +259,7 @@ class Subscriber:
                 self._disconnect()
                 _log.warning("the weights of step %d are not had: %s", version.step, error.message)
                 if time.monotonic() >= end:
-                    return None
+                    return self._from_root(older=older)
                 time.sleep(_POLL_S)
                 continue
             self._apply(staged, version)
@@ -257,18 +274,42 @@ class Subscriber:
                 time.monotonic() - begun,
             )
 
+    def _from_root(self, *, older: bool) -> UpdateReport | None:
+        """Load the newest checkpoint, where there is a root and it has a newer one."""
+        if self._fallback is None:
+            return None
+        held, begun = self._version, time.monotonic()
+        above = -1 if held is None or older else held.step
+        side = self._side
+        names = frozenset(side.names[n] for n in memories(side, side.leaves, {""}))
+        try:
+            report = self._fallback.load(self._state, names, above)
+        except CkptdError as error:
+            if error.poisoned:
+                self._version = None
+            raise
+        if report is None:
+            return None
+        self._version = WeightVersion(report.step, 0, "")
+        _log.info("no publisher is reached: step %d comes from the root", report.step)
+        read = report.read.bytes_copied
+        return UpdateReport(self._version, read, 0, 0, 0, 0, time.monotonic() - begun)
+
     # --- which version --------------------------------------------------------------------------
 
-    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry] | None:
-        """Return what all ranks of the rollout are to have, as rank 0 finds it."""
+    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry] | bool:
+        """Return what all ranks of the rollout are to have, as rank 0 finds it.
+
+        Without that: whether a publisher was reached.
+        """
         raw = self._agreement.on_rank_zero("newest", lambda: self._look(wait_s))
-        if raw is None:
-            return None
+        if isinstance(raw, bool):
+            return raw
         step, number, epoch, host, address, socket = raw
         return WeightVersion(step, number, epoch), ServerEntry(host, address, socket, epoch)
 
-    def _look(self, wait_s: float) -> list[Any] | None:
-        """Ask for a newer version until there is one."""
+    def _look(self, wait_s: float) -> list[Any] | bool:
+        """Ask for a newer version until there is one; else say whether a publisher is there."""
         end = time.monotonic() + wait_s
         while True:
             left = end - time.monotonic()
@@ -280,8 +321,10 @@ class Subscriber:
                 if error.kind not in _NOT_THERE:
                     raise
                 found, self.last_error = None, error
-            if found is not None or left <= 0:
+            if found is not None:
                 return found
+            if left <= 0:
+                return self._leader is not None
             if self._leader is None:
                 time.sleep(min(_POLL_S, max(0.0, left)))
 
