@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,7 +267,7 @@ class Roles:
         return self.target.index(process) if process in self.target else None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Outgoing:
     """What one own tensor has for one tensor of another rank; without memory it is not there."""
 
@@ -276,7 +276,7 @@ class Outgoing:
     memory: TensorMemory | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Incoming:
     """What one own tensor gets from one tensor of another rank.
 
@@ -376,10 +376,12 @@ def _give(
     sources: Mapping[str, TensorMemory],
 ) -> None:
     mine = {t.name: t for t in local_tensors(transfers.composition.source, rank)}
+    alike: dict[object, Any] = {}
     for sent in transfers.sent(rank):
         tensor = mine[sent.source]
         if tensor.state in states:
-            segment = StreamSegment(sent.source, sent.target, (sent.blocks,))
+            parts = (sent.blocks,)
+            segment = StreamSegment(sent.source, sent.target, alike.setdefault(parts, parts))
             found = Outgoing(segment, tensor, sources.get(sent.source))
             plan.outgoing.setdefault(roles.target[sent.rank], []).append(found)
 
@@ -392,6 +394,9 @@ def _take(
     states: frozenset[str],
     targets: Mapping[str, TensorMemory],
 ) -> None:
+    # Layers differ in names alone: a model with experts on a thousand ranks has hundreds of
+    # thousands of segments, and a few thousand different copies.
+    alike: dict[object, Any] = {}
     for tensor in local_tensors(transfers.composition.target, rank):
         if tensor.state not in states:
             continue
@@ -403,11 +408,12 @@ def _take(
         for copy in live.copies:
             by_giver.setdefault((copy.rank, copy.name), []).append(copy)
         for (giver, name), copies in by_giver.items():
-            blocks: Sequence[tuple[Block, ...]] = [c.blocks for c in copies]
+            parts = tuple([c.blocks for c in copies])
+            values = tuple([(c.values, c.of) for c in copies])
             found = Incoming(
-                StreamSegment(name, tensor.name, tuple(blocks)),
+                StreamSegment(name, tensor.name, alike.setdefault(parts, parts)),
                 tensor,
-                targets.get(tensor.name),
-                tuple((c.values, c.of) for c in copies),
+                memory,
+                alike.setdefault(values, values),
             )
             plan.incoming.setdefault(roles.source[giver], []).append(found)

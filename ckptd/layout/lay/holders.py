@@ -62,6 +62,26 @@ class HolderSet:
             left = left - ranks // stride % n * stride
         return np.isin(left, self.numbers)
 
+    def nth_one(self, which: int) -> int:
+        """Return the rank of one number below `count`, as `nth`."""
+        which, at = divmod(which, len(self.numbers))
+        rank = int(self.numbers[at])
+        for stride, n in self.free:
+            which, digit = divmod(which, n)
+            rank += digit * stride
+        return rank
+
+    def has_one(self, rank: int) -> bool:
+        """Whether a rank is one of them."""
+        left = rank
+        for stride, n in self.free:
+            left -= rank // stride % n * stride
+        return left in self._known
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self.numbers.tolist())
+
 
 def holders_of(
     rule: RuleForm, indexes: tuple[int, ...], cell: Sequence[int], zero: Sequence[str]
@@ -117,27 +137,52 @@ def choose(holders: HolderSet, ranks: Ints, nearest: Ints, seed: Sequence[int]) 
     Parameters
     ----------
     holders
-        Who has the cell.
+        Which ranks have the cell.
     ranks
-        Who wants it.
+        Which ranks want it.
     nearest
         For each of them the rank that it would best take it from: itself, as numbers on either
         side mean the same process, or the one that leads its flat.
     seed
         What tells the cell from others.
     """
-    number = np.zeros(len(ranks), dtype=np.uint64)
+    if holders.count == 1:
+        return np.full(len(ranks), holders.first, dtype=np.int64)
+    prefix = 0
+    for value in seed:
+        prefix = _mixed(prefix ^ value)
+    if len(ranks) <= _FEW:
+        pairs = zip(ranks.tolist(), nearest.tolist(), strict=True)
+        return np.array([_choose_one(holders, r, n, prefix) for r, n in pairs], dtype=np.int64)
     with np.errstate(over="ignore"):
-        for value in (*seed, None):
-            mixed = ranks.astype(np.uint64) if value is None else np.uint64(value)
-            number = _mixed(number ^ mixed)
+        number = _all_mixed(ranks.astype(np.uint64) ^ np.uint64(prefix))
     which = (number % np.uint64(holders.count)).astype(np.int64)
     return np.where(holders.has(nearest), nearest, holders.nth(which))
 
 
-def _mixed(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+_FEW = 16
+"""Up to so many ranks plain integers are faster than arrays."""
+_WORD = (1 << 64) - 1
+_GAMMA, _MIX, _MIX_AGAIN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _choose_one(holders: HolderSet, rank: int, nearest: int, prefix: int) -> int:
+    if holders.has_one(nearest):
+        return nearest
+    return holders.nth_one(_mixed(prefix ^ rank) % holders.count)
+
+
+def _mixed(number: int) -> int:
     """One step of splitmix64."""
-    number = number + np.uint64(0x9E3779B97F4A7C15)
-    number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    number = (number + _GAMMA) & _WORD
+    number = ((number ^ (number >> 30)) * _MIX) & _WORD
+    number = ((number ^ (number >> 27)) * _MIX_AGAIN) & _WORD
+    return number ^ (number >> 31)
+
+
+def _all_mixed(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of splitmix64 for each of some numbers."""
+    number = number + np.uint64(_GAMMA)
+    number = (number ^ (number >> np.uint64(30))) * np.uint64(_MIX)
+    number = (number ^ (number >> np.uint64(27))) * np.uint64(_MIX_AGAIN)
     return number ^ (number >> np.uint64(31))

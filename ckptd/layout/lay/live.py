@@ -85,6 +85,24 @@ class LiveSend(NamedTuple):
     blocks: tuple[Block, ...]
 
 
+class HeldCell(NamedTuple):
+    """A cell that a meeting touches.
+
+    Attributes
+    ----------
+    cell
+        A crossing for each dimension.
+    holders
+        The ranks that hold it.
+    alone
+        Where a single rank does: that rank, and the copy out of its whole tensor.
+    """
+
+    cell: tuple[Crossing, ...]
+    holders: HolderSet
+    alone: tuple[int, Block] | None
+
+
 @dataclass(frozen=True, eq=False)
 class RankTensors:
     """The tensors of the ranks of one layout, as places of cells."""
@@ -95,6 +113,7 @@ class RankTensors:
         default_factory=lambda: Templates(_KEPT)
     )
     _holders: Templates[object, HolderSet] = field(default_factory=lambda: Templates(_KEPT))
+    _held: Templates[object, tuple[HeldCell, ...]] = field(default_factory=lambda: Templates(_KEPT))
 
     def cells(self, meeting: Meeting) -> tuple[tuple[Crossing, ...], ...]:
         """Return the cells that a meeting touches: a crossing for each dimension."""
@@ -125,6 +144,41 @@ class RankTensors:
             found = holders_of(rule, indexes, cell, zero)
             self._holders.put(key, found, weight=1 + len(found.numbers))
         return found
+
+    def held_cells(
+        self, meeting: Meeting, indexes: tuple[int, ...], zero: Sequence[str]
+    ) -> tuple[HeldCell, ...]:
+        """Return the cells that a meeting touches with who holds each; the same for alike layers.
+
+        Parameters
+        ----------
+        meeting, indexes
+            What is wanted, and the tensor that has it.
+        zero
+            See `zero`.
+        """
+        rule = meeting.rule
+        key = (meeting, tuple(rule.fixed(indexes).items()), tuple(zero))
+        found = self._held.get(key)
+        if found is None:
+            cells = self.cells(meeting)
+            found = tuple(self._held_cell(meeting, indexes, cell, zero) for cell in cells)
+            self._held.put(key, found, weight=1 + len(found))
+        return found
+
+    def _held_cell(
+        self,
+        meeting: Meeting,
+        indexes: tuple[int, ...],
+        cell: tuple[Crossing, ...],
+        zero: Sequence[str],
+    ) -> HeldCell:
+        rule = meeting.rule
+        holders = self.holders(rule, indexes, tuple(c.cell for c in cell), zero)
+        if holders.count != 1:
+            return HeldCell(cell, holders, None)
+        who = rule.who(rule.mesh.coordinates(holders.first))
+        return HeldCell(cell, holders, (holders.first, self.block(meeting, cell, who)))
 
     def block(self, meeting: Meeting, cell: tuple[Crossing, ...], who: Who) -> Block:
         """Return what a meeting has in one cell, as a copy out of a rank's whole tensor."""
@@ -296,12 +350,21 @@ class Transfers:
         zero = self.source.zero(giver, indexes, state)
         stride = self.source.stride(giver, indexes, state)
         copies = _averaged(giver)
-        for cell in self.source.cells(meeting):
-            number = tuple(c.cell for c in cell)
-            holders = self.source.holders(giver, indexes, number, zero)
-            first = int(self._choose(holders, np.array([rank]), giver, indexes, state, number)[0])
-            who = giver.who(giver.mesh.coordinates(first))
-            whole = self.source.block(meeting, cell, who)
+        flat = self.source.flat_axis(giver, indexes, state)
+        own_name = self.source.form.name(giver.local_name(indexes), state)
+        plain = not flat and copies == [0]
+        for cell, holders, alone in self.source.held_cells(meeting, indexes, zero):
+            if alone is not None:
+                first, whole = alone
+            else:
+                number = tuple(c.cell for c in cell)
+                chosen = self._choose(holders, np.array([rank]), giver, indexes, state, number)
+                first = int(chosen[0])
+                who = giver.who(giver.mesh.coordinates(first))
+                whole = self.source.block(meeting, cell, who)
+            if plain:
+                merged.setdefault((first, own_name, values, 1), []).append(whole)
+                continue
             for at, name, found in self.source.buffers(giver, indexes, state, first, whole):
                 for shift in copies:
                     key = (first + at * stride + shift, name, values, len(copies))
@@ -317,7 +380,7 @@ class Transfers:
         cell: tuple[int, ...],
     ) -> Ints:
         """Return for each of some ranks of the target which holder it takes a cell from."""
-        if self.price is not None:
+        if self.price is not None and holders.count > 1:
             held = np.sort(holders.all()).tolist()
             cheapest = [_cheapest(held, rank, self.price) for rank in ranks.tolist()]
             return np.array(cheapest, dtype=np.int64)

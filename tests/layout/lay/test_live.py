@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.layout.block import Block
 from ckptd.layout.lay.copies import compose
+from ckptd.layout.lay.holders import HolderSet, choose
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from tests.layout.lay.test_copies import LAYOUTS, composed
@@ -156,3 +157,17 @@ def test_averages_take_from_all() -> None:
 
 def test_layouts_are_all_used() -> None:
     assert {n for pair in PAIRS for n in pair} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("free", [(), ((8, 3), (64, 4))])
+def test_one_rank_alone_finds_the_holder_that_it_finds_among_many(
+    free: tuple[tuple[int, int], ...],
+) -> None:
+    holders = HolderSet(np.array([5, 2, 1]), free)
+    ranks = np.arange(400)
+    for nearest in (ranks, np.full(400, 2)):
+        many = choose(holders, ranks, nearest, (3, 2**40, 7))
+        one = [choose(holders, ranks[i : i + 1], nearest[i : i + 1], (3, 2**40, 7)) for i in ranks]
+        assert many.tolist() == np.concatenate(one).tolist()
+        assert set(many.tolist()) <= set(holders.all().tolist())
+    assert choose(HolderSet(np.array([7]), ()), ranks, ranks, (1,)).tolist() == [7] * 400
