@@ -1,4 +1,4 @@
-"""``ckptd recorder``: build the native recorder of collectives."""
+"""``ckptd recorder``: build the native recorder of collectives, and the native copy of loads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from ckptd.cli.output import Document, Json, Reply
 from ckptd.errors import CkptdError, DeadlineError, UsageError
+from ckptd.load.copier import COPIER
 
 __all__ = ["RecorderBuildDocument", "recorder"]
 
@@ -24,9 +25,10 @@ recorder = App(
 
 
 class RecorderBuildDocument(Document, frozen=True, kw_only=True, tag="recorder build"):
-    """What ``ckptd recorder build --json`` prints: the file that trainers will load."""
+    """What ``ckptd recorder build --json`` prints: the files that trainers will load."""
 
     path: str
+    copier: str
 
 
 @recorder.command
@@ -35,6 +37,7 @@ def build(*, json: Json = False) -> Reply:
 
     It needs a C++ compiler and takes about 20 s; again only after an update of PyTorch. Ranks
     that start later find it by themselves. Without it collectives are recorded by Python.
+    The copy that loads use for large runs is built with it, in a second; without it numpy copies.
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError(
@@ -58,4 +61,5 @@ def build(*, json: Json = False) -> Reply:
             found="\n".join(lines[-12:])[-2000:],
             hint="the recorder in Python is used until then",
         )
-    return Reply(RecorderBuildDocument(path=done.stdout.strip()), lambda d: print(d.path))
+    document = RecorderBuildDocument(path=done.stdout.strip(), copier=str(COPIER.build()))
+    return Reply(document, lambda d: print(d.path, d.copier, sep="\n"))

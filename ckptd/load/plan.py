@@ -26,6 +26,7 @@ from ckptd.layout.block import Block, Fill, Region
 from ckptd.layout.grid import Grid, strides_of
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
+from ckptd.load.copier import copy_values
 from ckptd.load.files import PieceLocations
 from ckptd.load.target import DeviceTarget, Target
 from ckptd.store.base import Store
@@ -483,7 +484,7 @@ def put(
         start, strides = 0, strides_of(block.shape)
     view = strided(target, start * wide, block.shape, strides, target_kind)
     if conversion is None:
-        np.copyto(view, taken, casting="no")
+        copy_values(view, taken)
     else:
         conversion.change.put(view, taken, block, conversion.shift)
 

@@ -1,0 +1,165 @@
+"""Native code, compiled where it is used: builds lie in a folder of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.errors import UsageError
+
+__all__ = ["NativeBuild", "PlainLibrary"]
+
+_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBuild(ABC):
+    """One source file, and the builds of it that this user has.
+
+    Attributes
+    ----------
+    name
+        What the files of builds begin with.
+    source
+        The file.
+    purpose
+        What it is, in errors.
+    hint
+        What is used until there is a build.
+    """
+
+    name: str
+    source: Path
+    purpose: str
+    hint: str
+
+    @staticmethod
+    def folder() -> Path:
+        """Return where builds lie: ``CKPTD_BUILDS``, or ``ckptd`` in the user's cache folder."""
+        chosen = os.environ.get("CKPTD_BUILDS")
+        if chosen:
+            return Path(chosen)
+        cache = os.environ.get("XDG_CACHE_HOME")
+        return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
+
+    @abstractmethod
+    def wanted(self) -> str:
+        """Return what a build must be of to be used here: the start of its file's name."""
+
+    @abstractmethod
+    def command(self, compiler: str, output: Path) -> list[str]:
+        """Return the call that compiles."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> str:
+        """What the compiler must take, in errors."""
+
+    def built(self) -> Path | None:
+        """Return the newest build that fits, or None. What others may write is never taken."""
+        place = self.folder()
+        if not place.is_dir() or not _is_ours(place):
+            return None
+        found = [p for p in place.glob(f"{self.wanted()}-*.so") if _is_ours(p)]
+        return max(found, key=lambda p: p.stat().st_mtime, default=None)
+
+    def compiler(self) -> str:
+        """Return the C++ compiler.
+
+        Raises
+        ------
+        UsageError
+            kind ``no-compiler``: there is none.
+        """
+        wanted = os.environ.get("CXX", "c++")
+        compiler = shutil.which(wanted)
+        if compiler is None:
+            raise UsageError(
+                f"{self.purpose} needs a C++ compiler",
+                kind="no-compiler",
+                wanted=wanted,
+                found="nothing of that name",
+                hint=f"install g++ or clang, or set CXX; {self.hint}",
+            )
+        return compiler
+
+    def build(self) -> Path:
+        """Compile, unless it is there; return the file. Appears whole or not at all.
+
+        Raises
+        ------
+        UsageError
+            kind ``no-compiler``: there is no C++ compiler. kind ``build``: it failed.
+        """
+        compiler = self.compiler()
+        version = self.run([compiler, "--version"]).splitlines()[0]
+        place = self.folder()
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tag = hashlib.sha256(version.encode()).hexdigest()[:8]
+        path = place / f"{self.wanted()}-{tag}.so"
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=place) as temporary:
+                output = Path(temporary) / path.name
+                self.run(self.command(compiler, output))
+                output.chmod(0o700)
+                output.rename(path)
+        return path
+
+    def run(self, command: list[str]) -> str:
+        """Return what a command of the build prints."""
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            )
+        except subprocess.TimeoutExpired as error:
+            raise self._failed(command, f"no end after {_TIMEOUT_S:.0f} s") from error
+        except subprocess.CalledProcessError as error:
+            lines = [x for x in error.stderr.splitlines() if "error" in x] or [error.stderr]
+            raise self._failed(command, "\n".join(lines[:5])[:2000]) from error
+        return done.stdout
+
+    def _failed(self, command: Sequence[str], found: str) -> UsageError:
+        """Return the error of a build that failed."""
+        return UsageError(
+            f"{self.purpose} could not be built",
+            kind="build",
+            where=" ".join(command),
+            wanted=self.needs,
+            found=found,
+            hint=self.hint,
+        )
+
+
+class PlainLibrary(NativeBuild):
+    """A library that needs nothing but the compiler's own headers."""
+
+    __slots__ = ()
+
+    def wanted(self) -> str:
+        """See `NativeBuild.wanted`."""
+        source = hashlib.sha256(self.source.read_bytes()).hexdigest()[:16]
+        return f"{self.name}-{platform.machine()}-{source}"
+
+    def command(self, compiler: str, output: Path) -> list[str]:
+        """See `NativeBuild.command`."""
+        flags = ("-O2", "-std=c++20", "-fPIC", "-shared")
+        return [compiler, *flags, str(self.source), "-o", str(output)]
+
+    @property
+    def needs(self) -> str:
+        """See `NativeBuild.needs`."""
+        return "a compiler of C++20"
+
+
+def _is_ours(path: Path) -> bool:
+    info = path.lstat()
+    return info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o022

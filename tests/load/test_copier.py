@@ -1,0 +1,85 @@
+"""The native copy of loads, and what is done without it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptd.load import copier
+from ckptd.load.copier import COPIER, copy_values
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Let no test find, or leave, what another has loaded."""
+    copier._native.cache_clear()
+    yield
+    copier._native.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPTD_BUILDS", str(tmp_path_factory.mktemp("builds")))
+        return COPIER.build()
+
+
+@pytest.fixture
+def builds(built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CKPTD_BUILDS", str(built.parent))
+    return built
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors gain nothing")
+@pytest.mark.usefixtures("builds")
+def test_the_native_copy_writes_the_values_and_nothing_around_them() -> None:
+    assert copier._native() is not None
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
+    least = copier._LEAST_BYTES
+    for size in (least, least + 1, least + 4095, least + 16384, (1 << 19) + 77):
+        for at, start in ((0, 0), (1, 63), (64, 8), (4095, 3)):
+            target = np.full(1 << 20, 7, np.uint8)
+            expected = target.copy()
+            expected[at : at + size] = source[start : start + size]
+            copy_values(target[at : at + size], source[start : start + size])
+            assert np.array_equal(target, expected), (size, at, start)
+
+
+@pytest.mark.usefixtures("builds")
+def test_what_lies_in_strides_is_copied_too() -> None:
+    source = np.arange(1 << 20, dtype=np.uint32).reshape(1024, 1024)
+    target = np.zeros((1024, 1024), np.uint32)
+    copy_values(target, source.T)
+    assert np.array_equal(target, source.T)
+    copy_values(target.T, source)
+    assert np.array_equal(target, source.T)
+
+
+def test_without_a_build_numpy_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_BUILDS", str(tmp_path / "none"))
+    source, target = np.arange(1 << 18), np.zeros(1 << 18, np.int64)
+    copy_values(target, source)
+    assert copier._native() is None
+    assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("damage", ["not a library", "copies wrongly"])
+def test_a_build_that_does_not_work_is_logged_and_not_used(
+    damage: str, builds: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = builds
+    if damage == "not a library":
+        found = builds.with_name("damaged.so")
+        found.write_bytes(b"\x7fELF")
+    else:
+        monkeypatch.setattr(copier, "_is_right", lambda copy: False)
+    monkeypatch.setattr(type(COPIER), "built", lambda self: found)
+    source, target = np.arange(1 << 18), np.zeros(1 << 18, np.int64)
+    copy_values(target, source)
+    assert np.array_equal(target, source)
+    assert "numpy copies what is loaded" in caplog.text
