@@ -34,7 +34,8 @@ SPACES = [
     "neox",
     "gpt_oss",
 ]
-MODELS = [*(f"hf.{n}" for n in SPACES), "megatron.gpt", "megatron.moe", "vllm.llama"]
+MODELS = [*(f"hf.{n}" for n in SPACES), "megatron.gpt", "megatron.moe"]
+MODELS += [f"vllm.{n}" for n in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")]
 MODELS += [f"megatron.{n}{k}" for n in ("", "moe.") for k in ("dist", "dist.layers", "dist.single")]
 MODELS += [*(f"megatron.{n}.dist" for n in ("qwen2", "qwen3", "qwen3_moe")), "megatron.buckets"]
 
