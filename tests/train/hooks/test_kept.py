@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ckptd.elastic import CanonicalGradients, ElasticSampler, KeptGradients, Schedule, keyed_rng
 from ckptd.errors import UsageError
 from ckptd.testing.ranks import run_ranks
+from ckptd.testing.simdevice import installed, lacking, run
 from ckptd.train.session.interrupt import Interrupted, Interrupter
 
 SCHEDULE = Schedule(size=23, microbatch=2, microbatches=6, seed=1)
@@ -211,6 +213,53 @@ def test_a_micro_batch_is_kept_whole_or_not_at_all(interrupter: Interrupter) -> 
         generation()
     program.again()
     assert kept.found == 2
+
+
+# -- on a device -------------------------------------------------------------------------------
+
+
+def behind_an_aborted_collective() -> tuple[int, list[float]]:
+    """Lose a peer in the backward of the second micro-batch; return what was kept, and the sums."""
+    interrupter = Interrupter.current = Interrupter()
+    kept = KeptGradients()
+    model = torch.nn.Linear(1, 1, bias=False, device=installed().name)
+    sampler = ElasticSampler(Schedule(size=4, microbatch=1, microbatches=4))
+
+    def add(gradient: float, index: int) -> None:
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        canonical.add(index, gradient)
+
+    def generation() -> None:
+        try:
+            interrupter.enter()
+            add(1.0, 0)
+            end = installed().hold()
+            Timer(0.05, lambda: (interrupter.interrupt(), end())).start()
+            add(
+                float("nan"), 1
+            )  # what a kernel leaves that was told to quit, and what is behind it
+            add(1.0, 2)
+        finally:
+            interrupter.leave()
+
+    canonical = kept.resume(model, sampler)
+    with pytest.raises(Interrupted):
+        generation()
+    interrupter.close()
+    Interrupter.current = None
+    canonical = kept.resume(model, sampler)
+    found = kept.found
+    for index in sampler.indices:
+        add(1.0, index)
+    (total,) = canonical.reduce()
+    assert model.weight.grad is not None
+    return found, [total, *model.weight.grad.flatten().tolist()]
+
+
+@pytest.mark.skipif(lacking() is not None, reason=f"NO SIMULATED DEVICE: {lacking()}")
+@pytest.mark.xdist_group("simdevice")
+def test_what_ran_behind_an_aborted_collective_is_not_kept() -> None:
+    assert run(behind_an_aborted_collective, schedule="lazy") == (1, [4.0, 4.0])
 
 
 # -- several ranks -------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
         stops.at("load")
         loaded = checkpointer.load(state) if checkpointer.latest() is not None else 0
         stops.at("resume")
-        canonical = kept.resume(model, sampler)
+        canonical: Any = kept.resume(model, sampler)
         note(loaded=loaded, found=kept.found, rank=world.rank)
         batches = iter(sampler)
         while sampler.step < STEPS:
@@ -117,8 +117,9 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
                     stops.at("backward")
                     loss.backward()
                 time.sleep(float(os.environ.get("PAUSE_S", "0")))
+                extra = index in canonical._extra
                 canonical.add(index, len(ids), loss)
-                note(added=index, step=sampler.step + 1)
+                note(added=index, step=sampler.step + 1, extra=extra)
                 stops.at("added")
             try:
                 for name, call in calls.items():
@@ -151,10 +152,14 @@ def digest(model: torch.nn.Module) -> str:
 def random_plan(names: list[str], chance: random.Random) -> dict[str, tuple[int, str, int]]:
     """Return where one of these nodes, or two, are to stop."""
     two = len(names) > 3 and chance.random() < 0.3
-    return {
-        name: (chance.choice((0, 0, 1)), chance.choice(POINTS), chance.choice((0, 0, 1)))
-        for name in chance.sample(names, 2 if two else 1)
-    }
+    plan = {}
+    for name in chance.sample(names, 2 if two else 1):
+        point = chance.choice(POINTS)
+        once = point in ("load", "resume")
+        plan[name] = (
+            (0, point, 0) if once else (chance.choice((0, 0, 1)), point, chance.choice((0, 0, 1)))
+        )
+    return plan
 
 
 if __name__ == "__main__":
