@@ -71,6 +71,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
             sampler.advance()
             time.sleep(max(0.0, PAUSE_S - (time.monotonic() - begun)))
             checkpointer.save(sampler.step, state)
+    del ddp  # before its group: see docs/guide/in-process.md
     dist.destroy_process_group()
     return digest(model)
 

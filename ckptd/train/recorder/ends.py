@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from ckptd.train.device import DeviceKind, kind_of
 from ckptd.train.recorder.calls import first_tensor
 
-__all__ = ["DeviceCall", "DeviceClock", "DeviceEnds", "Ends", "QueuedCall"]
+__all__ = ["DeviceCall", "DeviceClock", "DeviceEnds", "Ends", "FollowedKinds", "QueuedCall"]
 
 
 _log = logging.getLogger("ckptd.monitor")
@@ -256,6 +256,37 @@ class QueuedCall:
         self.over = False
 
 
+class FollowedKinds:
+    """Which kinds of devices say when they come to calls and end them; what does not is logged."""
+
+    def __init__(self) -> None:
+        self._blind: set[DeviceKind] = set()
+
+    def follows(self, kind: DeviceKind) -> bool:
+        """Tell whether calls on devices of a kind can be followed, as far as that is known."""
+        if not kind.has_streams:
+            self._cannot_look(kind, f"torch.{kind.type} has no events")
+        return kind not in self._blind
+
+    def may_ask(self, device: torch.device) -> bool:
+        """Let this thread ask for events of a device; False where that would break captures."""
+        kind = kind_of(device.type)
+        if kind not in self._blind and not kind.ignore_captures(device):
+            # Without that freedom asking would break a capture in another thread.
+            self._cannot_look(kind, "asking for events would break captures of graphs")
+        return kind not in self._blind
+
+    def _cannot_look(self, kind: DeviceKind, why: str) -> None:
+        if kind not in self._blind:
+            self._blind.add(kind)
+            _log.warning(
+                "when collectives on %s tensors end is not known (%s): each counts as ended when "
+                "it is enqueued and is marked so, and a hang inside one is not told from others",
+                kind.type,
+                why,
+            )
+
+
 class DeviceEnds:
     """Tells when devices come to calls and end them; `ends` tells of waits.
 
@@ -272,7 +303,7 @@ class DeviceEnds:
         # An event belongs to the device on which it was first recorded.
         self._idle: dict[tuple[torch.device, bool], list[torch.Event]] = {}
         self._captures: dict[DeviceKind, Callable[[], bool]] = {}
-        self._blind: set[DeviceKind] = set()
+        self._followed = FollowedKinds()
         # A wait that fails and the look at events are in two threads: each call ends once.
         self._lock = threading.Lock()
 
@@ -286,10 +317,7 @@ class DeviceEnds:
         takes the call, so devices are looked at from now on.
         """
         kind = kind_of(device.type)
-        if not kind.has_streams:
-            self._cannot_look(kind, f"torch.{kind.type} has no events")
-            return None
-        if kind in self._blind or self._is_capturing(kind):
+        if not self._followed.follows(kind) or self._is_capturing(kind):
             return None
         stream = kind.current_stream(device)
         begun = self._recorded(kind, device, stream, timing=False)
@@ -363,16 +391,6 @@ class DeviceEnds:
                 queued.over = True
                 queued.call.ended(failed, at, seen=seen)
 
-    def _cannot_look(self, kind: DeviceKind, why: str) -> None:
-        if kind not in self._blind:
-            self._blind.add(kind)
-            _log.warning(
-                "when collectives on %s tensors end is not known (%s): each counts as ended when "
-                "it is enqueued and is marked so, and a hang inside one is not told from others",
-                kind.type,
-                why,
-            )
-
     # -- in the thread that looks ----------------------------------------------------------------
 
     def poll(self) -> None:
@@ -389,11 +407,7 @@ class DeviceEnds:
                     return
                 if queued.over:
                     continue
-                if queued.kind in self._blind or not queued.kind.ignore_captures(queued.device):
-                    # Without that freedom asking would break a capture in another thread.
-                    self._cannot_look(
-                        queued.kind, "asking for events would break captures of graphs"
-                    )
+                if not self._followed.may_ask(queued.device):
                     self._end(queued, seen=False)
                 elif not self._is_over(queued, ahead, open_):
                     kept.append(queued)

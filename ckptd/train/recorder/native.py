@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ckptd.crashes import report_crashes
 from ckptd.errors import UsageError
@@ -26,8 +27,9 @@ from ckptd.monitor.ring import (
     read,
 )
 from ckptd.runtime.torchextension import TorchExtension
+from ckptd.train.device import kind_of
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, call_kinds
-from ckptd.train.recorder.ends import DeviceEnds, Ends, QueuedCall
+from ckptd.train.recorder.ends import FollowedKinds
 from ckptd.train.recorder.hook import one_call
 from ckptd.train.recorder.sources import Broken
 
@@ -143,13 +145,13 @@ class NativeSource:
         native = self._native
         if native is None:
             return
-        self._answers.device.poll()
+        native.look()
         if not self._told and native.error():
             self._told = True
             self._broken(RuntimeError(native.error()))
 
     def _begin(self, native: ModuleType, ring: RingWriter) -> None:
-        self._answers = _Answers(ring, self._kinds, self._broken, native)
+        self._answers = _Answers(ring, self._kinds, native)
         native.begin(ring.address, ring.shape.slots, ring.shape.groups_at, self._answers)
 
     def _test(self, native: ModuleType) -> None:
@@ -168,31 +170,10 @@ class NativeSource:
             raise RuntimeError(f"the self-test of the native hook saw {seen} {native.error()}")
 
 
-class _OnDevice:
-    """See `DeviceCall`."""
-
-    __slots__ = ("_life", "_native", "_number", "_row", "_seq")
-
-    def __init__(self, native: ModuleType, row: int, number: int, seq: int) -> None:
-        self._native = native
-        self._row = row
-        self._number = number
-        self._seq = seq
-        self._life = native.life()
-
-    def reached(self) -> None:
-        self._native.reached(self._number, self._life)
-
-    def ended(self, failed: bool, at: int | None = None, *, seen: bool = True) -> None:
-        self._native.leave(self._row, self._number, self._seq, failed, at or 0, seen, self._life)
-
-
 class _Answers:
     """What the native hook asks. Nothing here raises but what it then steps aside for."""
 
-    def __init__(
-        self, ring: RingWriter, kinds: list[CallKind], broken: Broken, native: ModuleType
-    ) -> None:
+    def __init__(self, ring: RingWriter, kinds: list[CallKind], native: ModuleType) -> None:
         self._ring = ring
         self._kinds = kinds
         self._native = native
@@ -200,11 +181,8 @@ class _Answers:
         self._sites = Sites(ring)
         self.foreign = self._sites.foreign
         self.site = self._sites.named
-        self._ends = Ends(broken)
-        self._ends_on = False
-        # By number, until the backend has taken or refused them: it may make calls within one.
-        self._begun: dict[int, tuple[_OnDevice, QueuedCall | None]] = {}
-        self.device = DeviceEnds(self._ends)
+        self._followed = FollowedKinds()
+        self._wait: Any = None
 
     def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
         """Return the row of a group or channel and its count; -1 where there is no room."""
@@ -220,37 +198,34 @@ class _Answers:
         """Return the code of an element type."""
         return self._ring.text(str(tensor.dtype).removeprefix("torch."))
 
-    def enqueue(self, row: int, number: int, seq: int, tensor: torch.Tensor) -> None:
-        """Take note of a call that this thread is about to enqueue on an accelerator."""
-        call = _OnDevice(self._native, row, number, seq)
-        queued = self.device.enqueue(tensor.device, call)
-        self._begun[number] = call, queued
-        if queued is None:
-            call.reached()  # for all that anybody will know
+    def follows(self, device: torch.device) -> bool | None:
+        """Tell whether calls on such devices may be captured; None where their ends are not known.
 
-    def taken(self, number: int, work: Any, output: Any) -> None:
-        """Take note that the backend has taken a call; `work` is None where there is none."""
-        call, queued = self._begun.pop(number, (None, None))
-        if call is None:
-            return  # its beginning has failed, which is logged
-        if queued is None:
-            call.ended(False, seen=False)
-            return
-        if not self._ends_on:
-            self._ends_on = True
-            self._ends.install()
-        self.device.taken(queued, None if work is None else dist.Work.unbox(work), output)
+        Asked once a kind, before the first of its calls: waits are watched from then on.
+        """
+        kind = kind_of(device.type)
+        if not self._followed.follows(kind):
+            return None
+        if self._wait is None:
+            self._wait = dist.Work.wait
+            watched = self._native.watch_waits(
+                dist.Work, self._wait, distributed_c10d._world.pg_coalesce_state
+            )
+            dist.Work.wait = watched  # type: ignore[method-assign]
+        return hasattr(kind.module, "is_current_stream_capturing")
 
-    def refused(self, number: int) -> None:
-        """Take note that the backend has refused a call."""
-        _, queued = self._begun.pop(number, (None, None))  # none where its beginning has failed
-        if queued is not None:
-            self.device.refused(queued)
+    def captures(self, device: torch.device) -> bool:
+        """Tell whether this thread's current stream is being captured into a graph."""
+        return kind_of(device.type).is_capturing()
+
+    def may_ask(self, device: torch.device) -> bool:
+        """Let this thread, which looks at events, ask the driver; False where it cannot."""
+        return self._followed.may_ask(device)
 
     def remove(self) -> None:
-        """Take away what was hooked for accelerators."""
-        if self._ends_on:
-            self._ends.remove()
+        """Leave `Work.wait` as it was found."""
+        if self._wait is not None:
+            dist.Work.wait = self._wait  # type: ignore[method-assign]
 
 
 def _as_row(index: int, kind: CallKind) -> dict[str, Any]:

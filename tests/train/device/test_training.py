@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -143,9 +145,69 @@ def test_calls_are_before_inside_and_over(name: str, source: str, tmp_path: Path
     run(records, str(tmp_path), name, source, name=name, deadline_s=60.0)
 
 
-def captures(folder: str) -> list[tuple[bool, bool]]:
+def natively(folder: str) -> None:
+    """Record calls that nobody waits for, that are waited for by memory, and coalesced ones."""
+    os.environ["CKPTD_RECORDER"] = "native"
+    backend = StreamBackend(installed(), "CUDA")
+    tensors = [torch.ones(8, device=f"cuda:{index}") for index in range(2)]
+    ran: set[str] = set()
+
+    def runs(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/train/recorder/" in frame.f_code.co_filename:
+            ran.add(frame.f_code.co_qualname)
+
+    with backend.installed():
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+        recorder = ckptd.monitor.attach(folder)
+        found = dist.Work.wait
+
+        def calls() -> Any:
+            return read(recorder.ring.path).calls
+
+        def ended() -> bool:
+            return bool((calls()["end"] > 0).all())
+
+        def call() -> None:
+            for tensor in tensors:  # an event that has done its work serves again on its own device
+                dist.all_reduce(tensor)
+
+        call()
+        assert dist.Work.wait is not found
+        until(ended)
+        sys.setprofile(runs)
+        call()
+        dist.all_reduce(tensors[0], async_op=True)  # that nobody waits for
+        sys.setprofile(None)
+        assert not ran, "of the recorder nothing of Python runs in a call"
+        until(ended)
+        work = dist.all_reduce(tensors[0], async_op=True)
+        torch.ops._c10d_functional.wait_tensor(tensors[0])
+        assert work.is_completed()
+        until(ended)
+        state: Any = dist.distributed_c10d._world.pg_coalesce_state
+        state[None] = []
+        try:
+            dist.all_reduce(tensors[0])
+        finally:
+            state.clear()
+        assert ended(), "it counts as ended"
+        assert recorder.on
+        unseen = (calls()["flags"] & CallFlag.UNSEEN) != 0
+        assert unseen.tolist() == [False] * 6 + [True]
+        ckptd.monitor.detach()
+        assert dist.Work.wait is found
+        dist.destroy_process_group()
+
+
+def test_a_call_on_a_device_runs_nothing_of_python(tmp_path: Path) -> None:
+    build()
+    run(natively, str(tmp_path), deadline_s=60.0)
+
+
+def captures(folder: str, source: str) -> list[tuple[bool, bool]]:
     """Capture a call into a graph and replay it; return if each call is queued, and unseen."""
-    os.environ["CKPTD_RECORDER"] = "python"
+    os.environ["CKPTD_RECORDER"] = source
     tensor = torch.ones(8, device="cuda")
     with StreamBackend(installed(), "CUDA").installed():
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
@@ -168,8 +230,14 @@ def captures(folder: str) -> list[tuple[bool, bool]]:
     return [(CallFlag.QUEUED in f, CallFlag.UNSEEN in f) for f in flags]
 
 
-def test_the_end_of_a_captured_call_is_not_known_and_replays_leave_nothing(tmp_path: Path) -> None:
-    assert run(captures, str(tmp_path), deadline_s=60.0) == [(False, True), (False, False)]
+@pytest.mark.parametrize("source", ["python", "native"])
+def test_the_end_of_a_captured_call_is_not_known_and_replays_leave_nothing(
+    source: str, tmp_path: Path
+) -> None:
+    if source == "native":
+        build()
+    found = run(captures, str(tmp_path), source, deadline_s=60.0)
+    assert found == [(False, True), (False, False)]
 
 
 def hung(folder: str, late: int) -> RankView:

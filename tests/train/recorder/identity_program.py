@@ -160,6 +160,9 @@ def main(name: str, folder: str) -> None:
         dist.barrier()
     Path(folder, str(dist.get_rank())).write_text(seen.hexdigest())
     ckptd.monitor.detach()
+    # Before its group: a reducer that is the last to hold one of gloo waits for threads with the
+    # GIL, which they may want, and the process hangs.
+    del model, step
     dist.destroy_process_group()
 
 
