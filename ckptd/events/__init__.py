@@ -21,6 +21,8 @@ from ckptd.events.event import (
     SaveSkipped,
     SaveStaged,
     Span,
+    VersionApplied,
+    VersionPublished,
 )
 from ckptd.events.recording import FOLDER_VARIABLE, Recording, record
 from ckptd.events.span import Activity, about, current, span
@@ -42,6 +44,8 @@ __all__ = [
     "SaveStaged",
     "Span",
     "Subscription",
+    "VersionApplied",
+    "VersionPublished",
     "about",
     "current",
     "emit",

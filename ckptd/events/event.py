@@ -27,6 +27,8 @@ __all__ = [
     "SaveSkipped",
     "SaveStaged",
     "Span",
+    "VersionApplied",
+    "VersionPublished",
 ]
 
 SAVE_PHASES = (
@@ -190,6 +192,49 @@ class LoadDone(_Moment, frozen=True, kw_only=True, tag=True):
     warnings: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
 
 
+class VersionPublished(_Moment, frozen=True, kw_only=True, tag=True):
+    """The share of this rank in a published version is in its slot, or the version is skipped.
+
+    Attributes
+    ----------
+    number
+        Counts the versions of one publisher.
+    bytes
+        Of the share.
+    duration_ns
+        Since `publish` was called.
+    skipped
+        Why there was no slot; empty where there was.
+    """
+
+    number: _Count
+    bytes: _Count = 0
+    duration_ns: _Count = 0
+    skipped: _Text = ""
+
+
+class VersionApplied(_Moment, frozen=True, kw_only=True, tag=True):
+    """The tensors of this rank of a rollout hold a published version.
+
+    Attributes
+    ----------
+    number
+        As in `VersionPublished`.
+    bytes, unchanged
+        What was pulled, and what was left out since the tensors held it.
+    duration_ns
+        Of the update, without the wait for a version.
+    lag_ns
+        Since the version was published.
+    """
+
+    number: _Count
+    bytes: _Count = 0
+    unchanged: _Count = 0
+    duration_ns: _Count = 0
+    lag_ns: _Count = 0
+
+
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
     """First line of a file: who writes it, and what its clocks said at one moment.
 
@@ -216,4 +261,14 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event
     count: _Count
 
 
-AnyEvent = Span | SaveBegun | SaveStaged | SaveDurable | SaveFailed | SaveSkipped | LoadDone
+AnyEvent = (
+    Span
+    | SaveBegun
+    | SaveStaged
+    | SaveDurable
+    | SaveFailed
+    | SaveSkipped
+    | LoadDone
+    | VersionPublished
+    | VersionApplied
+)

@@ -23,6 +23,8 @@ from ckptd.events.event import (
     SaveFailed,
     SaveSkipped,
     Span,
+    VersionApplied,
+    VersionPublished,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ NAMES = {
     "ckptd_stall_seconds_total": "Time that the training loop waited for saves",
     "ckptd_last_durable_step": "Step of the last save that became durable",
     "ckptd_last_durable_timestamp_seconds": "When that was, in seconds since 1970",
+    "ckptd_versions_total": "Versions of the weights that were published, skipped or applied",
+    "ckptd_version_bytes_total": "Bytes of this rank in them: copied into slots, or pulled",
+    "ckptd_last_version_step": "Step of the last of them",
+    "ckptd_version_lag_seconds": "From its publishing until it was applied, of the last one",
     "ckptd_events_dropped_total": "Events that these figures lack",
 }
 """Every metric, with its help text."""
@@ -84,6 +90,10 @@ class Metrics:
         self._saved: Counter[tuple[str]] = Counter()
         self._referred: Counter[tuple[str]] = Counter()
         self._last: dict[str, SaveDurable] = {}
+        self._versions: Counter[tuple[str]] = Counter()
+        self._version_bytes: Counter[tuple[str]] = Counter()
+        self._version_steps: dict[tuple[str], int] = {}
+        self._lag: dict[tuple[()], float] = {}
         self._stall_ns = 0
         self._loads = 0
         self._loaded = 0
@@ -152,6 +162,16 @@ class Metrics:
         elif isinstance(event, LoadDone):
             self._loads += 1
             self._loaded += event.bytes
+        elif isinstance(event, VersionPublished):
+            self._add_version("skipped" if event.skipped else "published", event)
+        elif isinstance(event, VersionApplied):
+            self._add_version("applied", event)
+            self._lag[()] = event.lag_ns / 1e9
+
+    def _add_version(self, outcome: str, event: VersionPublished | VersionApplied) -> None:
+        self._versions[outcome,] += 1
+        self._version_bytes[outcome,] += event.bytes
+        self._version_steps[outcome,] = event.step
 
     def _add_span(self, span: Span) -> None:
         kind = "load" if span.name in LOAD_PHASES else "save"
@@ -182,6 +202,8 @@ class Metrics:
         yield _family(Counted, "ckptd_saves_total", self._outcomes, "outcome", "tier")
         yield _family(Counted, "ckptd_saved_bytes_total", self._saved, "tier")
         yield _family(Counted, "ckptd_referred_bytes_total", self._referred, "tier")
+        yield _family(Counted, "ckptd_versions_total", self._versions, "outcome")
+        yield _family(Counted, "ckptd_version_bytes_total", self._version_bytes, "outcome")
         for name, value in (
             ("ckptd_stall_seconds_total", self._stall_ns / 1e9),
             ("ckptd_loads_total", self._loads),
@@ -197,6 +219,9 @@ class Metrics:
         yield _family(GaugeMetricFamily, "ckptd_last_durable_step", steps, "tier")
         times = {(t,): e.at_ns / 1e9 for t, e in self._last.items()}
         yield _family(GaugeMetricFamily, "ckptd_last_durable_timestamp_seconds", times, "tier")
+        found = self._version_steps
+        yield _family(GaugeMetricFamily, "ckptd_last_version_step", found, "outcome")
+        yield _family(GaugeMetricFamily, "ckptd_version_lag_seconds", self._lag)
 
 
 def _family(

@@ -21,6 +21,8 @@ from ckptd.events.event import (
     SaveFailed,
     SaveSkipped,
     Span,
+    VersionApplied,
+    VersionPublished,
 )
 
 __all__ = ["PhaseStats", "Profiles", "SaveProfile"]
@@ -140,6 +142,8 @@ class Profiles:
 
     def add(self, event: AnyEvent) -> None:
         """Take an event in."""
+        if isinstance(event, VersionPublished | VersionApplied):
+            return  # no saves
         if isinstance(event, LoadDone):
             self.loads += 1
         elif not isinstance(event, Span) or event.attempt or event.name in SAVE_PHASES:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from ckptd.errors import CkptdError, WorkerError
-from ckptd.publish.messages import REPLY, Opening, ServerEntry, ServerReady, ServerStop, SlotAnswer
+from ckptd.publish.messages import (
+    REPLY,
+    Opening,
+    ServerEntry,
+    ServerReady,
+    ServerStop,
+    SlotAnswer,
+    VersionKnown,
+)
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.arena import Slot
 
@@ -24,13 +33,21 @@ T = TypeVar("T")
 
 _START_S = 60.0
 _ANSWER_S = 30.0
-_log = logging.getLogger("ckptd")
+_LOOK_S = 5.0
 
 
 class PublishClient:
-    """Starts the server of this rank. `send` may be called by any thread, `place` by one."""
+    """Starts the server of this rank. `send` may be called by any thread, `placed` by one.
 
-    def __init__(self, opening: Opening) -> None:
+    Parameters
+    ----------
+    known
+        Called by a thread of this client when the leader gives a version to workers.
+    """
+
+    def __init__(self, opening: Opening, known: Callable[[VersionKnown], None]) -> None:
+        self._known = known
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         # A session of its own, as a writing process: it outlives a trainer that is interrupted.
         self._process = subprocess.Popen(
@@ -44,6 +61,8 @@ class PublishClient:
         self._channel = SocketChannel(ours, REPLY)
         self._sending = threading.Lock()
         self._closed = False
+        self._receiver = threading.Thread(target=self._receive, name="ckptd-published", daemon=True)
+        self._receiver.start()
         self.send(opening)
 
     @property
@@ -87,22 +106,32 @@ class PublishClient:
         end = time.monotonic() + wait_s
         while True:
             try:
-                item = self._channel.receive(max(0.0, end - time.monotonic()))
-            except EOFError as error:
-                code = self._process.poll()
+                message = self._answers.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise WorkerError(
+                    "the server of a publisher does not answer", wanted=f"within {wait_s:.0f} s"
+                ) from None
+            if message is None:
+                self._answers.put(None)  # for the next call
                 raise WorkerError(
                     "the server of a publisher is gone",
                     where=f"process {self._process.pid}",
-                    found=f"exit code {code}",
+                    found=f"exit code {self._process.poll()}",
                     hint="make another publisher",
-                ) from error
-            if item is None:
-                raise WorkerError(
-                    "the server of a publisher does not answer", wanted=f"within {wait_s:.0f} s"
                 )
-            message, _ = item
             if isinstance(message, kind):
                 return message
+
+    def _receive(self) -> None:
+        """Take what comes, in a thread of its own, until the server is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while not self._closed:
+                item = self._channel.receive(_LOOK_S)
+                if item is not None and isinstance(item[0], VersionKnown):
+                    self._known(item[0])
+                elif item is not None:
+                    self._answers.put(item[0])
+        self._answers.put(None)
 
     def close(self) -> None:
         """Let the server end as soon as no worker holds a version. Idempotent."""
@@ -111,6 +140,8 @@ class PublishClient:
         self._closed = True
         with contextlib.suppress(WorkerError):  # it is gone already
             self.send(ServerStop())
+        self._channel.shut()  # its thread is woken
+        self._receiver.join()
         self._channel.close()
         # Nobody waits for it: whoever pulls gets the rest. The thread only collects the exit code.
         threading.Thread(target=self._process.wait, daemon=True).start()

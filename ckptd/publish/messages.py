@@ -54,6 +54,7 @@ __all__ = [
     "SlotMemory",
     "TensorPlaces",
     "VersionDropped",
+    "VersionKnown",
     "VersionSealed",
     "VersionWhole",
 ]
@@ -220,7 +221,14 @@ class SlotAnswer(_Reply, frozen=True, tag="placed"):
     reason: str
 
 
-REPLY = ServerReady | SlotAnswer
+class VersionKnown(_Reply, frozen=True, tag="known"):
+    """The leader gives a whole version to workers from now on; or it does not answer."""
+
+    number: int
+    good: bool
+
+
+REPLY = ServerReady | SlotAnswer | VersionKnown
 
 
 # --- workers and servers --------------------------------------------------------------------------
@@ -347,10 +355,11 @@ class ServerList(_Answer, frozen=True, tag="found"):
 
 
 class Newest(_Answer, frozen=True, tag="newest"):
-    """Number and step of a version; number 0: there is none."""
+    """Number, step and age of a version; number 0: there is none."""
 
     number: _Number
     step: int
+    age_s: float = 0.0
 
 
 class HoldAnswer(_Answer, frozen=True, tag="held"):

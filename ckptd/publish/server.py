@@ -71,6 +71,7 @@ from ckptd.publish.messages import (
     SlotMemory,
     TensorPlaces,
     VersionDropped,
+    VersionKnown,
     VersionSealed,
     VersionWhole,
 )
@@ -172,6 +173,7 @@ class PublishServer:
         linger_s = 0.0 if self._opening is None else self._opening.linger_s
         if closed:
             linger_s = min(linger_s, 1.0)
+        self._active = time.monotonic()
         while True:
             idle = time.monotonic() - self._active
             if idle > linger_s and not self._busy and not self._book.held:
@@ -215,7 +217,7 @@ class PublishServer:
             case VersionSealed(number, slot):
                 self._seal(number, self._slots[slot])
             case VersionWhole(number):
-                self._tell(AskCommit(number))
+                self._channel.send(VersionKnown(number, self._tell(AskCommit(number))))
             case VersionDropped(number):
                 self._tell(AskDrop(number))
             case ServerStop():
@@ -326,24 +328,22 @@ class PublishServer:
     def _leads(self) -> bool:
         return self._opening is not None and self._opening.rank == 0
 
-    def _tell(self, question: AskCommit | AskDrop) -> None:
-        """Have the leader note something of a version."""
+    def _tell(self, question: AskCommit | AskDrop) -> bool:
+        """Have the leader note something of a version; False: it does not answer."""
         if self._leads:
             self._note(question)
-            return
-        if self._opening is None or self._leader is None:
-            return
+            return True
         for attempt in range(2):
             try:
-                if self._up is None:
+                if self._up is None and self._opening is not None and self._leader is not None:
                     self._up = ServerLink.to(self._leader, self._opening.secret, wait_s=_GREETING_S)
-                self._up.ask(question, HoldAnswer)
+                if self._up is not None:
+                    return self._up.ask(question, HoldAnswer).good
             except CkptdError as error:
                 self._up = None
                 if attempt:
                     _log.warning("rank 0's server does not answer: %s", error.message)
-                continue
-            return
+        return False
 
     def _note(self, question: AskCommit | AskDrop) -> None:
         if isinstance(question, AskCommit):
@@ -456,7 +456,8 @@ class _Session:
             left = end - time.monotonic()
             found = self._server._book.newer(than, max(0.0, min(left, _TICK_S)))
             if found is not None or left <= 0 or self._server._ended.is_set():
-                self._connection.send(Newest(*(found or (0, -1))))
+                number, step = found or (0, -1)
+                self._connection.send(Newest(number, step, self._server._book.age_s(number)))
                 return
             if self._connection.readable():
                 raise self._connection.fail("the worker left")

@@ -44,6 +44,7 @@ class _Entry:
 
     number: int
     step: int
+    begun: float
     whole: bool = False
     holds: dict[object, float] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class VersionBook:
         with self._change:
             choice = self._choose()
             if choice.slot >= 0:
-                self._entries[choice.slot] = _Entry(number, step)
+                self._entries[choice.slot] = _Entry(number, step, self._clock())
             return choice
 
     def _choose(self) -> SlotChoice:
@@ -121,6 +122,12 @@ class VersionBook:
             self._change.wait_for(lambda: self._newest() > (than, -1), wait_s)
             found = self._newest()
             return found if found[0] > than else None
+
+    def age_s(self, number: int) -> float:
+        """Return how long ago a version was begun, in seconds."""
+        with self._change:
+            begun = [e.begun for _, e in self._filled() if e.number == number]
+            return self._clock() - begun[0] if begun else 0.0
 
     def _newest(self) -> tuple[int, int]:
         return max(((e.number, e.step) for _, e in self._filled() if e.whole), default=(0, -1))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
+from ckptd import events
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 from ckptd.net.address import is_here, is_loopback
@@ -27,6 +28,7 @@ from ckptd.publish.messages import (
     SetTensors,
     SlotMemory,
     VersionDropped,
+    VersionKnown,
     VersionSealed,
     VersionWhole,
 )
@@ -195,6 +197,8 @@ class Publisher:
         place = every(lambda: MeetingPlace.of(at, secret))
         self._place = place
         self.epoch: str = self._agreement.on_rank_zero("epoch", _new_epoch)
+        # A wait of one thread must not hold up another.
+        self._far_board, self._known_board = self._clone(), self._clone()
         self._client = every(lambda: self._start(lease_s, linger_s))
         self._others: tuple[ServerEntry, ...] = ()
         self._entry = self._meet(every(self._client.ready))
@@ -205,11 +209,12 @@ class Publisher:
         self._gate = Gate(timeout_s)
         self._device_copies = DeviceCopies()
         self._copier = ThreadPoolExecutor(1, "ckptd-publish")
-        # A wait of the copying thread must not hold up the trainer's own.
-        self._far_board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
         self._number = 0
         self._calls = 0
         self._closed = False
+
+    def _clone(self) -> Board:
+        return self._board.clone() if isinstance(self._board, JobBoard) else self._board
 
     def _start(self, lease_s: float, linger_s: float) -> PublishClient:
         rank, address = self._board.rank, self._place.address
@@ -236,7 +241,7 @@ class Publisher:
             lease_s,
             linger_s,
         )
-        return PublishClient(opening)
+        return PublishClient(opening, self._known)
 
     def _meet(self, entry: ServerEntry) -> ServerEntry:
         """Give rank 0 the entries of all; return that of rank 0's server."""
@@ -322,6 +327,7 @@ class Publisher:
         """
         if self._closed:
             raise UsageError("the publisher is closed", kind="closed")
+        begun_ns = events.now_ns()
         self._calls += 1
         refuse_capture("publish")
         self._gate.check()
@@ -343,17 +349,33 @@ class Publisher:
         choice = self._choose(step, problem)
         publication = Publication(step, choice.number, choice.reason)
         if choice.slot < 0:
+            self._emit(publication, begun_ns, 0)
             if self._board.rank == 0:
                 _log.info("step %d is not published: %s", step, choice.reason)
             return publication
         try:
             if problem is not None:
                 raise problem
-            self._copy(publication, choice, leaves, self._shape)
+            self._copy(publication, choice, leaves, self._shape, begun_ns)
         except BaseException:
             self._drop(choice.number)
             raise
         return publication
+
+    def _emit(self, publication: Publication, begun_ns: int, nbytes: int) -> None:
+        now = events.now_ns()
+        events.emit(
+            events.VersionPublished(
+                step=publication.step,
+                generation=0,
+                rank=self._board.rank,
+                at_ns=now,
+                number=publication.number,
+                bytes=nbytes,
+                duration_ns=max(0, now - begun_ns),
+                skipped=publication.skipped,
+            )
+        )
 
     def _drop(self, number: int) -> None:
         """Have the leader know that a version will not be whole.
@@ -411,7 +433,12 @@ class Publisher:
         return slot
 
     def _copy(
-        self, publication: Publication, choice: _Choice, leaves: Leaves, shape: _Shape
+        self,
+        publication: Publication,
+        choice: _Choice,
+        leaves: Leaves,
+        shape: _Shape,
+        begun_ns: int,
     ) -> None:
         slot = self._slot(choice, shape.nbytes)
         slot.begin(choice.number)
@@ -435,6 +462,7 @@ class Publisher:
                 slot.seal()
                 self._client.send(VersionSealed(choice.number, choice.slot))
                 self._count(choice.number)
+                self._emit(publication, begun_ns, shape.nbytes)
                 slot.warm_up()
             except CkptdError as error:
                 give_up(error.message)
@@ -462,7 +490,16 @@ class Publisher:
         board = self._far_board
         if board.world == 1 or board.add(f"publish/sealed/{number}") == board.world:
             self._client.send(VersionWhole(number))
-            board.set(f"publish/whole/{number}", b"yes")
+
+    def _known(self, known: VersionKnown) -> None:
+        """Have all ranks know that workers get a version."""
+        if known.good:
+            self._known_board.set(f"publish/whole/{known.number}", b"yes")
+        else:
+            lost = WorkerError(
+                "the server of rank 0 does not answer", hint="make another publisher"
+            )
+            self._known_board.set(_LOST, msgspec.json.encode(lost.to_dict()))
 
     def _await_whole(self, number: int, timeout_s: float) -> None:
         self._board.get(f"publish/whole/{number}", timeout_s)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from ckptd import events
 from ckptd.errors import CkptdError, TransientStoreError
 from ckptd.format.digest import digest
 from ckptd.publish.link import ServerLink
@@ -78,15 +79,18 @@ class UpdateReport:
         See `ckptd.publish.pull.PullReport`.
     seconds
         In all; the wait for a version is left out.
+    lag_s
+        Since the trainer published the version; 0 where it came from a root.
     """
 
     version: WeightVersion
-    bytes_needed: int
-    bytes_received: int
-    bytes_mapped: int
-    bytes_unchanged: int
-    staged_bytes: int
-    seconds: float
+    bytes_needed: int = 0
+    bytes_received: int = 0
+    bytes_mapped: int = 0
+    bytes_unchanged: int = 0
+    staged_bytes: int = 0
+    seconds: float = 0.0
+    lag_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,7 @@ class Subscriber:
             if not isinstance(found, tuple):
                 return None if found else self._from_root(older=older)
             begun = time.monotonic()
-            version, leader = found
+            version, leader, age_s = found
             try:
                 staged = self._agreement.on_every_rank(partial(self._stage, version, leader))
             except CkptdError as error:
@@ -263,16 +267,27 @@ class Subscriber:
                 time.sleep(_POLL_S)
                 continue
             self._apply(staged, version)
-            report = staged.report
-            return UpdateReport(
-                version,
-                report.bytes_needed,
-                report.bytes_received,
-                report.bytes_mapped,
-                report.bytes_unchanged,
-                report.staged_bytes,
-                time.monotonic() - begun,
+            seconds = time.monotonic() - begun
+            report = UpdateReport(
+                version, **asdict(staged.report), seconds=seconds, lag_s=age_s + seconds
             )
+            self._emit(report)
+            return report
+
+    def _emit(self, report: UpdateReport) -> None:
+        events.emit(
+            events.VersionApplied(
+                step=report.version.step,
+                generation=0,
+                rank=self._board.rank,
+                at_ns=events.now_ns(),
+                number=report.version.number,
+                bytes=report.bytes_needed,
+                unchanged=report.bytes_unchanged,
+                duration_ns=int(report.seconds * 1e9),
+                lag_ns=int(report.lag_s * 1e9),
+            )
+        )
 
     def _from_root(self, *, older: bool) -> UpdateReport | None:
         """Load the newest checkpoint, where there is a root and it has a newer one."""
@@ -293,20 +308,23 @@ class Subscriber:
         self._version = WeightVersion(report.step, 0, "")
         _log.info("no publisher is reached: step %d comes from the root", report.step)
         read = report.read.bytes_copied
-        return UpdateReport(self._version, read, 0, 0, 0, 0, time.monotonic() - begun)
+        found = UpdateReport(self._version, bytes_needed=read, seconds=time.monotonic() - begun)
+        self._emit(found)
+        return found
 
     # --- which version --------------------------------------------------------------------------
 
-    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry] | bool:
-        """Return what all ranks of the rollout are to have, as rank 0 finds it.
+    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry, float] | bool:
+        """Return what all ranks of the rollout are to have, as rank 0 finds it, and its age.
 
         Without that: whether a publisher was reached.
         """
         raw = self._agreement.on_rank_zero("newest", lambda: self._look(wait_s))
         if isinstance(raw, bool):
             return raw
-        step, number, epoch, host, address, socket = raw
-        return WeightVersion(step, number, epoch), ServerEntry(host, address, socket, epoch)
+        step, number, age_s, epoch, host, address, socket = raw
+        entry = ServerEntry(host, address, socket, epoch)
+        return WeightVersion(step, number, epoch), entry, age_s
 
     def _look(self, wait_s: float) -> list[Any] | bool:
         """Ask for a newer version until there is one; else say whether a publisher is there."""
@@ -342,7 +360,7 @@ class Subscriber:
         if not newest.number:
             return None
         at = leader.entry
-        return [newest.step, newest.number, at.epoch, at.host, at.address, at.socket]
+        return [newest.step, newest.number, newest.age_s, at.epoch, at.host, at.address, at.socket]
 
     def _connect(self, entry: ServerEntry) -> ServerLink:
         if self._leader is None or self._leader.lost:

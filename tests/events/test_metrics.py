@@ -14,7 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd import events
 from ckptd.errors import UsageError
-from ckptd.events import LoadDone, SaveDurable, SaveFailed, SaveSkipped, Span
+from ckptd.events import (
+    LoadDone,
+    SaveDurable,
+    SaveFailed,
+    SaveSkipped,
+    Span,
+    VersionApplied,
+    VersionPublished,
+)
 from ckptd.events import metrics as module
 from ckptd.events.metrics import BUCKETS_S, NAMES, Metrics
 
@@ -70,6 +78,13 @@ def everything() -> None:
     events.emit(SaveFailed(step=8, generation=1, rank=0, at_ns=1, tier="local"))
     events.emit(SaveSkipped(step=9, generation=1, rank=0, at_ns=1))
     events.emit(LoadDone(step=7, generation=1, rank=0, at_ns=1, duration_ns=1, bytes=30))
+    events.emit(VersionPublished(step=5, generation=0, rank=0, at_ns=1, number=1, bytes=20))
+    events.emit(VersionPublished(step=6, generation=0, rank=0, at_ns=1, number=2, skipped="full"))
+    events.emit(
+        VersionApplied(
+            step=5, generation=0, rank=0, at_ns=1, number=1, bytes=12, lag_ns=250_000_000
+        )
+    )
 
 
 def test_the_page_lists_what_there_is(metrics: Metrics) -> None:
@@ -99,6 +114,11 @@ def test_figures(metrics: Metrics) -> None:
     assert found["ckptd_last_durable_timestamp_seconds", "local"] == 9
     assert found[("ckptd_loads_total",)] == 1
     assert found[("ckptd_loaded_bytes_total",)] == 30
+    for outcome, step, nbytes in (("published", 5, 20), ("skipped", 6, 0), ("applied", 5, 12)):
+        assert found["ckptd_versions_total", outcome] == 1
+        assert found["ckptd_version_bytes_total", outcome] == nbytes
+        assert found["ckptd_last_version_step", outcome] == step
+    assert found[("ckptd_version_lag_seconds",)] == 0.25
     assert found["ckptd_save_seconds_sum", "write", "local"] == 2.0
     assert found["ckptd_load_seconds_count", "fetch", "local"] == 1
 

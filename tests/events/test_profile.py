@@ -17,6 +17,8 @@ from ckptd.events.event import (
     SaveFailed,
     SaveSkipped,
     Span,
+    VersionApplied,
+    VersionPublished,
 )
 from ckptd.events.profile import Profiles, SaveProfile
 
@@ -89,6 +91,14 @@ def test_the_order_of_events_does_not_matter(
         second.add(event)
     assert first.saves() == second.saves()
     assert first.left_out == second.left_out
+
+
+def test_published_versions_are_no_saves() -> None:
+    profiles = Profiles()
+    profiles.add(VersionPublished(step=1, generation=0, rank=0, at_ns=1, number=1))
+    profiles.add(VersionApplied(step=1, generation=0, rank=0, at_ns=2, number=1))
+    assert profiles.saves() == []
+    assert profiles.left_out == 0
 
 
 @given(st.lists(events, max_size=60))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 import ckptd
+from ckptd import events
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
+from ckptd.publish.link import ServerLink
+from ckptd.publish.messages import AskHold, HoldAnswer
 from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
@@ -28,6 +32,7 @@ class Pair:
         self.subscriber = ckptd.Subscriber(FUSED, self.into, at)
         self.subscriber._far = far
         self.step = 0
+        self.link: ServerLink | None = None
 
     def publish(self) -> None:
         self.step += 1
@@ -41,10 +46,21 @@ class Pair:
         self.check()
         return report
 
+    def hold(self, number: int) -> int:
+        """Publish, and hold that version with a connection of its own."""
+        self.publish()
+        entry = self.subscriber._place.find()
+        assert entry is not None
+        self.link = ServerLink.to(entry, self.subscriber._place.secret)
+        assert self.link.ask(AskHold(number), HoldAnswer).good
+        return number
+
     def check(self) -> None:
         assert differing(dict(self.into.state_dict()), fused(self.full)) == []
 
     def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
         self.subscriber.close()
         self.publisher.close()
 
@@ -92,6 +108,31 @@ def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> Non
             full["a.weight"][1000:1003] += 1.0
         assert needed[0] == 8 << 20
         assert needed[1:] == [1 << 18] * 2
+
+
+def test_events_and_lag(tmp_path: Path) -> None:
+    found: list[Any] = []
+    pair = Pair(tmp_path / "at")
+    with contextlib.closing(pair), contextlib.closing(events.subscribe(found.append, inline=True)):
+        pair.publish()
+        report = pair.update()
+        pair.subscriber._leader.ask(AskHold(1), HoldAnswer)
+        held = pair.hold(2)
+        pair.step = 6
+        skipped = pair.publisher.publish(7, {"model": pair.full})
+    assert held == 2
+    assert "2 are held" in skipped.skipped
+    assert not skipped.wait()
+    kinds = [(type(e).__name__, e.step, e.number) for e in found]
+    assert kinds == [
+        ("VersionPublished", 1, 1),
+        ("VersionApplied", 1, 1),
+        ("VersionPublished", 2, 2),
+        ("VersionPublished", 7, 3),
+    ]
+    assert found[0].bytes >= report.bytes_needed == found[1].bytes
+    assert found[1].lag_ns >= found[1].duration_ns > 0
+    assert found[3].skipped == skipped.skipped
 
 
 def test_a_worker_that_lost_its_values_gets_them_again(pair: Pair) -> None:

@@ -20,7 +20,7 @@ from tests.train.layout.test_binder import FUSED, fused
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-LINGER_S = 2.0
+LINGER_S = 10.0
 SCRIPT = """
 import sys, time
 import ckptd
