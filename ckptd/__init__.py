@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Rng,
         SaveHandle,
     )
+    from ckptd.train.experts import ExpertMove, ExpertPrice, move_experts, placed
     from ckptd.train.publisher import Publisher
     from ckptd.train.relayout import relayout
     from ckptd.train.subscriber import Subscriber
@@ -54,6 +55,8 @@ __all__ = [
     "CorruptError",
     "DeadlineError",
     "Every",
+    "ExpertMove",
+    "ExpertPrice",
     "Keep",
     "LoadReport",
     "Local",
@@ -73,6 +76,8 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "__version__",
+    "move_experts",
+    "placed",
     "register",
     "relayout",
     "zarr_store",
@@ -93,11 +98,15 @@ _TRAIN = frozenset(
 )
 # numpy comes with this one, so it too is imported on first use.
 _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
+    "ExpertMove": "ckptd.train.experts",
+    "ExpertPrice": "ckptd.train.experts",
     "Local": "ckptd.save.tiers",
     "Memory": "ckptd.save.tiers",
     "Peer": "ckptd.save.tiers",
     "Publisher": "ckptd.train.publisher",
     "Subscriber": "ckptd.train.subscriber",
+    "move_experts": "ckptd.train.experts",
+    "placed": "ckptd.train.experts",
     "register": "ckptd.format.codec",
     "relayout": "ckptd.train.relayout",
     "zarr_store": "ckptd.tools.zarrview",

@@ -292,6 +292,7 @@ class Checkpointer:
             )
 
             laid = Laid(layout, agreement)
+        self._laid = laid
         self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
         self._slots = slots
         self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
@@ -406,6 +407,27 @@ class Checkpointer:
         self._handles = [h for h in self._handles if not (h.done and not h.error_unseen)]
         self._handles.append(handle)
         return handle
+
+    @uncompiled
+    def change_layout(self, layout: LayoutSpec) -> None:
+        """Save and load by another layout from now on; every rank calls it between the same saves.
+
+        Checkpoints that were saved before keep the program that they were saved by.
+        `ckptd.ExpertMove` calls it for the checkpointer that it is given.
+
+        Raises
+        ------
+        UsageError
+            kind ``lay-use``: this checkpointer was made without a layout, or the program is for
+            another number of ranks; ``lay-syntax``, ``lay-rule``: it is no program.
+        """
+        if self._laid is None:
+            raise UsageError(
+                "a checkpointer without a layout cannot change it",
+                kind="lay-use",
+                hint="Checkpointer(root, layout=...)",
+            )
+        self._laid.change(layout)
 
     @uncompiled
     def before_mutation(self) -> None:

@@ -34,6 +34,7 @@ from ckptd.types import DType, dtype_of
 
 __all__ = [
     "LaidLocal",
+    "LoneTransport",
     "Numbers",
     "RelayoutSide",
     "TorchMemory",
@@ -366,7 +367,7 @@ def relayout(
     # Nobody makes connections for a move that some rank will not join.
     move = every(lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or (
-        TorchTransport(process_group, timeout_s) if board.world > 1 else _Alone()
+        TorchTransport(process_group, timeout_s) if board.world > 1 else LoneTransport()
     )
     try:
         return move.run(carrier, budget_bytes, MoveWatch(board, "relayout", timeout_s))
@@ -375,7 +376,7 @@ def relayout(
             carrier.close()
 
 
-class _Alone:
+class LoneTransport:
     """The transport of one rank, which sends nothing."""
 
     rank, world, buffers = 0, 1, 0

@@ -115,7 +115,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class Joined:
     """Parts of a sequence, ``(start, start in the whole, size)``, one after the other."""
 
     whole: Sequence
@@ -132,7 +132,7 @@ class Filled:
     length: int
 
 
-Sequence: TypeAlias = Line | Cross | Chain | Window | Assembled | Filled
+Sequence: TypeAlias = Line | Cross | Chain | Window | Joined | Filled
 
 
 def sequence(
@@ -224,7 +224,7 @@ def _window(
     if isinstance(dim.how, Assigned):
         whose, *runs, local = assigned_runs(inner.length, dim.how, extent)
         mine = np.stack((local, *runs), axis=1)[whose == coordinates[dim.axis]].tolist()
-        return Assembled(inner, tuple((at, lo, n) for at, lo, n in mine), sum(n for *_, n in mine))
+        return Joined(inner, tuple((at, lo, n) for at, lo, n in mine), sum(n for *_, n in mine))
     start, stop = part(inner.length, dim.how, extent, coordinates[dim.axis], scope)
     return Window(inner, start, stop - start)
 
@@ -271,7 +271,7 @@ def restrict(found: Sequence, lo: int, hi: int) -> list[Found]:
         case Window():
             inner = restrict(found.whole, lo + found.start, hi + found.start)
             return [b._replace(start=b.start - found.start) for b in inner]
-        case Assembled():
+        case Joined():
             return [
                 b._replace(start=b.start + at - start)
                 for at, start, n in found.parts
@@ -357,7 +357,7 @@ def _ways(found: Sequence) -> int:
     match found:
         case Line():
             return 1
-        case Window() | Assembled():
+        case Window() | Joined():
             return _ways(found.whole)
         case Filled():
             return _ways(found.body)

@@ -169,6 +169,18 @@ def _assigned(inner: Held, how: Assigned, extent: int, coordinates: Ints) -> Hel
     """Cut the segments where the coordinate changes, and keep each one's own pieces."""
     for n in np.unique(inner.lengths).tolist():
         whose, start, size, number = assigned_runs(n, how, extent)
+    lengths = np.zeros(extent, dtype=np.int64)
+    np.add.at(lengths, whose, size)
+    lengths = lengths[coordinates]
+    if len(inner.who) == len(coordinates) and bool((inner.size == inner.lengths).all()):
+        # Each has all of it: no segment has to be cut.
+        order = np.argsort(whose, kind="stable")
+        first = np.searchsorted(whose[order], coordinates)
+        count = np.searchsorted(whose[order], coordinates, side="right") - first
+        who = np.repeat(np.arange(len(coordinates)), _bounded(count))
+        run = order[first[who] + _within(count)]
+        stored = inner.stored[who] + start[run]
+        return _merged(inner.extent, lengths, who, number[run], stored, size[run])
     stop = start + size
     first = np.searchsorted(start, inner.local, side="right") - 1
     count = np.searchsorted(start, inner.local + inner.size) - first
@@ -178,11 +190,9 @@ def _assigned(inner: Held, how: Assigned, extent: int, coordinates: Ints) -> Hel
     segment, run = segment[keep], run[keep]
     lo = np.maximum(inner.local[segment], start[run])
     hi = np.minimum(inner.local[segment] + inner.size[segment], stop[run])
-    lengths = np.zeros(extent, dtype=np.int64)
-    np.add.at(lengths, whose, size)
     return _merged(
         inner.extent,
-        lengths[coordinates],
+        lengths,
         inner.who[segment],
         number[run] + lo - start[run],
         inner.stored[segment] + lo - inner.local[segment],

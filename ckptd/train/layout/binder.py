@@ -293,7 +293,18 @@ class Laid:
     _known: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._program = read_layout(self.layout)
+        self.change(self.layout)
+
+    def change(self, layout: LayoutSpec) -> None:
+        """Bind another layout from now on; every rank does it between the same two calls.
+
+        Raises
+        ------
+        UsageError
+            As `read_layout`; kind ``lay-use``: it is for another number of ranks.
+        """
+        self.layout, self._bound, self._known = layout, None, ""
+        self._program = read_layout(layout)
         self._resolved = self._program.resolve()
         mesh, world = self._resolved.mesh, self.agreement.board.world
         if self.ranks is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,13 +57,13 @@ class Numbers:
         return sum(self.first[:size]) + rounds * sum(self.cycle) + sum(self.cycle[:rest])
 
     def __and__(self, other: Numbers) -> Numbers:
-        return self._with(other, lambda a, b: a and b)
+        return self._with(other, operator.and_)
 
     def __or__(self, other: Numbers) -> Numbers:
-        return self._with(other, lambda a, b: a or b)
+        return self._with(other, operator.or_)
 
     def __sub__(self, other: Numbers) -> Numbers:
-        return self._with(other, lambda a, b: a and not b)
+        return self._with(other, operator.gt)
 
     def covers(self, other: Numbers) -> bool:
         """Whether all of another set are of this one."""
@@ -71,13 +72,19 @@ class Numbers:
     def __bool__(self) -> bool:
         return any(self.first) or any(self.cycle)
 
+    def _spread(self, length: int) -> tuple[bool, ...]:
+        """Return whether each of so many numbers is one of them."""
+        rounds = -(-max(0, length - len(self.first)) // len(self.cycle))
+        return (self.first + self.cycle * rounds)[:length]
+
     def _with(self, other: Numbers, both: Callable[[bool, bool], bool]) -> Numbers:
         start = max(len(self.first), len(other.first))
         period = math.lcm(len(self.cycle), len(other.cycle))
         if period > MAX_NUMBERS:
             message = "the steps of some numbers repeat too late"
             raise UsageError(message, kind="lay-rule", wanted=f"within {MAX_NUMBERS}", found=period)
-        found = tuple(both(self.has(n), other.has(n)) for n in range(start + period))
+        length = start + period
+        found = tuple(map(both, self._spread(length), other._spread(length)))
         return Numbers(found[:start], found[start:])
 
 
