@@ -6,8 +6,10 @@ who dies and who goes on.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
+import runpy
 import signal
 import subprocess
 import sys
@@ -33,7 +35,50 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
+from ckptd.testing.ranks import _start_server
 from tests.processes import PATIENCE_S, agents_in
+
+
+class Forked:
+    """A script in a process forked from one that has torch; it is asked as `subprocess.Popen` is.
+
+    To import torch costs more than all that most scripts do.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+        self.args = command
+        made: Any = _start_server()
+        self._process = made.Process(target=_run, args=(command[1:], dict(environ), str(output)))
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str], output: str) -> None:
+    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [*argv]
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 class MiniNode:
@@ -44,7 +89,7 @@ class MiniNode:
         self.heard: queue.Queue[tuple[float, FromWorker | None]] = queue.Queue()
         self.log: list[tuple[float, FromWorker | None]] = []
         self.end: WorkerEnd | None = None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self.output = folder / f"{name}.out"
         self.lease = LeaseFile(folder / f"{name}.lease")
         self.lease.extend(time.monotonic() + 3600.0)
@@ -57,7 +102,12 @@ class MiniNode:
         self.log.append((time.monotonic(), message))
         self.heard.put((time.monotonic(), message))
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], *, forked: bool = False
+    ) -> None:
+        if forked:
+            self.process = Forked(command, {**os.environ, **environ}, self.output)
+            return
         with self.output.open("ab") as out:
             self.process = subprocess.Popen(
                 command, env={**os.environ, **environ}, stdout=out, stderr=out
@@ -113,6 +163,9 @@ class MiniNode:
 class MiniJob:
     """Nodes, and the store of the generation."""
 
+    forks = False
+    """Whether workers are forks of a process that has torch."""
+
     def __init__(self, folder: Path, script: Path, args: Sequence[str], **environ: str) -> None:
         self.folder = folder
         self.command = [sys.executable, str(script), *args]
@@ -137,7 +190,7 @@ class MiniJob:
                 assert node.end is not None
                 assert node.end.send(Go(self.generation, environ))
             else:
-                node.start(self.command, {**self.environ, **environ})
+                node.start(self.command, {**self.environ, **environ}, forked=self.forks)
 
     def _environ(self, name: str, rank: int, shape: tuple[int, int, int]) -> dict[str, str]:
         assert self._store is not None

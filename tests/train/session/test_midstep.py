@@ -35,6 +35,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJo
     def make(folder: Path = tmp_path, **environ: str) -> MiniJob:
         folder.mkdir(exist_ok=True)
         jobs.append(MiniJob(folder, Path(midstep.__file__), [str(folder)], **environ))
+        jobs[-1].forks = True
         return jobs[-1]
 
     yield make
