@@ -47,6 +47,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJo
 
     def make(script: Path, *args: str, **environ: str) -> MiniJob:
         jobs.append(MiniJob(tmp_path, script, [*args, str(tmp_path)], **environ))
+        jobs[-1].forks = True
         return jobs[-1]
 
     yield make
@@ -150,6 +151,7 @@ def test_a_process_goes_on_whose_groups_wait_for_one_another(make_job: MakeJob) 
 def test_what_a_session_tells(make_job: MakeJob) -> None:
     """A failure of its own is told, and is its own; who is not needed any more ends well."""
     job = make_job(PROGRAMS, "fails")
+    job.forks = False  # a fork of multiprocessing shows errors by itself
     job.begin("a")
     node = job.nodes["a"]
     node.until(Broken, 1)
