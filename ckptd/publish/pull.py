@@ -9,10 +9,10 @@ worker's type is smaller. Nothing is written before everything is there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,10 @@ __all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block"]
 U8 = NDArray[np.uint8]
 
 _MESSAGE_BYTES = 16 << 20
+_LEAST_MESSAGE_BYTES = 4096
 _MOST_BLOCKS = 4096
+_NARROW = frozenset({"float16", "float8_e4m3fn", "float8_e5m2"})
+"""Types that a value of another one may be too large for."""
 _SCRATCH_BYTES = 4 << 20
 _LANES = 8
 """Servers that are asked at a time."""
@@ -179,6 +182,8 @@ class PullPlan:
         links: Mapping[int, ServerLink],
         budget_bytes: int | None,
         held: HeldTensors | None = None,
+        *,
+        in_place: bool = False,
     ) -> StagedPull:
         """Pull a version, which is held, up to the last byte; writes nothing.
 
@@ -190,6 +195,8 @@ class PullPlan:
             Most memory for what comes over sockets; None: as much as it takes.
         held
             What need not be pulled, where it did not change.
+        in_place
+            What does not fit the budget comes when it is applied, a message at a time.
 
         Raises
         ------
@@ -206,16 +213,23 @@ class PullPlan:
             if all(g.compared for g in givers):
                 staged.changed = set().union(*(g.changed for g in givers))
         needed = sum(g.staged_bytes for g in givers)
+        now = givers
         if budget_bytes is not None and needed > budget_bytes:
-            raise UsageError(
-                "what is pulled over sockets does not fit the budget, and is applied whole or "
-                "not at all",
-                kind="budget",
-                wanted=f"budget_bytes of at least {needed}",
-                found=f"{budget_bytes} bytes",
-            )
-        with ThreadPoolExecutor(min(_LANES, max(1, len(givers))), "ckptd-pull") as lanes:
-            for done in [lanes.submit(g.pull, number) for g in givers]:
+            if not in_place:
+                raise UsageError(
+                    "what is pulled over sockets does not fit the budget, and is applied whole or "
+                    "not at all",
+                    kind="budget",
+                    wanted=f"budget_bytes of at least {needed}",
+                    found=f"{budget_bytes} bytes",
+                    hint="in_place=True writes it as it comes: until update() returns the tensors "
+                    "are of no version",
+                )
+            now = [g for g in givers if not g.staged_bytes]
+            limit = max(_LEAST_MESSAGE_BYTES, min(budget_bytes, _MESSAGE_BYTES))
+            staged.later = [partial(g.stream, number, limit) for g in givers if g.staged_bytes]
+        with ThreadPoolExecutor(min(_LANES, max(1, len(now))), "ckptd-pull") as lanes:
+            for done in [lanes.submit(g.pull, number) for g in now]:
                 staged.add(done.result())
         return staged
 
@@ -232,6 +246,10 @@ class StagedPull:
         Slots that parts lie in.
     changed
         Own tensors that mostly changed since the version that is held; None: it is not known.
+    later
+        Give what is pulled only when it is applied.
+    written
+        Names of the tensors that something arrived for.
     """
 
     plan: MovePlan
@@ -239,18 +257,19 @@ class StagedPull:
     mapped: list[MappedVersion] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
     changed: set[str] | None = None
+    later: list[Callable[[], Iterator[_Share]]] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
 
     def add(self, share: _Share) -> None:
         """Add what came from one rank."""
         self.parts += share.parts
         self.mapped += share.mapped
+        self._note(share)
+
+    def _note(self, share: _Share) -> None:
+        self.written |= {p.incoming.tensor.name for p in share.parts}
         for name, count in dataclasses.asdict(share.report).items():
             setattr(self.report, name, getattr(self.report, name) + count)
-
-    @property
-    def written(self) -> set[str]:
-        """Names of the tensors that something arrives for."""
-        return {p.incoming.tensor.name for p in self.parts}
 
     def apply(self) -> None:
         """Write the tensors.
@@ -264,10 +283,14 @@ class StagedPull:
         try:
             for part in self.parts:
                 _put(part, arrivals)
+            for stream in self.later:
+                for share in stream():
+                    self._note(share)
+                    for part in share.parts:
+                        _put(part, arrivals)
             arrivals.finish()
-            filled = self.written
             for fills in self.plan.fills:
-                if fills.alone or fills.name in filled:
+                if fills.alone or fills.name in self.written:
                     put_fills(fills, _SCRATCH_BYTES)
             if not all(m.intact for m in self.mapped):
                 raise CkptdError(
@@ -305,6 +328,9 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
         arrivals.put(incoming, part.dtype, PartBlock(block.part, cut), data)
 
 
+_Message = list[tuple[BlockRead, Incoming, PartBlock, DType]]
+
+
 @dataclass(eq=False)
 class _Share:
     """What came from one rank; see `StagedPull`."""
@@ -312,6 +338,20 @@ class _Share:
     parts: list[_Part] = field(default_factory=list)
     mapped: list[MappedVersion] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
+
+
+def _try(part: _Part) -> None:
+    """Raise `UsageError` (``overflow``) where a value is too large: now, and not half applied."""
+    incoming, target = part.incoming, place_of(part.incoming)
+    values, of = incoming.parts[part.block.part]
+    change = change_between(part.dtype, target, values, incoming.tensor.name)
+    if change is None or of > 1 or part.memory is None:
+        return
+    size = part.dtype.itemsize
+    for cut in cut_block(part.block.block, max(1, _SCRATCH_BYTES // size)):
+        data = np.empty(cut.numel * size, np.uint8)
+        part.memory.take(cut.source_start, cut.shape, cut.source_strides, data)
+        change.apply(np.empty(cut.numel, target.dtype.numpy), data.view(part.dtype.numpy))
 
 
 class _Giver:
@@ -413,17 +453,28 @@ class _Giver:
 
     def pull(self, number: int) -> _Share:
         """Get everything."""
-        share = _Share()
-        every = self._bytes_of({at: i.segment.pieces for at, i in enumerate(self._incoming)})
-        share.report.bytes_needed = self._bytes
-        share.report.bytes_unchanged = every - self._bytes
-        if not self._bytes:
-            return share
-        if self._link.local:
+        share = self._counted()
+        if self._bytes and self._link.local:
             self._map(number, share)
-        else:
-            self._receive(number, share)
+        elif self._bytes:
+            for message, nbytes in self._messages(_MESSAGE_BYTES):
+                self._receive(number, message, nbytes, share)
+            share.report.staged_bytes = share.report.bytes_received
         return share
+
+    def stream(self, number: int, limit: int) -> Iterator[_Share]:
+        """Get everything, a message of at most `limit` bytes at a time."""
+        yield self._counted()
+        for message, nbytes in self._messages(limit):
+            share = _Share()
+            self._receive(number, message, nbytes, share)
+            yield share
+
+    def _counted(self) -> _Share:
+        """Return a share with nothing in it yet, and what it is going to be."""
+        every = self._bytes_of({at: i.segment.pieces for at, i in enumerate(self._incoming)})
+        report = PullReport(bytes_needed=self._bytes, bytes_unchanged=every - self._bytes)
+        return _Share(report=report)
 
     def _map(self, number: int, share: _Share) -> None:
         mapped = self._link.map(number)
@@ -436,41 +487,42 @@ class _Giver:
             if end > len(mapped.data):
                 raise CkptdError("a tensor is not inside its slot", kind="transport")
             memory = ArrayMemory(mapped.data[place.start : end], dtype)
-            share.parts += [_Part(incoming, piece, dtype, memory=memory) for piece in pieces]
+            parts = [_Part(incoming, piece, dtype, memory=memory) for piece in pieces]
+            for part in parts if place_of(incoming).dtype.name in _NARROW else ():
+                _try(part)
+            share.parts += parts
         share.report.bytes_mapped = self._bytes
 
-    def _receive(self, number: int, share: _Share) -> None:
-        for message, nbytes in self._messages():
-            data = np.empty(nbytes, np.uint8)
-            self._link.read(number, tuple(read for read, *_ in message), data)
-            share.report.staged_bytes += nbytes
-            share.report.bytes_received += nbytes
-            at = 0
-            for _, incoming, block, dtype in message:
-                end = at + block.block.numel * dtype.itemsize
-                share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
-                at = end
+    def _receive(self, number: int, message: _Message, nbytes: int, share: _Share) -> None:
+        data = np.empty(nbytes, np.uint8)
+        self._link.read(number, tuple(read for read, *_ in message), data)
+        share.report.bytes_received += nbytes
+        at = 0
+        for _, incoming, block, dtype in message:
+            end = at + block.block.numel * dtype.itemsize
+            share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
+            at = end
 
-    def _messages(self) -> Iterator[tuple[list[tuple[BlockRead, Incoming, PartBlock, DType]], int]]:
+    def _messages(self, limit: int) -> Iterator[tuple[_Message, int]]:
         """Yield what is asked for at a time, and how many bytes it is."""
-        message: list[tuple[BlockRead, Incoming, PartBlock, DType]] = []
-        room = _MESSAGE_BYTES
+        message: _Message = []
+        room = limit
         for number, incoming in enumerate(self._incoming):
             tensor = self._numbers[incoming.segment.source]
             for piece in self._pieces[number]:
                 dtype = self._sent(number, piece.part)
                 wide = max(dtype.itemsize, self._dtype(incoming).itemsize)
-                for cut in cut_block(piece.block, _MESSAGE_BYTES // wide):
+                for cut in cut_block(piece.block, max(1, limit // wide)):
                     nbytes = cut.numel * dtype.itemsize
                     if message and (nbytes > room or len(message) == _MOST_BLOCKS):
-                        yield message, _MESSAGE_BYTES - room
-                        message, room = [], _MESSAGE_BYTES
+                        yield message, limit - room
+                        message, room = [], limit
                     cast = self._casts[number, piece.part]
                     read = BlockRead(tensor, cut.source_start, cut.shape, cut.source_strides, cast)
                     message.append((read, incoming, PartBlock(piece.part, cut), dtype))
                     room -= nbytes
         if message:
-            yield message, _MESSAGE_BYTES - room
+            yield message, limit - room
 
 
 def _touched(

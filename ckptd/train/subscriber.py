@@ -165,6 +165,10 @@ class Subscriber:
     budget_bytes
         Most memory for what is pulled over sockets before it is applied; None: as much as it takes.
         What is on this host is not staged.
+    in_place
+        What does not fit the budget is written as it comes, once all ranks are ready, instead of
+        being refused. If that breaks off, `update` raises and the tensors are of no version:
+        `version` is None, and another `update` has to succeed before they are used.
     root
         Where no publisher is reached, the newest checkpoint of this root is loaded.
     root_layout
@@ -187,6 +191,7 @@ class Subscriber:
         *,
         group: Any = None,
         budget_bytes: int | None = None,
+        in_place: bool = False,
         root: str | os.PathLike[str] | None = None,
         root_layout: LayoutSpec | None = None,
         timeout_s: float = 60.0,
@@ -195,6 +200,7 @@ class Subscriber:
         self._agreement = Agreement(self._board, timeout_s)
         self._timeout_s = timeout_s
         self._budget_bytes = budget_bytes
+        self._in_place = in_place
         every = self._agreement.on_every_rank
         self._place = every(lambda: MeetingPlace.of(at, secret))
         self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
@@ -394,6 +400,7 @@ class Subscriber:
             self._links,
             self._budget_bytes,
             HeldTensors(held.number, self._proved()) if held is not None and same else None,
+            in_place=self._in_place,
         )
 
     def _proved(self) -> frozenset[str]:

@@ -300,3 +300,68 @@ def test_transposed_interleaved_and_cast(tmp_path: Path, far: bool) -> None:
         assert report.bytes_needed == sum(t.nbytes for t in wanted.values()) - 16 * 4
         if far:
             assert report.bytes_received == report.bytes_needed
+
+
+def test_more_than_the_budget_is_written_as_it_comes_if_that_is_asked_for(tmp_path: Path) -> None:
+    into = Tree(fused(whole(99)))
+    with (
+        ckptd.Publisher(WHOLE, tmp_path / "at") as publisher,
+        ckptd.Subscriber(
+            FUSED, into, tmp_path / "at", budget_bytes=5000, in_place=True
+        ) as subscriber,
+    ):
+        subscriber._far = True
+        publisher.publish(1, {"model": whole(1)}).wait(30)
+        report = subscriber.update(wait_s=30)
+        assert report is not None
+        assert differing(dict(into.state_dict()), fused(whole(1))) == []
+        assert report.bytes_received == report.bytes_needed > 3 * 5000
+        assert report.staged_bytes == 0
+        changed = whole(1) | {CHANGED: whole(2)[CHANGED]}
+        publisher.publish(2, {"model": changed}).wait(30)
+        assert subscriber.update(wait_s=30).bytes_needed == changed[CHANGED].nbytes
+        assert differing(dict(into.state_dict()), fused(changed)) == []
+
+        publisher.publish(3, {"model": whole(3)}).wait(30)
+        read = ServerLink.read
+        calls = []
+
+        def breaks(link: ServerLink, *args: Any) -> None:
+            calls.append(args)
+            if len(calls) == 3:
+                link.close()
+            read(link, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServerLink, "read", breaks)
+            with pytest.raises(CkptdError) as caught:
+                subscriber.update(wait_s=30)
+        assert caught.value.poisoned
+        assert subscriber.version is None
+        assert subscriber.update(wait_s=30).bytes_unchanged == 0
+        assert subscriber.version.step == 3
+        assert differing(dict(into.state_dict()), fused(whole(3))) == []
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_value_that_does_not_fit_its_type_is_found_before_anything_is_written(
+    tmp_path: Path, far: bool
+) -> None:
+    full = whole(1)
+    into = Tree(cast(whole(9)))
+    before = {n: t.clone() for n, t in into.state_dict().items()}
+    with (
+        ckptd.Publisher(WHOLE, tmp_path / "at") as publisher,
+        ckptd.Subscriber(CASTS, into, tmp_path / "at") as subscriber,
+    ):
+        subscriber._far = far
+        full["layers.2.up.weight"][5, 5] = 1e6  # a float16 ends at 65504
+        publisher.publish(1, {"model": full}).wait(30)
+        with pytest.raises(UsageError) as caught:
+            subscriber.update(wait_s=30)
+        assert caught.value.kind == "overflow"
+        assert not caught.value.poisoned
+        assert differing(dict(into.state_dict()), before) == []
+        publisher.publish(2, {"model": whole(2)}).wait(30)
+        assert subscriber.update(wait_s=30) is not None
+        assert differing(dict(into.state_dict()), cast(whole(2))) == []
