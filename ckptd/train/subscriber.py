@@ -32,6 +32,7 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.pull import HeldTensors, PullPlan, StagedPull
 from ckptd.runtime.ranks import Board, LocalBoard
+from ckptd.train.device import has_streams
 from ckptd.train.fallback import RootFallback
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ranks import Agreement, board_of
@@ -450,6 +451,7 @@ class Subscriber:
         try:
             with torch.no_grad():
                 staged.apply()
+                self._settle()
                 self._prove(staged, first=first)
         except CkptdError as error:
             problem = error
@@ -461,6 +463,11 @@ class Subscriber:
             error.poisoned = True
             raise
         self._version = version
+
+    def _settle(self) -> None:
+        """Wait until devices have what was enqueued: other streams may use the weights next."""
+        for device in {t.device for t in self._tensors().values() if has_streams(t.device)}:
+            torch.get_device_module(device).synchronize(device)
 
     def _let_go(self) -> None:
         """Let the version's slot be filled again."""
