@@ -96,6 +96,8 @@ class KeptGradients:
     found
         Micro-batches of the next step that ranks had kept at the last `resume`, on all ranks
         together.
+    refused
+        Whether micro-batches were seen to depend on the rank that computes them: nothing is kept.
 
     Raises
     ------
@@ -112,6 +114,7 @@ class KeptGradients:
                 found=str(steps),
             )
         self.found = 0
+        self.refused = False
         self._most = steps
         self._steps: dict[int, _Step] = {}
 
@@ -193,7 +196,7 @@ class _Resumed(CanonicalGradients):
         self._kept = kept
         self._sampler = sampler
         self._has_begun = False
-        self._keeps = True
+        self._keeps = not kept.refused
         self._pending: _Pending | None = None
         self._extra: frozenset[int] = frozenset()
         self._buffers: torch.Tensor | None = _bytes_of(_saved_buffers(model))
@@ -279,9 +282,13 @@ class _Resumed(CanonicalGradients):
         for node in nodes:
             for leaf in self._real(node):
                 levels[leaf] = node.level + 1
-        rows = self._gathered_rows([self._rank, numbers, *levels])
+        rows = self._gathered_rows([self._rank, numbers, self._kept.refused, *levels])
+        if any(row[2] for row in rows):
+            # Not every rank sees it: one with a single micro-batch a step has nothing to compare.
+            self._kept.refused, self._keeps = True, False
+            return [[] for _ in range(self._world)], None
         sets: list[set[TreeNode] | None] = [None] * self._world
-        for rank, _, *levels in rows:
+        for rank, _, _, *levels in rows:
             of = {TreeNode(n - 1, leaf >> (n - 1)) for leaf, n in enumerate(levels) if n}
             known = sets[rank]
             sets[rank] = of if known is None else known & of
@@ -400,6 +407,7 @@ class _Resumed(CanonicalGradients):
 
     def _keep_nothing(self, why: str) -> None:
         self._keeps = False
+        self._kept.refused = True
         self._kept.keep_only(-1)
         _log.warning(
             "a step that loses a rank is computed again as a whole: %s, so that a micro-batch "

@@ -26,6 +26,8 @@ DATA = torch.randn(SCHEDULE.size, 3, generator=torch.Generator().manual_seed(1))
 class Program:
     """A generation of a job, and where it is."""
 
+    group: dist.ProcessGroup | None = None
+
     def __init__(self, kept: KeptGradients | None, *extra: torch.nn.Module) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 5), *extra, torch.nn.Linear(5, 2))
@@ -37,7 +39,7 @@ class Program:
         self.canonical = (
             CanonicalGradients(self.model.parameters(), microbatches=SCHEDULE.microbatches)
             if self.kept is None
-            else self.kept.resume(self.model, self.sampler)
+            else self.kept.resume(self.model, self.sampler, group=self.group)
         )
         self.batches = iter(self.sampler)
 
@@ -151,6 +153,7 @@ def test_what_depends_on_the_rank_is_not_kept(what: str, caplog: pytest.LogCaptu
         program.canonical.add(index)
     said = "BatchNorm" if what == "buffers" else "outside of ckptd.elastic.keyed_rng"
     assert caplog.text.count(said) == 1
+    assert kept.refused
     program.canonical.add(3)
     again = program.again(*([torch.nn.BatchNorm1d(5)] if what == "buffers" else []))
     assert kept.found == 0
@@ -308,3 +311,46 @@ def ranks_come_and_go(folder: Path) -> list[tuple[float, ...]]:
 def test_ranks_come_and_go(tmp_path: Path) -> None:
     for out in run_ranks(3, ranks_come_and_go, tmp_path):
         assert out == uninterrupted(3)
+
+
+def tensor_parallel_ranks() -> tuple[float, ...]:
+    """Leave a step in which the two ranks of a tensor-parallel group have not come equally far."""
+    me = dist.get_rank()
+    groups = [dist.new_group([place, place + 2]) for place in range(2)]
+    program = Program(None)
+    program.kept, program.group = KeptGradients(), groups[me % 2]
+    program.sampler = ElasticSampler(SCHEDULE, rank=me // 2, world=2)
+    program.begin()
+    assert program.compute(most=[3, 2, 1, 1][me]) == [[0, 1, 2], [0, 1], [3], [3]][me]
+    program.begin()
+    assert program.kept.found == 3
+    assert program.compute() == [[2, 4], [5]][me // 2]
+    return program.step()
+
+
+@pytest.mark.dist
+def test_tensor_parallel_ranks_have_kept_what_all_of_them_have() -> None:
+    assert run_ranks(4, tensor_parallel_ranks) == uninterrupted(1) * 4
+
+
+def draw_with_a_single_micro_batch() -> int:
+    """Draw unkeyed numbers where one of the ranks has a single micro-batch and cannot see it."""
+    torch.manual_seed(0)
+    model, sampler = (
+        torch.nn.Linear(3, 1),
+        ElasticSampler(Schedule(size=9, microbatch=1, microbatches=3)),
+    )
+    kept = KeptGradients()
+    canonical = kept.resume(model, sampler)
+    for index in sampler.indices:
+        model(DATA[torch.randint(len(DATA), (1,))]).sum().backward()
+        canonical.add(index)
+    assert kept.refused == (len(sampler.indices) == 2)
+    kept.resume(model, sampler)
+    assert kept.refused
+    return kept.found
+
+
+@pytest.mark.dist
+def test_what_one_rank_refuses_none_keeps() -> None:
+    assert run_ranks(2, draw_with_a_single_micro_batch) == [0, 0]
