@@ -29,6 +29,7 @@ from ckptd.elastic.launchers.zygotewire import (
 )
 from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
 from ckptd.net.address import LOCALHOST
+from ckptd.runtime.accelerators import accelerators_here
 
 __all__ = ["Program", "WorkerPool", "programs"]
 
@@ -106,6 +107,7 @@ class WorkerPool:
         self.workers = Workers()
         self._program, self._output, self._selector = program, output, selector
         self._changed, self._hosting, self._say = changed, hosting, say
+        self._bound = bool(accelerators_here())
         self._numbers = 0
         self._begin: Begin | None = None
         self._store: StoreAt | None = None
@@ -135,7 +137,10 @@ class WorkerPool:
     def start(self, begin: Begin, address: str) -> None:
         """Start a generation, as far as that goes without its job store.
 
-        Idle workers take seats first, each the one of its own slot if it is free.
+        Local ranks are 0 to the number of seats, rising with ranks, as torchrun and Slurm promise,
+        and name devices. Idle workers take seats first, each the one of its own local rank. Where
+        there are accelerators it takes no other: a program that has chosen its device would share
+        it with the process that comes to its former local rank.
         """
         early, self._early = self._early, None
         known = early is not None and early.generation == begin.generation
@@ -146,8 +151,8 @@ class WorkerPool:
         idle = self.workers.live(lambda w: w.idle and begin.level == 0)
         seats = sorted(begin.seats, key=lambda seat: seat.rank)
         for local_rank, seat in enumerate(seats):
-            same = [w for w in idle if w.seat.slot == seat.slot]
-            others = [w for w in idle if w.seat.slot not in {s.slot for s in seats}]
+            same = [w for w in idle if w.local_rank == local_rank]
+            others = [w for w in idle if w.local_rank >= len(seats) and not self._bound]
             worker = next(iter(same + others), None)
             if worker is None:
                 self._fork(begin, seat, local_rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,11 @@ import pytest
 from ckptd.elastic.launchers import workerpool as module
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
+from ckptd.elastic.launchers.workers import Worker
+from ckptd.elastic.messages import MOST_BYTES, Attach, Begin, FromWorker, Seat
+from ckptd.elastic.policy import Shape
+from ckptd.elastic.workerend import WorkerEnd
+from ckptd.runtime.channel import SocketChannel
 from tests.processes import until
 
 
@@ -104,3 +110,53 @@ def test_ranks_are_started_without_files_where_none_can_be_made(tmp_path: Path) 
         (tmp_path / "logs" / "taken").touch()
         pool._output.folder = tmp_path / "logs" / "taken"
         assert pool._streams(0, 0).stdout == pool._streams(0, 0).error_file == ""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "local_ranks"),
+    [((), {0: 0, 2: 2, 3: 1}), (("NVIDIA",), {0: 0, 2: 2})],
+    ids=["hosts alone", "devices"],
+)
+def test_a_process_keeps_its_local_rank_and_with_it_its_device(
+    kinds: tuple[str, ...],
+    local_ranks: dict[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four the second dies, and the next generation has three ranks here."""
+    monkeypatch.setattr(module, "accelerators_here", lambda: kinds)
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, _):
+        forked: list[int] = []
+        monkeypatch.setattr(
+            pool, "_fork", lambda begin, seat, local_rank: forked.append(local_rank)
+        )
+        ours, theirs = socket.socketpair()
+        channel = SocketChannel(ours, FromWorker, MOST_BYTES)
+        end = WorkerEnd(channel, 0, Attach(0, 0, 1, True))
+        for number in (0, 2, 3):
+            worker = Worker(number, 1, Seat(number, number, 0, number, 0), number, session=True)
+            worker.out, worker.end = True, end
+            pool.workers.add(worker)
+        seats = tuple(Seat(slot, rank, 0, rank, 0) for rank, slot in enumerate((0, 2, 3)))
+        shape = Shape(1, 3, 1)
+        pool.start(
+            Begin(
+                generation=2,
+                level=0,
+                shape=shape,
+                step=0,
+                reason="a test",
+                nodes=1,
+                node_rank=0,
+                seats=seats,
+                world=3,
+            ),
+            "127.0.0.1",
+        )
+        seated = {w.number: w.local_rank for w in pool.workers.live() if w.generation == 2}
+        assert seated == local_ranks
+        assert sorted([*seated.values(), *forked]) == [0, 1, 2], "as torchrun and Slurm promise"
+        for worker in pool.workers.live():
+            worker.dead = True  # it was never there
+        theirs.close()
+        channel.close()
