@@ -260,7 +260,10 @@ def other_process(folder: str, layers: int) -> Iterator[dict[str, str]]:
     ) as node:
         assert node.stdin is not None
         assert node.stdout is not None
-        yield json.loads(next(x for x in node.stdout if x.startswith("{")))
+        found = next((x for x in node.stdout if x.startswith("{")), None)
+        if found is None:
+            raise SystemExit(f"the process that is to save ended with {node.wait(60)}: see above")
+        yield json.loads(found)
         node.stdin.close()
 
 

@@ -257,6 +257,9 @@ def is_capturing() -> bool:
     return kind is not None and kind.is_capturing()
 
 
+_loaded: dict[str, ctypes.CDLL] = {}
+
+
 def _exchange(runtime: _Runtime, mode: int) -> int | None:
     """Set how far captures concern this thread; return how far they did, None if it cannot be set.
 
@@ -264,7 +267,12 @@ def _exchange(runtime: _Runtime, mode: int) -> int | None:
     """
     value = ctypes.c_int(mode)
     try:
-        library = ctypes.CDLL(_mapped(runtime.library))
+        library = _loaded.get(runtime.library)
+        if library is None:
+            path = _mapped(runtime.library)
+            library = ctypes.CDLL(path)
+            if path is not None:
+                _loaded[runtime.library] = library  # to look for it takes milliseconds
         status = int(getattr(library, runtime.exchange)(ctypes.byref(value)))
     except (OSError, AttributeError):
         return None

@@ -659,7 +659,7 @@ class Loader:
         """Load one checkpoint; all ranks call this, and it fails on all or on none."""
         rank, root = self._agreement.board.rank, sources.catalogue.store
         with sources.held(candidate), saving(root, candidate.name, "", rank):
-            error: CkptdError | None = None
+            error: Exception | None = None
             store = sources.store
             try:
                 with no_collection():
@@ -676,7 +676,7 @@ class Loader:
                 if laid is not None:
                     objects = laid.objects(objects)
                 check_objects(leaves, objects, per_rank)
-            except CkptdError as caught:
+            except Exception as caught:  # noqa: BLE001 - no_errors raises it
                 error = caught
             # A rank that fails here must not leave the others waiting inside the read.
             self._agreement.no_errors(error)
@@ -752,8 +752,22 @@ class Loader:
 
     def _undamaged(self, function: Callable[[], None]) -> None:
         """Call a function that raises when the live state is wrong: then it is so on every rank."""
+
+        def explained() -> None:
+            try:
+                function()
+            except CkptdError:
+                raise
+            except Exception as error:
+                # The state is half written: the checkpointer must know it, whatever was raised.
+                raise CkptdError(
+                    "what was read could not be brought to its place",
+                    kind="crashed",
+                    found=repr(error)[:500],
+                ) from error
+
         try:
-            self._agreement.on_every_rank(function)
+            self._agreement.on_every_rank(explained)
         except CkptdError as failed:
             failed.poisoned = True
             raise

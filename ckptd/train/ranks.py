@@ -98,10 +98,20 @@ class Agreement:
         patience = 2 * self._timeout_s
         return self._answer(f"{key}/answer", lambda: digest(self._reports(key, value)), patience)
 
-    def no_errors(self, error: CkptdError | None) -> None:
-        """Raise on every rank when any rank brings an error; see `ckptd.runtime.ranks.agree`."""
+    def no_errors(self, error: Exception | None) -> None:
+        """Raise on every rank when any rank brings an error; see `ckptd.runtime.ranks.agree`.
+
+        One that is not of ckptd, as of a function of the program, is raised as it is where it was
+        brought; the other ranks raise kind ``crashed``.
+        """
         key = self._key("errors")
-        agree(self.board, key, error, runs=self._peers.runs, stall_s=self._timeout_s)
+        own = None if error is None else _reported(error)
+        try:
+            agree(self.board, key, own, runs=self._peers.runs, stall_s=self._timeout_s)
+        except CkptdError:
+            if error is not None and own is not error:
+                raise error from error.__cause__
+            raise
 
     def on_every_rank(self, function: Callable[[], T]) -> T:
         """Return what `function` returns here, if it raises nothing on any rank.
@@ -109,13 +119,13 @@ class Agreement:
         Raises
         ------
         CkptdError
-            On every rank, when it raises on one.
+            On every rank, when it raises on one; see `no_errors`.
         """
-        error: CkptdError | None = None
+        error: Exception | None = None
         found: list[T] = []
         try:
             found.append(function())
-        except CkptdError as caught:
+        except Exception as caught:  # noqa: BLE001 - no_errors raises it
             error = caught
         self.no_errors(error)
         return found[0]
@@ -130,8 +140,8 @@ class Agreement:
         if self.board.rank == 0:
             try:
                 value = make()
-            except CkptdError as error:
-                self.board.set(key, b"-" + msgspec.json.encode(error.to_dict()))
+            except Exception as error:
+                self.board.set(key, b"-" + msgspec.json.encode(_reported(error).to_dict()))
                 raise
             self.board.set(key, b"+" + value)
             return value
@@ -163,6 +173,18 @@ class Agreement:
             found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
             hint=EVERY_RANK,
         )
+
+
+def _reported(error: Exception) -> CkptdError:
+    """Return what other ranks raise for an error."""
+    if isinstance(error, CkptdError):
+        return error
+    return CkptdError(
+        "a rank was left by an error of its program",
+        kind="crashed",
+        found=repr(error)[:500],
+        hint="the output of that rank has the traceback",
+    )
 
 
 _members = json_decoder(dict[str, tuple[int, ...]])

@@ -157,10 +157,13 @@ class Upload:
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """Let this thread's work on the device come after what was sent."""
+        """Let this thread's work on the device come after what was sent.
+
+        To ask for events and to lock memory would break captures of graphs in other threads.
+        """
         stream = self._stream
         on = nullcontext() if stream is None else self._kind.on_stream(self.device, stream)
-        with _failures(), on, torch.no_grad():
+        with _failures(), self._kind.captures_ignored(), on, torch.no_grad():
             yield
 
     def batch(self) -> _Batch:
@@ -184,7 +187,7 @@ class Upload:
     def settle(self, timeout_s: float) -> None:
         """See `DeviceWriter`."""
         until = time.monotonic() + timeout_s
-        with _failures():
+        with _failures(), self._kind.captures_ignored():
             mark = self.mark()
             while mark is not None and not mark.query():
                 if time.monotonic() > until:

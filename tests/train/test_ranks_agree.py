@@ -75,6 +75,27 @@ def test_an_error_of_any_rank_is_everybodys() -> None:
     assert everywhere(4, lambda agreement: agreement.no_errors(None)) == [None] * 4
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_program_raises_is_raised_there_and_ends_the_wait_of_others(failing: int) -> None:
+    """As where a function for names raises: ranks waited for their whole time."""
+
+    def fails() -> None:
+        raise KeyError("of the program")
+
+    def work(agreement: Agreement) -> Any:
+        mine = agreement.board.rank == failing
+        with pytest.raises(KeyError if mine else CkptdError) as caught:
+            agreement.on_every_rank(fails if mine else lambda: None)
+        if failing == 0:
+            with pytest.raises(KeyError if mine else CkptdError):
+                agreement.on_rank_zero("name", fails)
+        return None if mine else (caught.value.kind, caught.value.found)
+
+    found = everywhere(3, work, timeout_s=600.0)
+    others = [("crashed", "KeyError('of the program')")] * 2
+    assert found == [*others[:failing], None, *others[failing:]]
+
+
 def test_missing_ranks_are_named_on_all() -> None:
     def work(agreement: Agreement) -> Any:
         if agreement.board.rank in (1, 3):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import IO, Any, TypedDict, TypeVar, Unpack, cast
 
@@ -124,7 +125,8 @@ class _Server:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # what it forked has its output open
+                process.communicate(timeout=_MORE_S)
 
     def play(
         self, specs: Sequence[RankSpec], deadline: float, grace_s: float

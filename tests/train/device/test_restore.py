@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -333,6 +334,33 @@ def keeps_buffers_that_are_copied_from(_: str) -> None:
     assert bool((target == 1).all())
 
 
+def breaks_no_capture(_: str) -> None:
+    """Threads of a load ask for events and lock memory while another one captures a graph."""
+    target, raised = torch.zeros(64, dtype=torch.uint8, device="cuda"), []
+
+    def loads() -> None:
+        try:
+            writer = upload.Upload(target.device, upload.BufferRing(64))
+            batch = writer.batch()
+            for value in (1, 2):
+                room = batch.room(64)
+                room[:] = value
+                place = upload.DeviceBuffer(target, writer)
+                place.send(Block((64,), 0, (1,), 0, (1,)), 1, room, locked=batch.locked)
+            batch.close()
+            writer.settle(10.0)
+        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+            raised.append(error)
+
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        thread = threading.Thread(target=loads)
+        thread.start()
+        thread.join()
+    if raised:
+        raise raised[0]
+    assert bool((target == 2).all())
+
+
 def is_refused_in_a_capture(root: str) -> None:
     save(root, {"w": torch.ones(8, device="cuda")})
     live = {"w": torch.zeros(8, device="cuda")}
@@ -357,6 +385,7 @@ def promised(folder: str) -> None:
         reads_in_waves,
         loads_from_near_memory,
         keeps_buffers_that_are_copied_from,
+        breaks_no_capture,
         is_refused_in_a_capture,
     ):
         check(f"{folder}/{check.__name__}")
