@@ -18,6 +18,7 @@ __all__ = [
     "SETTINGS",
     "NcclSetting",
     "apply_settings",
+    "defaults_in",
     "installed_version",
     "too_old",
     "wrong_settings",
@@ -72,7 +73,7 @@ SETTINGS = (
 
 def apply_settings(environ: MutableMapping[str, str]) -> None:
     """Set what the user has not set, in place of what a launcher set for want of that."""
-    replaceable = _defaults(environ)
+    replaceable = defaults_in(environ)
     for setting in SETTINGS:
         if setting.name not in environ or setting.name in replaceable:
             environ[setting.name] = setting.wanted
@@ -80,14 +81,15 @@ def apply_settings(environ: MutableMapping[str, str]) -> None:
 
 def wrong_settings(environ: Mapping[str, str]) -> Iterator[NcclSetting]:
     """Yield the settings that the user has set to something else than a session wants."""
-    replaceable = _defaults(environ)
+    replaceable = defaults_in(environ)
     for setting in SETTINGS:
         found = environ.get(setting.name, setting.wanted)
         if found != setting.wanted and setting.name not in replaceable:
             yield setting
 
 
-def _defaults(environ: Mapping[str, str]) -> Collection[str]:
+def defaults_in(environ: Mapping[str, str]) -> Collection[str]:
+    """Return names of variables that a launcher has set because nobody else had."""
     return environ.get(DEFAULTS_VARIABLE, "").split(",")
 
 

@@ -38,6 +38,8 @@ def test_a_session_replaces_what_the_launcher_has_set_and_nothing_else(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
     )
     assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in environ
+    inner = common(environ, FACTS, slots=1)  # of a launcher in a rank, which runs no session
+    assert [s.name for s in wrong_settings(inner)] == list(given)
     assert [s.name for s in wrong_settings(environ)] == list(given)
     apply_settings(environ)
     assert {s.name: environ[s.name] for s in SETTINGS} == {
@@ -46,7 +48,7 @@ def test_a_session_replaces_what_the_launcher_has_set_and_nothing_else(
     }
     assert environ["OMP_NUM_THREADS"] == "1"
     nested = common(environ, FACTS, slots=2)  # a rank that is a launcher itself
-    assert nested["CKPTD_DEFAULTS"] == ""
+    assert nested["CKPTD_DEFAULTS"] == "OMP_NUM_THREADS"
 
 
 def test_versions() -> None:

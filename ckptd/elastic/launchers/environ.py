@@ -15,7 +15,7 @@ from ckptd.elastic.messages import (
     Begin,
     Seat,
 )
-from ckptd.elastic.nccl import DEFAULTS_VARIABLE
+from ckptd.elastic.nccl import DEFAULTS_VARIABLE, defaults_in
 
 __all__ = ["SIGNALS_TO_HANDLE", "JobFacts", "common", "of_seat", "of_store"]
 
@@ -63,7 +63,10 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
     unless = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if slots > 1:  # as torchrun does, lest every rank takes all cores
         unless["OMP_NUM_THREADS"] = "1"
-    more[DEFAULTS_VARIABLE] = ",".join(name for name in unless if name not in base)
+    # What a launcher around this one has set, and nobody since, was not asked for either.
+    theirs = {name: base.get(name) for name in defaults_in(base)}
+    ours = (n for n, value in unless.items() if n not in base or theirs.get(n) == value)
+    more[DEFAULTS_VARIABLE] = ",".join(ours)
     return {**unless, **base, **more}
 
 

@@ -37,19 +37,23 @@ class HostedOptimizer(Optimizer):
 
     def __init__(self, masters: Mapping[Any, Any], optimizers: Iterable[Optimizer]) -> None:
         # Not torch's own: there is nothing to step, and nothing to hook.
+        self._look(masters, optimizers)
+        self.defaults = self.optimizers[0].defaults
+
+    def _look(self, masters: Mapping[Any, Any], optimizers: Iterable[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self._masters = masters
+        self._groups = len(self.param_groups)
         self._owned = {id(master): parameter for parameter, master in masters.items()}
         self.state: Any = _States(self.optimizers)
-        self.defaults = self.optimizers[0].defaults
 
     @classmethod
     def of(cls, wrapper: object) -> Self | None:
-        """Return the view of a wrapper that is one, always the same; None where it is none."""
+        """Return the view of a wrapper that is one, always the same; None where it is none.
+
+        Groups that were added since it was asked for last are in it.
+        """
         known = getattr(wrapper, "__dict__", {})
-        if _VIEW in known:
-            found: Self = known[_VIEW]
-            return found
         masters, by_parameter = known.get("param_d2h_map"), known.get("optim_dict")
         if not isinstance(masters, Mapping) or not isinstance(by_parameter, Mapping):
             return None
@@ -57,7 +61,11 @@ class HostedOptimizer(Optimizer):
         optimizers = [*by_parameter.values(), *([] if on_device is None else [on_device])]
         if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
             return None
-        known[_VIEW] = view = cls(masters, optimizers)
+        view: Self | None = known.get(_VIEW)
+        if view is None:
+            known[_VIEW] = view = cls(masters, optimizers)
+        elif view._groups != sum(len(optimizer.param_groups) for optimizer in optimizers):
+            view._look(masters, optimizers)
         return view
 
     @property

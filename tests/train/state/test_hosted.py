@@ -55,6 +55,25 @@ def test_a_save_has_the_state_that_a_load_of_the_optimizer_itself_brought(tmp_pa
     assert torch.equal(inner.state_dict()["state"][0]["exp_avg"], first)
 
 
+def test_a_group_that_was_added_after_a_save_is_in_the_next(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)])
+    first, second = (layer.weight for layer in model)
+    wrapper = _Wrapper([first])
+    state = {"model": model, "optim": wrapper}
+    wrapper.step()
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        ck.save(1, state).durable()
+        wrapper.param_d2h_map[second] = master = second.detach().clone()
+        wrapper.optim_dict[second] = added = torch.optim.Adam([master], lr=0.1)
+        wrapper.step()
+        moments = added.state[master]["exp_avg"].clone()
+        ck.save(2, state).durable()
+        wrapper.step()
+        assert not torch.equal(added.state[master]["exp_avg"], moments)
+        assert ck.load(state) == 2
+    assert torch.equal(added.state[master]["exp_avg"], moments)
+
+
 def test_a_load_brings_each_parameter_to_its_master_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
