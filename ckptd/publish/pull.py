@@ -27,7 +27,8 @@ from ckptd.layout.lay.resolve import Bound
 from ckptd.live.memory import ArrayMemory, TensorMemory
 from ckptd.live.move import Arrivals, change_between, place_of, put_fills
 from ckptd.live.plan import Incoming, MovePlan, PartBlock, Roles, make_plan
-from ckptd.publish.link import MappedVersion, ServerLink
+from ckptd.publish.carrier import SlotReader
+from ckptd.publish.link import MappedVersion
 from ckptd.publish.messages import (
     AskChanged,
     AskTensors,
@@ -40,7 +41,7 @@ from ckptd.publish.messages import (
 from ckptd.reshard.layouts import read_text
 from ckptd.types import DType, dtype_of
 
-__all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block"]
+__all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "published_layout"]
 
 U8 = NDArray[np.uint8]
 
@@ -116,6 +117,27 @@ class _Part:
     data: U8 | None = None
 
 
+def published_layout(about: PublishedAbout) -> Bound:
+    """Return the layout of what is published.
+
+    Raises
+    ------
+    MismatchError, UsageError
+        It is none, or is for another number of ranks.
+    """
+    source = bind_sizes(read_text(about.layout, "the publisher").resolve(), about.sizes)
+    mesh = source.layout.mesh
+    if (1 if mesh is None else mesh.world) != about.world:
+        raise MismatchError(
+            "the publisher's layout is for another number of ranks",
+            kind="lay-fit",
+            where=source.layout.name,
+            wanted=f"{about.world} ranks, as publish",
+            found=f"{1 if mesh is None else mesh.world} ranks",
+        )
+    return source
+
+
 class PullPlan:
     """The parts that one worker needs, by the rank that has them.
 
@@ -147,16 +169,7 @@ class PullPlan:
         targets: Mapping[str, TensorMemory],
     ) -> None:
         self.epoch = about.epoch
-        source = bind_sizes(read_text(about.layout, "the publisher").resolve(), about.sizes)
-        mesh = source.layout.mesh
-        if (1 if mesh is None else mesh.world) != about.world:
-            raise MismatchError(
-                "the publisher's layout is for another number of ranks",
-                kind="lay-fit",
-                where=source.layout.name,
-                wanted=f"{about.world} ranks, as publish",
-                found=f"{1 if mesh is None else mesh.world} ranks",
-            )
+        source = published_layout(about)
         self.transfers = Transfers(Composition(*agreed(source, target)))
         roles = Roles(tuple(range(about.world)), tuple(range(about.world, about.world + world)))
         self._plan: MovePlan = make_plan(
@@ -179,7 +192,7 @@ class PullPlan:
     def stage(
         self,
         number: int,
-        links: Mapping[int, ServerLink],
+        links: Mapping[int, SlotReader],
         budget_bytes: int | None,
         held: HeldTensors | None = None,
         *,
@@ -365,7 +378,7 @@ class _Giver:
         Own tensors of which more than half changed.
     """
 
-    def __init__(self, link: ServerLink, incoming: list[Incoming]) -> None:
+    def __init__(self, link: SlotReader, incoming: list[Incoming]) -> None:
         self._link = link
         self._incoming = incoming
         self.compared = False

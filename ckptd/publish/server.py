@@ -27,14 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.errors import CkptdError, NotFoundError
 from ckptd.format.digest import digest
-from ckptd.live.memory import ArrayMemory
 from ckptd.net.address import Address, UnixAddress, listen_at, same_user
 from ckptd.net.connection import Connection, greet_client
+from ckptd.publish.blocks import gather_blocks, read_bytes, tensor_bytes
 from ckptd.publish.link import MOST_BODY, ServerLink
 from ckptd.publish.messages import (
-    MOST_READ_BYTES,
     ORDER,
     PURPOSE,
     QUESTION,
@@ -76,11 +75,9 @@ from ckptd.publish.messages import (
     VersionWhole,
 )
 from ckptd.publish.versions import VersionBook
-from ckptd.reshard.changes import Linear
 from ckptd.runtime.channel import SocketChannel
 from ckptd.runtime.host import host_id
 from ckptd.save.arena import Slot
-from ckptd.types import dtype_of
 
 __all__ = ["BLOCK_BYTES", "PublishServer"]
 
@@ -306,7 +303,7 @@ class PublishServer:
         found: dict[str, list[bytes]] = {}
         with contextlib.suppress(NotFoundError), self.reading(number) as slot:
             for name, tensor in self._tensors.items():
-                data = self._bytes(slot, tensor)
+                data = tensor_bytes(slot, tensor)
                 cuts = range(0, len(data), BLOCK_BYTES)
                 found[name] = [digest(data[at : at + BLOCK_BYTES].data) for at in cuts]
         with self._digested:
@@ -316,11 +313,6 @@ class PublishServer:
             while len(self._digests) > _KEPT_DIGESTS:
                 self._digests.popitem(last=False)
             self._digested.notify_all()
-
-    @staticmethod
-    def _bytes(slot: Slot, tensor: PublishedTensor) -> U8:
-        size = tensor.numel * dtype_of(tensor.dtype).itemsize
-        return np.frombuffer(slot.data, np.uint8, size, tensor.start)
 
     # --- versions -------------------------------------------------------------------------------
 
@@ -477,59 +469,20 @@ class _Session:
         return ChangedBlocks(True, BLOCK_BYTES, tuple(bits))
 
     def _read(self, number: int, blocks: Sequence[BlockRead]) -> None:
+        known = [self._server._tensors.get(n, _ABSENT) for n in self._names]
+        for block in blocks:
+            if block.tensor < len(known) and not known[block.tensor].dtype:
+                raise _not_there(self._names[block.tensor])
+        total = read_bytes(known, blocks)
+        if len(self._buffer) < total:
+            self._buffer = np.empty(total, np.uint8)
         with self._server.reading(number) as slot:
-            parts = [self._part(slot, block) for block in blocks]
-            total = sum(nbytes for *_, nbytes in parts)
-            if total > MOST_READ_BYTES:
-                raise UsageError("too much is asked for at once", kind="transport", found=total)
-            if len(self._buffer) < total:
-                self._buffer = np.empty(total, np.uint8)
-            at = 0
-            for memory, block, nbytes in parts:
-                _gather(memory, block, self._buffer[at : at + nbytes])
-                at += nbytes
+            gather_blocks(slot, known, blocks, self._buffer[:total])
         data = self._buffer[:total].data
         self._connection.send(ReadBytes(digest(data)), data)
 
-    def _part(self, slot: Slot, block: BlockRead) -> tuple[ArrayMemory, BlockRead, int]:
-        if block.tensor >= len(self._names) or len(block.shape) != len(block.strides):
-            raise UsageError("no such part", kind="transport", found=str(block)[:200])
-        tensor = self._server._tensors.get(self._names[block.tensor])
-        if tensor is None:
-            raise _not_there(self._names[block.tensor])
-        dtype = dtype_of(tensor.dtype)
-        count, last = 1, block.start
-        for n, step in zip(block.shape, block.strides, strict=True):
-            if n < 0 or step < 0:
-                raise UsageError("no such part", kind="transport", found=str(block)[:200])
-            count *= n
-            last += (n - 1) * step
-        if count and last >= tensor.numel:
-            raise UsageError(
-                "a part is not inside its tensor",
-                kind="transport",
-                where=tensor.name,
-                wanted=f"elements below {tensor.numel}",
-                found=last,
-            )
-        size = dtype_of(block.cast).itemsize if block.cast else dtype.itemsize
-        if count * max(size, dtype.itemsize) > MOST_READ_BYTES:
-            raise UsageError("too much is asked for at once", kind="transport", found=count)
-        return ArrayMemory(self._server._bytes(slot, tensor), dtype), block, count * size
-
 
 _ABSENT = PublishedTensor("", "", 0, 0)
-
-
-def _gather(memory: ArrayMemory, block: BlockRead, out: U8) -> None:
-    """Copy a part, in the type that it is sent in."""
-    if not block.cast:
-        memory.take(block.start, block.shape, block.strides, out)
-        return
-    plain = np.empty(int(np.prod(block.shape)) * memory.dtype.itemsize, np.uint8)
-    memory.take(block.start, block.shape, block.strides, plain)
-    target = dtype_of(block.cast).numpy
-    Linear("").apply(out.view(target), plain.view(memory.dtype.numpy))
 
 
 def _not_there(what: str) -> CkptdError:

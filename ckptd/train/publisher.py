@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.decoding import json_decoder, msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError, WorkerError
 from ckptd.net.address import is_here, is_loopback
+from ckptd.publish.blocks import gather_blocks, read_bytes
+from ckptd.publish.carrier import WeightCarrier
 from ckptd.publish.client import PublishClient
 from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
     AskSlot,
+    BlockRead,
     Opening,
     PublishedTensor,
     ServerEntry,
@@ -161,6 +167,8 @@ class Publisher:
         For so long a worker may hold a version, in seconds; then its slot is given up to it.
     linger_s
         For so long after the trainer's death workers still get the last version, in seconds.
+    carrier
+        Answers workers that have its counterpart; see `ckptd.Subscriber`.
     timeout_s
         Longest wait for other ranks, in seconds.
 
@@ -181,6 +189,7 @@ class Publisher:
         process_group: Any = None,
         lease_s: float = 120.0,
         linger_s: float = 30.0,
+        carrier: WeightCarrier | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         if slots < 2:
@@ -204,6 +213,7 @@ class Publisher:
         self._entry = self._meet(every(self._client.ready))
         self._shape: _Shape | None = None
         self._slots: dict[int, Slot] = {}
+        self._reading = threading.Lock()
         self._sources: tuple[object, CopySources] | None = None
         self._flattener = Flattener()
         self._gate = Gate(timeout_s)
@@ -211,6 +221,8 @@ class Publisher:
         self._copier = ThreadPoolExecutor(1, "ckptd-publish")
         self._number = 0
         self._calls = 0
+        if carrier is not None:
+            carrier.serve(self._read)
         self._closed = False
 
     def _clone(self) -> Board:
@@ -423,12 +435,12 @@ class Publisher:
 
     def _slot(self, choice: _Choice, nbytes: int) -> Slot:
         slot = self._slots.get(choice.slot)
-        if slot is not None and choice.fresh:
-            # A worker may read it still: what it has mapped stays as it is, and goes with it.
-            self._slots.pop(choice.slot).close()
-            slot = None
-        if slot is None:
-            slot = self._slots[choice.slot] = Slot(choice.slot, nbytes)
+        if slot is None or choice.fresh:
+            with self._reading:
+                if slot is not None:
+                    # A worker may read it still: what it has mapped stays as it is.
+                    self._slots.pop(choice.slot).close()
+                slot = self._slots[choice.slot] = Slot(choice.slot, nbytes)
             self._client.send(SlotMemory(choice.slot, nbytes), slot)
         return slot
 
@@ -504,6 +516,23 @@ class Publisher:
     def _await_whole(self, number: int, timeout_s: float) -> None:
         self._board.get(f"publish/whole/{number}", timeout_s)
 
+    def _read(
+        self, number: int, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]
+    ) -> NDArray[np.uint8]:
+        """Return parts of a version that a worker holds, for a carrier."""
+        gone = NotFoundError(
+            "a publisher has no such version", kind="no-version", where=f"{number}"
+        )
+        data = np.empty(read_bytes(tensors, blocks), np.uint8)
+        with self._reading:
+            slot = next((s for s in self._slots.values() if s.sealed == number), None)
+            if slot is None:
+                raise gone
+            gather_blocks(slot, tensors, blocks, data)
+            if slot.sealed != number:
+                raise gone
+        return data
+
     def before_mutation(self) -> None:
         """Return when the weights may change; for changes that are not an optimizer's step."""
         self._gate.wait()
@@ -517,9 +546,10 @@ class Publisher:
         self._copier.shutdown(wait=True)
         self._device_copies.close()
         self._client.close()
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
+        with self._reading:
+            for slot in self._slots.values():
+                slot.close()
+            self._slots.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from torch import nn
 from ckptd import events
 from ckptd.errors import CkptdError, TransientStoreError
 from ckptd.format.digest import digest
+from ckptd.publish.carrier import SlotReader, WeightCarrier
 from ckptd.publish.link import ServerLink
 from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
@@ -170,6 +171,9 @@ class Subscriber:
         What does not fit the budget is written as it comes, once all ranks are ready, instead of
         being refused. If that breaks off, `update` raises and the tensors are of no version:
         `version` is None, and another `update` has to succeed before they are used.
+    carrier
+        Brings the weights by another way than the servers' memory and sockets, as
+        `ckptd.train.carrier.GroupCarrier` does; the publisher has its counterpart.
     root
         Where no publisher is reached, the newest checkpoint of this root is loaded.
     root_layout
@@ -193,6 +197,7 @@ class Subscriber:
         group: Any = None,
         budget_bytes: int | None = None,
         in_place: bool = False,
+        carrier: WeightCarrier | None = None,
         root: str | os.PathLike[str] | None = None,
         root_layout: LayoutSpec | None = None,
         timeout_s: float = 60.0,
@@ -202,6 +207,7 @@ class Subscriber:
         self._timeout_s = timeout_s
         self._budget_bytes = budget_bytes
         self._in_place = in_place
+        self._carrier = carrier
         every = self._agreement.on_every_rank
         self._place = every(lambda: MeetingPlace.of(at, secret))
         self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
@@ -396,9 +402,12 @@ class Subscriber:
                 )
         held = self._version
         same = held is not None and held.epoch == version.epoch
+        readers: dict[int, SlotReader] = {g: self._links[g] for g in plan.givers}
+        if self._carrier is not None:
+            readers = {g: self._carrier.reader(g, self._links[g]) for g in plan.givers}
         return plan.stage(
             version.number,
-            self._links,
+            readers,
             self._budget_bytes,
             HeldTensors(held.number, self._proved()) if held is not None and same else None,
             in_place=self._in_place,

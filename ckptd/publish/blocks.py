@@ -1,0 +1,97 @@
+"""Parts of published tensors: checked against the slot that they are asked of, and gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import UsageError
+from ckptd.live.memory import ArrayMemory
+from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
+from ckptd.reshard.changes import Linear
+from ckptd.save.arena import Slot
+from ckptd.types import dtype_of
+
+__all__ = ["gather_blocks", "read_bytes", "tensor_bytes"]
+
+U8 = NDArray[np.uint8]
+
+
+def tensor_bytes(slot: Slot, tensor: PublishedTensor) -> U8:
+    """Return a tensor's memory in a slot.
+
+    Raises
+    ------
+    UsageError
+        kind ``transport``: it is not inside the slot.
+    """
+    size = tensor.numel * dtype_of(tensor.dtype).itemsize
+    if tensor.start + size > slot.nbytes:
+        raise _outside(tensor, f"{slot.nbytes} bytes", tensor.start + size)
+    return np.frombuffer(slot.data, np.uint8, size, tensor.start)
+
+
+def read_bytes(tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]) -> int:
+    """Return how many bytes some parts are; every number of them is checked.
+
+    Raises
+    ------
+    UsageError
+        kind ``transport``: a part is not inside its tensor, or they are too many bytes.
+    """
+    total = 0
+    for block in blocks:
+        if block.tensor >= len(tensors) or len(block.shape) != len(block.strides):
+            raise UsageError("no such part", kind="transport", found=str(block)[:200])
+        tensor = tensors[block.tensor]
+        dtype = dtype_of(tensor.dtype)
+        count, last = 1, block.start
+        for n, step in zip(block.shape, block.strides, strict=True):
+            if n < 0 or step < 0:
+                raise UsageError("no such part", kind="transport", found=str(block)[:200])
+            count *= n
+            last += (n - 1) * step
+        if count and last >= tensor.numel:
+            raise _outside(tensor, f"elements below {tensor.numel}", last)
+        size = dtype_of(block.cast).itemsize if block.cast else dtype.itemsize
+        total += count * size
+        if max(total, count * dtype.itemsize) > MOST_READ_BYTES:
+            raise UsageError(
+                "too much is asked for at once",
+                kind="transport",
+                wanted=f"at most {MOST_READ_BYTES} bytes",
+                found=f"{total} bytes",
+            )
+    return total
+
+
+def gather_blocks(
+    slot: Slot, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead], out: U8
+) -> None:
+    """Copy parts, which `read_bytes` has checked, one after the other, each in its own type."""
+    at = 0
+    for block in blocks:
+        tensor = tensors[block.tensor]
+        memory = ArrayMemory(tensor_bytes(slot, tensor), dtype_of(tensor.dtype))
+        numel = int(np.prod(block.shape, dtype=np.int64))
+        sent = dtype_of(block.cast) if block.cast else memory.dtype
+        part = out[at : at + numel * sent.itemsize]
+        at += len(part)
+        if not block.cast:
+            memory.take(block.start, block.shape, block.strides, part)
+            continue
+        plain = np.empty(numel * memory.dtype.itemsize, np.uint8)
+        memory.take(block.start, block.shape, block.strides, plain)
+        Linear(tensor.name).apply(part.view(sent.numpy), plain.view(memory.dtype.numpy))
+
+
+def _outside(tensor: PublishedTensor, wanted: str, found: object) -> UsageError:
+    return UsageError(
+        "a part is not inside its tensor",
+        kind="transport",
+        where=tensor.name,
+        wanted=wanted,
+        found=found,
+    )

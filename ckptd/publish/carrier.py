@@ -1,0 +1,57 @@
+"""Another way for the bytes than a server's socket: the contract of carriers.
+
+Which version there is, and who holds it, is always asked of the servers. A carrier brings the parts
+of tensors themselves: over a process group, or by a device's or a network's own means. It reads a
+slot that is held, and is asked for blocks, as one-sided transports are.
+`ckptd.testing.carrier` has the tests that every carrier has to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.publish.link import MappedVersion
+from ckptd.publish.messages import BlockRead, PublishedTensor
+
+__all__ = ["PartsReader", "SlotReader", "WeightCarrier"]
+
+U8 = NDArray[np.uint8]
+T = TypeVar("T")
+
+PartsReader = Callable[[int, Sequence[PublishedTensor], Sequence[BlockRead]], U8]
+"""``(version, tensors, blocks) -> bytes``: reads slots of this rank; raises where it cannot."""
+
+
+class SlotReader(Protocol):
+    """What a worker has of one rank of the publisher; see `ckptd.publish.link.ServerLink`."""
+
+    @property
+    def local(self) -> bool:
+        """Whether memory can be mapped."""
+
+    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
+        """Return the server's answer to a question."""
+
+    def map(self, number: int) -> MappedVersion:
+        """Return the memory of a version."""
+
+    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
+        """Fill `into` with parts of the tensors that were asked after last."""
+
+
+class WeightCarrier(Protocol):
+    """Made by every rank of the publisher and of its workers, at the same time."""
+
+    def serve(self, read: PartsReader) -> None:
+        """Answer what workers ask of this rank of the publisher, until `close`."""
+
+    def reader(self, giver: int, link: Any) -> SlotReader:
+        """Return what reads from a rank of the publisher; `link` is to its server."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""

@@ -1,0 +1,146 @@
+"""`CarrierContract`: the tests that every carrier of published weights passes.
+
+A carrier's author subclasses it with one function of a module, which every rank calls with the
+ranks of the default group that publish::
+
+    def make(publishers: Sequence[int]) -> WeightCarrier:
+        return MyCarrier(publishers, ...)
+
+
+    class TestMyCarrier(CarrierContract):
+        make = staticmethod(make)
+
+The tests start real ranks, in which ``torch.distributed`` is initialised with gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ckptd.publish.carrier import WeightCarrier
+from ckptd.testing.ranks import rank_outcomes, run_ranks
+
+__all__ = ["CarrierContract"]
+
+Make = Callable[[Sequence[int]], WeightCarrier]
+
+_LAYOUT = """
+mesh A = t:2
+mesh B = t:1
+space s { w{i}[n m] }
+layout rows of s on A { w.{i} = w{i}[n@t m] }
+layout turned of s on B { w.{i} = w{i}[m n] cast(bf16) }
+"""
+_ROWS, _COLUMNS, _COUNT = 96, 3000, 3
+_PATIENCE_S = 60.0
+
+
+class CarrierContract:
+    """See the module."""
+
+    make: ClassVar[staticmethod[[Sequence[int]], WeightCarrier]]
+
+    @pytest.mark.timeout(300)
+    def test_weights_arrive_cut_turned_and_cast(self, tmp_path: Path) -> None:
+        """Two ranks publish two versions, another one has each of them."""
+        done = run_ranks(3, _versions, self.make, str(tmp_path / "at"), deadline_s=200.0)
+        assert done[2] == [True, True]
+
+    @pytest.mark.timeout(300)
+    def test_a_dead_publisher_leaves_the_version_before(self, tmp_path: Path) -> None:
+        """A rank that is killed before its part is pulled is no error, and no mixture."""
+        at = str(tmp_path / "at")
+        outcomes = rank_outcomes(3, _killed, self.make, at, deadline_s=200.0, grace_s=90.0)
+        assert outcomes[1].exit_code == -signal.SIGKILL
+        assert outcomes[2].value == [True, True], outcomes[2]
+
+
+def _weights(step: int, rank: int | None) -> dict[str, Any]:
+    import torch
+
+    whole = [
+        torch.arange(_ROWS * _COLUMNS, dtype=torch.float32).view(_ROWS, _COLUMNS) / 8 + step * i
+        for i in range(1, _COUNT + 1)
+    ]
+    parts = whole if rank is None else [w.chunk(2)[rank].contiguous() for w in whole]
+    return {f"w.{i}": w for i, w in enumerate(parts)}
+
+
+def _holds(into: dict[str, Any], step: int) -> bool:
+    import torch
+
+    wanted = _weights(step, None)
+    return all(torch.equal(into[n], w.t().bfloat16()) for n, w in wanted.items())
+
+
+def _versions(make: Make, at: str) -> list[bool]:
+    import torch
+    import torch.distributed as dist
+
+    import ckptd
+
+    rank = dist.get_rank()
+    trainers = dist.new_group([0, 1])
+    carrier = make((0, 1))
+    found = []
+    if rank < 2:
+        with ckptd.Publisher(
+            f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
+        ) as publisher:
+            for step in (1, 2):
+                publisher.publish(step, {"m": _weights(step, rank)}).wait(_PATIENCE_S)
+                dist.barrier()
+                dist.barrier()
+    else:
+        into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+        layout = f"# layout turned\n{_LAYOUT}"
+        with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
+            for step in (1, 2):
+                dist.barrier()
+                report = subscriber.update(_PATIENCE_S)
+                good = report is not None and report.bytes_received == report.bytes_needed
+                found.append(good and _holds(into, step))
+                dist.barrier()
+    carrier.close()
+    return found
+
+
+def _killed(make: Make, at: str) -> list[bool]:
+    import torch
+    import torch.distributed as dist
+
+    import ckptd
+
+    rank = dist.get_rank()
+    trainers = dist.new_group([0, 1])
+    carrier = make((0, 1))
+    if rank < 2:
+        publisher = ckptd.Publisher(
+            f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
+        )
+        publisher.publish(1, {"m": _weights(1, rank)}).wait(_PATIENCE_S)
+        dist.barrier()
+        dist.barrier()
+        publisher.publish(2, {"m": _weights(2, rank)}).wait(_PATIENCE_S)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3.0)
+        os._exit(0)
+    into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    layout = f"# layout turned\n{_LAYOUT}"
+    with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
+        dist.barrier()
+        first = subscriber.update(_PATIENCE_S) is not None
+        dist.barrier()
+        dist.barrier()
+        time.sleep(1.0)
+        second = subscriber.update() is None and _holds(into, 1)
+    return [first, second]

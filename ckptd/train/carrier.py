@@ -1,0 +1,197 @@
+"""Published weights over a process group of trainer and workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CkptdError, CorruptError, TransientStoreError
+from ckptd.format.digest import digest
+from ckptd.live.transport import PendingMessage
+from ckptd.publish.carrier import PartsReader, SlotReader
+from ckptd.publish.link import MappedVersion, ServerLink
+from ckptd.publish.messages import (
+    MOST_READ_BYTES,
+    AskTensors,
+    BlockRead,
+    PublishedTensor,
+    TensorPlaces,
+)
+from ckptd.train.transport import TorchTransport
+
+__all__ = ["GroupCarrier"]
+
+U8 = NDArray[np.uint8]
+T = TypeVar("T")
+
+_MOST_REQUEST_BYTES = 16 << 20
+_LOOK_S = 0.2
+
+
+class _GroupRead(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker asks of a rank: parts of tensors in the slot of a version."""
+
+    number: int
+    tensors: tuple[PublishedTensor, ...]
+    blocks: tuple[BlockRead, ...]
+
+
+_reads = msgpack_decoder(_GroupRead)
+
+
+class GroupCarrier:
+    """See `ckptd.publish.carrier.WeightCarrier`; over torch.distributed, with gloo.
+
+    All ranks of `process_group` make one at the same time: it has connections of its own. A rank of
+    the publisher answers in threads of its process, so unlike a server it takes some of the
+    trainer's interpreter, and what is not pulled when it dies is lost.
+
+    Parameters
+    ----------
+    process_group
+        The ranks of the publisher and of its workers; the default group when None.
+    publishers
+        Its ranks that publish, by rank of the publisher.
+    timeout_s
+        Longest wait for one message, in seconds.
+    """
+
+    def __init__(
+        self, process_group: Any, publishers: Sequence[int], timeout_s: float = 60.0
+    ) -> None:
+        self._transport = TorchTransport(process_group, timeout_s)
+        self._transport.begin(MOST_READ_BYTES)
+        self._publishers = tuple(publishers)
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+
+    def serve(self, read: PartsReader) -> None:
+        """See `ckptd.publish.carrier.WeightCarrier`."""
+        for peer in range(self._transport.world):
+            if peer not in self._publishers:
+                name = f"ckptd-carry-{peer}"
+                threading.Thread(
+                    target=self._answer_all, args=(peer, read), name=name, daemon=True
+                ).start()
+
+    def _answer_all(self, peer: int, read: PartsReader) -> None:
+        try:
+            while not self._closed.is_set():
+                self._answer(peer, read)
+        except CkptdError:
+            return  # the worker is gone, or the carrier is closed
+
+    def _answer(self, peer: int, read: PartsReader) -> None:
+        length = np.zeros(1, np.int64)
+        if not self._through(self._transport.receive(peer, length.view(np.uint8)), None):
+            return
+        if not 0 < length[0] <= _MOST_REQUEST_BYTES:
+            raise CkptdError("a request is too long", kind="transport", found=int(length[0]))
+        raw = np.empty(int(length[0]), np.uint8)
+        self._through(self._transport.receive(peer, raw), self._timeout_s)
+        try:
+            asked = _reads.decode(raw.tobytes())
+            data = read(asked.number, asked.tensors, asked.blocks)
+            head = np.frombuffer(b"+" + digest(data.data), np.uint8)
+        except (CkptdError, msgspec.MsgspecError):
+            data, head = np.empty(0, np.uint8), np.zeros(17, np.uint8)
+        for part in (head.copy(), data):
+            if len(part):
+                self._through(self._transport.send(peer, part), self._timeout_s)
+
+    def _through(self, pending: PendingMessage, timeout_s: float | None) -> bool:
+        """Wait for a message; False: the carrier is closed. None waits until then."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not pending.wait(_LOOK_S):
+            if self._closed.is_set():
+                return False
+            if end is not None and time.monotonic() > end:
+                raise TransientStoreError("no message in time", kind="link-late")
+        return True
+
+    def reader(self, giver: int, link: ServerLink) -> SlotReader:
+        """See `ckptd.publish.carrier.WeightCarrier`."""
+        return _GroupReader(self, self._publishers[giver], link)
+
+    def ask(self, peer: int, asked: _GroupRead, into: U8) -> None:
+        """Fill `into` with what a rank of the publisher answers.
+
+        Raises
+        ------
+        TransientStoreError
+            The rank is gone, is late, or has not the version any more.
+        CorruptError
+            Other bytes came than it sent.
+        """
+        try:
+            self._ask(peer, asked, into)
+        except (TransientStoreError, CorruptError):
+            raise
+        except CkptdError as error:  # of the transport: that rank is gone
+            raise TransientStoreError(
+                "a rank of the publisher is gone",
+                kind="link-lost",
+                where=f"rank {peer}",
+                found=error.found or error.message,
+            ) from error
+
+    def _ask(self, peer: int, asked: _GroupRead, into: U8) -> None:
+        raw = np.frombuffer(msgspec.msgpack.encode(asked), np.uint8).copy()
+        head = np.zeros(17, np.uint8)
+        for part in (np.array([len(raw)], np.int64).view(np.uint8), raw):
+            self._through(self._transport.send(peer, part), self._timeout_s)
+        self._through(self._transport.receive(peer, head), self._timeout_s)
+        if head[0] != ord("+"):
+            raise TransientStoreError(
+                "a publisher has no such version", kind="no-version", where=f"rank {peer}"
+            )
+        self._through(self._transport.receive(peer, into), self._timeout_s)
+        if digest(into.data) != head[1:].tobytes():
+            raise CorruptError(
+                "bytes changed on their way from a publisher",
+                kind="transport",
+                where=f"rank {peer}",
+                hint="nothing was written to the tensors; update() again",
+            )
+
+    def close(self) -> None:
+        """See `ckptd.publish.carrier.WeightCarrier`."""
+        self._closed.set()
+        self._transport.close()
+
+
+class _GroupReader:
+    """Reads from one rank over the group, and asks its server everything else."""
+
+    local = False
+
+    def __init__(self, carrier: GroupCarrier, peer: int, link: ServerLink) -> None:
+        self._carrier = carrier
+        self._peer = peer
+        self._link = link
+        self._tensors: tuple[PublishedTensor, ...] = ()
+
+    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
+        answer = self._link.ask(question, kind, wait_s)
+        if isinstance(question, AskTensors) and isinstance(answer, TensorPlaces):
+            self._tensors = answer.places
+        return answer
+
+    def map(self, number: int) -> MappedVersion:
+        return self._link.map(number)
+
+    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
+        used = {n: i for i, n in enumerate(dict.fromkeys(b.tensor for b in blocks))}
+        asked = _GroupRead(
+            number,
+            tuple(self._tensors[n] for n in used),
+            tuple(msgspec.structs.replace(b, tensor=used[b.tensor]) for b in blocks),
+        )
+        self._carrier.ask(self._peer, asked, into)

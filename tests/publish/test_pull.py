@@ -1,0 +1,160 @@
+"""A worker's plan alone, with servers of arrays: every element of every pair of layouts arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptd.errors import UsageError
+from ckptd.layout.lay.copies import Composition
+from ckptd.layout.lay.local import local_tensors
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.publish import pull
+from ckptd.publish.blocks import gather_blocks, read_bytes
+from ckptd.publish.link import MappedVersion
+from ckptd.publish.messages import (
+    AskTensors,
+    BlockRead,
+    PublishedAbout,
+    PublishedTensor,
+    TensorPlaces,
+)
+from ckptd.save.arena import Slot
+from ckptd.types import dtype_of
+from tests.layout.lay.test_copies import composed
+from tests.layout.lay.test_live import PAIRS
+from tests.live.test_move import CASES, pair
+from tests.live.world import Values, memories
+
+KIND = "float32"
+
+
+class ArrayServer:
+    """Arrays of one rank in a slot, as a server gives them; `local` maps the slot."""
+
+    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], *, local: bool) -> None:
+        self.local = local
+        self.asked = 0
+        self._tensors: dict[str, PublishedTensor] = {}
+        at = 0
+        for name, array in arrays.items():
+            self._tensors[name] = PublishedTensor(name, KIND, at, array.size)
+            at += array.nbytes
+        self.slot = Slot(0, at)
+        self.slot.begin(1)
+        for name, array in arrays.items():
+            place = self._tensors[name].start
+            self.slot.put(place, array.reshape(-1).view(np.uint8))
+        self.slot.seal()
+        self._known: tuple[PublishedTensor, ...] = ()
+
+    def ask(self, question: Any, kind: Any, wait_s: float | None = None) -> Any:
+        assert isinstance(question, AskTensors)
+        absent = PublishedTensor("", "", 0, 0)
+        self._known = tuple(self._tensors.get(n, absent) for n in question.names)
+        return TensorPlaces(self._known)
+
+    def map(self, number: int) -> MappedVersion:
+        return MappedVersion(self.slot.fd, self.slot.nbytes, number)
+
+    def read(self, number: int, blocks: tuple[BlockRead, ...], into: Any) -> None:
+        assert read_bytes(self._known, blocks) == len(into)
+        gather_blocks(self.slot, self._known, blocks, into)
+        self.asked += len(into)
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def pulled(
+    monkeypatch: pytest.MonkeyPatch, composition: Composition, *, local: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each parameter of each worker as it is and must be."""
+    source, target = composition.source, composition.target
+    values = Values()
+    servers = {
+        r: ArrayServer(parameters(values, source, r), local=local) for r in range(source.mesh.world)
+    }
+    monkeypatch.setattr(pull, "published_layout", lambda about: source.bound)
+    about = PublishedAbout("epoch", source.mesh.world, "", {})
+    try:
+        for rank in range(target.mesh.world):
+            wanted = parameters(values, target, rank)
+            found = {n: np.full_like(a, 77) for n, a in wanted.items()}
+            world = target.mesh.world
+            plan = pull.PullPlan(about, target.bound, rank, world, memories(found, KIND))
+            before = sum(s.asked for s in servers.values())
+            staged = plan.stage(1, servers, None)
+            assert all((a == 77).all() for a in found.values())
+            staged.apply()
+            asked = sum(s.asked for s in servers.values()) - before
+            assert asked == (0 if local else staged.report.bytes_needed)
+            for name, array in wanted.items():
+                yield name, found[name], array
+    finally:
+        for server in servers.values():
+            server.slot.close()
+
+
+def parameters(values: Values, form: StoredForm, rank: int) -> Arrays:
+    names = {t.name for t in local_tensors(form, rank) if not t.state}
+    found = values.arrays(form, rank, dtype_of(KIND))
+    return {n: a for n, a in found.items() if n in names}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_element_of_a_pair_arrives(
+    monkeypatch: pytest.MonkeyPatch, source: str, target: str
+) -> None:
+    for name, found, wanted in pulled(monkeypatch, composed(source, target), local=False):
+        assert np.array_equal(found, wanted), name
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_of_a_shape_arrives(
+    monkeypatch: pytest.MonkeyPatch, case: str, local: bool
+) -> None:
+    composition = pair(*CASES[case], n=40, m=36, e=4)
+    for name, found, wanted in pulled(monkeypatch, composition, local=local):
+        assert np.array_equal(found, wanted), name
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(("how", "factor"), [("avg", 1), ("sum", 3)])
+def test_replicas_are_combined(
+    monkeypatch: pytest.MonkeyPatch, how: str, factor: int, local: bool
+) -> None:
+    composition = pair(f"d:3 t:2;a = a[n@t m] {how}(d)", "t:4;a = a[n@t m]", n=8, m=3)
+    for name, found, wanted in pulled(monkeypatch, composition, local=local):
+        assert np.array_equal(found, wanted * factor), name
+
+
+def test_what_is_asked_for_is_checked_before_it_is_read() -> None:
+    tensors = (PublishedTensor("a", "float32", 0, 10), PublishedTensor("b", "float32", 40, 1 << 30))
+    assert read_bytes(tensors, (BlockRead(0, 0, (2, 5), (5, 1)), BlockRead(0, 9, (), ()))) == 44
+    assert read_bytes(tensors, (BlockRead(0, 1, (3, 3), (3, 1), "bfloat16"),)) == 18
+    for wrong in (
+        BlockRead(0, 1, (2, 5), (5, 1)),
+        BlockRead(0, 0, (11,), (1,)),
+        BlockRead(0, 0, (2,), (1 << 61,)),
+        BlockRead(2, 0, (1,), (1,)),
+        BlockRead(0, 0, (1,), (1, 1)),
+        BlockRead(0, 9, (3,), (-4,)),
+        BlockRead(0, 0, (-1,), (1,)),
+        BlockRead(1, 0, (1 << 25,), (1,)),
+        BlockRead(1, 0, (1 << 25,), (1,), "bfloat16"),
+        BlockRead(1, 0, (1 << 40,), (0,)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            read_bytes(tensors, (wrong,))
+        assert caught.value.kind == "transport"
+    slot = Slot(0, 40)
+    try:
+        with pytest.raises(UsageError):
+            gather_blocks(slot, tensors, (BlockRead(1, 0, (1,), (1,)),), np.empty(4, np.uint8))
+    finally:
+        slot.close()
