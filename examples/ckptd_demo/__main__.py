@@ -22,7 +22,8 @@ from ckptd_demo import watched as watch
 from ckptd_demo.data import read_corpus
 from ckptd_demo.elastic import checks_of_elastic
 from ckptd_demo.judge import checks_of
-from ckptd_demo.plot import Curve, draw, draw_elastic
+from ckptd_demo.plot import Curve, draw, draw_elastic, draw_policy
+from ckptd_demo.policy import checks_of_policy, run_policy
 from ckptd_demo.report import Elastic, Event, Report, Watched
 from ckptd_demo.story import FULL, QUICK, Folder, Plan, Story, tell
 from ckptd_demo.watched import checks_of_watch
@@ -30,6 +31,10 @@ from ckptd_demo.watched import checks_of_watch
 __all__ = ["PARTS", "main"]
 
 PARTS = ("watch", "elastic", "save")
+"""Those that run if none is asked for."""
+POLICY = "rl"
+POLICY_STEPS = {False: 12, True: 6}
+"""Of each life of the trainer; the second: with ``--quick``."""
 ELASTIC_TOLERANCE = 1e-6
 
 
@@ -40,7 +45,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--keep", action="store_true", help="keep the copies of loaded states")
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part, and no other")
+    parser.add_argument(
+        "--only", action="append", choices=(*PARTS, POLICY), help="this part, and no other"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
@@ -88,11 +95,14 @@ def _run(folder: Folder, plan: Plan, parts: Sequence[str], begun: float, *, keep
         checks=[],
         next=[],
     )
+    if POLICY in parts:
+        report = _published(folder, plan, report, say)
     if "save" in parts:
         report = _saved(folder, plan, report, say, keep=keep)
     checks = list(report.checks)
     checks += [] if watched is None else checks_of_watch(watched)
     checks += [] if elastic is None else checks_of_elastic(elastic)
+    checks += [] if report.policy is None else checks_of_policy(report.policy)
     report = msgspec.structs.replace(
         report,
         ok=all(check.ok for check in checks),
@@ -145,6 +155,17 @@ def _elastic(
         return told, "", None
     draw_elastic(folder.elastic_plot, told, rows)
     return told, "", str(folder.elastic_plot)
+
+
+def _published(folder: Folder, plan: Plan, report: Report, say: Callable[[str], None]) -> Report:
+    """Return the report with the part about publishing to a rollout."""
+    steps = POLICY_STEPS[plan is QUICK]
+    told, rows = run_policy(folder.runs / "policy", steps, plan.deadline_s, say)
+    plot = None
+    if find_spec("matplotlib") is not None:
+        draw_policy(folder.policy_plot, told, rows)
+        plot = str(folder.policy_plot)
+    return msgspec.structs.replace(report, policy=told, policy_plot=plot)
 
 
 def _draw(folder: Folder, story: Story) -> str:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptd_demo.elasticjob import TrainedRow
 from ckptd_demo.judge import GAP_LIMIT, gaps
-from ckptd_demo.report import Elastic
+from ckptd_demo.policy import PolicyRows
+from ckptd_demo.report import Elastic, Policy
 from ckptd_demo.spec import StepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Curve", "draw", "draw_elastic"]
+__all__ = ["Curve", "draw", "draw_elastic", "draw_policy"]
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _SMALLEST_GAP = 1e-9  # what the logarithmic axis shows for two equal losses
@@ -141,4 +142,43 @@ def draw_elastic(path: Path, told: Elastic, rows: Sequence[TrainedRow]) -> None:
     above.set_title(f"Nodes go and come back; losses as uninterrupted within {told.gap:.0e}")
     below.set_ylabel("loss (nats a byte)")
     below.set_xlabel("seconds")
+    figure.savefig(path, dpi=120)
+
+
+def draw_policy(path: Path, told: Policy, rows: PolicyRows) -> None:
+    """Write the picture as PNG: versions, how old they are when they are used, and bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, middle, below = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    begun = rows.published[0].at
+    for life, colour in zip((1, 2), _COLOURS, strict=False):
+        mine = [r for r in rows.published if r.life == life]
+        label = f"trainer: {told.lives[life - 1].layout}"
+        times = [r.at - begun for r in mine]
+        above.plot(times, [r.step for r in mine], "o-", ms=4, color=colour, label=label)
+        taken = [r for r in rows.applied[0] if r.life == life]
+        times = [r.at - begun for r in taken]
+        again = " again" if life > 1 else ""
+        above.plot(
+            times, [r.step for r in taken], "x", color=_COLOURS[life + 1], label=f"rollout{again}"
+        )
+        middle.plot(times, [r.lag_s for r in taken], ".-", color=_COLOURS[life + 1])
+    moved = sorted((r for applied in rows.applied for r in applied), key=lambda r: r.at)
+    below.bar([r.at - begun for r in moved], [r.bytes_moved / 1e3 for r in moved], width=0.15)
+    gone = max(r.at for r in rows.applied[0] if r.life == 1)
+    back = min(r.at for r in rows.applied[0] if r.life == 2)
+    for axes in (above, middle, below):
+        axes.axvspan(gone - begun, back - begun, color="0.9")
+    above.set_ylabel("step of the weights")
+    above.legend(loc="upper left", fontsize=8)
+    text = (
+        f"{told.equal} of {told.applied} times the rollout's logits are the trainer's, bit for bit"
+    )
+    above.set_title(text)
+    middle.set_ylabel("lag (s)")
+    below.set_ylabel("kB moved")
+    below.set_xlabel("seconds; grey: a rank of the rollout is gone")
     figure.savefig(path, dpi=120)

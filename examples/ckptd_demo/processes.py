@@ -21,7 +21,16 @@ from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd_demo.spec import ProcessRow, RunSpec
 
-__all__ = ["Life", "Nodes", "free_port", "read_rows", "run_ckptd", "started", "wait_until"]
+__all__ = [
+    "Life",
+    "Nodes",
+    "free_port",
+    "loopback",
+    "read_rows",
+    "run_ckptd",
+    "started",
+    "wait_until",
+]
 
 _CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
 
@@ -239,11 +248,16 @@ def _command(spec: RunSpec) -> list[str]:
 
 def _environment() -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    if sys.platform == "linux":
-        # Host names need not resolve, and a firewall need not let the machine talk to itself by
-        # any other address.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
+    return {**loopback(), **environment}
+
+
+def loopback() -> dict[str, str]:
+    """Return what lets gloo connect processes of this machine.
+
+    Host names need not resolve, and a firewall need not let the machine talk to itself by any
+    other address.
+    """
+    return {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 _END_S = 20.0

@@ -15,7 +15,10 @@ __all__ = [
     "Generation",
     "Kill",
     "LifeReport",
+    "Outage",
     "Pace",
+    "Policy",
+    "PolicyLife",
     "Relaid",
     "Report",
     "Watched",
@@ -308,6 +311,89 @@ class Elastic(msgspec.Struct, frozen=True):
     violations: list[str]
 
 
+class PolicyLife(msgspec.Struct, frozen=True):
+    """One life of the policy's trainer.
+
+    Attributes
+    ----------
+    layout, ranks
+        How it was cut.
+    first, last
+        Steps of the first and the last weights that it published.
+    published
+        Versions, those left out that were skipped.
+    first_reward, last_reward
+        Mean reward of the samples of its first and last step.
+    publish_s
+        Longest call of `publish` but the first, in seconds.
+    """
+
+    layout: str
+    ranks: int
+    first: int
+    last: int
+    published: int
+    first_reward: float
+    last_reward: float
+    publish_s: float
+
+
+class Outage(msgspec.Struct, frozen=True):
+    """A rank of the rollout was killed, and the rollout started again.
+
+    Attributes
+    ----------
+    rank
+        Which was killed.
+    gone_s
+        Until the rollout had weights again, in seconds.
+    steps
+        That the trainer made meanwhile.
+    version, newest
+        Step of the weights that it came back with, and of the newest at the kill.
+    """
+
+    rank: int
+    gone_s: float
+    steps: int
+    version: int
+    newest: int
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """The policy that was trained and sampled from.
+
+    Attributes
+    ----------
+    lives
+        Of the trainer.
+    versions
+        That the rollout took.
+    applied, equal
+        How often a rank took one, and how often its logits were the trainer's, bit for bit.
+    together
+        Whether both ranks took the same versions; by life of the rollout.
+    outage
+        The rank that was killed.
+    bytes_needed, bytes_moved, bytes_unchanged
+        Over all that was taken.
+    lag_s, most_lag_s
+        From publish to use: the median, and the longest.
+    """
+
+    lives: list[PolicyLife]
+    versions: int
+    applied: int
+    equal: int
+    together: list[bool]
+    outage: Outage
+    bytes_needed: int
+    bytes_moved: int
+    bytes_unchanged: int
+    lag_s: float
+    most_lag_s: float
+
+
 class Report(msgspec.Struct, frozen=True):
     """The result of the demo. What belongs to a part that was not wanted is null.
 
@@ -334,6 +420,8 @@ class Report(msgspec.Struct, frozen=True):
     elastic, elastic_plot
         The job whose nodes came and went, and its picture; None where there was none, and
         `elastic_note` says why.
+    policy, policy_plot
+        The policy that was published to a rollout, and its picture.
     """
 
     ok: bool
@@ -356,6 +444,8 @@ class Report(msgspec.Struct, frozen=True):
     elastic_plot: str | None
     checks: list[Check]
     next: list[str]
+    policy: Policy | None = None
+    policy_plot: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

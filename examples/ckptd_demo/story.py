@@ -61,7 +61,7 @@ class Folder:
         A checkpoint in another layout.
     runs
         Reports and logs of the runs, a folder each.
-    plot, elastic_plot, report
+    plot, elastic_plot, policy_plot, report
         The pictures and the result.
     """
 
@@ -73,6 +73,7 @@ class Folder:
         self.runs = self.path / "runs"
         self.plot = self.path / "loss.png"
         self.elastic_plot = self.path / "elastic.png"
+        self.policy_plot = self.path / "policy.png"
         self.report = self.path / "report.json"
         self._marker = self.path / _MARKER
 
@@ -98,6 +99,7 @@ class Folder:
                 self.runs,
                 self.plot,
                 self.elastic_plot,
+                self.policy_plot,
                 self.report,
             ):
                 _remove(ours)

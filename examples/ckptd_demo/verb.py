@@ -42,9 +42,13 @@ def demo(
     quick: Annotated[bool, flag("A smaller model and fewer steps.")] = False,
     keep: Annotated[bool, flag("Keep the copies that loads were compared with.")] = False,
     only: Annotated[
-        tuple[Literal["save", "watch", "elastic"], ...],
+        tuple[Literal["save", "watch", "elastic", "rl"], ...],
         Parameter(help="This part, and no other; may be repeated."),
     ] = (),
+    rl: Annotated[
+        bool,
+        flag("A policy whose weights are published to a rollout, and no other part: --only rl."),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Train small GPTs: save, load, watch, recover; break them, and compare with what is right."""
@@ -56,7 +60,8 @@ def demo(
         )
     report: dict[str, Any] | None = None
     error: CkptdError | None = None
-    with _started(_command(dir, only, quick=quick, keep=keep)) as process:
+    parts = (*only, "rl") if rl else only
+    with _started(_command(dir, parts, quick=quick, keep=keep)) as process:
         for line in process.stdout or ():
             event = _decode(line)
             if "error" in event:
@@ -155,6 +160,8 @@ def _show(report: dict[str, Any]) -> None:
         _show_watched(report)
     if report["elastic"] is not None or report["elastic_note"]:
         _show_elastic(report["elastic"], report["elastic_note"])
+    if report["policy"] is not None:
+        _show_policy(report)
     for line in _ending(report):
         print(line)
 
@@ -297,3 +304,39 @@ def _row(recovery: dict[str, Any]) -> tuple[str, ...]:
     shown = ["" if cell is None else f"{cell:.2f}" for cell in cells]
     cause = recovery["cause"]
     return (cause, f"L{recovery['level']}", *shown, f"{recovery['total']:.2f}")
+
+
+def _show_policy(report: dict[str, Any]) -> None:
+    """Print the lives of the policy's trainer, and what its rollout took."""
+    told = report["policy"]
+    out = told["outage"]
+    print()
+    print("A policy, published after each step to a rollout of two tensor-parallel ranks:")
+    print_table(
+        ("TRAINER", ">RANKS", ">STEPS", ">VERSIONS", ">REWARD", ">PUBLISH"),
+        [
+            (
+                life["layout"],
+                str(life["ranks"]),
+                f"{life['first']} to {life['last']}",
+                str(life["published"]),
+                f"{life['first_reward']:.2f} to {life['last_reward']:.2f}",
+                f"{1e3 * life['publish_s']:.0f} ms at most",
+            )
+            for life in told["lives"]
+        ],
+    )
+    print(
+        f"The rollout took {told['versions']} versions; its logits are the trainer's bit for bit in"
+        f" {told['equal']} of {told['applied']} cases."
+    )
+    print(
+        f"  lag {told['lag_s']:.2f} s in the middle, {told['most_lag_s']:.2f} s at most;"
+        f" {told['bytes_moved']:,} bytes moved of {told['bytes_needed']:,} needed"
+    )
+    print(
+        f"  rank {out['rank']} killed: back after {out['gone_s']:.1f} s with step {out['version']};"
+        f" the trainer made {out['steps']} steps meanwhile"
+    )
+    if report["policy_plot"]:
+        print(f"  picture: {report['policy_plot']}")

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from ckptd.errors import CkptdError, DeadlineError
-from ckptd_demo.processes import run_ckptd
+from ckptd_demo.processes import loopback, run_ckptd
 from ckptd_demo.report import Check, Found, Watched
 from ckptd_demo.watchedjob import PID, SKIP, SLOW, STEP
 
@@ -180,7 +180,7 @@ class _Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"} | _loopback(),
+                env={**os.environ, "OMP_NUM_THREADS": "1"} | loopback(),
                 start_new_session=True,
             )
 
@@ -209,10 +209,6 @@ class _Job:
                 process = psutil.Process(int(path.read_text()))
                 if process.create_time() >= self.process.create_time():
                     yield process
-
-
-def _loopback() -> dict[str, str]:
-    return {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
 @contextlib.contextmanager

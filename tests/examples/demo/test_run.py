@@ -23,7 +23,10 @@ from ckptd_demo.report import (
     Generation,
     Kill,
     LifeReport,
+    Outage,
     Pace,
+    Policy,
+    PolicyLife,
     Report,
     Watched,
 )
@@ -180,7 +183,9 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_the_guide_names_every_field() -> None:
     words = set(re.findall(r"`([a-z_]+)`", GUIDE.read_text()))
-    for kind in (Report, LifeReport, Kill, Pace, Check, Watched, Found, Elastic, Deed, Generation):
+    saving, watching = (Report, LifeReport, Kill, Pace, Check), (Watched, Found)
+    others = (Elastic, Deed, Generation, Policy, PolicyLife, Outage)
+    for kind in (*saving, *watching, *others):
         missing = {field.name for field in msgspec.structs.fields(kind)} - words
         assert not missing, kind
 
