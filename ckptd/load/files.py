@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -34,6 +34,7 @@ from ckptd.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import digests_key, parse_chunk_name
 from ckptd.layout.owners import ABSENT
+from ckptd.load.guarded import GuardedMapping
 from ckptd.runtime.host import available_bytes
 from ckptd.store.base import Store
 from ckptd.store.osio import is_cached, reading
@@ -392,13 +393,16 @@ class _Open:
     Attributes
     ----------
     data
-        The data section, mapped; None where it must be read.
+        The data section, mapped for as long as it is wanted; None where that is not safe.
+    guarded
+        The same of a file on a disk; None where it must be read.
     """
 
     fd: int
     shift: int
     users: int = 0
     data: NDArray[np.uint8] | None = None
+    guarded: GuardedMapping | None = None
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -412,9 +416,10 @@ class _Open:
 class LocalFiles:
     """One descriptor a file: read-ahead lives in it, and threads with their own read half as fast.
 
-    Files on disks are read and never mapped: reading a file that somebody truncates is an error,
-    touching its mapping is a SIGBUS. Memory that is sealed against that, as segments of snapshots
-    are, is mapped: a read copies page by page, and takes twice the time.
+    Memory that nobody can shorten, as segments of snapshots, is mapped: a read copies page by page,
+    and takes twice the time. Reading a file that somebody truncates is an error, and touching its
+    mapping is a SIGBUS: files on disks are mapped where a `GuardedMapping` keeps that away, and
+    only what the page cache has is taken from there. Others are read.
 
     A file stays the one that was opened first: what was verified is not taken from elsewhere later.
 
@@ -492,14 +497,40 @@ class LocalFiles:
         with self._hold(file) as held:
             return held.data
 
-    def view(self, file: int, start: int, end: int) -> memoryview | None:
-        """Return what `read` would copy, where it lies; None where it has to be read."""
-        memory = self.memory(file)
-        if memory is None:
-            return None
-        if self._on_read is not None:
-            self._on_read(self._entries[file].path, end - start)
-        return memory[start:end].data
+    @contextmanager
+    def touching(
+        self, file: int, start: int, end: int, *, count: bool = False
+    ) -> Iterator[NDArray[np.uint8] | None]:
+        """Give the data section of a file, of which a range may be touched in a short block.
+
+        Parameters
+        ----------
+        count
+            The range counts as read.
+
+        Returns
+        -------
+        data
+            None where the range has to be read.
+
+        Raises
+        ------
+        CorruptError
+            See `use`.
+        StoreError
+            What the kernel reports.
+        """
+        with self._hold(file) as held:
+            if held.data is not None or held.guarded is None:
+                context: AbstractContextManager[NDArray[np.uint8] | None] = nullcontext(held.data)
+            elif self.is_cached(file, start, end):
+                context = held.guarded.touching(start, end)
+            else:
+                context = nullcontext()
+            with context as data:
+                if data is not None and count and self._on_read is not None:
+                    self._on_read(self._entries[file].path, end - start)
+                yield data
 
     def is_cached(self, file: int, start: int, end: int) -> bool:
         """Tell whether both ends of a range are in the page cache; False where nobody knows.
@@ -555,7 +586,10 @@ class LocalFiles:
             self._close(held)
             raise missing_file(entry.path, entry.rank, "data file that was open before")
         self._shifts[file] = held.shift
-        held.data = _sealed_memory(held.fd, entry.data_start + held.shift, entry.data_bytes)
+        first = entry.data_start + held.shift
+        held.data = _sealed_memory(held.fd, first, entry.data_bytes)
+        if held.data is None:
+            held.guarded = GuardedMapping.of(held.fd, first, entry.data_bytes)
         return held
 
     def read(self, file: int, start: int, view: memoryview) -> None:

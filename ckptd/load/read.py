@@ -6,9 +6,9 @@ that all is well, and only then pass 2 touches live buffers. When the bytes do n
 the passes alternate in waves; a failure after the first written wave leaves the state half
 written, and the error says so (`poisoned`).
 
-Local files are read block by block into a small reusable buffer, hashed and dropped: the page
-cache is the buffer, and pass 2 reads it again. Segments of snapshots, which are sealed against
-truncation, are mapped, and neither pass copies more than it must. Measured on a virtual disk: two
+Local files are hashed where the page cache has them, and else read block by block into a small
+reusable buffer, hashed and dropped: the page cache is the buffer, and pass 2 takes the bytes from
+it again. Neither pass copies more than it must. Measured on a virtual disk: two
 buffered readers reach 2.1 GB/s cold and 30 GB/s warm, O_DIRECT readers 1.2 GB/s; threads must
 share one descriptor, because read-ahead lives in it. Should the kernel drop some of the bytes
 between the passes, they are read again, unverified: committed files never change, and a lease keeps
@@ -23,6 +23,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self, TypeVar
@@ -269,9 +270,7 @@ class Fetcher:
                 return
             if buffer is not None:
                 self.bring(file, lo, buffer.view(file, start, end), runs)
-            elif (found := self._found(file, start, end)) is not None:
-                self._check(file, lo, found, runs)
-            else:
+            elif not self._check_in_place(file, lo, start, end, runs):
                 # One block at a time: it is hashed while the core's own cache has it.
                 for block in range(lo, hi):
                     first, past = self._line.byte_range(file, block, block + 1)
@@ -293,9 +292,14 @@ class Fetcher:
             self._scratch.view = found
         return found
 
-    def _found(self, file: int, start: int, end: int) -> memoryview | None:
-        """Return bytes of a local file where they lie in memory; None where they must be read."""
-        return None if self._files is None else self._files.view(file, start, end)
+    def _check_in_place(self, file: int, lo: int, start: int, end: int, runs: Runs) -> bool:
+        """Check bytes of a local file where they lie in memory; False where they must be read."""
+        if self._files is None:
+            return False
+        with self._files.touching(file, start, end, count=True) as found:
+            if found is not None:
+                self._check(file, lo, found[start:end].data, runs)
+            return found is not None
 
     def bring(self, file: int, lo: int, view: memoryview, runs: Runs | None = None) -> None:
         """Fill `view` from block `lo` of the line on, and check the blocks in it.
@@ -436,8 +440,12 @@ def copy_from_files(
     windows = _Windows()
 
     def work(task: list[PlannedCopy]) -> None:
-        memory = files.memory(task[0].file)
-        with files.use(task[0].file) as fd, _Writes(targets) as writes:
+        file = task[0].file
+        with (
+            _lying(task, targets, files) as memory,
+            files.use(file) as fd,
+            _Writes(targets) as writes,
+        ):
             for move in task:
                 if memory is None:
                     _read_move(move, writes, files, fd, windows)
@@ -446,6 +454,19 @@ def copy_from_files(
         on_bytes(sum(m.byte_count for m in task))
 
     _run_copies(moves, work, threads, stall_s)
+
+
+def _lying(
+    task: list[PlannedCopy], targets: Sequence[Target], files: LocalFiles
+) -> AbstractContextManager[U8 | None]:
+    """Return what gives the data section of a task's file, if it can be copied from there."""
+    file, spans = task[0].file, [move.span for move in task]
+    lo, hi = min(a for a, _ in spans), max(b for _, b in spans)
+    # A device may let its writers wait, and much that is not wanted may lie between far moves.
+    short = hi - lo <= 2 * _TASK_BYTES
+    if short and all(isinstance(targets[move.target], np.ndarray) for move in task):
+        return files.touching(file, lo, hi)
+    return nullcontext(files.memory(file))
 
 
 def _run_copies(

@@ -1,0 +1,135 @@
+"""`GuardedMapping`: a file of a disk, mapped, and touched only while nobody can shorten it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["GuardedMapping"]
+
+_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "f2fs"}
+"""Those of a disk of this machine alone: others know nothing of the kernel's leases here."""
+
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, of Linux 5.14: maps pages, and reports an error where a touch is a signal."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class GuardedMapping:
+    """The start of a file, mapped.
+
+    To touch what somebody has cut off is a SIGBUS, and so is a page that the disk cannot give. So
+    the bytes are touched under a lease of the kernel (F_SETLEASE), for a few milliseconds at a
+    time: who opens the file for writing or truncates it waits for that long. Their pages are mapped
+    first, by a call that reports errors. What cannot be guarded has to be read.
+
+    Parameters
+    ----------
+    fd
+        Open for reading; it must stay open while something is touched.
+    start, size
+        The bytes.
+    """
+
+    def __init__(self, fd: int, start: int, size: int, mapping: mmap.mmap) -> None:
+        self._fd = fd
+        self._end = start + size
+        self._start = start
+        self._data = np.frombuffer(mapping, np.uint8, size, start)
+        self._address = int(self._data.__array_interface__["data"][0])
+        self._lock = threading.Lock()
+        self._users = 0
+        self._refused = False
+
+    @classmethod
+    def of(cls, fd: int, start: int, size: int) -> Self | None:
+        """Return the mapping of a file; None where it cannot be guarded."""
+        if not hasattr(fcntl, "F_SETLEASE") or fd < 0 or start < 0 or size <= 0:
+            return None
+        try:
+            if os.fstat(fd).st_size < start + size or not _is_local(os.fstat(fd).st_dev):
+                return None
+            return cls(fd, start, size, mmap.mmap(fd, start + size, prot=mmap.PROT_READ))
+        except (OSError, ValueError):
+            return None
+
+    @contextmanager
+    def touching(self, start: int, end: int) -> Iterator[NDArray[np.uint8] | None]:
+        """Give all bytes, of which ``[start, end)`` may be touched in the block; None to read them.
+
+        The block must be short: the kernel takes a lease away after 45 s, unless told otherwise.
+        """
+        if not self._enter():
+            yield None
+            return
+        try:
+            good = os.fstat(self._fd).st_size >= self._end and self._populate(start, end)
+            yield self._data if good else None
+        finally:
+            self._leave()
+
+    def _enter(self) -> bool:
+        with self._lock:
+            if self._refused:
+                return False
+            try:
+                if not self._users:
+                    # Sent when somebody waits: ignored, where SIGIO would end the process. The
+                    # kernel forgets it with each lease.
+                    fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
+                    fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                    return False  # somebody waits for it
+            except OSError:  # open for writing somewhere, another user's file, no such thing
+                self._refused = True
+                return False
+            self._users += 1
+            return True
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                try:
+                    fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                except OSError as error:
+                    if error.errno != errno.EAGAIN:  # the kernel has taken it away
+                        raise
+
+    def _populate(self, start: int, end: int) -> bool:
+        first = (self._address + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        length = self._address + end - first
+        if _madvise(first, length, _POPULATE_READ) == 0:
+            return True
+        self._refused = True  # an older kernel, or a read will say what is wrong with the disk
+        return False
+
+
+_madvise = _libc.madvise  # without the interpreter's lock: it may wait for a disk
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise.restype = ctypes.c_int
+
+
+@functools.cache
+def _is_local(device: int) -> bool:
+    """Tell whether a device has a filesystem of this machine alone."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split(" ")[2] == wanted:
+            return rest.split(" ")[0] in _FILESYSTEMS
+    return False
