@@ -383,20 +383,14 @@ def cpu_count() -> int:
 
 def gpu_count() -> int:
     """Return the GPUs that ranks would see, without asking a driver."""
+    from ckptd.runtime.accelerators import gpus_here
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
     if visible is not None:
         # What is no device hides all behind it: "-1", or Slurm's "NoDevFiles".
         words = (word.strip() for word in visible.split(","))
         return len(list(itertools.takewhile(_DEVICE.match, words)))
-    try:
-        names = os.listdir("/dev")
-    except OSError:
-        return 0
-    nvidia = sum(name.startswith("nvidia") and name[6:].isdecimal() for name in names)
-    if nvidia or not os.path.isdir("/dev/dri"):
-        return nvidia
-    render = sum(name.startswith("renderD") for name in os.listdir("/dev/dri"))
-    return render if os.path.exists("/dev/kfd") else 0
+    return gpus_here()
 
 
 def ranks_filter(text: str) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from typing import NamedTuple
 
-__all__ = ["DEVICE_FILES", "DeviceFiles", "accelerators_here", "device_file"]
+__all__ = ["DEVICE_FILES", "DeviceFiles", "accelerators_here", "device_file", "gpus_here"]
 
 
 class DeviceFiles(NamedTuple):
@@ -41,6 +41,9 @@ DEVICE_FILES = (
 )
 
 
+_RENDER = "/dev/dri/renderD[0-9]*"
+
+
 def device_file(path: str) -> bool:
     """Return whether a path is that of an accelerator's device file."""
     return any(path.startswith(files.prefixes) for files in DEVICE_FILES)
@@ -49,3 +52,10 @@ def device_file(path: str) -> bool:
 def accelerators_here() -> tuple[str, ...]:
     """Return the kinds of accelerators that this machine, or container, surely has."""
     return tuple(f.kind for f in DEVICE_FILES if f.cards and glob.glob(f.cards))
+
+
+def gpus_here() -> int:
+    """Return the number of GPUs of NVIDIA or AMD that this machine, or container, has files of."""
+    files = {f.kind: glob.glob(f.cards) for f in DEVICE_FILES if f.cards}
+    # AMD's have one file in common, and one each among those of displays.
+    return len(files["NVIDIA"]) or (len(glob.glob(_RENDER)) if files["AMD"] else 0)

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from ckptd.runtime.accelerators import accelerators_here, device_file
+from ckptd.runtime.accelerators import accelerators_here, device_file, gpus_here
 
 
 def test_files_that_a_process_with_a_device_has_open() -> None:
@@ -26,19 +26,21 @@ def test_files_that_a_process_with_a_device_has_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted"),
+    ("files", "wanted", "gpus"),
     [
-        ([], ()),
-        (["/dev/nvidiactl", "/dev/dri/renderD128"], ()),  # no card of its own; perhaps a display's
-        (["/dev/nvidia0", "/dev/nvidia1"], ("NVIDIA",)),
-        (["/dev/kfd", "/dev/davinci3"], ("AMD", "Ascend")),
+        ([], (), 0),
+        (["/dev/nvidiactl", "/dev/dri/renderD128"], (), 0),  # no card of its own; a display's?
+        (["/dev/nvidia0", "/dev/nvidia1", "/dev/dri/renderD128"], ("NVIDIA",), 2),
+        (["/dev/kfd", "/dev/davinci3"], ("AMD", "Ascend"), 0),
+        (["/dev/kfd", "/dev/dri/card0", "/dev/dri/renderD128"], ("AMD",), 1),
     ],
 )
 def test_what_a_machine_surely_has(
-    monkeypatch: pytest.MonkeyPatch, files: list[str], wanted: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, files: list[str], wanted: tuple[str, ...], gpus: int
 ) -> None:
     def found(pattern: str) -> list[str]:
         return [path for path in files if fnmatch(path, pattern)]
 
     monkeypatch.setattr("ckptd.runtime.accelerators.glob.glob", found)
     assert accelerators_here() == wanted
+    assert gpus_here() == gpus
