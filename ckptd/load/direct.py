@@ -21,7 +21,7 @@ from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.block import Region, box_region
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import PieceCopy, plan_once
-from ckptd.load.files import LocalFiles
+from ckptd.load.files import LocalFiles, check_size
 from ckptd.load.plan import BlockLine, PlannedCopy, put, split
 from ckptd.load.read import Fetcher
 from ckptd.load.reader import CkptdReader
@@ -103,7 +103,8 @@ class DirectReader:
         Raises
         ------
         CorruptError
-            kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``.
+            kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``,
+            ``replaced``.
         UsageError
             kind ``closed``.
         """
@@ -112,14 +113,20 @@ class DirectReader:
         if not box.numel:
             return
         size = self._filemap.dtypes[tensor].itemsize
+        loose: set[int] = set()
         for found in self._copies(tensor, box_region(box, strides)):
             file, start = self._reader.places.of(tensor, found.piece)
             if file == ABSENT:
                 continue
             self._check(file)
+            if not self._reader.places.is_digested(file):
+                loose.add(file)
             for block in found.blocks:
                 for part in split(block, size, _SPAN_BYTES):
                     self._read(PlannedCopy(file, start, size, part, 0), target)
+        # Other programs write theirs anew under the same name: what was read would be of two.
+        for file in loose:
+            check_size(self._reader.store, self._reader.manifest.files[file])
 
     def _copies(self, tensor: int, region: Region) -> list[PieceCopy]:
         # Not `plan`: boxes of this kind rarely come twice, and would push out the plans that do.

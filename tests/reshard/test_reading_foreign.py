@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
 from ckptd.errors import CorruptError
+from ckptd.layout.grid import strides_of
 from ckptd.load.direct import DirectReader
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import find_foreign
@@ -186,6 +187,21 @@ def test_a_file_that_is_written_anew_is_not_loaded(
         with pytest.raises(CorruptError) as caught:
             reader.tensors(reader.names)
     assert (caught.value.kind, caught.value.poisoned) == ("replaced", False)
+
+
+def test_a_box_of_a_file_that_is_written_anew_is_not_read(tmp_path: Path) -> None:
+    write_torch(tmp_path)
+    with Overwritten(tmp_path) as store:
+        reader = reader_in(store)
+        with DirectReader(reader) as direct:
+            number = next(n for n, t in enumerate(reader.manifest.tensors) if t.shape)
+            box = Box.whole(reader.manifest.tensors[number].shape)
+            out, strides = np.zeros(8 * box.numel, dtype=np.uint8), strides_of(box.shape)
+            direct.read_into(number, box, out, strides)
+            store.reads_left = 1
+            with pytest.raises(CorruptError) as caught:
+                direct.read_into(number, box, out, strides)
+    assert caught.value.kind == "replaced"
 
 
 def test_a_source_that_is_written_anew_is_not_copied(tmp_path: Path) -> None:
