@@ -10,10 +10,10 @@ import pytest
 __all__ = ["needs"]
 
 
-def needs(module: str) -> Any:
-    """Import a module, or skip the test and say how to get it."""
+def needs(module: str, get: str = "torchtitan==0.3.0") -> Any:
+    """Import a module, or skip the test and say what to install: what no extra has."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # torchtitan is in no extra: it wants many packages, and nightly builds of torch.
-        pytest.skip(f"{error.name} is not installed: pip install torchtitan==0.3.0")
+        # These are in no extra: they want many packages, and builds of torch of their own.
+        pytest.skip(f"{error.name} is not installed: pip install {get}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,43 +18,24 @@ import pytest
 from ckptd.layout.lay.bind import bind_sizes, bind_stored
 from ckptd.layout.lay.resolve import resolve
 from ckptd.layout.lay.syntax import parse
+from ckptd_vllm.layouts import rollout_layout
 from tests.layout.lay.agreement.brute import Brute, Numbering
 
 MODELS: dict[str, Any] = json.loads(Path(__file__).with_name("vllm.json").read_text())["models"]
 
 
-def mesh(case: str) -> str:
-    """Return the mesh that a case's ranks are, as a user says it."""
-    found = MODELS[case]
-    world, kind = len(found["ranks"]), found["config"]["model_type"]
-    name, heads = f"vllm_{kind}", found["config"]["num_key_value_heads"]
-    if kind == "deepseek_v3":
-        out = f"mesh {name} = tp:{world}\n"
-    else:
-        tk = min(world, heads)
-        out = (
-            f"mesh {name if kind != 'llama' else 'vllm'} = tp:{world}=(tk:{tk} tr:{world // tk})\n"
-        )
-    if "_moe" in kind or kind in ("mixtral", "deepseek_v3"):
-        ep, etp = (world, 1) if found["experts"] else (1, world)
-        out += f"mesh {name}_experts = ep:{ep} etp:{etp}\n"
-    return out
-
-
 @pytest.mark.parametrize("case", MODELS)
 def test_each_rank_holds_what_the_loader_puts_there(case: str) -> None:
     """Names as well: no tensor of the rank is without a rule, and no rule without a tensor."""
-    config, shapes = MODELS[case]["config"], MODELS[case]["shapes"]
-    kind = config["model_type"]
-    program = mesh(case)
-    if kind == "deepseek_v3":
-        program += f"let dense = {config['first_k_dense_replace']}\nlet main = 2\n"
-    heads = config["num_attention_heads"]
-    sizes = {"kv": config["num_key_value_heads"], "n": heads}
+    found_config, shapes = MODELS[case]["config"], MODELS[case]["shapes"]
+    kind, world = found_config["model_type"], len(MODELS[case]["ranks"])
+    config = SimpleNamespace(**found_config)
+    program = rollout_layout(f"vllm.{kind}", config, world, experts=MODELS[case]["experts"])
     given = {n: tuple(s) for n, s in shapes.items()}
-    file = [parse(program, "t.lay")]
-    stored = bind_stored(resolve(file, f"hf.{kind}"), given, sizes)
-    held = bind_sizes(resolve(file, f"vllm.{kind}"), stored.sizes)
+    held_by_ranks = resolve([parse(program, "t.lay")], "ranks")
+    lets = "".join(f"{line}\n" for line in program.splitlines() if line.startswith("let "))
+    stored = bind_stored(resolve([parse(lets, "t.lay")], f"hf.{kind}"), given)
+    held = bind_sizes(held_by_ranks, stored.sizes)
     numbering = Numbering.of(stored, held)
     whole = {
         n: c for n, (s, c) in Brute(stored, numbering).stored().items() if n in shapes and not s
@@ -66,7 +48,7 @@ def test_each_rank_holds_what_the_loader_puts_there(case: str) -> None:
         at += cells.size
     for rank, wanted in enumerate(MODELS[case]["ranks"]):
         local = Brute(held, numbering).local(rank)
-        tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
         found = {n: c for n, (s, c) in local.items() if not s and n not in tied}
         assert {n: list(c.shape) for n, c in found.items()} == {
             n: s for n, (s, _) in wanted.items()
