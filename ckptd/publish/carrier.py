@@ -8,7 +8,7 @@ slot that is held, and is asked for blocks, as one-sided transports are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -40,8 +40,10 @@ class SlotReader(Protocol):
     def map(self, number: int) -> MappedVersion:
         """Return the memory of a version."""
 
-    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
-        """Fill `into` with parts of the tensors that were asked after last."""
+    def reads(
+        self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
+    ) -> Iterator[U8]:
+        """Fill each buffer with parts of the tensors that were asked after last, and yield it."""
 
 
 class WeightCarrier(Protocol):

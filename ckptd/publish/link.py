@@ -6,6 +6,8 @@ import mmap
 import os
 import select
 import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +44,7 @@ MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""
 _CONNECT_S = 10.0
 _SEALED = slice(0, 24)
+_AHEAD = 1
 
 
 class ServerLink:
@@ -138,19 +141,37 @@ class ServerLink:
             for fd in fds:
                 os.close(fd)
 
-    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
-        """Fill `into` with parts of tensors, which come with a digest."""
+    def reads(
+        self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
+    ) -> Iterator[U8]:
+        """Yield each buffer once it is filled with its blocks, which come with a digest.
+
+        The next ones are asked for already: the server gathers while this end takes what it sent.
+        After an error, or where the caller stops early, this link is lost.
+        """
+        waiting: deque[U8] = deque()
         with self._lock:
-            self._connection.send(AskRead(number, blocks))
-            answer, nbytes = self._connection.receive(
-                ANSWER, self._wait_s, most_bulk=MOST_READ_BYTES
+            try:
+                for blocks, into in requests:
+                    self._connection.send(AskRead(number, blocks))
+                    waiting.append(into)
+                    if len(waiting) > _AHEAD:
+                        yield self.read(waiting.popleft())
+                while waiting:
+                    yield self.read(waiting.popleft())
+            except BaseException:  # answers to what was asked ahead would be taken for others
+                self._connection.close()
+                raise
+
+    def read(self, into: U8) -> U8:
+        """Fill a buffer with the next answer to `AskRead`."""
+        answer, nbytes = self._connection.receive(ANSWER, self._wait_s, most_bulk=MOST_READ_BYTES)
+        found = self._checked(answer, ReadBytes)
+        if nbytes != len(into):
+            raise self._connection.fail(
+                "other bytes came than were asked for", kind="link-protocol", found=nbytes
             )
-            found = self._checked(answer, ReadBytes)
-            if nbytes != len(into):
-                raise self._connection.fail(
-                    "other bytes came than were asked for", kind="link-protocol", found=nbytes
-                )
-            self._connection.fill(into.data, self._wait_s)
+        self._connection.fill(into.data, self._wait_s)
         if digest(into.data) != found.digest:
             raise CorruptError(
                 "bytes changed on their way from a publisher",
@@ -158,6 +179,7 @@ class ServerLink:
                 where=self._connection.peer,
                 hint="nothing was written to the tensors; update() again",
             )
+        return into
 
     def _checked(self, answer: Any, kind: type[T]) -> T:
         if isinstance(answer, PublishRefusal):

@@ -9,6 +9,7 @@ worker's type is smaller. Nothing is written before everything is there.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ __all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "
 
 U8 = NDArray[np.uint8]
 
-_MESSAGE_BYTES = 16 << 20
+_MESSAGE_BYTES = 4 << 20
+"""Of what is asked for at a time: two fit the buffers of a socket, so both ends work at once."""
 _LEAST_MESSAGE_BYTES = 4096
 _MOST_BLOCKS = 4096
 _NARROW = frozenset({"float16", "float8_e4m3fn", "float8_e5m2"})
@@ -470,18 +472,16 @@ class _Giver:
         if self._bytes and self._link.local:
             self._map(number, share)
         elif self._bytes:
-            for message, nbytes in self._messages(_MESSAGE_BYTES):
-                self._receive(number, message, nbytes, share)
+            for found in self._received(number, _MESSAGE_BYTES):
+                share.parts += found.parts
+                share.report.bytes_received += found.report.bytes_received
             share.report.staged_bytes = share.report.bytes_received
         return share
 
     def stream(self, number: int, limit: int) -> Iterator[_Share]:
-        """Get everything, a message of at most `limit` bytes at a time."""
+        """Get everything, in messages that take at most `limit` bytes together."""
         yield self._counted()
-        for message, nbytes in self._messages(limit):
-            share = _Share()
-            self._receive(number, message, nbytes, share)
-            yield share
+        yield from self._received(number, max(_LEAST_MESSAGE_BYTES, limit // 2))
 
     def _counted(self) -> _Share:
         """Return a share with nothing in it yet, and what it is going to be."""
@@ -506,15 +506,22 @@ class _Giver:
             share.parts += parts
         share.report.bytes_mapped = self._bytes
 
-    def _receive(self, number: int, message: _Message, nbytes: int, share: _Share) -> None:
-        data = np.empty(nbytes, np.uint8)
-        self._link.read(number, tuple(read for read, *_ in message), data)
-        share.report.bytes_received += nbytes
-        at = 0
-        for _, incoming, block, dtype in message:
-            end = at + block.block.numel * dtype.itemsize
-            share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
-            at = end
+    def _received(self, number: int, limit: int) -> Iterator[_Share]:
+        asked: deque[_Message] = deque()
+
+        def requests() -> Iterator[tuple[tuple[BlockRead, ...], U8]]:
+            for message, nbytes in self._messages(limit):
+                asked.append(message)
+                yield tuple(read for read, *_ in message), np.empty(nbytes, np.uint8)
+
+        for data in self._link.reads(number, requests()):
+            share = _Share(report=PullReport(bytes_received=len(data)))
+            at = 0
+            for _, incoming, block, dtype in asked.popleft():
+                end = at + block.block.numel * dtype.itemsize
+                share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
+                at = end
+            yield share
 
     def _messages(self, limit: int) -> Iterator[tuple[_Message, int]]:
         """Yield what is asked for at a time, and how many bytes it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -187,11 +187,15 @@ class _GroupReader:
     def map(self, number: int) -> MappedVersion:
         return self._link.map(number)
 
-    def read(self, number: int, blocks: tuple[BlockRead, ...], into: U8) -> None:
-        used = {n: i for i, n in enumerate(dict.fromkeys(b.tensor for b in blocks))}
-        asked = _GroupRead(
-            number,
-            tuple(self._tensors[n] for n in used),
-            tuple(msgspec.structs.replace(b, tensor=used[b.tensor]) for b in blocks),
-        )
-        self._carrier.ask(self._peer, asked, into)
+    def reads(
+        self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
+    ) -> Iterator[U8]:
+        for blocks, into in requests:
+            used = {n: i for i, n in enumerate(dict.fromkeys(b.tensor for b in blocks))}
+            asked = _GroupRead(
+                number,
+                tuple(self._tensors[n] for n in used),
+                tuple(msgspec.structs.replace(b, tensor=used[b.tensor]) for b in blocks),
+            )
+            self._carrier.ask(self._peer, asked, into)
+            yield into

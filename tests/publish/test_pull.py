@@ -60,10 +60,12 @@ class ArrayServer:
     def map(self, number: int) -> MappedVersion:
         return MappedVersion(self.slot.fd, self.slot.nbytes, number)
 
-    def read(self, number: int, blocks: tuple[BlockRead, ...], into: Any) -> None:
-        assert read_bytes(self._known, blocks) == len(into)
-        gather_blocks(self.slot, self._known, blocks, into)
-        self.asked += len(into)
+    def reads(self, number: int, requests: Any) -> Iterator[Any]:
+        for blocks, into in requests:
+            assert read_bytes(self._known, blocks) == len(into)
+            gather_blocks(self.slot, self._known, blocks, into)
+            self.asked += len(into)
+            yield into
 
 
 Arrays = dict[str, np.ndarray[Any, Any]]
