@@ -210,12 +210,14 @@ class SaveWriter:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
-        if self.stopped and self._uploader is not None and self._is_ahead(self._uploader):
+        ahead = self.stopped and self._uploader is not None and self._is_ahead(self._uploader)
+        if ahead:
             # The root could not take the newest snapshot: what is in memory is all there is of it.
             self.stopped, self.died_at = False, time.monotonic()
-            _log.error("the root has not got the newest snapshot: it is kept in memory")
         if self._near is not None:
             self._near.memory.adopt(self._arena.values())
+            if ahead:  # logged once it is so: the next life may begin at that
+                _log.error("the root has not got the newest snapshot: it is kept in memory")
         else:
             for slot in self._arena.values():
                 slot.close()
