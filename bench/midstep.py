@@ -154,7 +154,8 @@ def main() -> None:
             ],
         )
     )
-    common.publish("midstep", "python bench/midstep.py", text, {"lost": found, "steps": spent})
+    command = f"python bench/midstep.py --reps {options.reps} --steps {options.steps}"
+    common.publish("midstep", command, text, {"lost": found, "steps": spent})
 
 
 def _medians(runs: list[dict[str, float]]) -> list[Any]:
