@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, NotFoundError
+from ckptd.errors import CkptdError, NotFoundError, WorkerError
 from ckptd.format.digest import digest
 from ckptd.net.address import Address, UnixAddress, listen_at, same_user
 from ckptd.net.connection import Connection, greet_client
@@ -158,7 +158,7 @@ class PublishServer:
                 message, fd = item
                 stopped = isinstance(message, ServerStop)
                 self._do(message, fd)
-        except EOFError:
+        except (EOFError, WorkerError):
             pass  # the trainer is dead: what is whole is served for a while
         try:
             self._linger(closed=stopped)

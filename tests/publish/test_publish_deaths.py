@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ import torch.distributed as dist
 
 import ckptd
 from ckptd.errors import CkptdError
+from ckptd.publish.link import ServerLink
+from ckptd.publish.messages import ORDER, REPLY, AskSlot, Opening, VersionWhole
+from ckptd.publish.server import PublishServer
+from ckptd.runtime.channel import SocketChannel
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S, kill, lives, until, wait_for_end
 from tests.publish.jobs import TRAINER
@@ -78,3 +84,25 @@ def test_a_lost_server_is_an_error_on_every_rank(tmp_path: Path) -> None:
     done = run_ranks(2, lost_server, str(tmp_path / "at"), deadline_s=PATIENCE_S)
     assert done[0][0] == ""
     assert done[0][-1] == done[1][-1] == "worker"
+
+
+def test_a_trainer_that_dies_before_the_answer_leaves_its_version_whole() -> None:
+    ours, theirs = socket.socketpair()
+    server = PublishServer(SocketChannel(theirs, ORDER))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    channel = SocketChannel(ours, REPLY)
+    secret = b"s" * 16
+    channel.send(Opening("epoch", 0, 1, secret, "127.0.0.1", 0, "", 2, 60.0, 3.0))
+    item = channel.receive(30)
+    assert item is not None
+    channel.send(AskSlot(1, 7))
+    channel.send(VersionWhole(1))
+    channel.close()  # it hears neither answer
+    link = ServerLink.to(item[0].entry, secret)
+    try:
+        assert link.newest(0, 30.0).step == 7
+    finally:
+        link.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
