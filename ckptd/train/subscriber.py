@@ -332,18 +332,24 @@ class Subscriber:
 
         Without that: whether a publisher was reached.
         """
-        raw = self._agreement.on_rank_zero("newest", lambda: self._look(wait_s))
+        end = time.monotonic() + wait_s
+        raw = None
+        while raw is None:  # for an answer of rank 0 the others wait `timeout_s` at most
+            raw = self._agreement.on_rank_zero("newest", lambda: self._look(end))
         if isinstance(raw, bool):
             return raw
         step, number, age_s, epoch, host, address, socket = raw
         entry = ServerEntry(host, address, socket, epoch)
         return WeightVersion(step, number, epoch), entry, age_s
 
-    def _look(self, wait_s: float) -> list[Any] | bool:
-        """Ask for a newer version until there is one; else say whether a publisher is there."""
-        end = time.monotonic() + wait_s
+    def _look(self, end: float) -> list[Any] | bool | None:
+        """Ask for a newer version until there is one; else say whether a publisher is there.
+
+        None: neither is known yet, and there is time left.
+        """
+        own = min(end, time.monotonic() + self._timeout_s / 2)
         while True:
-            left = end - time.monotonic()
+            left = own - time.monotonic()
             try:
                 found = self._ask(max(0.0, min(left, _MOST_WAIT_S)))
                 self.last_error = None
@@ -355,7 +361,7 @@ class Subscriber:
             if found is not None:
                 return found
             if left <= 0:
-                return self._leader is not None
+                return self._leader is not None if own == end else None
             if self._leader is None:
                 time.sleep(min(_POLL_S, max(0.0, left)))
 

@@ -127,7 +127,9 @@ def world(place: str, root: str) -> list[str]:
     group = dist.new_group([0, 1])
     found = []
     with ckptd.Subscriber(WORKER, part, place, group=group, root=root) as subscriber:
-        assert subscriber.update() is not None
+        subscriber._timeout_s = 1.0  # of which each look of rank 0 takes a half
+        assert subscriber.update(wait_s=1.2) is not None
+        subscriber._timeout_s = 60.0
         found.append(differing(dict(part.state_dict()), worker_part(whole(1), rank)))
         for name, tensor in chunks(whole(2), rank, 2).items():
             module.get_parameter(name).data.copy_(tensor)
