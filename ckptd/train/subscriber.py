@@ -400,6 +400,9 @@ class Subscriber:
             raise TransientStoreError("the version went", kind="no-version")
         plan = self._planned(version, leader)
         missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
+        for giver in missing:
+            if (old := self._links.pop(giver, None)) is not None:
+                old.close()
         if missing:
             found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
             for giver, at in zip(missing, found, strict=True):
