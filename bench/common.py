@@ -69,17 +69,19 @@ def shapes(width: int = 512, layers: int = 48, words: int = 32768) -> dict[str, 
     return out | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 
-def state(make: Callable[[tuple[int, ...]], Any], layers: int = 48) -> dict[str, Any]:
+def state(
+    make: Callable[[tuple[int, ...]], Any], layers: int = 48, width: int = 512
+) -> dict[str, Any]:
     """Return parameters and Adam moments, every tensor by `make`."""
     return {
-        kind: {name: make(shape) for name, shape in shapes(layers=layers).items()}
+        kind: {name: make(shape) for name, shape in shapes(width, layers).items()}
         for kind in ("model", "exp_avg", "exp_avg_sq")
     }
 
 
-def state_bytes(layers: int = 48) -> int:
+def state_bytes(layers: int = 48, width: int = 512) -> int:
     """Return the bytes of `state` in float32."""
-    sizes = [s[0] * (s[1] if len(s) > 1 else 1) for s in shapes(layers=layers).values()]
+    sizes = [s[0] * (s[1] if len(s) > 1 else 1) for s in shapes(width, layers).values()]
     return 3 * 4 * sum(sizes)
 
 

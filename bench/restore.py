@@ -12,7 +12,9 @@ cache (*device warm*); without one they are left out. Each process measures its 
 its loads: a copy in memory by as many threads, a plain socket, the disk's best read, a read of
 what is in the page cache, s3fs, one copy from page-locked memory. A load verifies each byte before
 it writes any, the limits verify nothing. The processor's time of both is measured besides: that of
-this process alone. A repetition of all takes about two minutes.
+this process alone. `--width` makes fewer and larger tensors of as many bytes (2 layers of 1024 are
+0.7 GB in 84 of them), `ckptd recorder build` makes the copy that loads use. A repetition of all
+takes about two minutes.
 """
 
 from __future__ import annotations
@@ -162,9 +164,9 @@ def accelerator() -> str:
 class State:
     """What is saved, and whether what is loaded is that."""
 
-    def __init__(self, layers: int, device: str = "cpu") -> None:
+    def __init__(self, layers: int, width: int, device: str = "cpu") -> None:
         make = common.noise()
-        self.live = common.state(lambda shape: make(shape).to(device), layers)
+        self.live = common.state(lambda shape: make(shape).to(device), layers, width)
         self._expected = [t.clone() for t in common.tensors(self.live)]
 
     def clear(self) -> None:
@@ -216,7 +218,7 @@ def measure(
 def memory_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     import ckptd
 
-    state = State(options.layers)
+    state = State(options.layers, options.width)
     os.environ["CKPTD_RUN_DIR"] = folder + "/run"
     with ckptd.Checkpointer(folder + "/root", tiers=[ckptd.Memory(every=1)], every=100) as ck:
         saved(ck, state)
@@ -225,7 +227,7 @@ def memory_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
             ck.load(state.live)
             return ck.last_load
 
-        return measure(state, load, copying(common.state_bytes(options.layers)))
+        return measure(state, load, copying(common.state_bytes(options.layers, options.width)))
 
 
 def saved(ck: Any, state: State) -> None:
@@ -234,27 +236,32 @@ def saved(ck: Any, state: State) -> None:
 
 
 def agent_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    size = common.state_bytes(options.layers)
-    with other_process(folder, options.layers) as found:
-        state = State(options.layers)
+    size = common.state_bytes(options.layers, options.width)
+    with other_process(folder, options) as found:
+        state = State(options.layers, options.width)
         load = from_node(folder + "/root", state, found["here"], None, "memory")
         return measure(state, load, copying(size))
 
 
 def peer_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    size = common.state_bytes(options.layers)
-    with other_process(folder, options.layers) as found:
-        state = State(options.layers)
+    size = common.state_bytes(options.layers, options.width)
+    with other_process(folder, options) as found:
+        state = State(options.layers, options.width)
         load = from_node(folder + "/root", state, found["memory"], found["secret"], "peer")
         limits = [receiving(size, n) for n in (1, 2)]
         return measure(state, load, lambda: min(limit() for limit in limits))
 
 
+def size_of(options: argparse.Namespace) -> list[str]:
+    """Return what gives another process a state of the same size."""
+    return ["--layers", str(options.layers), "--width", str(options.width)]
+
+
 @contextlib.contextmanager
-def other_process(folder: str, layers: int) -> Iterator[dict[str, str]]:
+def other_process(folder: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Let another process save, and give where its node's agent is read."""
     command = [sys.executable, __file__, "--role", "node", "--dir", folder]
-    command += ["--layers", str(layers)]
+    command += size_of(options)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as node:
@@ -267,7 +274,7 @@ def other_process(folder: str, layers: int) -> Iterator[dict[str, str]]:
         node.stdin.close()
 
 
-def be_node(folder: str, layers: int) -> None:
+def be_node(folder: str, layers: int, width: int) -> None:
     """Save into the memory of a node's agent and tell where it is read, until stdin ends."""
     import ckptd
     from ckptd.train import nearby
@@ -279,7 +286,7 @@ def be_node(folder: str, layers: int) -> None:
     }
     nearby.host_members = lambda agreement: (0, 1)  # an agent that is alone serves nobody
     with ckptd.Checkpointer(folder + "/root", tiers=[ckptd.Memory(every=1)], every=100) as ck:
-        saved(ck, State(layers))
+        saved(ck, State(layers, width))
         answer = ck._client.answer()  # type: ignore[union-attr]
         found = {"here": answer.here, "memory": answer.memory, "secret": answer.secret}
         print(json.dumps(found), flush=True)
@@ -308,10 +315,10 @@ def from_node(
 def local_case(folder: str, options: argparse.Namespace, *, warm: bool = False) -> dict[str, Any]:
     import ckptd
 
-    state = State(options.layers)
-    size = common.state_bytes(options.layers)
+    state = State(options.layers, options.width)
+    size = common.state_bytes(options.layers, options.width)
     command = [sys.executable, __file__, "--role", "saver", "--dir", folder]
-    subprocess.run([*command, "--layers", str(options.layers)], check=True)
+    subprocess.run([*command, *size_of(options)], check=True)
     with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
 
         def load() -> Any:
@@ -333,8 +340,8 @@ def device_case(folder: str, options: argparse.Namespace, *, again: bool = False
     import ckptd
 
     device = accelerator()
-    state = State(options.layers, device)
-    limit = uploading(common.state_bytes(options.layers), device)
+    state = State(options.layers, options.width, device)
+    limit = uploading(common.state_bytes(options.layers, options.width), device)
     with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
         saved(ck, state)
 
@@ -349,19 +356,19 @@ def device_case(folder: str, options: argparse.Namespace, *, again: bool = False
         return measure(state, load, limit)
 
 
-def be_saver(folder: str, layers: int) -> None:
+def be_saver(folder: str, layers: int, width: int) -> None:
     """Save into a folder."""
     import ckptd
 
     with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
-        saved(ck, State(layers))
+        saved(ck, State(layers, width))
 
 
 def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     import ckptd
 
     server = json.loads(options.server)
-    state = State(min(options.layers, REMOTE_LAYERS))
+    state = State(min(options.layers, REMOTE_LAYERS), options.width)
     url = f"{s3.BUCKET}/{os.getpid()}"
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else folder
     with (
@@ -414,14 +421,14 @@ def some_server(wanted: bool) -> Iterator[tuple[s3.Options | str, str]]:
 
 def main() -> None:
     options = common.arguments(
-        __doc__, cases=",".join(CASES), layers=48, server="", role="", size=0
+        __doc__, cases=",".join(CASES), layers=48, width=512, server="", role="", size=0
     )
     if options.role == "sender":
         send(options.size)
     elif options.role == "node":
-        be_node(options.dir, options.layers)
+        be_node(options.dir, options.layers, options.width)
     elif options.role == "saver":
-        be_saver(options.dir, options.layers)
+        be_saver(options.dir, options.layers, options.width)
     elif options.case:
         folder = f"{options.dir}/case"
         common.remove(folder)
@@ -445,7 +452,7 @@ def alternate(options: argparse.Namespace) -> None:
         for name in left_out:
             print(f"{name}: left out, there is no accelerator", file=sys.stderr)
         names = [n for n in names if n not in left_out]
-        shared = ["--dir", options.dir, "--layers", str(options.layers)]
+        shared = ["--dir", options.dir, *size_of(options)]
         shared += ["--server", json.dumps(server)]
         for _ in range(options.reps):
             for name in order.sample(names, len(names)):
@@ -462,7 +469,7 @@ def report(
     rows = []
     for name, runs in found.items():
         layers = min(options.layers, REMOTE_LAYERS) if name == "remote" else options.layers
-        size = common.state_bytes(layers) / 1e9
+        size = common.state_bytes(layers, options.width) / 1e9
         seconds, limit = m(runs, "s"), m(runs, "limit_s")
         what = LIMITS[name] + (f", {kind}" if name == "remote" else "")
         right = all(r["right"] for r in runs)
@@ -482,6 +489,7 @@ def report(
         text += f"Not measured, for want of an accelerator: {', '.join(left_out)}.\n\n"
     text += common.table(head, rows)
     command = f"python bench/restore.py --reps {options.reps} --layers {options.layers}"
+    command += f" --width {options.width}"
     command += f" --cases {shlex.quote(','.join(found))}"
     common.publish("restore", command, text, {"load": os.getloadavg(), "runs": found})
 
