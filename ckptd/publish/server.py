@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -158,7 +159,7 @@ class PublishServer:
                 message, fd = item
                 stopped = isinstance(message, ServerStop)
                 self._do(message, fd)
-        except (EOFError, WorkerError):
+        except EOFError:
             pass  # the trainer is dead: what is whole is served for a while
         try:
             self._linger(closed=stopped)
@@ -210,15 +211,20 @@ class PublishServer:
                 self._put_slot(number, _Shared(Slot(number, nbytes, fd)))
             case AskSlot(number, step):
                 choice = self._book.place(number, step)
-                self._channel.send(SlotAnswer(number, *choice))
+                self._reply(SlotAnswer(number, *choice))
             case VersionSealed(number, slot):
                 self._seal(number, self._slots[slot])
             case VersionWhole(number):
-                self._channel.send(VersionKnown(number, self._tell(AskCommit(number))))
+                self._reply(VersionKnown(number, self._tell(AskCommit(number))))
             case VersionDropped(number):
                 self._tell(AskDrop(number))
             case ServerStop():
                 pass
+
+    def _reply(self, message: msgspec.Struct) -> None:
+        """Answer the rank; what a rank that is dead has sent before is done all the same."""
+        with contextlib.suppress(WorkerError):
+            self._channel.send(message)
 
     def _open(self, opening: Opening) -> None:
         self._opening = opening
@@ -226,9 +232,9 @@ class PublishServer:
         try:
             entry = self._listen(opening)
         except CkptdError as error:
-            self._channel.send(ServerReady(None, error.to_dict()))
+            self._reply(ServerReady(None, error.to_dict()))
             return
-        self._channel.send(ServerReady(entry))
+        self._reply(ServerReady(entry))
 
     def _listen(self, opening: Opening) -> ServerEntry:
         sock = listen_at(opening.bind, opening.port, "a publisher")
