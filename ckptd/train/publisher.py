@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError, WorkerError
+from ckptd.layout.lay.bind import bind_sizes
 from ckptd.net.address import is_here, is_loopback
 from ckptd.publish.blocks import gather_blocks, read_bytes
 from ckptd.publish.carrier import WeightCarrier
@@ -279,6 +280,8 @@ class Publisher:
         """Bind the layout to the first state. Collective."""
         agreement = self._agreement
         side = RelayoutSide.of(state, self._layout, agreement, None)
+        # Workers bind it from this alone: what they would miss is missed here.
+        bind_sizes(side.laid.resolved, side.form.bound.sizes)
         tensors: list[PublishedTensor] = []
         starts: dict[str, int] = {}
         steps: list[CopyStep] = []

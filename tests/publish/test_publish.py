@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,20 @@ import ckptd
 from ckptd import events
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
 from ckptd.publish.link import ServerLink
-from ckptd.publish.messages import AskHold, HoldAnswer
+from ckptd.publish.messages import (
+    ORDER,
+    REPLY,
+    AskHold,
+    AskSlot,
+    HoldAnswer,
+    Opening,
+    SlotMemory,
+    VersionSealed,
+    VersionWhole,
+)
+from ckptd.publish.server import PublishServer
+from ckptd.runtime.channel import SocketChannel
+from ckptd.save.arena import Slot
 from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
@@ -243,11 +257,35 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
             publisher.publish(1, {"model": whole(1)})
         assert caught.value.kind == "budget"
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        some = {n: t for n, t in whole(1).items() if "layers" not in n}
+        with pytest.raises(MismatchError) as caught:  # what workers would miss
+            publisher.publish(1, {"model": some})
+        assert "no shape says" in caught.value.message
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
         publisher.publish(1, {"model": whole(1)}).wait(30)
         with pytest.raises(UsageError) as caught:
             publisher.publish(2, {"model": {n: t.double() for n, t in whole(1).items()}})
         assert caught.value.kind == "bad-state"
         assert publisher.publish(3, {"model": whole(1)}).wait(30)  # the slot of step 2 is free
+
+
+def test_what_a_rank_sent_before_it_died_counts(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    rank, slot = SocketChannel(ours, REPLY), Slot(0, 64)
+    run = str(tmp_path)
+    rank.send(Opening("e", 0, 1, b"s" * 32, "127.0.0.1", 0, run, 2, 60.0, 0.0))
+    rank.send(SlotMemory(0, 64), slot.fd)
+    rank.send(AskSlot(1, 7))
+    slot.begin(1)
+    slot.seal()
+    rank.send(VersionSealed(1, 0))
+    rank.send(VersionWhole(1))
+    rank.close()  # no answer is read any more
+    server = PublishServer(SocketChannel(theirs, ORDER))
+    server.run()
+    assert server._book.newer(0)[:2] == (1, 7)
+    assert not list(tmp_path.iterdir())
+    slot.close()
 
 
 CASTS = f"""# layout half

@@ -1,0 +1,517 @@
+"""Weights from four trainer ranks (FSDP2 x TP2) to two workers (TP2): ckptd, and what is done else.
+
+    python bench/publish.py                # 4 GB in bfloat16; takes 16 GB of memory
+    python bench/publish.py --gb 1
+
+Six processes of one machine. *gather and broadcast* is what frameworks do: rank 0 gathers each
+tensor whole (straight from the four ranks, over gloo), broadcasts it to the workers, and each cuts
+out its slice. *memory* and *sockets* are the plain transports' limits: the bytes that the workers
+need, copied once by them from shared memory in large pieces, or sent by the four to the two over
+TCP of the loopback, without layouts, digests or versions. ckptd is timed from `publish` on all
+ranks to the end of `update` on both workers, and its `update` alone, once from memory and once as
+if the workers were on another host. Values are compared at the end of each.
+
+*LoRA*: one percent of the bytes changes, in tensors of their own. *Training*: four ranks multiply
+matrices and publish every tenth step, with workers that pull each version and with ones that sleep;
+six processes share the cores, so beside the time a step takes stands the processor time of the
+trainers' own processes, servers left out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckptd
+from ckptd.testing.ranks import run_ranks
+
+HEADS, HD, WIDTH, HIDDEN, WORDS, RANK = 16, 64, 1024, 2816, 32768, 8
+MIB = 1 << 20
+CASES = ("ckptd, memory", "ckptd, sockets", "gather and broadcast", "memory", "sockets")
+
+PROGRAM = f"""
+mesh T = dp:2 tp:2
+mesh W = tp:2
+let hd = {HD}
+let rep = 1
+space llama {{
+  E[v h] head[v h] nf[h]
+  L{{l}}.q[kv rep hd h] L{{l}}.k[kv hd h] L{{l}}.v[kv hd h] L{{l}}.o[h kv rep hd]
+  L{{l}}.g[f h] L{{l}}.u[f h] L{{l}}.d[h f] L{{l}}.n1[h] L{{l}}.lora[r h]
+}}
+layout trainer of llama on T {{
+  embed = E[v@tp@dp:ceil h]
+  layers.{{l}}.q = L{{l}}.q[((kv rep)@tp hd)@dp:ceil h]
+  layers.{{l}}.k = L{{l}}.k[(kv@tp hd)@dp:ceil h]
+  layers.{{l}}.v = L{{l}}.v[(kv@tp hd)@dp:ceil h]
+  layers.{{l}}.o = L{{l}}.o[h@dp:ceil ((kv rep)@tp hd)]
+  layers.{{l}}.gate = L{{l}}.g[f@tp@dp:ceil h]
+  layers.{{l}}.up = L{{l}}.u[f@tp@dp:ceil h]
+  layers.{{l}}.down = L{{l}}.d[h@dp:ceil f@tp]
+  layers.{{l}}.norm = L{{l}}.n1[h@dp:ceil]
+  layers.{{l}}.lora = L{{l}}.lora[r@dp:ceil h]
+  norm = nf[h@dp:ceil]
+  head = head[v@tp@dp:ceil h]
+}}
+layout worker of llama on W {{
+  embed = E[v@tp h]
+  layers.{{l}}.qkv = L{{l}}[(q:((kv rep)@tp hd)|k:(kv@tp hd)|v:(kv@tp hd)) h]
+  layers.{{l}}.o = L{{l}}.o[h ((kv rep)@tp hd)]
+  layers.{{l}}.gate_up = L{{l}}[(g:f@tp|u:f@tp) h]
+  layers.{{l}}.down = L{{l}}.d[h f@tp]
+  layers.{{l}}.norm = L{{l}}.n1[h]
+  layers.{{l}}.lora = L{{l}}.lora[r h]
+  norm = nf[h]
+  head = head[v@tp h]
+}}
+"""
+FUSED = {"q": ("qkv", 0, 3), "k": ("qkv", 1, 3), "v": ("qkv", 2, 3)}
+FUSED |= {"gate": ("gate_up", 0, 2), "up": ("gate_up", 1, 2)}
+"""Where a tensor lies in a fused one of a worker: its name, the place, of how many."""
+
+
+def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+    """Yield each tensor: name, whole shape, and the dimension that TP cuts."""
+    yield "embed", (WORDS, WIDTH), 0
+    for i in range(layers):
+        for name in "qkv":
+            yield f"layers.{i}.{name}", (HEADS * HD, WIDTH), 0
+        yield f"layers.{i}.o", (WIDTH, HEADS * HD), 1
+        yield f"layers.{i}.gate", (HIDDEN, WIDTH), 0
+        yield f"layers.{i}.up", (HIDDEN, WIDTH), 0
+        yield f"layers.{i}.down", (WIDTH, HIDDEN), 1
+        yield f"layers.{i}.norm", (WIDTH,), None
+        yield f"layers.{i}.lora", (RANK * 16, WIDTH), None
+    yield "norm", (WIDTH,), None
+    yield "head", (WORDS, WIDTH), 0
+
+
+def layers_of(gb: float) -> int:
+    """Return how many layers make up so many gigabytes."""
+    size = sum(2 * int(np.prod(s)) for n, s, _ in shapes(1) if n.startswith("layers."))
+    return max(1, round((gb * 1e9 - 4 * WORDS * WIDTH) / size))
+
+
+def whole(number: int, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """Return a tensor's values at a step: no two rows, tensors or steps are alike."""
+    start = 7919 * number + 104729 * step
+    rows = torch.arange(start, start + shape[0]).remainder(32749).to(torch.int16)
+    out = rows.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+    if len(shape) > 1:
+        out += torch.arange(shape[1], dtype=torch.int16)
+    return out.view(torch.bfloat16)
+
+
+def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """Return a module with these tensors as its parameters."""
+    out = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = out
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    return out
+
+
+class Trainer:
+    """What a rank of the trainer has."""
+
+    def __init__(self, rank: int, layers: int) -> None:
+        self.dp, self.tp = divmod(rank, 2)
+        self.specs = list(shapes(layers))
+        self.state = {n: self._part(i, 0).clone() for i, (n, *_) in enumerate(self.specs)}
+
+    def _part(self, number: int, step: int) -> torch.Tensor:
+        _, shape, cut = self.specs[number]
+        full = whole(number, shape, step)
+        return (full if cut is None else full.chunk(2, cut)[self.tp]).chunk(2)[self.dp]
+
+    def set(self, step: int, only: str = "") -> None:
+        for i, (name, *_) in enumerate(self.specs):
+            if name.endswith(only):
+                self.state[name].copy_(self._part(i, step))
+
+
+class Worker:
+    """What a worker has."""
+
+    def __init__(self, tp: int, layers: int) -> None:
+        self.tp = tp
+        self.specs = list(shapes(layers))
+        self.state: dict[str, torch.Tensor] = {}
+        for name, shape, cut in self.specs:
+            mine = list(shape)
+            if cut is not None:
+                mine[cut] //= 2
+            fused, _, of = self._place(name)
+            self.state[fused] = torch.zeros([mine[0] * of, *mine[1:]], dtype=torch.bfloat16)
+        self.nbytes = sum(t.nbytes for t in self.state.values())
+
+    @staticmethod
+    def _place(name: str) -> tuple[str, int, int]:
+        layer, _, short = name.rpartition(".")
+        fused, at, of = FUSED.get(short, (short, 0, 1))
+        return (f"{layer}.{fused}" if layer else fused), at, of
+
+    def slot(self, number: int) -> torch.Tensor:
+        """Return where a tensor's slice goes."""
+        fused, at, of = self._place(self.specs[number][0])
+        return self.state[fused].chunk(of)[at]
+
+    def cut(self, number: int, full: torch.Tensor) -> torch.Tensor:
+        cut = self.specs[number][2]
+        return full if cut is None else full.chunk(2, cut)[self.tp]
+
+    def wrong(self, step: int, only: str = "") -> list[str]:
+        """Return the tensors that do not have a step's values."""
+        out = []
+        for i, (name, shape, _) in enumerate(self.specs):
+            wanted = self.cut(i, whole(i, shape, step if name.endswith(only) else 1))
+            if not torch.equal(wanted.view(torch.int16), self.slot(i).view(torch.int16)):
+                out.append(name)
+        return out
+
+
+class Memory:
+    """The most anonymous memory of this process above its start, in bytes."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._base = self.peak = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> int:
+        rows = dict(x.split(":", 1) for x in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * int(rows["RssAnon"].split()[0])
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.peak = max(self.peak, self._now())
+
+    def done(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return max(self.peak, self._now()) - self._base
+
+
+class Bench:
+    """One process of the six."""
+
+    def __init__(self, folder: str, layers: int) -> None:
+        torch.set_num_threads(1)
+        self.rank = dist.get_rank()
+        self.folder = Path(folder)
+        self.trains = self.rank < 4
+        self.trainers = dist.new_group([0, 1, 2, 3])
+        self.workers = dist.new_group([4, 5])
+        self.broadcast = dist.new_group([0, 4, 5])
+        self.trainer = Trainer(self.rank, layers) if self.trains else None
+        self.worker = None if self.trains else Worker(self.rank - 4, layers)
+        self.step = 0
+        at = self.folder / "at"
+        if self.trainer is not None:
+            self.state = {"model": module_of(self.trainer.state)}
+            self.publisher = ckptd.Publisher(
+                f"# layout trainer\n{PROGRAM}", at, process_group=self.trainers
+            )
+        else:
+            assert self.worker is not None
+            self.subscriber = ckptd.Subscriber(
+                f"# layout worker\n{PROGRAM}", module_of(self.worker.state), at, group=self.workers
+            )
+
+    def close(self) -> None:
+        (self.publisher if self.trains else self.subscriber).close()
+
+    # --- one case -------------------------------------------------------------------------------
+
+    def run(self, case: str) -> dict[str, Any]:
+        """Move the weights once, and compare them."""
+        self.step += 1
+        if self.trainer is not None:
+            self.trainer.set(self.step)
+        way = {"gather and broadcast": self.gathered, "memory": self.copied, "sockets": self.sent}
+        memory = Memory()
+        dist.barrier()
+        begun = time.perf_counter()
+        found = self.ours(case.endswith("sockets")) if "ckptd" in case else way[case]()
+        dist.barrier()
+        found = {"seconds": time.perf_counter() - begun} | found | {"memory": memory.done()}
+        if self.worker is not None and case not in ("memory", "sockets"):
+            wrong = self.worker.wrong(self.step)
+            assert not wrong, (case, wrong[:3])
+        return found
+
+    def ours(self, far: bool, only: str = "") -> dict[str, Any]:
+        if self.trainer is not None:
+            begun = time.perf_counter()
+            publication = self.publisher.publish(self.step, self.state)
+            blocked = time.perf_counter() - begun
+            assert publication.wait()
+            dist.barrier()
+            return {"blocked": blocked}
+        self.subscriber._far = far
+        self.subscriber._disconnect()
+        if not only:
+            self.subscriber._proofs.clear()  # nothing is left out
+        dist.barrier()
+        begun = time.perf_counter()
+        report = self.subscriber.update(wait_s=60)
+        assert report is not None
+        assert report.version.step == self.step
+        return {
+            "update": time.perf_counter() - begun,
+            "needed": report.bytes_needed,
+            "moved": report.bytes_received + report.bytes_mapped,
+            "staged": report.staged_bytes,
+        }
+
+    def gathered(self) -> dict[str, Any]:
+        specs = list(shapes(len([n for n in self._names() if n.endswith(".q")])))
+        for i, (name, shape, cut) in enumerate(specs):
+            full = torch.empty(shape, dtype=torch.bfloat16)
+            if self.trainer is not None:
+                mine = self.trainer.state[name]
+                if self.rank:
+                    dist.gather(mine, group=self.trainers, dst=0)
+                    continue
+                parts = [torch.empty_like(mine) for _ in range(4)]
+                dist.gather(mine, parts, group=self.trainers, dst=0)
+                if cut is None:
+                    full = torch.cat([parts[0], parts[2]])
+                else:
+                    halves = [torch.cat([parts[tp], parts[2 + tp]]) for tp in (0, 1)]
+                    full = torch.cat(halves, cut)
+            dist.broadcast(full, 0, group=self.broadcast)
+            if self.worker is not None:
+                self.worker.slot(i).copy_(self.worker.cut(i, full))
+        return {}
+
+    def _names(self) -> list[str]:
+        specs = (self.trainer or self.worker).specs  # type: ignore[union-attr]
+        return [n for n, *_ in specs]
+
+    def copied(self) -> dict[str, Any]:
+        """Each worker copies what it needs out of memory that all share."""
+        if self.worker is None:
+            return {}
+        fd = os.open(self.folder / "shared", os.O_RDONLY)
+        source = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
+        os.close(fd)
+        begun = time.perf_counter()
+        at = 0
+        for tensor in self.worker.state.values():
+            target = tensor.view(torch.int16).numpy().reshape(-1).view(np.uint8)
+            np.copyto(target, source[at : at + len(target)])
+            at += len(target)
+        return {"update": time.perf_counter() - begun}
+
+    def sent(self) -> dict[str, Any]:
+        """Each trainer sends each worker a quarter of what that one needs."""
+        if self.trainer is not None:
+            listening = socket.create_server(("127.0.0.1", 0))
+            ports = [0] * 6
+            dist.all_gather_object(ports, listening.getsockname()[1])
+            links = [listening.accept()[0] for _ in range(2)]
+            sizes = [int.from_bytes(link.recv(8), "little") for link in links]
+            data = memoryview(bytearray(16 * MIB))
+            dist.barrier()
+
+            def send(link: socket.socket, size: int) -> None:
+                for at in range(0, size, len(data)):
+                    link.sendall(data[: min(len(data), size - at)])
+                link.close()
+
+            lanes = [threading.Thread(target=send, args=a) for a in zip(links, sizes, strict=True)]
+            for lane in lanes:
+                lane.start()
+            for lane in lanes:
+                lane.join()
+            listening.close()
+            return {}
+        assert self.worker is not None
+        ports = [0] * 6
+        dist.all_gather_object(ports, 0)
+        links = [socket.create_connection(("127.0.0.1", port)) for port in ports[:4]]
+        size = self.worker.nbytes // 4
+        for link in links:
+            link.sendall(size.to_bytes(8, "little"))
+        into = memoryview(bytearray(4 * size))
+        dist.barrier()
+        begun = time.perf_counter()
+
+        def receive(number: int) -> None:
+            at, end = number * size, (number + 1) * size
+            while at < end:
+                at += links[number].recv_into(into[at:end])
+            links[number].close()
+
+        lanes = [threading.Thread(target=receive, args=(i,)) for i in range(4)]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+        return {"update": time.perf_counter() - begun}
+
+    # --- further questions ----------------------------------------------------------------------
+
+    def lora(self) -> dict[str, Any]:
+        """One percent changes."""
+        self.step = 1
+        if self.trainer is not None:
+            self.trainer.set(1)
+        self.ours(False)
+        for step in (2, 3):  # the first of them shows what stays as it is
+            self.step = step
+            if self.trainer is not None:
+                self.trainer.set(step, ".lora")
+            found = self.ours(False, ".lora")
+        if self.worker is not None:
+            wrong = self.worker.wrong(3, ".lora")
+            assert not wrong, wrong[:3]
+            found["changed"] = sum(
+                t.nbytes for n, t in self.worker.state.items() if n.endswith(".lora")
+            )
+        return found
+
+    def train(self, pull: bool, steps: int) -> dict[str, Any]:
+        """Train, publish every tenth step; workers pull, or do not."""
+        a = torch.randn(512, 512)
+        flag = self.folder / f"trained-{pull}-{self.step}"
+        dist.barrier()
+        begun, cpu, skipped = time.perf_counter(), time.process_time(), 0
+        if self.trainer is not None:
+            for i in range(steps):
+                for _ in range(4):
+                    a = (a @ a).clamp_(-1, 1)
+                if i % 10 == 0:
+                    publication = self.publisher.publish(1000 + i, self.state)
+                    skipped += bool(publication.skipped)
+                dist.all_reduce(a[:1], group=self.trainers)
+            found = {
+                "step": (time.perf_counter() - begun) / steps,
+                "cpu": (time.process_time() - cpu) / steps,
+                "skipped": skipped,
+            }
+            dist.barrier(group=self.trainers)
+            flag.touch()
+        else:
+            found = {"versions": 0}
+            while not flag.exists():
+                if pull:
+                    found["versions"] += self.subscriber.update(wait_s=0.05) is not None
+                else:
+                    time.sleep(0.05)
+                more = [flag.exists()]
+                dist.broadcast_object_list(more, 4, group=self.workers)
+                if more[0]:
+                    break
+        dist.barrier()
+        self.step += 1
+        return found
+
+
+def world(folder: str, layers: int, reps: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Run everything, alternating."""
+    bench = Bench(folder, layers)
+    found: dict[str, list[dict[str, Any]]] = {}
+    order = random.Random(0)
+    for _ in range(reps):
+        names = [*CASES, "LoRA", "training, workers sleep", "training, workers pull"]
+        order.shuffle(names)
+        for name in names:
+            if name == "LoRA":
+                kept = bench.step
+                found.setdefault(name, []).append(bench.lora())
+                bench.step = kept + 3
+            elif name in CASES:
+                found.setdefault(name, []).append(bench.run(name))
+            else:
+                found.setdefault(name, []).append(bench.train(name.endswith("pull"), steps))
+            if bench.rank == 4:
+                print(name, found[name][-1], file=sys.stderr, flush=True)
+    bench.close()
+    return found
+
+
+def main() -> None:
+    options = common.arguments(__doc__, gb=4.0, steps=60)
+    layers = layers_of(options.gb)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ckptd-bench-") as folder:
+        needed = Worker(0, layers).nbytes
+        with open(f"{folder}/shared", "wb") as shared:
+            shared.writelines(os.urandom(MIB) * 16 for _ in range(0, needed, 16 * MIB))
+        ranks = run_ranks(6, world, folder, layers, options.reps, options.steps, deadline_s=3000.0)
+    report(ranks, needed, options)
+
+
+def report(ranks: list[dict[str, list[dict[str, Any]]]], needed: int, options: Any) -> None:
+    def of(case: str, key: str, rows: slice) -> float:
+        """Return the median over repetitions of the largest of some ranks."""
+        times = range(options.reps)
+        values = [max(r[case][i].get(key, 0) for r in ranks[rows]) for i in times]
+        return float(np.median(values))
+
+    trainers, workers = slice(0, 4), slice(4, 6)
+    text = f"{2 * needed / 1e9:.2f} GB for two workers, {options.reps} repetitions, medians.\n\n"
+    base = of("gather and broadcast", "seconds", workers)
+    rows = []
+    for case in CASES:
+        limit = "sockets" if case.endswith("sockets") else "memory"
+        seconds, update = of(case, "seconds", workers), of(case, "update", workers)
+        moved = of(case, "moved", workers) / max(1.0, of(case, "needed", workers))
+        ours = "ckptd" in case
+        nothing = float("nan")
+        rows.append(
+            [
+                case,
+                seconds if case not in ("memory", "sockets") else nothing,
+                update or nothing,
+                base / seconds if ours else nothing,
+                of(limit, "update", workers) / update if ours else nothing,
+                moved if ours else nothing,
+                of(case, "memory", workers) / MIB,
+                of(case, "staged", workers) / MIB if ours else nothing,
+                of(case, "blocked", trainers) if ours else nothing,
+            ]
+        )
+    head = ["case", "publish to applied s", "update alone s", "baseline / it (aim 2)"]
+    head += ["limit / update (aim 0.8)", "bytes moved / needed (aim 1)"]
+    head += ["worker memory above the model MiB", "of it staged MiB", "trainer blocked s"]
+    text += common.table(head, rows)
+    changed = of("LoRA", "changed", workers)
+    text += f"\n\nLoRA: {100 * changed / needed:.2f} % of the bytes changed, "
+    text += f"moved {of('LoRA', 'moved', workers) / changed:.3f} times that (aim 1.02).\n\n"
+    rows = []
+    for case in ("training, workers sleep", "training, workers pull"):
+        versions = of(case, "versions", workers)
+        step, cpu = (1000 * of(case, key, trainers) for key in ("step", "cpu"))
+        rows.append([case, step, cpu, int(versions), int(of(case, "skipped", trainers))])
+    head = ["", "step ms", "processor ms of the rank's own process", "versions pulled", "skipped"]
+    text += common.table(head, rows)
+    command = " ".join(["python", "bench/publish.py", *sys.argv[1:]])
+    common.publish("publish", command, text, {"ranks": ranks, "needed": needed})
+
+
+if __name__ == "__main__":
+    main()

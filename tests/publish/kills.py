@@ -1,0 +1,382 @@
+"""A trainer of two ranks and a rollout of two, one of whose processes is killed at a named point.
+
+Points are calls of the code itself, in a trainer's rank or in a worker: at the n-th of them, in the
+second version, one process is killed with SIGKILL: the caller itself, or any other of the six. Each
+version has other values in every element, so that a mixture of two is none of both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ckptd
+from ckptd.errors import CkptdError
+from ckptd.publish import pull
+from ckptd.publish.client import PublishClient
+from ckptd.publish.link import ServerLink
+from ckptd.save.arena import Slot
+from ckptd.testing.ranks import RankOutcome, rank_outcomes
+from ckptd.train.copy import Snapshot
+from tests.processes import kill, lives, until
+from tests.publish.jobs import TRAINER, WORKER, worker_part
+from tests.train.layout.jobs import Tree, chunks, differing, whole
+
+__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd"]
+
+PARTIES = tuple(f"{kind}-{i}" for kind in ("trainer", "server", "worker") for i in (0, 1))
+TIMEOUT_S = 10.0
+"""Of each wait of trainer and workers."""
+LINGER_S = 3.0
+_VERSIONS = 4
+"""The first step from here on that is not skipped is the last."""
+_MOST_STEPS = 60
+_QUIET = 5
+"""After so many updates without a newer version a worker leaves; each waits a second."""
+_DEADLINE_S = 150.0
+
+POINTS: dict[str, tuple[str, Any, str]] = {
+    "trainer starts its server": ("trainer", PublishClient, "ready"),
+    "trainer chose a slot": ("trainer", ckptd.Publisher, "_slot"),
+    "trainer copies": ("trainer", Snapshot, "copy_now"),
+    "trainer copies the rest": ("trainer", Snapshot, "copy_rest"),
+    "trainer seals": ("trainer", Slot, "seal"),
+    "trainer counts its share": ("trainer", ckptd.Publisher, "_count"),
+    "trainer closes": ("trainer", PublishClient, "close"),
+    "worker connects": ("worker", ServerLink, "_greeted"),
+    "worker asks for the newest": ("worker", ServerLink, "newest"),
+    "worker takes a hold": ("worker", ckptd.Subscriber, "_stage"),
+    "worker plans": ("worker", ckptd.Subscriber, "_planned"),
+    "worker asks for tensors": ("worker", pull._Giver, "__init__"),
+    "worker maps": ("worker", ServerLink, "map"),
+    "worker pulls": ("worker", ServerLink, "read"),
+    "worker has all": ("worker", pull.StagedPull, "add"),
+    "worker applies": ("worker", pull.StagedPull, "apply"),
+    "worker writes a part": ("worker", pull, "_put"),
+    "worker lets go": ("worker", ckptd.Subscriber, "_let_go"),
+    "worker closes": ("worker", ckptd.Subscriber, "close"),
+}
+"""By name: whose call it is, and the function that is called."""
+_FIRST_POINTS = frozenset({"trainer starts its server", "worker connects", "worker plans"})
+"""Points of a first version: a later one does not come there."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is killed, and when.
+
+    Attributes
+    ----------
+    point
+        One of `POINTS`.
+    rank
+        Whose call it is, of the trainer's or the rollout's ranks.
+    victim
+        One of `PARTIES`.
+    nth
+        At which of the calls, from 1.
+    far
+        Workers pull over sockets.
+    """
+
+    point: str
+    rank: int
+    victim: str
+    nth: int = 1
+    far: bool = False
+
+    def __str__(self) -> str:
+        way = "socket" if self.far else "memory"
+        return f"{self.victim} dies as {self.point} ({self.rank}, call {self.nth}, {way})"
+
+    def arm(self, folder: Path) -> None:
+        """In the process whose call it is: kill at the n-th call from now on."""
+        _, owner, name = POINTS[self.point]
+        function = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        static = isinstance(function, staticmethod)
+        inner: Callable[..., Any] = function.__func__ if static else function
+        calls = 0
+        lock = threading.Lock()
+
+        def at(*args: Any, **more: Any) -> Any:
+            nonlocal calls
+            with lock:
+                calls += 1
+                if calls == self.nth:
+                    (folder / "killed").touch()
+                    os.kill(int((folder / self.victim).read_text()), signal.SIGKILL)
+            return inner(*args, **more)
+
+        setattr(owner, name, staticmethod(at) if static else at)
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker ended.
+
+    Attributes
+    ----------
+    step
+        Of the version that its subscriber says it holds; None for none.
+    is_step
+        Which step's values all of its tensors really are; None: of none, as a whole.
+    error
+        Kind of what `update` raised; empty for nothing.
+    poisoned
+        Whether that error said that the tensors are of no version.
+    seen
+        Steps that it had.
+    slowest_s
+        The longest call of `update`.
+    """
+
+    step: int | None
+    is_step: int | None
+    error: str
+    poisoned: bool
+    seen: tuple[int, ...]
+    slowest_s: float
+
+
+def _write(folder: Path, name: str, pid: int) -> None:
+    (folder / f".{name}").write_text(str(pid))
+    os.replace(folder / f".{name}", folder / name)
+
+
+def _there(path: Path, within_s: float) -> bool:
+    with suppress(TimeoutError):
+        return until(path.exists, str(path), within_s=within_s)
+    return False
+
+
+def trainer(place: str, spec: Kill) -> list[int]:
+    """Publish some versions; the second one when the workers have the first."""
+    folder, rank = Path(place), dist.get_rank()
+    mine: Kill | None = spec if POINTS[spec.point][0] == "trainer" else None
+    if mine is not None and mine.rank != rank:
+        mine = None
+    _write(folder, f"trainer-{rank}", os.getpid())
+    module = Tree(chunks(whole(1), rank, 2))
+    inner = PublishClient.ready
+
+    def ready(client: PublishClient) -> Any:
+        _write(folder, f"server-{rank}", client.pid)
+        return inner(client)
+
+    setattr(PublishClient, "ready", ready)  # noqa: B010
+    if mine is not None and mine.point in _FIRST_POINTS:
+        mine.arm(folder)
+    done: list[int] = []
+    publisher = ckptd.Publisher(
+        TRAINER, folder / "at", timeout_s=TIMEOUT_S, lease_s=30.0, linger_s=LINGER_S
+    )
+    with publisher:
+        for step in range(1, _MOST_STEPS):
+            if step == 2:
+                for worker in (0, 1):
+                    _there(folder / f"first-{worker}", TIMEOUT_S)
+                if mine is not None and mine.point not in _FIRST_POINTS:
+                    mine.arm(folder)
+            for name, tensor in chunks(whole(step), rank, 2).items():
+                module.get_parameter(name).data.copy_(tensor)
+            publication = publisher.publish(step, {"model": module})
+            if publication.wait(TIMEOUT_S):
+                done.append(step)
+                if step >= _VERSIONS:
+                    break
+            else:
+                time.sleep(0.2)  # workers hold what they pull
+        (folder / f"published-{rank}").touch()
+        _there(folder / "looked", 60.0)
+    return done
+
+
+def _slots(pid: int) -> set[int]:
+    """Return the memory files of slots that a process has."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if "ckptd-slot" in os.readlink(entry):
+                found.add(entry.stat().st_ino)
+    return found
+
+
+def _is_step(module: Tree, rank: int) -> int | None:
+    found = dict(module.state_dict())
+    for step in (99, *range(1, _MOST_STEPS)):
+        if not differing(found, worker_part(whole(step), rank)):
+            return step
+    return None
+
+
+def worker(place: str, spec: Kill) -> WorkerEnd:
+    """Update until the last version is there, or nobody publishes any more."""
+    folder, rank = Path(place), dist.get_rank()
+    mine: Kill | None = spec if POINTS[spec.point][0] == "worker" else None
+    if mine is not None and mine.rank != rank:
+        mine = None
+    pull._MESSAGE_BYTES = 1 << 10  # so that a version comes in several messages
+    _write(folder, f"worker-{rank}", os.getpid())
+    with suppress(TimeoutError):  # who dies before that does not matter here
+        until(lambda: all((folder / p).exists() for p in PARTIES), "all", within_s=TIMEOUT_S)
+    module = Tree(worker_part(whole(99), rank))
+    seen: list[int] = []
+    error, poisoned, slowest = "", False, 0.0
+    subscriber = ckptd.Subscriber(
+        WORKER, module, folder / "at", group=dist.group.WORLD, timeout_s=TIMEOUT_S
+    )
+    subscriber._far = spec.far
+    if mine is not None and mine.point in _FIRST_POINTS:
+        mine.arm(folder)
+    quiet = 0  # the same on both ranks, as what `update` returns: they leave together
+    while quiet < (_QUIET if seen else 3 * _QUIET) and max(seen, default=0) < _VERSIONS:
+        begun = time.monotonic()
+        try:
+            report = subscriber.update(wait_s=1.0)
+        except CkptdError as raised:
+            error, poisoned = raised.kind, raised.poisoned
+            break
+        finally:
+            slowest = max(slowest, time.monotonic() - begun)
+        quiet = quiet + 1 if report is None else 0
+        if report is not None:
+            seen.append(report.version.step)
+            if _is_step(module, rank) != report.version.step:
+                break
+            if len(seen) == 1:
+                if mine is not None and mine.point not in _FIRST_POINTS:
+                    mine.arm(folder)
+                (folder / f"first-{rank}").touch()
+    version = subscriber.version
+    held = _is_step(module, rank)
+    with suppress(CkptdError):
+        subscriber.close()
+    return WorkerEnd(
+        None if version is None else version.step, held, error, poisoned, tuple(seen), slowest
+    )
+
+
+@dataclass
+class KillWorld:
+    """Runs one life of the six processes, and looks at what is left.
+
+    Attributes
+    ----------
+    trainers, workers
+        How the ranks ended.
+    late
+        The step that a worker had which came afterwards; None: there was no publisher.
+    """
+
+    folder: Path
+    spec: Kill
+    trainers: list[RankOutcome[list[int]]] = field(default_factory=list)
+    workers: list[RankOutcome[WorkerEnd]] = field(default_factory=list)
+    late: int | None = None
+
+    def run(self) -> None:
+        """Run it: no process is left afterwards."""
+        place = str(self.folder)
+        worlds: list[Any] = [None, None]
+
+        def world(number: int, function: Callable[..., Any]) -> None:
+            worlds[number] = rank_outcomes(
+                2,
+                function,
+                place,
+                self.spec,
+                deadline_s=_DEADLINE_S,
+                grace_s=3 * TIMEOUT_S,
+                env={"CKPTD_RUN_DIR": str(self.folder / "run")},
+            )
+
+        threads = [
+            threading.Thread(target=world, args=(i, f)) for i, f in enumerate((trainer, worker))
+        ]
+        for thread in threads:
+            thread.start()
+        threads[1].join()
+        try:
+            self.late = self._late()
+            self._memory_is_back()
+        finally:
+            (self.folder / "looked").touch()
+        threads[0].join()
+        self.trainers, self.workers = worlds
+
+    def _late(self) -> int | None:
+        """Return what a worker gets that is made now, of one process and another rollout."""
+        if self._alive("trainer-0") and self._alive("trainer-1"):
+            _there(self.folder / "published-0", 2 * TIMEOUT_S)
+        module = Tree(worker_part(whole(99), 0, 1))
+        layout = WORKER.replace("mesh T = tp:2", "mesh T = tp:1")
+        with ckptd.Subscriber(layout, module, self.folder / "at", timeout_s=TIMEOUT_S) as late:
+            report = late.update()
+            if report is None:
+                assert not differing(dict(module.state_dict()), worker_part(whole(99), 0, 1))
+                return None
+            wanted = worker_part(whole(report.version.step), 0, 1)
+            assert not differing(dict(module.state_dict()), wanted)
+            return report.version.step
+
+    def _memory_is_back(self) -> None:
+        """Wait until a trainer that lives, and its servers, have no more memory than two slots."""
+        for party in ("trainer-0", "trainer-1", "server-0", "server-1"):
+            if self._alive(party):
+                pid = int((self.folder / party).read_text())
+                until(lambda: len(_slots(pid)) <= 2, f"slots of {party}", within_s=10.0)  # noqa: B023
+
+    def _alive(self, party: str) -> bool:
+        return (self.folder / party).exists() and lives(int((self.folder / party).read_text()))
+
+    def servers_end(self) -> None:
+        """Return when the servers are gone; else kill them and raise."""
+        pids = [int(p.read_text()) for p in self.folder.glob("server-?")]
+        try:
+            until(lambda: not any(map(lives, pids)), f"servers {pids} end", within_s=30.0)
+        finally:
+            for pid in pids:
+                kill(pid)
+
+    def judge(self) -> None:
+        """Assert what holds whatever was killed."""
+        spec = self.spec
+        told = f"{spec}: trainers {self.trainers}, workers {self.workers}"
+        outcomes: list[RankOutcome[Any]] = [*self.trainers, *self.workers]
+        for outcome in outcomes:
+            assert not outcome.ended_by_harness, f"it hung: {told}"
+        ends = [w.value for w in self.workers if w.value is not None]
+        for end in ends:
+            if end.poisoned or (end.error and end.step is None and end.is_step is None):
+                assert end.step is None, told
+                # Only a rank of its rollout that dies while it writes may leave this.
+                assert spec.victim.startswith("worker"), told
+            else:
+                assert end.is_step is not None, f"a mixture: {told}"
+                assert end.is_step == (end.step or 99), told
+            assert end.slowest_s < 4 * TIMEOUT_S, told
+        victim = spec.victim
+        if not victim.startswith("worker"):
+            assert len(ends) == 2, told
+            assert {e.step for e in ends} == {ends[0].step}, told
+            assert not any(e.error for e in ends), told
+        if victim.startswith("worker"):
+            # The trainer goes on as if nothing were; who comes now gets the newest.
+            done = self.trainers[0].value or []
+            assert self.trainers[1].value == done, told
+            assert done[:1] == [1], told
+            assert done[-1] >= _VERSIONS, told
+            assert self.late == done[-1], told
+        self.servers_end()
+        left = list((self.folder / "run").rglob("pub-*.sock"))
+        if not victim.startswith("server"):
+            assert not left, told
