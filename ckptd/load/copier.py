@@ -35,7 +35,9 @@ _Copy = Callable[[int, int, int], None]
 
 def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Write `source` into `target`, of the same shape and type; they do not overlap."""
-    if target.nbytes >= _LEAST_BYTES and target.flags.c_contiguous and source.flags.c_contiguous:
+    at, of = target.flags, source.flags
+    # A target that is read-only is numpy's to refuse.
+    if target.nbytes >= _LEAST_BYTES and at.c_contiguous and at.writeable and of.c_contiguous:
         copy = _native()
         if copy is not None and (target.nbytes, target.dtype) == (source.nbytes, source.dtype):
             copy(_address(target), _address(source), target.nbytes)

@@ -77,7 +77,8 @@ class GuardedMapping:
             yield None
             return
         try:
-            good = os.fstat(self._fd).st_size >= self._end and self._populate(start, end)
+            # A disk may take longer to give the pages than the kernel waits for the lease.
+            good = self._populate(start, end) and self._is_kept()
             yield self._data if good else None
         finally:
             self._leave()
@@ -92,13 +93,20 @@ class GuardedMapping:
                     # kernel forgets it with each lease.
                     fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
                     fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-                elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                elif not self._is_leased():
                     return False  # somebody waits for it
             except OSError:  # open for writing somewhere, another user's file, no such thing
                 self._refused = True
                 return False
             self._users += 1
             return True
+
+    def _is_leased(self) -> bool:
+        return fcntl.fcntl(self._fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+    def _is_kept(self) -> bool:
+        """Tell whether the file is as long as it was, and nobody waits to change it."""
+        return self._is_leased() and os.fstat(self._fd).st_size >= self._end
 
     def _leave(self) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 from ckptd.errors import UsageError
 
 __all__ = ["NativeBuild", "PlainLibrary"]
+
+_log = logging.getLogger("ckptd")
 
 _TIMEOUT_S = 900.0
 
@@ -44,12 +47,27 @@ class NativeBuild(ABC):
 
     @staticmethod
     def folder() -> Path:
-        """Return where builds lie: ``CKPTD_BUILDS``, or ``ckptd`` in the user's cache folder."""
+        """Return where builds lie: ``CKPTD_BUILDS``, or ``ckptd`` in the user's cache folder.
+
+        Raises
+        ------
+        UsageError
+            kind ``build``: this user has no home folder.
+        """
         chosen = os.environ.get("CKPTD_BUILDS")
         if chosen:
             return Path(chosen)
         cache = os.environ.get("XDG_CACHE_HOME")
-        return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
+        try:
+            return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
+        except RuntimeError as error:
+            raise UsageError(
+                "there is no folder for builds",
+                kind="build",
+                wanted="CKPTD_BUILDS, XDG_CACHE_HOME or HOME in the environment",
+                found=str(error),
+                hint="set CKPTD_BUILDS to a folder that only this user may write",
+            ) from error
 
     @abstractmethod
     def wanted(self) -> str:
@@ -65,12 +83,19 @@ class NativeBuild(ABC):
         """What the compiler must take, in errors."""
 
     def built(self) -> Path | None:
-        """Return the newest build that fits, or None. What others may write is never taken."""
-        place = self.folder()
-        if not place.is_dir() or not _is_ours(place):
+        """Return the newest build that fits, or None. What others may write is never taken.
+
+        None also where the folder cannot be looked into, as that of another user's ``HOME``.
+        """
+        try:
+            place = self.folder()
+            if not place.is_dir() or not _is_ours(place):
+                return None
+            found = [p for p in place.glob(f"{self.wanted()}-*.so") if _is_ours(p)]
+            return max(found, key=lambda p: p.stat().st_mtime, default=None)
+        except (OSError, UsageError) as error:
+            _log.debug("no build of %s is looked for: %s", self.purpose, error)
             return None
-        found = [p for p in place.glob(f"{self.wanted()}-*.so") if _is_ours(p)]
-        return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
     def compiler(self) -> str:
         """Return the C++ compiler.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptd.errors import UsageError
 from ckptd.load import copier
 from ckptd.load.copier import COPIER, copy_values
 
@@ -83,3 +85,36 @@ def test_a_build_that_does_not_work_is_logged_and_not_used(
     copy_values(target, source)
     assert np.array_equal(target, source)
     assert "numpy copies what is loaded" in caplog.text
+
+
+@pytest.mark.usefixtures("builds")
+def test_what_is_read_only_is_not_written() -> None:
+    """Its memory may be that of a file, of which a write is the end of the process."""
+    source, target = np.arange(1 << 18), np.zeros(1 << 18, np.int64)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy_values(target, source)
+    assert not target.any()
+
+
+def test_without_a_folder_for_builds_numpy_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers that run as a number of a user whom nothing knows."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CKPTD_BUILDS", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert COPIER.built() is None
+    with pytest.raises(UsageError, match="CKPTD_BUILDS"):
+        COPIER.build()
+    monkeypatch.setenv("CKPTD_BUILDS", str(tmp_path))
+
+    def closed(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    assert COPIER.built() is None

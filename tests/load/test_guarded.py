@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptd.load.guarded import GuardedMapping
+from tests.processes import until
 
 SIZE = 3 * 4096 + 100
 
@@ -65,6 +66,25 @@ def test_who_shortens_the_file_waits_and_later_ranges_are_read(
     assert done.wait(30.0)
     with mapping.touching(0, 100) as data:
         assert data is None
+
+
+def test_pages_that_came_too_slowly_are_read(
+    mapping: GuardedMapping, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not wait for ever: a lease that somebody wants may be gone by then."""
+    threads = []
+
+    def slow(start: int, end: int) -> bool:
+        threads.append(threading.Thread(target=os.truncate, args=(path, 5), daemon=True))
+        threads[0].start()
+        until(lambda: not mapping._is_leased())
+        return True
+
+    monkeypatch.setattr(mapping, "_populate", slow)
+    with mapping.touching(0, 100) as data:
+        assert data is None
+    threads[0].join(30.0)
+    assert path.stat().st_size == 5
 
 
 def test_what_is_open_for_writing_is_read(mapping: GuardedMapping, path: Path) -> None:
