@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ckptd.elastic.schedule import share
+from ckptd.elastic.schedule import Schedule, share
 from ckptd.elastic.treesum import TreeNode, TreeSum
 from ckptd.errors import UsageError
 from ckptd.train.data.sampler import ElasticSampler
@@ -25,6 +25,7 @@ from ckptd.train.device import has_streams, kind_of
 from ckptd.train.hooks.canonical import CanonicalGradients, GradientSums, added
 from ckptd.train.replicas import sampled_bytes
 from ckptd.train.session.interrupt import Interrupter, whole
+from ckptd.train.state.rng import RngStreams
 
 __all__ = ["KeptGradients"]
 
@@ -41,6 +42,8 @@ class _Step:
     ----------
     tree
         What was added. Nothing but `CanonicalGradients` writes there, so it is whole at any moment.
+    schedule
+        What the micro-batches are made of.
     parameters
         Samples of the bytes of the parameters for which the gradients are.
     numbers
@@ -48,6 +51,7 @@ class _Step:
     """
 
     tree: TreeSum[GradientSums]
+    schedule: Schedule
     parameters: torch.Tensor
     numbers: int
 
@@ -201,7 +205,7 @@ class _Resumed(CanonicalGradients):
         self._extra: frozenset[int] = frozenset()
         self._buffers: torch.Tensor | None = _bytes_of(_saved_buffers(model))
         self._model = model
-        self._random: torch.Tensor | None = None
+        self._random: RngStreams | None = None
         self._has_looked = False
         self._agree()
 
@@ -253,9 +257,16 @@ class _Resumed(CanonicalGradients):
         """Return what this rank has kept if it is of this step of this model."""
         if step is None:
             return None
+        if step.schedule != self._sampler.schedule:
+            _log.warning(
+                "what this rank has kept of step %d is of another schedule of samples: the step is "
+                "computed again",
+                self._sampler.step + 1,
+            )
+            return None
         now = self._sampled_parameters()
         same = step.parameters.device == now.device and torch.equal(step.parameters, now)
-        if same and step.tree.root == self._tree.root and self._fits(step.tree):
+        if same and self._fits(step.tree):
             return step
         _log.warning(
             "what this rank has kept of step %d was computed with other parameters than those that "
@@ -338,7 +349,12 @@ class _Resumed(CanonicalGradients):
     def _put(self, leaf: TreeNode, value: GradientSums) -> None:
         if self._keeps and not self._has_begun:
             self._has_begun = True
-            step = _Step(self._tree, self._sampled_parameters(), self._numbers or 0)
+            step = _Step(
+                self._tree,
+                self._sampler.schedule,
+                self._sampled_parameters(),
+                self._numbers or 0,
+            )
             self._kept.begin(self._sampler.consumed, step)
         if not self._keeps or not has_streams(self._device):
             super()._put(leaf, value)
@@ -393,17 +409,11 @@ class _Resumed(CanonicalGradients):
             self._keep_nothing("forward changes buffers of the model, as that of BatchNorm does")
         if self._has_looked:
             return
-        before, self._random = self._random, self._random_state()
+        before, self._random = self._random, RngStreams.now()
         if before is not None:
-            self._has_looked, self._random = True, None
-            if not torch.equal(before, self._random_state()):
+            now, self._has_looked, self._random = self._random, True, None
+            if not before.same_as(now):
                 self._keep_nothing("random numbers are drawn outside of ckptd.elastic.keyed_rng")
-
-    def _random_state(self) -> torch.Tensor:
-        """Return where the global streams stand."""
-        kind = kind_of(self._device)
-        states = [torch.get_rng_state(), *([kind.rng_state()] if kind.module else [])]
-        return torch.cat(states)
 
     def _keep_nothing(self, why: str) -> None:
         self._keeps = False

@@ -46,6 +46,19 @@ class RngStreams:
             {kind.type: kind.rng_state() for kind in _kinds_in_use()},
         )
 
+    def same_as(self, other: RngStreams) -> bool:
+        """Tell whether nothing was drawn between two looks, on the host or on a device of both."""
+        return (
+            torch.equal(self.cpu, other.cpu)
+            and self._numpy_key() == other._numpy_key()
+            and self.python == other.python
+            and all(
+                torch.equal(at, other.devices[kind])
+                for kind, at in self.devices.items()
+                if kind in other.devices
+            )
+        )
+
     @staticmethod
     def of_seed(seed: int) -> RngStreams:
         """Return streams that begin at a seed; the global ones stay where they are."""

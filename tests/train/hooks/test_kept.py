@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,20 +139,35 @@ def test_what_is_of_something_else_is_dropped(what: str, caplog: pytest.LogCaptu
     program.step()
 
 
-class Unkeyed(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.rand(1, generator=torch.default_generator)
-        return x
+@pytest.mark.parametrize("change", [{"microbatches": 8}, {"microbatch": 3}, {"seed": 2}])
+def test_what_is_of_another_schedule_is_dropped(
+    change: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptGradients()
+    program = Program(kept)
+    program.compute()
+    program.sampler = ElasticSampler(msgspec.structs.replace(SCHEDULE, **change))
+    program.begin()
+    assert kept.found == 0
+    assert len(program.sampler.indices) == change.get("microbatches", 6)
+    assert "another schedule" in caplog.text
 
 
-@pytest.mark.parametrize("what", ["buffers", "draws"])
+DRAWS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.rand(1),
+    "numpy": lambda: np.random.rand(),
+    "python": random.random,
+}
+
+
+@pytest.mark.parametrize("what", ["buffers", *DRAWS])
 def test_what_depends_on_the_rank_is_not_kept(what: str, caplog: pytest.LogCaptureFixture) -> None:
     kept = KeptGradients()
     program = Program(kept, *([torch.nn.BatchNorm1d(5)] if what == "buffers" else []))
     for index in range(3):
         program.model(DATA[:2]).sum().backward()
-        if what == "draws":
-            torch.rand(1)
+        if what in DRAWS:
+            DRAWS[what]()
         program.canonical.add(index)
     said = "BatchNorm" if what == "buffers" else "outside of ckptd.elastic.keyed_rng"
     assert caplog.text.count(said) == 1
