@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, CorruptError, TransientStoreError
+from ckptd.errors import CkptdError, CorruptError, TransientStoreError, UsageError
 from ckptd.format.digest import digest
 from ckptd.live.transport import PendingMessage
 from ckptd.publish.carrier import PartsReader, SlotReader
@@ -71,6 +72,8 @@ class GroupCarrier:
         self._publishers = tuple(publishers)
         self._timeout_s = timeout_s
         self._closed = threading.Event()
+        self._asking = {peer: threading.Lock() for peer in self._publishers}
+        self._given_up: set[int] = set()
 
     def serve(self, read: PartsReader) -> None:
         """See `ckptd.publish.carrier.WeightCarrier`."""
@@ -90,12 +93,13 @@ class GroupCarrier:
 
     def _answer(self, peer: int, read: PartsReader) -> None:
         length = np.zeros(1, np.int64)
-        if not self._through(self._transport.receive(peer, length.view(np.uint8)), None):
-            return
+        # Hours may lie between two versions, or between two workers that ask.
+        request = self._transport.receive(peer, length.view(np.uint8), patient=True)
+        self._through(request, patient=True)
         if not 0 < length[0] <= _MOST_REQUEST_BYTES:
             raise CkptdError("a request is too long", kind="transport", found=int(length[0]))
         raw = np.empty(int(length[0]), np.uint8)
-        self._through(self._transport.receive(peer, raw), self._timeout_s)
+        self._through(self._transport.receive(peer, raw))
         try:
             asked = _reads.decode(raw.tobytes())
             data = read(asked.number, asked.tensors, asked.blocks)
@@ -104,17 +108,16 @@ class GroupCarrier:
             data, head = np.empty(0, np.uint8), np.zeros(17, np.uint8)
         for part in (head.copy(), data):
             if len(part):
-                self._through(self._transport.send(peer, part), self._timeout_s)
+                self._through(self._transport.send(peer, part))
 
-    def _through(self, pending: PendingMessage, timeout_s: float | None) -> bool:
-        """Wait for a message; False: the carrier is closed. None waits until then."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+    def _through(self, pending: PendingMessage, *, patient: bool = False) -> None:
+        """Wait for a message; raises when the carrier is closed, or when it is late."""
+        end = math.inf if patient else time.monotonic() + self._timeout_s
         while not pending.wait(_LOOK_S):
             if self._closed.is_set():
-                return False
-            if end is not None and time.monotonic() > end:
+                raise UsageError("the carrier was closed", kind="closed")
+            if time.monotonic() > end:
                 raise TransientStoreError("no message in time", kind="link-late")
-        return True
 
     def reader(self, giver: int, link: ServerLink) -> SlotReader:
         """See `ckptd.publish.carrier.WeightCarrier`."""
@@ -126,13 +129,14 @@ class GroupCarrier:
         Raises
         ------
         TransientStoreError
-            The rank is gone, is late, or has not the version any more.
+            The rank is gone, is late, or has not the version any more. One that was late once is
+            asked nothing more: its answer may come yet, and would be taken for another one.
         CorruptError
             Other bytes came than it sent.
         """
         try:
             self._ask(peer, asked, into)
-        except (TransientStoreError, CorruptError):
+        except (TransientStoreError, CorruptError, UsageError):
             raise
         except CkptdError as error:  # of the transport: that rank is gone
             raise TransientStoreError(
@@ -145,14 +149,26 @@ class GroupCarrier:
     def _ask(self, peer: int, asked: _GroupRead, into: U8) -> None:
         raw = np.frombuffer(msgspec.msgpack.encode(asked), np.uint8).copy()
         head = np.zeros(17, np.uint8)
-        for part in (np.array([len(raw)], np.int64).view(np.uint8), raw):
-            self._through(self._transport.send(peer, part), self._timeout_s)
-        self._through(self._transport.receive(peer, head), self._timeout_s)
-        if head[0] != ord("+"):
+        with self._asking[peer]:
+            if peer in self._given_up:
+                raise TransientStoreError(
+                    "a rank of the publisher was late with an answer before",
+                    kind="link-lost",
+                    where=f"rank {peer}",
+                    hint="all ranks of the publisher and of its workers make new carriers",
+                )
+            self._given_up.add(peer)
+            for part in (np.array([len(raw)], np.int64).view(np.uint8), raw):
+                self._through(self._transport.send(peer, part))
+            self._through(self._transport.receive(peer, head))
+            has = head[0] == ord("+")
+            if has:
+                self._through(self._transport.receive(peer, into))
+            self._given_up.remove(peer)
+        if not has:
             raise TransientStoreError(
                 "a publisher has no such version", kind="no-version", where=f"rank {peer}"
             )
-        self._through(self._transport.receive(peer, into), self._timeout_s)
         if digest(into.data) != head[1:].tobytes():
             raise CorruptError(
                 "bytes changed on their way from a publisher",

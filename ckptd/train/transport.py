@@ -21,6 +21,10 @@ __all__ = ["TorchTransport"]
 
 U8 = NDArray[np.uint8]
 
+_OF_GROUP = timedelta(0)
+"""How long gloo waits for a message: as long as its group was made for."""
+_PATIENCE = timedelta(days=365)
+
 _made: dict[str, int] = {}
 
 
@@ -36,7 +40,7 @@ class TorchTransport:
     process_group
         The ranks that take part; the default group when None.
     timeout_s
-        For all ranks to be connected, in seconds.
+        For all ranks to be connected, and for each message, in seconds.
     """
 
     buffers = 0
@@ -76,16 +80,26 @@ class TorchTransport:
         tensor = torch.from_numpy(data)
         return self._begin(peer, lambda: self._group.send([tensor], peer, 0))
 
-    def receive(self, peer: int, into: U8) -> PendingMessage:
-        """See `ckptd.live.transport.Transport`."""
-        tensor = torch.from_numpy(into)
-        return self._begin(peer, lambda: self._group.recv([tensor], peer, 0))
+    def receive(self, peer: int, into: U8, *, patient: bool = False) -> PendingMessage:
+        """See `ckptd.live.transport.Transport`.
 
-    def _begin(self, peer: int, begin: Callable[[], Any]) -> PendingMessage:
+        Parameters
+        ----------
+        patient
+            The message may come at any time. gloo closes all links of a process of which one
+            message takes longer than `timeout_s`.
+        """
+        tensor = torch.from_numpy(into)
+        most = _PATIENCE if patient else _OF_GROUP
+        return self._begin(peer, lambda: self._group.recv([tensor], peer, 0), most)
+
+    def _begin(
+        self, peer: int, begin: Callable[[], Any], most: timedelta = _OF_GROUP
+    ) -> PendingMessage:
         if self._group is None:
             raise UsageError("a transport is used after its end", kind="closed")
         try:
-            return _Work(begin(), peer)
+            return _Work(begin(), peer, most)
         except RuntimeError as error:
             raise _failed(peer, error) from error
 
@@ -97,8 +111,9 @@ class TorchTransport:
 class _Work:
     """A message; a thread waits for it, since a wait in gloo can be given up only with the link."""
 
-    def __init__(self, work: Any, peer: int) -> None:
+    def __init__(self, work: Any, peer: int, most: timedelta) -> None:
         self._work = work
+        self._most = most
         self._peer = peer
         self._done = threading.Event()
         self._error: RuntimeError | None = None
@@ -106,7 +121,7 @@ class _Work:
 
     def _wait(self) -> None:
         try:
-            self._work.wait()
+            self._work.wait(self._most)
         except RuntimeError as error:
             self._error = error
         self._done.set()
