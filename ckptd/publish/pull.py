@@ -9,6 +9,7 @@ worker's type is smaller. Nothing is written before everything is there.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from ckptd.layout.lay.resolve import Bound
 from ckptd.live.memory import ArrayMemory, TensorMemory
 from ckptd.live.move import Arrivals, change_between, place_of, put_fills
 from ckptd.live.plan import Incoming, MovePlan, PartBlock, Roles, make_plan
+from ckptd.load.spare import SPARE
 from ckptd.publish.carrier import SlotReader
 from ckptd.publish.link import MappedVersion
 from ckptd.publish.messages import (
@@ -46,7 +48,7 @@ __all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "
 
 U8 = NDArray[np.uint8]
 
-_MESSAGE_BYTES = 4 << 20
+_MESSAGE_BYTES = 2 << 20
 """Of what is asked for at a time: two fit the buffers of a socket, so both ends work at once."""
 _LEAST_MESSAGE_BYTES = 4096
 _MOST_BLOCKS = 4096
@@ -243,8 +245,13 @@ class PullPlan:
             now = [g for g in givers if not g.staged_bytes]
             limit = max(_LEAST_MESSAGE_BYTES, min(budget_bytes, _MESSAGE_BYTES))
             staged.later = [partial(g.stream, number, limit) for g in givers if g.staged_bytes]
+        room = staged.room(sum(g.staged_bytes for g in now))
         with ThreadPoolExecutor(min(_LANES, max(1, len(now))), "ckptd-pull") as lanes:
-            for done in [lanes.submit(g.pull, number) for g in now]:
+            pulls = []
+            for giver in now:
+                into, room = room[: giver.staged_bytes], room[giver.staged_bytes :]
+                pulls.append(lanes.submit(giver.pull, number, into))
+            for done in pulls:
                 staged.add(done.result())
         return staged
 
@@ -265,6 +272,8 @@ class StagedPull:
         Give what is pulled only when it is applied.
     written
         Names of the tensors that something arrived for.
+    memory
+        What came over sockets, and its size in bytes; None: nothing did.
     """
 
     plan: MovePlan
@@ -274,6 +283,23 @@ class StagedPull:
     changed: set[str] | None = None
     later: list[Callable[[], Iterator[_Share]]] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
+    memory: tuple[mmap.mmap, int] | None = None
+
+    def room(self, size: int) -> U8:
+        """Return memory for what comes over sockets."""
+        if not size:
+            return np.empty(0, np.uint8)
+        mapping, room = SPARE.take(size)
+        self.memory = mapping, size
+        return room
+
+    def give_back(self) -> None:
+        """Keep the memory for the next pull; call it when devices have copied out of it, too."""
+        self.parts.clear()
+        if self.memory is not None:
+            mapping, size = self.memory
+            self.memory = None
+            SPARE.give_back(mapping, size)
 
     def add(self, share: _Share) -> None:
         """Add what came from one rank."""
@@ -466,13 +492,13 @@ class _Giver:
         """Bytes that are kept until they are applied."""
         return 0 if self._link.local else self._bytes
 
-    def pull(self, number: int) -> _Share:
-        """Get everything."""
+    def pull(self, number: int, into: U8) -> _Share:
+        """Get everything; what comes over a socket is put into `into`, of `staged_bytes`."""
         share = self._counted()
         if self._bytes and self._link.local:
             self._map(number, share)
         elif self._bytes:
-            for found in self._received(number, _MESSAGE_BYTES):
+            for found in self._received(number, _MESSAGE_BYTES, into):
                 share.parts += found.parts
                 share.report.bytes_received += found.report.bytes_received
             share.report.staged_bytes = share.report.bytes_received
@@ -506,13 +532,16 @@ class _Giver:
             share.parts += parts
         share.report.bytes_mapped = self._bytes
 
-    def _received(self, number: int, limit: int) -> Iterator[_Share]:
+    def _received(self, number: int, limit: int, into: U8 | None = None) -> Iterator[_Share]:
         asked: deque[_Message] = deque()
 
         def requests() -> Iterator[tuple[tuple[BlockRead, ...], U8]]:
+            at = 0
             for message, nbytes in self._messages(limit):
                 asked.append(message)
-                yield tuple(read for read, *_ in message), np.empty(nbytes, np.uint8)
+                data = np.empty(nbytes, np.uint8) if into is None else into[at : at + nbytes]
+                at += nbytes
+                yield tuple(read for read, *_ in message), data
 
         for data in self._link.reads(number, requests()):
             share = _Share(report=PullReport(bytes_received=len(data)))

@@ -470,6 +470,7 @@ class Subscriber:
             with torch.no_grad():
                 staged.apply()
                 self._settle()
+                staged.give_back()
                 self._prove(staged, first=first)
         except CkptdError as error:
             problem = error
