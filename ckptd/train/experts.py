@@ -417,13 +417,16 @@ class ExpertMove:
             for number in range(len(self._groups)):
                 self._move(carrier, limit, number, leaves, values, total)
                 done += 1
-        except CkptdError as error:
-            error.poisoned = True
-            error.hint = (
+        except Exception as error:
+            first = _explained(error)
+            first.poisoned = True
+            first.hint = (
                 f"on rank {self._board.rank} {done} of {len(self._groups)} parts of the experts"
                 " lie in their new places and the others as before; load the last checkpoint"
             )
-            raise
+            if first is error:
+                raise
+            raise first from error
         finally:
             for unit in self._plan.units:
                 for tensor in unit.tensors:
@@ -452,10 +455,13 @@ class ExpertMove:
     ) -> None:
         group = self._groups[number]
         tensors = [t for unit in group for t in unit.tensors]
-        for tensor in tensors:
-            tensor.open()
         plan = self._plan
         watch = MoveWatch(self._board, f"experts/{number}", self._timeout_s)
+        try:
+            for tensor in tensors:
+                tensor.open()
+        except Exception as error:  # a device has no memory left, mostly: others must not wait
+            raise watch.fail(_explained(error)) from error
         mover = Mover(
             carrier,
             limit,
@@ -477,6 +483,15 @@ class ExpertMove:
         for name, value in asdict(done).items():
             old = getattr(total, name)
             setattr(total, name, max(old, value) if name == "staged_bytes" else old + value)
+
+
+def _explained(error: Exception) -> CkptdError:
+    """Return what all ranks raise for an error of one."""
+    if isinstance(error, CkptdError):
+        return error
+    return CkptdError(
+        "experts could not be brought to their places", kind="crashed", found=repr(error)[:500]
+    )
 
 
 def _joined(reports: list[bytes]) -> bytes:

@@ -258,3 +258,26 @@ def test_a_rank_that_dies_is_named_and_what_others_have_is_as_before(after: int)
         assert found[:3] == ("rank-died", "rank 2", True)
         assert f"on rank {rank} 0 of 1 parts" in found[3]
         assert found[4]
+
+
+def without_memory() -> tuple[str, str, bool, str]:
+    trainer = Trainer(evenly(WORLD))
+    trainer.steps(1)
+    placement = [[5, 3], [4, 0], [2], [1]]
+    move = ckptd.ExpertMove(trainer.state, layout_of(WORLD), placement, timeout_s=PATIENCE_S)
+    if dist.get_rank() == 2:
+
+        def no_memory() -> None:
+            raise torch.OutOfMemoryError("no memory left")
+
+        vars(move._groups[0][0].tensors[-1])["open"] = no_memory
+    error = caught(move.run)
+    return error.kind, error.found or "", error.poisoned, error.hint or ""
+
+
+def test_a_rank_that_has_no_memory_left_ends_the_move_on_all_of_them() -> None:
+    for rank, found in enumerate(run_ranks(WORLD, without_memory, deadline_s=PATIENCE_S)):
+        assert found[0] == "crashed", found
+        assert "no memory left" in found[1]
+        assert found[2]
+        assert f"on rank {rank} 0 of 1 parts" in found[3]
