@@ -462,9 +462,13 @@ class _Giver:
         if len(found.bits) != len(self._numbers) or not found.block_bytes:
             raise CkptdError("not an answer to what was asked", kind="transport")
         for at, incoming in enumerate(self._incoming):
-            bits = np.frombuffer(found.bits[self._numbers[incoming.segment.source]], np.uint8)
-            changed = np.unpackbits(bits).view(np.bool_)
+            source = incoming.segment.source
             size = self._dtype(incoming).itemsize
+            bits = np.frombuffer(found.bits[self._numbers[source]], np.uint8)
+            blocks = -(-self._places[source].numel * size // found.block_bytes)
+            if len(bits) != -(-blocks // 8):
+                raise CkptdError("not an answer to what was asked", kind="transport", where=source)
+            changed = np.unpackbits(bits).view(np.bool_)
             # What several ranks' values are combined to is taken whole, or not.
             whole = any(of > 1 for _, of in incoming.parts)
             kept = list(_touched(incoming.segment.pieces, changed, found.block_bytes, size))

@@ -97,7 +97,10 @@ _log = logging.getLogger("ckptd")
 
 
 class _Shared:
-    """A slot that threads read; its memory goes when it is retired and none does any more."""
+    """A slot that threads read; its memory goes when it is retired and none does any more.
+
+    All of it under the server's lock: a descriptor that two threads close is another one's.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -256,8 +259,8 @@ class PublishServer:
             old = self._slots.get(number)
             self._slots[number] = slot
             self._versions = {n: s for n, s in self._versions.items() if s is not old}
-        if old is not None:
-            old.retire()
+            if old is not None:
+                old.retire()
 
     def _seal(self, number: int, slot: _Shared) -> None:
         with self._lock:
@@ -302,20 +305,23 @@ class PublishServer:
         finally:
             with self._lock:
                 found.readers -= 1
-            found.close_if_unused()
+                found.close_if_unused()
 
     def _digest(self, number: int) -> None:
         """Digest a version block by block, for workers that hold another one."""
-        found: dict[str, list[bytes]] = {}
-        with contextlib.suppress(NotFoundError), self.reading(number) as slot:
-            for name, tensor in self._tensors.items():
-                data = tensor_bytes(slot, tensor)
-                cuts = range(0, len(data), BLOCK_BYTES)
-                found[name] = [digest(data[at : at + BLOCK_BYTES].data) for at in cuts]
+        whole: dict[str, list[bytes]] | None = None
+        with contextlib.suppress(NotFoundError):
+            found: dict[str, list[bytes]] = {}
+            with self.reading(number) as slot:
+                for name, tensor in self._tensors.items():
+                    data = tensor_bytes(slot, tensor)
+                    cuts = range(0, len(data), BLOCK_BYTES)
+                    found[name] = [digest(data[at : at + BLOCK_BYTES].data) for at in cuts]
+            whole = found  # nothing was written meanwhile: else these are of two versions
         with self._digested:
             self._pending.discard(number)
-            if len(found) == len(self._tensors):
-                self._digests[number] = found
+            if whole is not None:
+                self._digests[number] = whole
             while len(self._digests) > _KEPT_DIGESTS:
                 self._digests.popitem(last=False)
             self._digested.notify_all()
@@ -469,8 +475,7 @@ class _Session:
             return ChangedBlocks(False, BLOCK_BYTES, ())
         bits = []
         for name in self._names:
-            a, b = old.get(name, []), new.get(name, [])
-            differ = [x != y for x, y in zip(a, b, strict=True)] if len(a) == len(b) else [True]
+            differ = [x != y for x, y in zip(old.get(name, []), new.get(name, []), strict=True)]
             bits.append(np.packbits(np.array(differ, dtype=np.bool_)).tobytes())
         return ChangedBlocks(True, BLOCK_BYTES, tuple(bits))
 

@@ -45,6 +45,7 @@ class _Entry:
     number: int
     step: int
     begun: float
+    fresh: bool = False
     whole: bool = False
     holds: dict[object, float] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class VersionBook:
         self, slots: int, lease_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._entries: list[_Entry | None] = [None] * slots
+        self._left: set[int] = set()
         self._lease_s = lease_s
         self._clock = clock
         self._change = threading.Condition()
@@ -78,12 +80,14 @@ class VersionBook:
         with self._change:
             choice = self._choose()
             if choice.slot >= 0:
-                self._entries[choice.slot] = _Entry(number, step, self._clock())
+                self._entries[choice.slot] = _Entry(number, step, self._clock(), choice.fresh)
+                self._left.discard(choice.slot)
             return choice
 
     def _choose(self) -> SlotChoice:
         if None in self._entries:
-            return SlotChoice(self._entries.index(None))
+            free = self._entries.index(None)
+            return SlotChoice(free, fresh=free in self._left)
         now = self._clock()
         whole = sorted((e.number, slot) for slot, e in self._filled() if e.whole)
         # The newest comes last, and only if another one stays for those that come meanwhile.
@@ -115,6 +119,8 @@ class VersionBook:
             for slot, entry in list(self._filled()):
                 if entry.number == number and not entry.whole:
                     self._entries[slot] = None
+                    if entry.fresh:  # a rank that failed may have made no memory of its own yet
+                        self._left.add(slot)
 
     def newer(self, than: int, wait_s: float = 0.0) -> tuple[int, int] | None:
         """Return number and step of the newest whole version above `than`; wait for one so long."""

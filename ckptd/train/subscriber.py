@@ -441,6 +441,8 @@ class Subscriber:
         if first:
             self._proofs.clear()
         elif staged.changed is None:
+            for name in staged.written:  # what was proved was an earlier version
+                self._proofs.pop(name, None)
             return
         for name, tensor in self._tensors().items():
             changes = staged.changed is not None and name in staged.changed

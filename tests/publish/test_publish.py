@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import ckptd
 from ckptd import events
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
+from ckptd.format.digest import digest
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     ORDER,
     REPLY,
     AskHold,
     AskSlot,
+    ChangedBlocks,
     HoldAnswer,
     Opening,
+    PublishedTensor,
+    SetTensors,
     SlotMemory,
     VersionSealed,
     VersionWhole,
 )
+from ckptd.publish.pull import _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.arena import Slot
@@ -122,6 +129,79 @@ def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> Non
             full["a.weight"][1000:1003] += 1.0
         assert needed[0] == 8 << 20
         assert needed[1:] == [1 << 18] * 2
+
+
+def test_digests_that_were_taken_while_a_slot_was_filled_again_are_of_no_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    server = PublishServer(SocketChannel(theirs, ORDER))
+    slot = Slot(0, 4)
+    server._do(SetTensors((PublishedTensor("a", "float32", 0, 1),)), None)
+    server._do(SlotMemory(0, 4), os.dup(slot.fd))
+    digests: list[bytes] = []
+
+    def slow(data: memoryview) -> bytes:
+        if not digests:
+            slot.begin(2)  # as a trainer does with a slot that no worker holds
+            slot.data[:] = b"new "
+        digests.append(digest(data))
+        return digests[-1]
+
+    monkeypatch.setattr("ckptd.publish.server.digest", slow)
+    slot.begin(1)
+    slot.data[:] = b"old "
+    slot.seal()
+    for number in (1, 2):
+        server._do(VersionSealed(number, 0), None)
+        with server._digested:
+            assert server._digested.wait_for(lambda n=number: n not in server._pending, 30.0)
+        slot.seal()
+    assert len(digests) == 2
+    assert list(server._digests) == [2]  # else a worker that has "old " takes it for "new "
+    server._end()
+    ours.close()
+    slot.close()
+
+
+def test_what_was_proved_of_an_earlier_version_is_forgotten(pair: Pair) -> None:
+    pair.publish()
+    pair.update()
+    pair.publish()
+    pair.update()
+    part = pair.into.get_parameter("norm.weight")
+    first = part.detach().clone()
+    pair.full["norm.weight"] = pair.full["norm.weight"] + 1
+    pair.publish()
+    look = _Giver.look
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Giver, "look", lambda *_: None)  # the server knows no digests
+        pair.update()
+    part.data.copy_(first)  # not counted by torch
+    pair.publish()
+    assert _Giver.look is look
+    pair.update()
+
+
+def test_an_answer_about_other_blocks_than_a_tensor_has_is_refused(pair: Pair) -> None:
+    pair.publish()
+    pair.update()
+    pair.publish()
+    ask = ServerLink.ask
+
+    def lies(link: ServerLink, question: Any, kind: Any, wait_s: float | None = None) -> Any:
+        found = ask(link, question, kind, wait_s)
+        if isinstance(found, ChangedBlocks):
+            return msgspec.structs.replace(found, bits=tuple(b"" for _ in found.bits))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerLink, "ask", lies)
+        with pytest.raises(CkptdError) as caught:
+            pair.subscriber.update(wait_s=30)
+    assert caught.value.kind == "transport"
+    assert not caught.value.poisoned
+    pair.update()
 
 
 def test_events_and_lag(tmp_path: Path) -> None:

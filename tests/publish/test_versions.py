@@ -116,3 +116,20 @@ def test_whatever_happens_there_is_a_whole_version_and_no_held_one_is_filled() -
                 else:
                     book.lose(name)
                     held[name] = (*held[name][:2], -1.0)
+
+
+def test_memory_that_is_left_to_a_worker_is_not_filled_after_the_version_in_its_place_failed() -> (
+    None
+):
+    clock = Clock()
+    book = VersionBook(2, 60.0, clock)
+    made(book, 1)
+    book.hold(1, "slow")
+    made(book, 2)
+    clock.now = 61.0
+    assert book.place(3, 30) == SlotChoice(0, fresh=True)
+    book.drop(3)  # by a rank that failed before it had other memory
+    assert book.place(4, 40) == SlotChoice(0, fresh=True)
+    book.commit(4)
+    assert made(book, 5) == SlotChoice(1)
+    assert made(book, 6) == SlotChoice(0)
