@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, CorruptError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.format.digest import digest
 from ckptd.live.transport import PendingMessage
 from ckptd.publish.carrier import PartsReader, SlotReader
@@ -33,6 +33,9 @@ U8 = NDArray[np.uint8]
 T = TypeVar("T")
 
 _MOST_REQUEST_BYTES = 16 << 20
+_HEAD_BYTES = 17
+"""A sign, and a digest of what follows or the length of an error."""
+_MOST_ERROR_BYTES = 64 << 10
 _LOOK_S = 0.2
 
 
@@ -45,6 +48,23 @@ class _GroupRead(msgspec.Struct, frozen=True, array_like=True):
 
 
 _reads = msgpack_decoder(_GroupRead)
+
+
+def _explained(error: Exception) -> bytes:
+    """Return what a worker raises for an error here."""
+    if not isinstance(error, CkptdError):
+        error = UsageError("a request is none", kind="transport", found=repr(error)[:500])
+    raw = msgspec.json.encode(error.to_dict())
+    if len(raw) <= _MOST_ERROR_BYTES:
+        return raw
+    return msgspec.json.encode(UsageError(error.message[:1000], kind=error.kind).to_dict())
+
+
+def _error_bytes(head: U8) -> int:
+    size = int(head[1:9].view("<u8")[0])
+    if not 0 < size <= _MOST_ERROR_BYTES:
+        raise TransientStoreError("an answer is none", kind="link-lost", found=size)
+    return size
 
 
 class GroupCarrier:
@@ -104,9 +124,13 @@ class GroupCarrier:
             asked = _reads.decode(raw.tobytes())
             data = read(asked.number, asked.tensors, asked.blocks)
             head = np.frombuffer(b"+" + digest(data.data), np.uint8)
-        except (CkptdError, msgspec.MsgspecError):
-            data, head = np.empty(0, np.uint8), np.zeros(17, np.uint8)
-        for part in (head.copy(), data):
+        except NotFoundError:  # it is overwritten, and the worker asks for the next one
+            data, head = np.empty(0, np.uint8), np.zeros(_HEAD_BYTES, np.uint8)
+        except (CkptdError, msgspec.MsgspecError) as error:
+            data = np.frombuffer(_explained(error), np.uint8)
+            head = np.zeros(_HEAD_BYTES, np.uint8)
+            head[0], head[1:9] = ord("-"), np.array([len(data)], "<u8").view(np.uint8)
+        for part in (head.copy(), data if data.flags.writeable else data.copy()):
             if len(part):
                 self._through(self._transport.send(peer, part))
 
@@ -148,7 +172,8 @@ class GroupCarrier:
 
     def _ask(self, peer: int, asked: _GroupRead, into: U8) -> None:
         raw = np.frombuffer(msgspec.msgpack.encode(asked), np.uint8).copy()
-        head = np.zeros(17, np.uint8)
+        head = np.zeros(_HEAD_BYTES, np.uint8)
+        failed: U8 | None = None
         with self._asking[peer]:
             if peer in self._given_up:
                 raise TransientStoreError(
@@ -164,7 +189,12 @@ class GroupCarrier:
             has = head[0] == ord("+")
             if has:
                 self._through(self._transport.receive(peer, into))
+            elif head[0] == ord("-"):
+                failed = np.empty(_error_bytes(head), np.uint8)
+                self._through(self._transport.receive(peer, failed))
             self._given_up.remove(peer)
+        if failed is not None:
+            raise CkptdError.from_dict(msgspec.json.decode(failed.tobytes()))
         if not has:
             raise TransientStoreError(
                 "a publisher has no such version", kind="no-version", where=f"rank {peer}"

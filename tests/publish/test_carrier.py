@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ckptd.errors import TransientStoreError
+from ckptd.errors import TransientStoreError, UsageError
 from ckptd.publish.carrier import WeightCarrier
 from ckptd.testing.carrier import CarrierContract
 from ckptd.testing.ranks import run_ranks
@@ -88,3 +88,31 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_one(how: str) -> No
     assert first == (1, 1)
     assert late[1] in {"link-late", "link-lost"}
     assert [kind for _, kind in others] == ["link-lost"] * 2
+
+
+def _refused() -> str:
+    """Rank 0 cannot answer for a reason that does not go away; then it can."""
+    carrier = GroupCarrier(None, (0,), timeout_s=20.0)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+
+        def read(number: int, *_: object) -> NDArray[np.uint8]:
+            if number == 1:
+                raise UsageError("a value is too large", kind="overflow", where="w.1")
+            return np.full(1000, number, np.uint8)
+
+        carrier.serve(read)
+        store.wait(["done"])
+        carrier.close()
+        return ""
+    with pytest.raises(UsageError, match="a value is too large") as caught:
+        _ask(carrier, 1, 1000)
+    assert _ask(carrier, 2, 1000) == (2, 2)
+    store.set("done", "1")
+    carrier.close()
+    return f"{caught.value.kind} {caught.value.where}"
+
+
+@pytest.mark.timeout(120)
+def test_why_a_publisher_cannot_answer_is_what_the_worker_raises() -> None:
+    assert run_ranks(2, _refused, deadline_s=60.0)[1] == "overflow w.1"
