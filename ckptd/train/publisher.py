@@ -211,7 +211,11 @@ class Publisher:
         self._far_board, self._known_board = self._clone(), self._clone()
         self._client = every(lambda: self._start(lease_s, linger_s))
         self._others: tuple[ServerEntry, ...] = ()
-        self._entry = self._meet(every(self._client.ready))
+        try:
+            self._entry = self._meet(every(self._client.ready))
+        except BaseException:
+            self._client.close()  # its process would be there as long as this one
+            raise
         self._shape: _Shape | None = None
         self._slots: dict[int, Slot] = {}
         self._reading = threading.Lock()

@@ -17,6 +17,7 @@ import ckptd
 from ckptd import events
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
 from ckptd.format.digest import digest
+from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     ORDER,
@@ -36,6 +37,7 @@ from ckptd.publish.pull import _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.arena import Slot
+from tests.processes import lives, until
 from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
@@ -523,3 +525,19 @@ def test_tied_embeddings_and_stacked_experts(tmp_path: Path) -> None:
         for e in range(4)
     ]
     assert torch.equal(into["w13"], torch.stack(stacked))
+
+
+def test_a_publisher_that_cannot_listen_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PublishClient] = []
+
+    class Noted(PublishClient):
+        def __init__(self, *options: Any) -> None:
+            super().__init__(*options)
+            made.append(self)
+
+    monkeypatch.setattr("ckptd.train.publisher.PublishClient", Noted)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(StoreError) as caught:
+            ckptd.Publisher(WHOLE, f"tcp://127.0.0.1:{taken.getsockname()[1]}", "x" * 32)
+        assert caught.value.kind == "listen"
+    until(lambda: not lives(made[0].pid), "the server's end")
