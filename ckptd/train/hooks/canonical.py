@@ -71,12 +71,13 @@ class CanonicalGradients:
         self._rank = 0 if self._alone else dist.get_rank(group)
         self._world = 1 if self._alone else dist.get_world_size(group)
         self._leaves = microbatches
-        if any(is_dtensor(p) for p in self._parameters):
+        found = {_sharding_of(p) for p in self._parameters} - {""}
+        if found:
             raise UsageError(
                 "gradients of sharded parameters cannot be summed in a fixed order",
                 kind="bad-argument",
                 wanted="parameters that are whole on each rank",
-                found="DTensor",
+                found=", ".join(sorted(found)),
             )
         if self._world > microbatches:
             raise UsageError(
@@ -249,6 +250,13 @@ def added(left: GradientSums, right: GradientSums) -> GradientSums:
 def _set_gradients(parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor) -> None:
     for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         p.grad = part.view_as(p)
+
+
+def _sharding_of(parameter: torch.nn.Parameter) -> str:
+    if is_dtensor(parameter):
+        return "DTensor"
+    # FSDP1 marks its flat parameters, and what it shows in the place of those within, by this.
+    return "FullyShardedDataParallel" if getattr(parameter, "_fsdp_flattened", False) else ""
 
 
 def _leaves_of(nodes: Iterable[TreeNode]) -> list[list[int]]:

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.elastic.schedule import Schedule, share
 from ckptd.elastic.treesum import TreeNode, TreeSum
@@ -32,6 +34,8 @@ __all__ = ["KeptGradients"]
 _log = logging.getLogger("ckptd.elastic")
 _SAMPLED = 32
 """Parameters that are compared, spread over all: an optimizer's step changes each of them."""
+_reduced: WeakSet[torch.nn.Module] = WeakSet()
+"""Models of which a DDP has reduced gradients."""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +209,9 @@ class _Resumed(CanonicalGradients):
         self._extra: frozenset[int] = frozenset()
         self._buffers: torch.Tensor | None = _bytes_of(_saved_buffers(model))
         self._model = model
+        _reduced.discard(model)
+        if _look_for_reduction not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_look_for_reduction)
         self._random: RngStreams | None = None
         self._has_looked = False
         self._agree()
@@ -403,8 +410,11 @@ class _Resumed(CanonicalGradients):
         return _bytes_of(self._parameters[::every], self._device)
 
     def _look_for_what_differs(self) -> None:
-        """Look once in a generation whether micro-batches leave something behind."""
+        """Look what micro-batches leave behind: at buffers and draws once in a generation."""
         buffers, self._buffers = self._buffers, None
+        if self._model in _reduced:
+            _reduced.discard(self._model)
+            self._keep_nothing("DDP has reduced gradients, outside of its no_sync")
         if buffers is not None and not torch.equal(buffers, _bytes_of(_saved_buffers(self._model))):
             self._keep_nothing("forward changes buffers of the model, as that of BatchNorm does")
         if self._has_looked:
@@ -424,6 +434,24 @@ class _Resumed(CanonicalGradients):
             "depends on which rank computes it (docs/guide/in-process.md)",
             why,
         )
+
+
+def _look_for_reduction(module: torch.nn.Module, _args: object) -> None:
+    """Note where DDP is to reduce the gradients of a forward: others' are in them then.
+
+    A hook that is no method: a model is copied and pickled with its hooks.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    ddp = module if isinstance(module, DistributedDataParallel) else _ddp_in_forward()
+    if ddp is not None and ddp.require_backward_grad_sync:
+        _reduced.add(module)
+
+
+def _ddp_in_forward() -> DistributedDataParallel | None:
+    # TorchDynamo asks for it by this too.
+    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return found
 
 
 def _joined(held: Sequence[TreeNode], dealt: Iterable[int], leaves: int) -> tuple[TreeNode, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -15,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.elastic import CanonicalGradients, ElasticSampler, KeptGradients, Schedule, keyed_rng
 from ckptd.errors import UsageError
@@ -367,6 +372,47 @@ def draw_with_a_single_micro_batch() -> int:
     kept.resume(model, sampler)
     assert kept.refused
     return kept.found
+
+
+def let_ddp_reduce() -> list[bool]:
+    """Forget `no_sync` in the second micro-batch, but not in the first."""
+    model = torch.nn.Linear(3, 1)
+    sampler = ElasticSampler(Schedule(size=9, microbatch=1, microbatches=4))
+    kept = KeptGradients()
+    canonical = kept.resume(model, sampler)
+    ddp = DistributedDataParallel(model)
+    refused = []
+    for number, index in enumerate(sampler.indices):
+        with ddp.no_sync() if number == 0 else nullcontext():
+            ddp(DATA[:1]).sum().backward()
+        canonical.add(index)
+        refused.append(kept.refused)
+    assert kept.step(0) is None
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(again(DATA), model(DATA)), "it goes with the hook"
+    return refused
+
+
+@pytest.mark.dist
+def test_what_ddp_has_reduced_is_not_kept() -> None:
+    assert run_ranks(2, let_ddp_reduce) == [[False, True]] * 2
+
+
+def shard_by_fsdp1() -> list[str]:
+    found = []
+    for original in (False, True):
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(4, 4), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        with pytest.raises(UsageError) as refused:
+            CanonicalGradients(model.parameters(), microbatches=2)
+        found.append(refused.value.found or "")
+    return found
+
+
+@pytest.mark.dist
+def test_parameters_that_fsdp1_has_sharded_are_refused() -> None:
+    assert run_ranks(2, shard_by_fsdp1) == [["FullyShardedDataParallel"] * 2] * 2
 
 
 @pytest.mark.dist
