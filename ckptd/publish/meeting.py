@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +105,9 @@ class MeetingPlace:
         if self.folder is None:
             return None
         try:
-            with open(self.folder / _FILE, "rb") as file:
+            with open(self.folder / _FILE, "rb", opener=_opened) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return None
                 raw = file.read(_MOST_BYTES + 1)
             return DIRECTORY.decode(raw) if len(raw) <= _MOST_BYTES else None
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -114,3 +117,8 @@ class MeetingPlace:
     def loopback(self) -> bool:
         """Whether the address is reached from this machine alone."""
         return self.address is not None and is_loopback(self.address.host)
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file; a fifo in its place must not block that."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -541,3 +541,9 @@ def test_a_publisher_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Mo
             ckptd.Publisher(WHOLE, f"tcp://127.0.0.1:{taken.getsockname()[1]}", "x" * 32)
         assert caught.value.kind == "listen"
     until(lambda: not lives(made[0].pid), "the server's end")
+
+
+def test_a_fifo_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "publisher.json")
+    with ckptd.Subscriber(FUSED, Tree(fused(whole(99))), tmp_path) as subscriber:
+        assert subscriber.update() is None
