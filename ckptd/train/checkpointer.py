@@ -429,6 +429,13 @@ class Checkpointer:
             )
         self._laid.change(layout)
 
+    def refuse_saves(self, error: CkptdError) -> None:
+        """Have each save raise `error` until a load: the state is that of no step.
+
+        `ckptd.ExpertMove` calls it where a move breaks off.
+        """
+        self._poisoned = error
+
     @uncompiled
     def before_mutation(self) -> None:
         """Return when everything of the last save is copied, and may change.

@@ -71,6 +71,8 @@ U8 = NDArray[np.uint8]
 
 _placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of experts that were moved, and where the experts of each now lie."""
+_LOST: Coordinates = ()
+"""Where they lie after a move that broke off: some here, some there."""
 
 
 def placed(layout: LayoutSpec, placement: ExpertPlacement, *, experts: str = "e") -> str:
@@ -422,8 +424,13 @@ class ExpertMove:
             first.poisoned = True
             first.hint = (
                 f"on rank {self._board.rank} {done} of {len(self._groups)} parts of the experts"
-                " lie in their new places and the others as before; load the last checkpoint"
+                " lie in their new places and the others as before; make the model anew and load"
+                " the last checkpoint into it"
             )
+            # Both layouts are wrong for it now: a save by either would mix experts up in silence.
+            self._plan.remember(lost=True)
+            if self._checkpointer is not None:
+                self._checkpointer.refuse_saves(first)
             if first is error:
                 raise
             raise first from error
@@ -719,6 +726,13 @@ class _Plan:
         live = _by_name(look(state))
         for name, home in self.homes.items():
             known = _placed.get(home.origin)
+            if known == _LOST:
+                raise _stale(
+                    "a move of these experts broke off",
+                    "experts that all lie where the layout says",
+                    "some in new places: make the model anew and load the last checkpoint into it",
+                    name,
+                )
             if known is not None and known != home.before:
                 raise _stale(
                     "the experts of a tensor do not lie where the layout says",
@@ -744,10 +758,10 @@ class _Plan:
                 if local_tensor(found.tensor).numel() != tensor.numel:
                     raise _stale("a tensor has another size", "as planned", "another", tensor.name)
 
-    def remember(self) -> None:
-        """Keep where the experts now lie."""
+    def remember(self, *, lost: bool = False) -> None:
+        """Keep where the experts now lie; `lost`: partly here and partly there."""
         for home in self.homes.values():
-            _placed[home.origin] = home.after
+            _placed[home.origin] = _LOST if lost else home.after
 
 
 def _key(form: StoredForm, tensor: LaidTensor, experts: str) -> UnitKey:

@@ -281,3 +281,43 @@ def test_a_rank_that_has_no_memory_left_ends_the_move_on_all_of_them() -> None:
         assert "no memory left" in found[1]
         assert found[2]
         assert f"on rank {rank} 0 of 1 parts" in found[3]
+
+
+def broken_off(folder: str) -> list[Any]:
+    """Break a move off behind its first part; then save, and move again, as if nothing were."""
+    rank = dist.get_rank()
+    whole = torch.arange(8.0)[:, None, None].expand(8, ROWS, COLUMNS)
+    mine = whole[4 * rank : 4 * rank + 4]
+    state = {f"layers.{n}.w": (mine + n).clone() for n in range(6)}
+    placement = [[7, 1, 2, 6], [0, 3, 4, 5]]
+    with ckptd.Checkpointer(folder, layout=LARGE) as checkpointer:
+        checkpointer.save(1, {"model": state})
+        checkpointer.wait()
+        move = ckptd.ExpertMove(
+            {"model": state}, LARGE, placement, budget_bytes=BUDGET, checkpointer=checkpointer
+        )
+        if rank == 1:
+
+            def no_memory() -> None:
+                raise torch.OutOfMemoryError("no memory left")
+
+            vars(move._groups[1][0].tensors[-1])["open"] = no_memory
+        broken = caught(move.run)
+        save = caught(lambda: checkpointer.save(2, {"model": state}))
+        again = caught(
+            lambda: ckptd.move_experts({"model": state}, LARGE, placement, budget_bytes=BUDGET)
+        )
+        anew = {name: torch.zeros_like(t) for name, t in state.items()}
+        checkpointer.load({"model": anew})
+        exact = all(torch.equal(anew[f"layers.{n}.w"], mine + n) for n in range(6))
+        checkpointer.save(3, {"model": anew})  # after a load saves go on, and moves
+        checkpointer.wait()
+        ckptd.move_experts({"model": anew}, LARGE, placement, budget_bytes=BUDGET)
+    return [broken.hint or "", save.kind, again.kind, exact]
+
+
+def test_nothing_is_made_of_experts_whose_move_broke_off(tmp_path: Path) -> None:
+    """A save by the old layout had the wrong experts, and a second move permuted them twice."""
+    for found in run_ranks(2, broken_off, str(tmp_path), deadline_s=PATIENCE_S):
+        assert "1 of" in found[0], found
+        assert found[1:] == ["crashed", "stale", True], found
