@@ -81,6 +81,9 @@ class GuardedMapping:
             good = self._populate(start, end) and self._is_kept()
             yield self._data if good else None
         finally:
+            # They stay in the page cache, but are no memory of this process any more: a load would
+            # grow it by all of the checkpoint, and the kernel ends the largest process first.
+            _madvise(*self._pages(start, end), mmap.MADV_DONTNEED)
             self._leave()
 
     def _enter(self) -> bool:
@@ -119,12 +122,15 @@ class GuardedMapping:
                         raise
 
     def _populate(self, start: int, end: int) -> bool:
-        first = (self._address + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        length = self._address + end - first
-        if _madvise(first, length, _POPULATE_READ) == 0:
+        if _madvise(*self._pages(start, end), _POPULATE_READ) == 0:
             return True
         self._refused = True  # an older kernel, or a read will say what is wrong with the disk
         return False
+
+    def _pages(self, start: int, end: int) -> tuple[int, int]:
+        """Return address and length of the pages that a range lies on."""
+        first = (self._address + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        return first, self._address + end - first
 
 
 _madvise = _libc.madvise  # without the interpreter's lock: it may wait for a disk
