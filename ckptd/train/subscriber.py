@@ -275,7 +275,8 @@ class Subscriber:
                 self.last_error = error
                 self._disconnect()
                 _log.warning("the weights of step %d are not had: %s", version.step, error.message)
-                if time.monotonic() >= end:
+                # Ranks that came at other times would part here.
+                if self._agreement.on_rank_zero("late", lambda: time.monotonic() >= end):
                     return self._from_root(older=older)
                 time.sleep(_POLL_S)
                 continue
