@@ -227,6 +227,7 @@ class Bench:
         self.broadcast = dist.new_group([0, 4, 5])
         self.trainer = Trainer(self.rank, layers) if self.trains else None
         self.worker = None if self.trains else Worker(self.rank - 4, layers)
+        self.specs = list(shapes(layers))
         self.step = 0
         at = self.folder / "at"
         if self.trainer is not None:
@@ -287,8 +288,7 @@ class Bench:
         }
 
     def gathered(self) -> dict[str, Any]:
-        specs = list(shapes(len([n for n in self._names() if n.endswith(".q")])))
-        for i, (name, shape, cut) in enumerate(specs):
+        for i, (name, shape, cut) in enumerate(self.specs):
             full = torch.empty(shape, dtype=torch.bfloat16)
             if self.trainer is not None:
                 mine = self.trainer.state[name]
@@ -306,10 +306,6 @@ class Bench:
             if self.worker is not None:
                 self.worker.slot(i).copy_(self.worker.cut(i, full))
         return {}
-
-    def _names(self) -> list[str]:
-        specs = (self.trainer or self.worker).specs  # type: ignore[union-attr]
-        return [n for n, *_ in specs]
 
     def copied(self) -> dict[str, Any]:
         """Each worker copies what it needs out of memory that all share."""
