@@ -23,6 +23,7 @@ from ckptd.publish.messages import (
     ServerStop,
     SlotAnswer,
     VersionKnown,
+    VersionWhole,
 )
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.arena import Slot
@@ -42,7 +43,8 @@ class PublishClient:
     Parameters
     ----------
     known
-        Called by a thread of this client when the leader gives a version to workers.
+        Called by a thread of this client when the leader gives a version to workers, or when it
+        never will.
     """
 
     def __init__(self, opening: Opening, known: Callable[[VersionKnown], None]) -> None:
@@ -60,6 +62,7 @@ class PublishClient:
         theirs.close()
         self._channel = SocketChannel(ours, REPLY)
         self._sending = threading.Lock()
+        self._unknown: set[int] = set()
         self._closed = False
         self._receiver = threading.Thread(target=self._receive, name="ckptd-published", daemon=True)
         self._receiver.start()
@@ -79,6 +82,8 @@ class PublishClient:
             The server is gone.
         """
         with self._sending:
+            if isinstance(message, VersionWhole):
+                self._unknown.add(message.number)
             self._channel.send(message, None if slot is None else slot.fd)
 
     def ready(self) -> ServerEntry:
@@ -128,10 +133,14 @@ class PublishClient:
             while not self._closed:
                 item = self._channel.receive(_LOOK_S)
                 if item is not None and isinstance(item[0], VersionKnown):
+                    self._unknown.discard(item[0].number)
                     self._known(item[0])
                 elif item is not None:
                     self._answers.put(item[0])
         self._answers.put(None)
+        if not self._closed:
+            for number in sorted(self._unknown):  # ranks may wait for these
+                self._known(VersionKnown(number, False))
 
     def close(self) -> None:
         """Let the server end as soon as no worker holds a version. Idempotent."""

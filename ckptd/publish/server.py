@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import select
@@ -142,6 +143,7 @@ class PublishServer:
         self._up: ServerLink | None = None
         self._connections: set[Connection] = set()
         self._active = time.monotonic()
+        self._hold_until = math.inf
         self._busy = 0
         self._ended = threading.Event()
         self._listening: list[socket.socket] = []
@@ -170,16 +172,33 @@ class PublishServer:
             self._end()
 
     def _linger(self, *, closed: bool) -> None:
-        """Wait until no worker has asked for anything for a while; if closed, holds count alone."""
+        """Serve for a while what is asked for, then what is held alone.
+
+        Only the leader knows what is held: the other servers stay as long as it does.
+        """
         linger_s = 0.0 if self._opening is None else self._opening.linger_s
         if closed:
             linger_s = min(linger_s, 1.0)
         self._active = time.monotonic()
-        while True:
-            idle = time.monotonic() - self._active
-            if idle > linger_s and not self._busy and not self._book.held:
-                return
-            time.sleep(min(_TICK_S, max(0.02, linger_s - idle)))
+        self._hold_until = self._active + linger_s
+        if not self._leads:
+            with contextlib.suppress(CkptdError):  # it has ended, and so nothing is held
+                self._connect_up()
+        while self._needed(linger_s):
+            time.sleep(min(_TICK_S, max(0.02, self._hold_until - time.monotonic())))
+
+    def _needed(self, linger_s: float) -> bool:
+        """Whether a worker may still come, or pulls a version."""
+        now = time.monotonic()
+        if self._leads:
+            return now < self._hold_until or bool(self._busy or self._book.held)
+        if self._up is not None and not self._up.lost:
+            return True
+        return now < self._active + linger_s or bool(self._busy)
+
+    def may_hold(self) -> bool:
+        """Whether a worker may begin to pull: else workers that try for ever would keep this."""
+        return time.monotonic() < self._hold_until
 
     def _end(self) -> None:
         self._ended.set()
@@ -339,15 +358,19 @@ class PublishServer:
             return True
         for attempt in range(2):
             try:
-                if self._up is None and self._opening is not None and self._leader is not None:
-                    self._up = ServerLink.to(self._leader, self._opening.secret, wait_s=_GREETING_S)
-                if self._up is not None:
-                    return self._up.ask(question, HoldAnswer).good
+                if (up := self._connect_up()) is not None:
+                    return up.ask(question, HoldAnswer).good
             except CkptdError as error:
                 self._up = None
                 if attempt:
                     _log.warning("rank 0's server does not answer: %s", error.message)
         return False
+
+    def _connect_up(self) -> ServerLink | None:
+        """Return the connection to the leader."""
+        if self._up is None and self._opening is not None and self._leader is not None:
+            self._up = ServerLink.to(self._leader, self._opening.secret, wait_s=_GREETING_S)
+        return self._up
 
     def _note(self, question: AskCommit | AskDrop) -> None:
         if isinstance(question, AskCommit):
@@ -412,7 +435,9 @@ class _Session:
             if not poll.poll(int(_TICK_S * 1000)):
                 continue
             question, _ = self._connection.receive(QUESTION, _GREETING_S)
-            with self._server.active():
+            # One that only waits for a newer version does not keep the server of a dead trainer.
+            waits = isinstance(question, AskNewest)
+            with contextlib.nullcontext() if waits else self._server.active():
                 try:
                     self._answer(question)
                 except CkptdError as error:
@@ -435,7 +460,8 @@ class _Session:
             case AskNewest(than, wait_s):
                 self._newest(than, wait_s)
             case AskHold(number):
-                send(HoldAnswer(server._book.hold(number, self._connection)))
+                held = server.may_hold() and server._book.hold(number, self._connection)
+                send(HoldAnswer(held))
             case AskRelease():
                 server._book.release(self._connection)
                 send(HoldAnswer(True))

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -59,6 +60,7 @@ __all__ = ["Publication", "Publisher"]
 _log = logging.getLogger("ckptd")
 _ALIGN = 64
 _KEPT_KEYS = 8
+_POLL_S = 0.02
 _LOST = "publish/lost"
 _entries = json_decoder(ServerEntry)
 
@@ -420,9 +422,7 @@ class Publisher:
         try:
             if problem is not None:
                 raise problem
-            lost = self._board.peek(_LOST)
-            if lost is not None:
-                raise CkptdError.from_dict(msgspec.json.decode(lost))
+            self._not_lost()
             self._client.send(AskSlot(self._number, step))
             found = self._client.placed(self._number)
             choice = _Choice(found.number, found.slot, found.fresh, found.reason)
@@ -506,9 +506,12 @@ class Publisher:
 
     def _count(self, number: int) -> None:
         """Count this rank's share; the last rank tells that the version is whole."""
-        board = self._far_board
-        if board.world == 1 or board.add(f"publish/sealed/{number}") == board.world:
-            self._client.send(VersionWhole(number))
+        board, key = self._far_board, f"publish/sealed/{number}"
+        if board.world > 1:
+            if board.add(key) < board.world:
+                return
+            board.delete(key)  # every rank has counted
+        self._client.send(VersionWhole(number))
 
     def _known(self, known: VersionKnown) -> None:
         """Have all ranks know that workers get a version."""
@@ -516,12 +519,28 @@ class Publisher:
             self._known_board.set(f"publish/whole/{known.number}", b"yes")
         else:
             lost = WorkerError(
-                "the server of rank 0 does not answer", hint="make another publisher"
+                "the server of rank 0, or the one that asks it, does not answer",
+                hint="make another publisher",
             )
             self._known_board.set(_LOST, msgspec.json.encode(lost.to_dict()))
 
     def _await_whole(self, number: int, timeout_s: float) -> None:
-        self._board.get(f"publish/whole/{number}", timeout_s)
+        end = time.monotonic() + timeout_s
+        while self._board.peek(f"publish/whole/{number}") is None:
+            self._not_lost()
+            if time.monotonic() >= end:
+                raise DeadlineError(
+                    "a version is not in place on every rank",
+                    kind="board",
+                    wanted=f"version {number} within {timeout_s:.0f} s",
+                )
+            time.sleep(_POLL_S)
+
+    def _not_lost(self) -> None:
+        """Raise what a rank lost its server with."""
+        lost = self._board.peek(_LOST)
+        if lost is not None:
+            raise CkptdError.from_dict(msgspec.json.decode(lost))
 
     def _read(
         self, number: int, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]

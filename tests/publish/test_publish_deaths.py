@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -14,8 +15,22 @@ import torch.distributed as dist
 
 import ckptd
 from ckptd.errors import CkptdError
+from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
-from ckptd.publish.messages import ORDER, REPLY, AskSlot, Opening, VersionWhole
+from ckptd.publish.messages import (
+    ORDER,
+    REPLY,
+    AskHold,
+    AskRelease,
+    AskSlot,
+    HoldAnswer,
+    Opening,
+    ServerEntry,
+    ServerStop,
+    SetLeader,
+    VersionKnown,
+    VersionWhole,
+)
 from ckptd.publish.server import PublishServer
 from ckptd.runtime.channel import SocketChannel
 from ckptd.testing.ranks import run_ranks
@@ -27,6 +42,7 @@ from tests.train.layout.test_binder import FUSED, fused
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 LINGER_S = 10.0
+SECRET = b"s" * 32
 SCRIPT = """
 import sys, time
 import ckptd
@@ -52,8 +68,8 @@ def test_the_last_version_outlives_the_trainer_and_then_goes(tmp_path: Path) -> 
         report = subscriber.update(wait_s=30)
         assert report is not None
         assert differing(dict(into.state_dict()), fused(whole(1))) == []
-        # Its memory goes with it, though the worker stays connected.
-        until(lambda: not lives(server), "the server's end")
+        # Its memory goes with it, though the worker stays connected and waits for a newer version.
+        until(lambda: subscriber.update(1.0) is None and not lives(server), "the server's end")
         assert subscriber.update() is None
         assert subscriber.version == report.version
 
@@ -84,6 +100,58 @@ def test_a_lost_server_is_an_error_on_every_rank(tmp_path: Path) -> None:
     done = run_ranks(2, lost_server, str(tmp_path / "at"), deadline_s=PATIENCE_S)
     assert done[0][0] == ""
     assert done[0][-1] == done[1][-1] == "worker"
+
+
+def serving(rank: int, linger_s: float) -> tuple[SocketChannel, ServerEntry, threading.Thread]:
+    """Run the server of a rank in a thread; return its rank's side, and where it listens."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=PublishServer(SocketChannel(theirs, ORDER)).run)
+    thread.start()
+    channel = SocketChannel(ours, REPLY)
+    channel.send(Opening("epoch", rank, 2, SECRET, "127.0.0.1", 0, "", 2, 60.0, linger_s))
+    item = channel.receive(30)
+    assert item is not None
+    return channel, item[0].entry, thread
+
+
+def test_every_server_of_a_closed_publisher_stays_while_a_version_is_held() -> None:
+    leader, entry, first = serving(0, 0.2)
+    other, _, second = serving(1, 0.2)
+    other.send(SetLeader(entry))
+    leader.send(AskSlot(1, 7))
+    leader.send(VersionWhole(1))
+    worker, late = (ServerLink.to(entry, SECRET) for _ in range(2))
+    try:
+        assert worker.newest(0, 30.0).number == 1
+        assert worker.ask(AskHold(1), HoldAnswer).good
+        for channel in (leader, other):
+            channel.send(ServerStop())
+        second.join(1.5)
+        assert second.is_alive()
+        assert first.is_alive()
+        assert not late.ask(AskHold(1), HoldAnswer).good  # else it would never end
+        worker.ask(AskRelease(), HoldAnswer)
+        for thread in (first, second):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    finally:
+        for end in (worker, late, leader, other):
+            end.close()
+
+
+def test_a_version_that_a_lost_server_never_makes_known_is_an_error() -> None:
+    known: list[VersionKnown] = []
+    client = PublishClient(
+        Opening("e", 1, 2, SECRET, "127.0.0.1", 0, "", 2, 60.0, 1.0), known.append
+    )
+    try:
+        client.ready()
+        os.kill(client.pid, signal.SIGSTOP)
+        client.send(VersionWhole(3))
+        kill(client.pid)
+        until(lambda: known == [VersionKnown(3, False)])
+    finally:
+        client.close()
 
 
 def test_a_trainer_that_dies_before_the_answer_leaves_its_version_whole() -> None:
