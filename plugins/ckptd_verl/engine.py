@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 import ckptd
-from ckptd.errors import DeadlineError, UsageError
+from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd_verl.shares import (
     Published,
     WholeTensor,
@@ -171,16 +171,8 @@ class CkptdCheckpointEngine(CheckpointEngine):
     def _pull(self) -> None:
         end = time.monotonic() + self._wait_s
         while not self._has_it():
-            left = end - time.monotonic()
-            if left <= 0:
-                found = self._subscriber
-                raise DeadlineError(
-                    "the actors' weights do not come",
-                    kind="no-version",
-                    wanted=f"version {self._step} within {self._wait_s:.0f} s",
-                    found=str(found and (found.last_error or found.version)),
-                )
-            subscriber = self._subscribed()
+            subscriber = self._subscribed(end)
+            left = max(0.0, end - time.monotonic())
             if subscriber is None or subscriber.update(min(left, 5.0)) is None:
                 time.sleep(_POLL_S)
 
@@ -188,9 +180,9 @@ class CkptdCheckpointEngine(CheckpointEngine):
         held = None if self._subscriber is None else self._subscriber.version
         return held is not None and held.step == self._step
 
-    def _subscribed(self) -> ckptd.Subscriber | None:
+    def _subscribed(self, end: float) -> ckptd.Subscriber | None:
         """Return the subscriber for the tensors that actors have; None while they say nothing."""
-        found = self._agreed(read_published(self._at / _FILE))
+        found = self._agreed(end)
         if found is None:
             return None
         if found.place != self._place:
@@ -207,13 +199,32 @@ class CkptdCheckpointEngine(CheckpointEngine):
             )
         return self._subscriber
 
-    def _agreed(self, found: Published | None) -> Published | None:
-        """Return what the replica's first rank read."""
+    def _agreed(self, end: float) -> Published | None:
+        """Return what the replica's first rank reads; all give up when it does, or none."""
+        found: Published | CkptdError | None = None
+        if self._rank == 0:
+            try:
+                found = self._read(end)
+            except CkptdError as error:
+                found = error
         if self._world > 1:
             box = [found]
             dist.broadcast_object_list(box, src=0)
             found = box[0]
+        if isinstance(found, CkptdError):
+            raise found
         return found
+
+    def _read(self, end: float) -> Published | None:
+        if time.monotonic() < end:
+            return read_published(self._at / _FILE)
+        held = self._subscriber
+        raise DeadlineError(
+            "the actors' weights do not come",
+            kind="no-version",
+            wanted=f"version {self._step} within {self._wait_s:.0f} s",
+            found=str(held and (held.last_error or held.version)),
+        )
 
     def _whole(self, tensor: WholeTensor, share: torch.Tensor) -> torch.Tensor:
         """Put a tensor together. Every rank of the replica calls it."""

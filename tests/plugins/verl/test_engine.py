@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptd.errors import CorruptError
+from ckptd.errors import CkptdError, CorruptError
 from ckptd.testing.ranks import run_ranks
 from tests.plugins.verl.standin import base_module
 from tests.processes import PATIENCE_S, until
@@ -117,6 +117,37 @@ def test_rollouts_get_what_actors_send(tmp_path: Path) -> None:
         assert pair.result() == [[], []]
         kept = sent.result()
     assert all(mine < 0.65 * whole for mine, whole in kept)  # no actor keeps the model whole
+
+
+def alone(folder: str) -> list[str]:
+    """Receive what nobody sends, from a list of tensors that is none too; ranks differ in time."""
+    base = base_module()
+    importlib.import_module("ckptd_verl")
+    rank = dist.get_rank()
+    engine = base.CheckpointEngineRegistry.new(
+        "ckptd", bucket_size=1 << 20, at=folder, wait_s=0.5 + rank * PATIENCE_S
+    )
+    engine.init_process_group(step=1)
+    kinds = []
+
+    async def receive() -> None:
+        async for _ in engine.receive_weights():
+            raise AssertionError("nothing was sent")
+
+    for text in ("", "no tensors"):
+        if text and rank == 0:
+            (Path(folder) / "verl-tensors.json").write_text(text)
+        try:
+            asyncio.run(receive())
+        except CkptdError as error:
+            kinds.append(error.kind)
+    return kinds
+
+
+@pytest.mark.dist
+def test_ranks_of_a_replica_give_up_together(tmp_path: Path) -> None:
+    done = run_ranks(2, alone, str(tmp_path), deadline_s=PATIENCE_S)
+    assert done == [["no-version", "corrupt"]] * 2
 
 
 def test_what_actors_have_is_read_back_or_refused(tmp_path: Path) -> None:
