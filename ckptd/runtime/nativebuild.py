@@ -123,21 +123,40 @@ class NativeBuild(ABC):
         Raises
         ------
         UsageError
-            kind ``no-compiler``: there is no C++ compiler. kind ``build``: it failed.
+            kind ``no-compiler``: there is no C++ compiler. kind ``build``: it failed, or others may
+            write into the folder, so that nothing is taken from there.
         """
         compiler = self.compiler()
         version = self.run([compiler, "--version"]).splitlines()[0]
-        place = self.folder()
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = self._own_folder()
         tag = hashlib.sha256(version.encode()).hexdigest()[:8]
         path = place / f"{self.wanted()}-{tag}.so"
-        if not path.exists():
+        if not path.exists() or not _is_ours(path):
             with tempfile.TemporaryDirectory(dir=place) as temporary:
                 output = Path(temporary) / path.name
                 self.run(self.command(compiler, output))
                 output.chmod(0o700)
                 output.rename(path)
         return path
+
+    def _own_folder(self) -> Path:
+        """Return where builds lie, made if need be; raises where `built` would take none of it."""
+        place = self.folder()
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = None if _is_ours(place) else "others may write it, or it is a link"
+        except OSError as error:
+            found = str(error)
+        if found is None:
+            return place
+        raise UsageError(
+            f"{self.purpose} has no folder for its build",
+            kind="build",
+            where=str(place),
+            wanted="a folder that only this user may write",
+            found=found,
+            hint="set CKPTD_BUILDS to one, or take the others' right to write",
+        )
 
     def run(self, command: list[str]) -> str:
         """Return what a command of the build prints."""

@@ -118,3 +118,24 @@ def test_without_a_folder_for_builds_numpy_copies(
 
     monkeypatch.setattr(Path, "is_dir", closed)
     assert COPIER.built() is None
+
+
+def test_no_build_is_made_or_taken_where_others_may_write(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lies there already may be anybody's."""
+    place = tmp_path / "builds"
+    place.mkdir()
+    (place / built.name).write_bytes(b"what somebody else has put there")
+    place.chmod(0o777)
+    monkeypatch.setenv("CKPTD_BUILDS", str(place))
+    assert COPIER.built() is None
+    with pytest.raises(UsageError, match="only this user may write") as caught:
+        COPIER.build()
+    assert caught.value.kind == "build"
+    place.chmod(0o700)
+    (place / built.name).chmod(0o666)
+    assert COPIER.build().read_bytes() == built.read_bytes()
+    monkeypatch.setenv("CKPTD_BUILDS", str(place / built.name / "below"))
+    with pytest.raises(UsageError, match="Not a directory"):
+        COPIER.build()
