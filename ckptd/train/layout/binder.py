@@ -303,10 +303,9 @@ class Laid:
         UsageError
             As `read_layout`; kind ``lay-use``: it is for another number of ranks.
         """
-        self.layout, self._bound, self._known = layout, None, ""
-        self._program = read_layout(layout)
-        self._resolved = self._program.resolve()
-        mesh, world = self._resolved.mesh, self.agreement.board.world
+        program = read_layout(layout)
+        resolved = program.resolve()
+        mesh, world = resolved.mesh, self.agreement.board.world
         if self.ranks is None:
             self.ranks = range(world)
         world = len(self.ranks)
@@ -314,10 +313,13 @@ class Laid:
             raise UsageError(
                 "the layout is for another number of ranks",
                 kind="lay-use",
-                where=self._program.layout,
+                where=program.layout,
                 wanted=f"{mesh.world} ranks, as its mesh has",
                 found=f"{world} ranks in this job",
             )
+        # Nothing above has changed what is bound: one that is refused leaves the old one.
+        self.layout, self._bound, self._known = layout, None, ""
+        self._program, self._resolved = program, resolved
 
     @staticmethod
     def mesh_world(layout: LayoutSpec) -> int:
