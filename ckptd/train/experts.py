@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,15 +43,17 @@ from ckptd.train.relayout import (
     LoneTransport,
     Numbers,
     RelayoutSide,
+    by_name,
     memories,
     memory_of,
     numbers,
+    write_number,
 )
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.restore import look
 from ckptd.train.state.tensors import dtype_name, is_dtensor, local_tensor
 from ckptd.train.transport import TorchTransport
-from ckptd.types import DType, dtype_of
+from ckptd.types import dtype_of
 
 if TYPE_CHECKING:
     from ckptd.train.checkpointer import Checkpointer
@@ -170,8 +172,15 @@ class _Agreed(msgspec.Struct, frozen=True):
     states: dict[str, int]
 
 
+_Given = tuple[str, str, bytes]
+"""A number that follows a parameter: its name, its type, its bytes."""
+_Taker = tuple[int, str]
+"""A rank, and a tensor that it makes of what it receives."""
+
 _told = json_decoder(_Told)
 _agreed = json_decoder(_Agreed)
+_given = json_decoder(list[_Given])
+_given_to = json_decoder(list[tuple[_Given, list[_Taker]]])
 
 
 class LiveTensor:
@@ -398,11 +407,15 @@ class ExpertMove:
         ------
         UsageError
             kind ``stale``: the state is not what was planned with, or the move has run.
+        MismatchError
+            kind ``lay-fit``: experts that become one tensor took different numbers of steps. As
+            with ``stale``, nothing has moved.
         CkptdError
             As `ckptd.relayout`: the same on every rank, the first failure of any (`poisoned`). Its
             hint says how much of this rank's state lies in the new place; the rest is untouched.
         """
-        self._agreement.on_every_rank(self._check)
+        leaves, values = self._agreement.on_every_rank(self._look)
+        self._check_numbers(values)
         if self._checkpointer is not None:
             self._checkpointer.before_mutation()
         world = self._board.world
@@ -414,8 +427,6 @@ class ExpertMove:
         try:
             limit = message_bytes(self._budget_bytes, carrier)
             carrier.begin(limit)
-            # They may have changed since the plan was made.
-            leaves, values = self._plan.values_of(self._state)
             for number in range(len(self._groups)):
                 self._move(carrier, limit, number, leaves, values, total)
                 done += 1
@@ -446,10 +457,22 @@ class ExpertMove:
         self.report = total
         return total
 
-    def _check(self) -> None:
+    def _look(self) -> tuple[dict[str, TensorLeaf], dict[str, Numbers]]:
+        """Return the numbers that follow parameters, as `_Plan.values_of`, if all is as planned."""
         if self.report is not None:
             raise _stale("this move has run", "a plan that has not", "one that has")
         self._plan.check_fresh(self._state)
+        # They may have changed since the plan was made.
+        return self._plan.values_of(self._state)
+
+    def _check_numbers(self, values: Mapping[str, Numbers]) -> None:
+        """Raise on every rank when experts with different numbers become one tensor of any."""
+        given = self._plan.given(values)
+        # Mostly all of them took the same steps: then tensors need not be compared one by one.
+        report = msgspec.json.encode(list(given))
+        if not self._agreement.all_reports("numbers", report, _alike):
+            report = msgspec.json.encode(list(given.items()))
+            self._agreement.all_reports("numbers by tensor", report, _compared)
 
     def _move(
         self,
@@ -478,7 +501,6 @@ class ExpertMove:
             plan.roles,
             values,
             len(plan.number_names),
-            plan.check_numbers,
         )
         done = mover.run()
         for unit in group:
@@ -527,6 +549,38 @@ def _joined(reports: list[bytes]) -> bytes:
             )
     most = max((max(t.bytes_in, t.bytes_out) for t in told), default=0)
     return msgspec.json.encode(_Agreed(most, sum(t.bytes_out for t in told), states))
+
+
+def _alike(reports: list[bytes]) -> bytes:
+    """Return whether each number has one value on all ranks: something, or nothing."""
+    given = {g for r in reports for g in _given.decode(r)}
+    return b"alike" if len({name for name, *_ in given}) == len(given) else b""
+
+
+def _compared(reports: list[bytes]) -> bytes:
+    """Return nothing if each tensor that is made gets one value of each number.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-fit``: one gets different ones.
+    """
+    values: dict[tuple[str, _Taker], set[_Given]] = {}
+    for report in reports:
+        for given, takers in _given_to.decode(report):
+            for taker in takers:
+                values.setdefault((given[0], taker), set()).add(given)
+    for (name, (rank, tensor)), found in sorted(values.items()):
+        if len(found) > 1:
+            raise MismatchError(
+                "experts with different numbers become one tensor",
+                kind="lay-fit",
+                where=f"rank {rank}, {name} of {tensor}",
+                wanted="one value",
+                found=f"{len(found)} different values",
+                hint="all experts of a stack take the same steps",
+            )
+    return b""
 
 
 def _stale(message: str, wanted: str, found: str, where: str | None = None) -> UsageError:
@@ -583,7 +637,7 @@ class _Plan:
         forms = agreed(before.form.bound, after.form.bound)
         transfers = Transfers(Composition(*forms))
         rank = side.laid.rank or 0
-        leaves = _by_name(side.leaves)
+        leaves = by_name(side.leaves)
         _check_names(before, after, rank)
         _check_leaves(before, after, leaves, rank)
         there = memories(before, side.leaves, set(before.form.states))
@@ -670,17 +724,21 @@ class _Plan:
         form = self.after.form
         return {t.name: _key(form, t, self.experts) for t in local_tensors(form, rank)}
 
-    def check_numbers(self, mover: Mover) -> None:
-        """Raise when the experts that become one tensor have different numbers."""
-        for name, values in self._arrived(mover):
-            if len(values) > 1:
-                raise MismatchError(
-                    "experts with different numbers become one tensor",
-                    kind="lay-fit",
-                    where=name,
-                    found=f"{len(values)} different values",
-                    hint="all experts of a stack take the same steps",
-                )
+    def given(self, values: Mapping[str, Numbers]) -> dict[_Given, list[_Taker]]:
+        """Return the numbers that this rank gives along, and the tensors that each becomes one of.
+
+        `values` is by parameter.
+        """
+        out: dict[_Given, list[_Taker]] = {}
+        for peer, found in self.move.outgoing.items():
+            for outgoing in found:
+                mine = values.get(outgoing.tensor.name, ()) if outgoing.memory else ()
+                for name, number in zip(self.number_names, mine, strict=False):
+                    if number:
+                        dtype, raw = number
+                        taker = peer, outgoing.segment.target
+                        out.setdefault((name, dtype.name, raw), []).append(taker)
+        return out
 
     def values_of(
         self, state: Mapping[str, Any]
@@ -692,26 +750,18 @@ class _Plan:
             for rule, indexes in self.after.job.tensors.values()
             for scalar in self.number_names
         }
-        leaves = {n: x for n, x in _by_name(found).items() if n in names}
+        leaves = {n: x for n, x in by_name(found).items() if n in names}
         return leaves, numbers(replace(self.before, leaves=found), self.number_names)
 
     def put_numbers(self, mover: Mover, leaves: Mapping[str, TensorLeaf]) -> None:
         """Write the numbers that follow the parameters that were moved."""
-        for name, values in self._arrived(mover):
-            leaf = leaves.get(name)
-            if leaf is None:
-                continue
-            for dtype, raw in values:
-                found = np.frombuffer(raw, dtype=np.uint8).view(dtype.numpy)
-                local_tensor(leaf.tensor).fill_(found.astype(np.float64).item())
-
-    def _arrived(self, mover: Mover) -> Iterator[tuple[str, set[tuple[DType, bytes]]]]:
         for local, (rule, indexes) in self.after.job.tensors.items():
             given = mover.taken_scalars.get(self.after.form.name(local, ""), [])
-            for number, scalar in enumerate(self.number_names):
-                name = self.after.scalar(rule, indexes, scalar)
-                found = {x for v in given if number < len(v) for x in [v[number]] if x}
-                yield name, found
+            for at, name in enumerate(self.number_names):
+                leaf = leaves.get(self.after.scalar(rule, indexes, name))
+                if leaf is not None:
+                    # All that are there are alike.
+                    write_number(leaf, next((v[at] for v in given if at < len(v) and v[at]), None))
 
     # --- whether it is still true ---------------------------------------------------------------
 
@@ -723,7 +773,7 @@ class _Plan:
         UsageError
             kind ``stale``; kind ``experts``: there are gradients.
         """
-        live = _by_name(look(state))
+        live = by_name(look(state))
         for name, home in self.homes.items():
             known = _placed.get(home.origin)
             if known == _LOST:
@@ -779,10 +829,6 @@ def _side(side: RelayoutSide, form: StoredForm, leaves: Leaves) -> RelayoutSide:
     layout = side.job.spelling.put_into(form.bound.layout)
     job = replace(side.job, form=StoredForm(Bound(layout, form.bound.sizes)))
     return RelayoutSide(side.laid, job, form, side.state, leaves)
-
-
-def _by_name(leaves: Leaves) -> dict[str, TensorLeaf]:
-    return {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
 
 
 def _units(form: StoredForm, experts: str) -> dict[UnitKey, _Unit]:

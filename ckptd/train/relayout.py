@@ -38,12 +38,14 @@ __all__ = [
     "Numbers",
     "RelayoutSide",
     "TorchMemory",
+    "by_name",
     "check_apart",
     "memories",
     "memory_of",
     "numbers",
     "own_tensors",
     "relayout",
+    "write_number",
 ]
 
 
@@ -233,6 +235,11 @@ def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
     return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
 
 
+def by_name(leaves: Leaves) -> dict[str, TensorLeaf]:
+    """Return tensors by all their names, aliases included."""
+    return {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
+
+
 class LaidLocal(NamedTuple):
     """A tensor of this rank, and what the layout says of it; `local` is what the rank has of it."""
 
@@ -251,11 +258,11 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
     """
     if side.laid.rank is None:
         return
-    by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
-    flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
+    found = by_name(leaves)
+    flats = {n.rpartition(".flat.")[2]: x for n, x in found.items() if ".flat." in f".{n}"}
     names = side.names
     for tensor in local_tensors(side.form, side.laid.rank):
-        leaf = by_name.get(names[tensor.name])
+        leaf = found.get(names[tensor.name])
         if leaf is None and tensor.name.startswith("flat."):
             leaf = flats.get(tensor.name.removeprefix("flat."))
         if leaf is None or tensor.state not in states:
@@ -480,7 +487,7 @@ class _Move:
                     )
                     error.poisoned = True
                     raise error
-                _write(leaf, found.pop())
+                write_number(leaf, found.pop())
                 filled.add(name)
         by_leaf = {x.name for x in self.prepared.tensors.values() if _named(x) & filled}
         apply_objects(self.prepared, {}, {}, tensors=by_leaf)
@@ -490,7 +497,7 @@ def _named(leaf: TensorLeaf) -> set[str]:
     return {leaf.name, *leaf.aliases}
 
 
-def _write(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
+def write_number(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
     """Write a number, in the type that the live one has."""
     if value is not None:
         found = np.frombuffer(value[1], dtype=np.uint8).view(value[0].numpy)

@@ -82,6 +82,8 @@ def saved_and_loaded(root: str) -> tuple[list[list[float]], list[float], list[st
     new = {0: drawn(1), 1: drawn(2)}
     with ckptd.Checkpointer(root, layout=layout_of(WORLD)) as ck:
         losses = trainer.steps(2)
+        # One for other ranks is refused, and this one goes on.
+        assert caught(lambda: ck.change_layout(layout_of(WORLD - 1))).kind == "lay-use"
         ck.save(2, trainer.state)
         move = ckptd.move_experts(trainer.state, layout_of(WORLD), new, checkpointer=ck)
         trainer.place(new)
@@ -228,6 +230,47 @@ def test_what_does_not_fit_the_budget_moves_in_parts() -> None:
         assert parts == 2
         assert extra <= BUDGET, extra
         assert staged <= BUDGET
+
+
+STEPPED = LARGE.replace(
+    "w[f h] }", "w[f h]\n  follow m=exp_avg, s=exp_avg_sq\n  scalar step(param)\n}"
+)
+
+
+def stepped_apart() -> tuple[CkptdError, bool, int, bool]:
+    """Move stacks of which the last layer's took a step more on rank 1; then swap these whole."""
+    rank = dist.get_rank()
+    stacks = {f"layers.{n}": torch.nn.Module() for n in range(6)}
+    whole = torch.arange(8.0)[:, None, None].expand(8, 64, 64)
+    for module in stacks.values():
+        module.w = torch.nn.Parameter(whole[4 * rank : 4 * rank + 4].clone())
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(stacks.values())
+    optim = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optim.step()
+    optim.zero_grad()
+    last = list(model.parameters())[-1]
+    optim.state[last]["step"] += rank
+    state = {"model": model, "optim": optim}
+    options: dict[str, Any] = {"budget_bytes": 1 << 18, "timeout_s": PATIENCE_S}
+    move = ckptd.ExpertMove(state, STEPPED, [[7, 1, 2, 6], [0, 3, 4, 5]], **options)
+    error = caught(move.run)
+    same = all(p.equal(whole[4 * rank : 4 * rank + 4]) for p in model.parameters())
+    ckptd.move_experts(state, STEPPED, [[4, 5, 6, 7], [0, 1, 2, 3]], **options)
+    swapped = last.equal(whole[4 - 4 * rank : 8 - 4 * rank])
+    return error, same, move.price.parts, swapped and optim.state[last]["step"].item() == 2 - rank
+
+
+def test_experts_of_different_steps_are_refused_before_any_moves() -> None:
+    """The part of the layer that has them was reached when others had moved."""
+    for error, same, parts, swapped in run_ranks(2, stepped_apart, deadline_s=PATIENCE_S):
+        assert (error.kind, error.poisoned) == ("lay-fit", False), error
+        assert "step of layers.5.w" in f"{error.where}"
+        assert parts > 1
+        assert same
+        assert swapped
 
 
 def dying(after: int) -> tuple[str, str | None, bool, str, bool]:
