@@ -60,7 +60,7 @@ _LANES = 8
 _DIGESTS_S = 10.0
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class PullReport:
     """What one worker did.
 
@@ -84,6 +84,10 @@ class PullReport:
     bytes_mapped: int = 0
     bytes_unchanged: int = 0
     staged_bytes: int = 0
+
+    def __add__(self, other: PullReport) -> PullReport:
+        mine, more = dataclasses.asdict(self), dataclasses.asdict(other)
+        return PullReport(**{name: mine[name] + more[name] for name in mine})
 
 
 @dataclass(frozen=True)
@@ -309,8 +313,7 @@ class StagedPull:
 
     def _note(self, share: _Share) -> None:
         self.written |= {p.incoming.tensor.name for p in share.parts}
-        for name, count in dataclasses.asdict(share.report).items():
-            setattr(self.report, name, getattr(self.report, name) + count)
+        self.report += share.report
 
     def apply(self) -> None:
         """Write the tensors.
@@ -504,8 +507,8 @@ class _Giver:
         elif self._bytes:
             for found in self._received(number, _MESSAGE_BYTES, into):
                 share.parts += found.parts
-                share.report.bytes_received += found.report.bytes_received
-            share.report.staged_bytes = share.report.bytes_received
+                share.report += found.report
+            share.report += PullReport(staged_bytes=self._bytes)
         return share
 
     def stream(self, number: int, limit: int) -> Iterator[_Share]:
@@ -534,7 +537,7 @@ class _Giver:
             for part in parts if place_of(incoming).dtype.name in _NARROW else ():
                 _try(part)
             share.parts += parts
-        share.report.bytes_mapped = self._bytes
+        share.report += PullReport(bytes_mapped=self._bytes)
 
     def _received(self, number: int, limit: int, into: U8 | None = None) -> Iterator[_Share]:
         asked: deque[_Message] = deque()

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -31,7 +30,7 @@ from ckptd.publish.messages import (
     ServerEntry,
     ServerList,
 )
-from ckptd.publish.pull import HeldTensors, PullPlan, StagedPull
+from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.train.device import has_streams
 from ckptd.train.fallback import RootFallback
@@ -69,16 +68,14 @@ class WeightVersion(NamedTuple):
     epoch: str
 
 
-@dataclass(frozen=True)
-class UpdateReport:
-    """What an update did on this rank.
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport(PullReport):
+    """What an update did on this rank, with the bytes of a `ckptd.publish.pull.PullReport`.
 
     Attributes
     ----------
     version
         What the tensors hold now.
-    bytes_needed, bytes_received, bytes_mapped, bytes_unchanged, staged_bytes
-        See `ckptd.publish.pull.PullReport`.
     seconds
         In all; the wait for a version is left out.
     lag_s
@@ -86,11 +83,6 @@ class UpdateReport:
     """
 
     version: WeightVersion
-    bytes_needed: int = 0
-    bytes_received: int = 0
-    bytes_mapped: int = 0
-    bytes_unchanged: int = 0
-    staged_bytes: int = 0
     seconds: float = 0.0
     lag_s: float = 0.0
 
@@ -283,7 +275,7 @@ class Subscriber:
             self._apply(staged, version)
             seconds = time.monotonic() - begun
             report = UpdateReport(
-                version, **asdict(staged.report), seconds=seconds, lag_s=age_s + seconds
+                version=version, **asdict(staged.report), seconds=seconds, lag_s=age_s + seconds
             )
             self._emit(report)
             return report
@@ -322,7 +314,9 @@ class Subscriber:
         self._version = WeightVersion(report.step, 0, "")
         _log.info("no publisher is reached: step %d comes from the root", report.step)
         read = report.read.bytes_copied
-        found = UpdateReport(self._version, bytes_needed=read, seconds=time.monotonic() - begun)
+        found = UpdateReport(
+            version=self._version, bytes_needed=read, seconds=time.monotonic() - begun
+        )
         self._emit(found)
         return found
 
@@ -511,10 +505,5 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from ckptd_vllm.layouts import rollout_layout
 __all__ = ["CkptdInitInfo", "CkptdUpdateInfo", "CkptdWeightTransferEngine"]
 
 _log = logging.getLogger("ckptd")
+_LOOK_S = 5.0
 
 
 @dataclass
@@ -154,17 +155,22 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
             raise UsageError(
                 "no weights can be had before init_weight_transfer_engine", kind="closed"
             )
-        end = time.monotonic() + self._info.wait_s
+        # Ranks give up after as many looks, which have the same result on all of them: by its own
+        # clock one of them would, while others go on.
+        looks = max(1, math.ceil(self._info.wait_s / _LOOK_S))
+        wait_s = self._info.wait_s / looks
         while not self._has(update_info):
-            left = end - time.monotonic()
-            if left <= 0:
+            if not looks:
                 raise DeadlineError(
                     "the version does not come",
                     kind="no-version",
                     wanted=f"version {update_info.number} within {self._info.wait_s:.0f} s",
                     found=str(subscriber.last_error or subscriber.version),
                 )
-            self._pulled = subscriber.update(min(left, 5.0)) is not None or self._pulled
+            if subscriber.update(wait_s) is None:
+                looks -= 1
+            else:
+                self._pulled = True
 
     def _has(self, wanted: CkptdUpdateInfo) -> bool:
         held = None if self._subscriber is None else self._subscriber.version

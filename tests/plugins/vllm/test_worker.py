@@ -1,0 +1,73 @@
+"""The loop of a worker that waits for a version, with a stand-in for vLLM's modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ckptd.errors import DeadlineError
+
+_NAMES = {
+    "vllm.distributed": ("get_tp_group", "get_world_group"),
+    "vllm.distributed.weight_transfer.base": (
+        "WeightTransferEngine",
+        "WeightTransferInitInfo",
+        "WeightTransferUpdateInfo",
+    ),
+    "vllm.model_executor.model_loader.reload": (
+        "finalize_layerwise_reload",
+        "initialize_layerwise_reload",
+    ),
+    "vllm.model_executor.model_loader.reload.layerwise": (
+        "get_layerwise_info",
+        "make_online_process_loader",
+    ),
+    "vllm.model_executor.model_loader.weight_utils": ("default_weight_loader",),
+}
+
+
+class Answers:
+    """A subscriber whose updates are given; an update without one finds nothing."""
+
+    last_error = None
+    version: Any = None
+
+    def __init__(self, *versions: Any) -> None:
+        self.versions = list(versions)
+        self.waits: list[float] = []
+
+    def update(self, wait_s: float) -> Any:
+        self.waits.append(wait_s)
+        found = self.versions.pop(0) if self.versions else None
+        self.version = found or self.version
+        return found
+
+
+def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("vllm", *_NAMES):
+        module = ModuleType(name)
+        for found in _NAMES.get(name, ()):
+            setattr(module, found, type(found, (), {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "ckptd_vllm.worker", raising=False)
+    worker = importlib.import_module("ckptd_vllm.worker")
+    monkeypatch.delitem(sys.modules, "ckptd_vllm.worker")
+    version = importlib.import_module("ckptd.train.subscriber").WeightVersion
+    wanted = worker.CkptdUpdateInfo(number=3, epoch="e")
+
+    engine = worker.CkptdWeightTransferEngine()
+    engine._info = worker.CkptdInitInfo(layout="", at="", wait_s=12.0)
+    engine._subscriber = none = Answers(version(1, 2, "e"), version(9, 9, "another"))
+    with pytest.raises(DeadlineError, match="does not come"):
+        engine.receive_weights(wanted)
+    assert none.waits[2:] == [4.0] * 3  # all of the 12 s, in looks that a slow publisher bears
+    engine._subscriber = late = Answers(None, version(1, 2, "e"), None, version(2, 3, "e"))
+    engine.receive_weights(wanted)
+    assert len(late.waits) == 4
+    assert engine._pulled
