@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import functools
@@ -12,21 +11,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.runtime.host import filesystem_of
+from ckptd.store.osio import drop_pages, map_pages
+
 __all__ = ["GuardedMapping"]
 
 _FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "f2fs"}
 """Those of a disk of this machine alone: others know nothing of the kernel's leases here."""
-
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ, of Linux 5.14: maps pages, and reports an error where a touch is a signal."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class GuardedMapping:
@@ -61,7 +57,8 @@ class GuardedMapping:
         if not hasattr(fcntl, "F_SETLEASE") or fd < 0 or start < 0 or size <= 0:
             return None
         try:
-            if os.fstat(fd).st_size < start + size or not _is_local(os.fstat(fd).st_dev):
+            found = os.fstat(fd)
+            if found.st_size < start + size or not _is_local(found.st_dev):
                 return None
             return cls(fd, start, size, mmap.mmap(fd, start + size, prot=mmap.PROT_READ))
         except (OSError, ValueError):
@@ -83,7 +80,7 @@ class GuardedMapping:
         finally:
             # They stay in the page cache, but are no memory of this process any more: a load would
             # grow it by all of the checkpoint, and the kernel ends the largest process first.
-            _madvise(*self._pages(start, end), mmap.MADV_DONTNEED)
+            drop_pages(*self._pages(start, end))
             self._leave()
 
     def _enter(self) -> bool:
@@ -122,7 +119,7 @@ class GuardedMapping:
                         raise
 
     def _populate(self, start: int, end: int) -> bool:
-        if _madvise(*self._pages(start, end), _POPULATE_READ) == 0:
+        if map_pages(*self._pages(start, end)):
             return True
         self._refused = True  # an older kernel, or a read will say what is wrong with the disk
         return False
@@ -133,17 +130,7 @@ class GuardedMapping:
         return first, self._address + end - first
 
 
-_madvise = _libc.madvise  # without the interpreter's lock: it may wait for a disk
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_madvise.restype = ctypes.c_int
-
-
 @functools.cache
 def _is_local(device: int) -> bool:
     """Tell whether a device has a filesystem of this machine alone."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split(" ")[2] == wanted:
-            return rest.split(" ")[0] in _FILESYSTEMS
-    return False
+    return filesystem_of(device) in _FILESYSTEMS

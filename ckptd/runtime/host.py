@@ -21,6 +21,7 @@ __all__ = [
     "address_towards",
     "available_bytes",
     "environment",
+    "filesystem_of",
     "host_id",
     "mapped_files",
     "mount_of",
@@ -207,22 +208,32 @@ class Mount:
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
     """Return the mount that holds `path`, which need not exist; None where that is unknown."""
     real = os.path.realpath(path)
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
     best: Mount | None = None
+    for _, mount in _mounts():
+        inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        # Of two mounts on one point the later one is seen.
+        if inside and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def filesystem_of(device: int) -> str | None:
+    """Return the type of the file system that is mounted of a device; None where unknown."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount.kind for number, mount in _mounts() if number == wanted), None)
+
+
+def _mounts() -> Iterator[tuple[str, Mount]]:
+    """Yield the mounts that this process sees, each with the numbers of its device."""
+    try:
+        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")
+    except OSError:
+        return
     for line in lines:
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
-        if len(fields) < 5 or len(tail) < 2:
-            continue
-        point = fields[4].replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # Of two mounts on one point the later one is seen.
-        if inside and (best is None or len(point) >= len(best.point)):
-            best = Mount(tail[0], tail[1], point)
-    return best
+        if len(fields) >= 5 and len(tail) >= 2:
+            yield fields[2], Mount(tail[0], tail[1], fields[4].replace("\\040", " "))
 
 
 def mapped_files() -> Iterator[str]:

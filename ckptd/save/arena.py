@@ -19,7 +19,6 @@ import fcntl
 import logging
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, SaveError
 from ckptd.runtime.host import available_bytes
+from ckptd.store.osio import map_pages
 
 __all__ = ["KEEPING", "MOST_SLOTS", "Slot", "Slots", "anonymous_file", "half_staged", "slots_for"]
 
@@ -40,11 +40,6 @@ _JOB, _STAGED, _SEAL = range(3)
 _WORDS = 3
 _POLL_S = 0.0005
 _PIECE_BYTES = 32 << 20
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE: since Linux 5.14; older kernels refuse it."""
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-if _libc is not None:
-    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Slot:
@@ -164,11 +159,10 @@ class Slot:
             self._warm()
 
     def _warm(self) -> None:
-        if _libc is not None:
-            start = ctypes.addressof(self._control)
-            size = CONTROL_BYTES + self.nbytes
-            for at in range(0, size, _PIECE_BYTES):  # a page fault finds what this could not do
-                _libc.madvise(start + at, min(_PIECE_BYTES, size - at), _POPULATE_WRITE)
+        start = ctypes.addressof(self._control)
+        size = CONTROL_BYTES + self.nbytes
+        for at in range(0, size, _PIECE_BYTES):  # a page fault finds what this could not do
+            map_pages(start + at, min(_PIECE_BYTES, size - at), write=True)
         self._fresh = False
 
     @property

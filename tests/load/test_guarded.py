@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_bytes_are_given_where_they_lie(mapping: GuardedMapping, path: Path) -> 
         with mapping.touching(4000, 9000) as data:
             assert data is not None
             assert data[4000:9000].tobytes() == path.read_bytes()[4016:9016]
+
+
+def resident(mapping: GuardedMapping) -> int:
+    """Return the bytes of a mapping that count as memory of this process."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(bounds[1], 16) <= mapping._address < int(bounds[2], 16)
+        elif here and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such mapping")
+
+
+def test_pages_are_memory_of_the_process_only_while_they_are_touched(
+    mapping: GuardedMapping,
+) -> None:
+    """A load grew by the size of the checkpoint, and the kernel ends the largest process first."""
+    with mapping.touching(0, SIZE - 16) as data:
+        assert data is not None
+        assert resident(mapping) >= SIZE - 16
+    assert resident(mapping) == 0
 
 
 def test_who_shortens_the_file_waits_and_later_ranges_are_read(
