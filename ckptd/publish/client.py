@@ -24,6 +24,7 @@ from ckptd.publish.messages import (
     SlotAnswer,
     VersionKnown,
     VersionWhole,
+    most_listen_s,
 )
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.arena import Slot
@@ -49,6 +50,7 @@ class PublishClient:
 
     def __init__(self, opening: Opening, known: Callable[[VersionKnown], None]) -> None:
         self._known = known
+        self._start_s = _START_S + (most_listen_s(opening) if opening.port else 0.0)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         # A session of its own, as a writing process: it outlives a trainer that is interrupted.
@@ -94,7 +96,7 @@ class PublishClient:
         CkptdError
             It does not.
         """
-        answer = self._next(ServerReady, _START_S)
+        answer = self._next(ServerReady, self._start_s)
         if answer.entry is None:
             raise CkptdError.from_dict(answer.error or {})
         return answer.entry

@@ -54,7 +54,11 @@ class ServerLink:
     ----------
     local
         Whether it is a Unix socket: memory can be mapped.
+    ending
+        Whether the rank of the server was gone already.
     """
+
+    ending = False
 
     def __init__(self, connection: Connection, entry: ServerEntry, wait_s: float) -> None:
         self.entry = entry
@@ -107,6 +111,7 @@ class ServerLink:
             raise
         link = ServerLink(connection, entry, wait_s)
         link.entry = msgspec.structs.replace(entry, epoch=str(about.get("epoch", "")))
+        link.ending = about.get("ending") is True
         return link
 
     def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:

@@ -57,6 +57,7 @@ __all__ = [
     "VersionKnown",
     "VersionSealed",
     "VersionWhole",
+    "most_listen_s",
 ]
 
 PURPOSE = "ckptd publish 1"
@@ -128,6 +129,11 @@ class Opening(_Order, frozen=True, tag="opening"):
     slots: int
     lease_s: float
     linger_s: float
+
+
+def most_listen_s(opening: Opening) -> float:
+    """Return for how long a server waits for the address that an earlier one is about to leave."""
+    return opening.linger_s + opening.lease_s
 
 
 class SetLeader(_Order, frozen=True, tag="leader"):

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, NotFoundError, WorkerError
+from ckptd.errors import CkptdError, NotFoundError, StoreError, WorkerError
 from ckptd.format.digest import digest
 from ckptd.net.address import Address, UnixAddress, listen_at, same_user
 from ckptd.net.connection import Connection, greet_client
@@ -75,6 +75,7 @@ from ckptd.publish.messages import (
     VersionKnown,
     VersionSealed,
     VersionWhole,
+    most_listen_s,
 )
 from ckptd.publish.versions import VersionBook
 from ckptd.runtime.channel import SocketChannel
@@ -259,7 +260,7 @@ class PublishServer:
         self._reply(ServerReady(entry))
 
     def _listen(self, opening: Opening) -> ServerEntry:
-        sock = listen_at(opening.bind, opening.port, "a publisher")
+        sock = self._bound(opening)
         self._serve_on(sock)
         address = Address(opening.bind, sock.getsockname()[1])
         if opening.folder:
@@ -268,6 +269,17 @@ class PublishServer:
             self._unix = path
             self._serve_on(unix)
         return ServerEntry(host_id(), str(address), self._unix, opening.epoch)
+
+    def _bound(self, opening: Opening) -> socket.socket:
+        """Return the socket for other hosts; wait for a server of a trainer before this one."""
+        what = "a publisher"
+        try:
+            return listen_at(opening.bind, opening.port, what)
+        except StoreError:
+            end = time.monotonic() + most_listen_s(opening)
+            while time.monotonic() < end and _is_ending(opening):
+                time.sleep(_TICK_S)
+            return listen_at(opening.bind, opening.port, what)
 
     def _serve_on(self, sock: socket.socket) -> None:
         self._listening.append(sock)
@@ -403,7 +415,11 @@ class PublishServer:
         try:
             if opening is None:
                 return
-            about: dict[str, str | int | bool] = {"epoch": opening.epoch, "rank": opening.rank}
+            about: dict[str, str | int | bool] = {
+                "epoch": opening.epoch,
+                "rank": opening.rank,
+                "ending": math.isfinite(self._hold_until),
+            }
             greeted = greet_client(
                 connection, opening.secret, PURPOSE, wait_s=_GREETING_S, about=about
             )
@@ -517,6 +533,17 @@ class _Session:
             gather_blocks(slot, known, blocks, self._buffer[:total])
         data = self._buffer[:total].data
         self._connection.send(ReadBytes(digest(data)), data)
+
+
+def _is_ending(opening: Opening) -> bool:
+    """Whether the server of a trainer that is gone has the address still."""
+    there = ServerEntry("", str(Address(opening.bind, opening.port)), "", "")
+    try:
+        link = ServerLink.to(there, opening.secret, wait_s=_GREETING_S)
+    except CkptdError:
+        return False
+    link.close()
+    return link.ending
 
 
 _ABSENT = PublishedTensor("", "", 0, 0)

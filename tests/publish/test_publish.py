@@ -536,7 +536,8 @@ def test_a_publisher_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Mo
             made.append(self)
 
     monkeypatch.setattr("ckptd.train.publisher.PublishClient", Noted)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         with pytest.raises(StoreError) as caught:
             ckptd.Publisher(WHOLE, f"tcp://127.0.0.1:{taken.getsockname()[1]}", "x" * 32)
         assert caught.value.kind == "listen"

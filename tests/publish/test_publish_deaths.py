@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -102,13 +103,15 @@ def test_a_lost_server_is_an_error_on_every_rank(tmp_path: Path) -> None:
     assert done[0][-1] == done[1][-1] == "worker"
 
 
-def serving(rank: int, linger_s: float) -> tuple[SocketChannel, ServerEntry, threading.Thread]:
+def serving(
+    rank: int, linger_s: float, port: int = 0
+) -> tuple[SocketChannel, ServerEntry, threading.Thread]:
     """Run the server of a rank in a thread; return its rank's side, and where it listens."""
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=PublishServer(SocketChannel(theirs, ORDER)).run)
     thread.start()
     channel = SocketChannel(ours, REPLY)
-    channel.send(Opening("epoch", rank, 2, SECRET, "127.0.0.1", 0, "", 2, 60.0, linger_s))
+    channel.send(Opening("epoch", rank, 2, SECRET, "127.0.0.1", port, "", 2, 60.0, linger_s))
     item = channel.receive(30)
     assert item is not None
     return channel, item[0].entry, thread
@@ -137,6 +140,33 @@ def test_every_server_of_a_closed_publisher_stays_while_a_version_is_held() -> N
     finally:
         for end in (worker, late, leader, other):
             end.close()
+
+
+def test_a_trainer_that_starts_anew_gets_the_address_of_the_one_before() -> None:
+    dead, entry, first = serving(0, 3.0)
+    dead.close()
+
+    def ending() -> bool:
+        link = ServerLink.to(entry, SECRET)
+        link.close()
+        return link.ending
+
+    until(ending)
+    begun = time.monotonic()
+    channel, again, second = serving(0, 0.0, int(entry.address.rpartition(":")[2]))
+    assert time.monotonic() - begun > 1.0
+    assert again is not None
+    assert again.address == entry.address
+    first.join(PATIENCE_S)
+    assert not first.is_alive()
+    begun = time.monotonic()
+    other, refused, third = serving(0, 0.0, int(entry.address.rpartition(":")[2]))
+    assert refused is None  # the trainer there lives: nothing is waited for
+    assert time.monotonic() - begun < 30.0
+    for end, thread in ((channel, second), (other, third)):
+        end.close()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_a_version_that_a_lost_server_never_makes_known_is_an_error() -> None:
