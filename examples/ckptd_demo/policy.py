@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from ckptd_demo.policyjob import (
     published_file,
     told_to,
 )
-from ckptd_demo.processes import free_port, loopback, read_rows, wait_until
+from ckptd_demo.processes import environment, free_port, read_rows, wait_until
 from ckptd_demo.report import Check, Outage, Policy, PolicyLife
 from ckptd_demo.spec import Cut
 
@@ -71,7 +70,7 @@ class _Group:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", **loopback()},
+                        env=environment(),
                         start_new_session=True,
                     )
                 )

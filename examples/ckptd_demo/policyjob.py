@@ -31,6 +31,7 @@ import ckptd
 from ckptd.crashes import report_crashes
 from ckptd.decoding import json_decoder
 from ckptd_demo.model import VOCABULARY, Gpt, build, cut_model
+from ckptd_demo.processes import wait_until
 from ckptd_demo.spec import Cut, GptShape
 
 __all__ = [
@@ -456,10 +457,18 @@ def _newest(spec: PolicySpec, known: int) -> tuple[Sampled, bool]:
 
 
 def _wait_for(spec: PolicySpec, what: str) -> None:
-    """Return when the demo says so: what was published is then used."""
-    end = time.monotonic() + _FIRST_S
-    while not told_to(spec.folder, spec.life, what).exists() and time.monotonic() < end:
-        time.sleep(_POLL_S)
+    """Return when the demo says so: what was published is then used.
+
+    Raises
+    ------
+    ckptd.DeadlineError
+        It does not say so in time.
+    """
+    file = told_to(spec.folder, spec.life, what)
+    if wait_until(lambda: file.exists() or None, _FIRST_S) is None:
+        raise ckptd.DeadlineError(
+            "the demo did not go on", where=str(file), wanted=f"{_FIRST_S:g} s"
+        )
 
 
 def _append(path: Path, row: msgspec.Struct) -> None:

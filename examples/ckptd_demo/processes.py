@@ -24,8 +24,8 @@ from ckptd_demo.spec import ProcessRow, RunSpec
 __all__ = [
     "Life",
     "Nodes",
+    "environment",
     "free_port",
-    "loopback",
     "read_rows",
     "run_ckptd",
     "started",
@@ -96,7 +96,7 @@ class Life:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=environment(),
                 # An interrupt from the terminal reaches the demo alone, which then ends this.
                 start_new_session=True,
             )
@@ -246,18 +246,14 @@ def _command(spec: RunSpec) -> list[str]:
     ]
 
 
-def _environment() -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**loopback(), **environment}
-
-
-def loopback() -> dict[str, str]:
-    """Return what lets gloo connect processes of this machine.
-
-    Host names need not resolve, and a firewall need not let the machine talk to itself by any
-    other address.
-    """
-    return {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+def environment() -> dict[str, str]:
+    """Return the environment of ranks of this machine."""
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    if sys.platform == "linux":
+        # Host names need not resolve, and a firewall need not let the machine talk to itself by
+        # any other address.
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return found
 
 
 _END_S = 20.0

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from ckptd.errors import CkptdError, DeadlineError
-from ckptd_demo.processes import loopback, run_ckptd
+from ckptd_demo.processes import environment, run_ckptd
 from ckptd_demo.report import Check, Found, Watched
 from ckptd_demo.watchedjob import PID, SKIP, SLOW, STEP
 
@@ -180,7 +180,7 @@ class _Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"} | loopback(),
+                env=environment(),
                 start_new_session=True,
             )
 
