@@ -269,11 +269,9 @@ def _exchange(runtime: _Runtime, mode: int) -> int | None:
     try:
         library = _loaded.get(runtime.library)
         if library is None:
-            path = _mapped(runtime.library)
-            library = ctypes.CDLL(path)
-            if path is not None:
-                _loaded[runtime.library] = library  # to look for it takes milliseconds
+            library = ctypes.CDLL(_mapped(runtime.library))
         status = int(getattr(library, runtime.exchange)(ctypes.byref(value)))
+        _loaded[runtime.library] = library  # to look for it takes milliseconds
     except (OSError, AttributeError):
         return None
     return None if status else value.value
