@@ -33,6 +33,7 @@ from ckptd.publish.messages import (
     SetDirectory,
     SetLeader,
     SetTensors,
+    SlotAnswer,
     SlotMemory,
     VersionDropped,
     VersionKnown,
@@ -60,6 +61,7 @@ _log = logging.getLogger("ckptd")
 _ALIGN = 64
 _KEPT_KEYS = 8
 _POLL_S = 0.02
+_PLACE_S = 0.2
 _LOST = "publish/lost"
 _entries = json_decoder(ServerEntry)
 
@@ -323,7 +325,7 @@ class Publisher:
 
     # --- publishing -----------------------------------------------------------------------------
 
-    def publish(self, step: int, state: Mapping[str, Any]) -> Publication:
+    def publish(self, step: int, state: Mapping[str, Any], *, wait_s: float = 0.0) -> Publication:
         """Begin to publish the weights of `state` as one version. Every rank calls it.
 
         Returns when everything is copied but what an optimizer in `state` changes: that is copied
@@ -338,6 +340,8 @@ class Publisher:
         state
             As for `ckptd.relayout`: parameters that the layout names are published. Put the
             optimizer into it, if it is to wait by itself.
+        wait_s
+            For a slot that workers still hold, in seconds; rank 0's counts.
 
         Raises
         ------
@@ -366,7 +370,7 @@ class Publisher:
         if self._shape is None:
             self._agreement.no_errors(problem)
             self._shape = self._first(state, leaves)
-        choice = self._choose(step, problem)
+        choice = self._choose(step, problem, wait_s)
         publication = Publication(step, choice.number, choice.reason)
         if choice.slot < 0:
             self._emit(publication, begun_ns, 0)
@@ -408,12 +412,12 @@ class Publisher:
         except WorkerError as error:
             self._far_board.set(_LOST, msgspec.json.encode(error.to_dict()))
 
-    def _choose(self, step: int, problem: CkptdError | None) -> _Choice:
+    def _choose(self, step: int, problem: CkptdError | None, wait_s: float) -> _Choice:
         """Return where the version goes; rank 0's server decides for all."""
         self._number += 1
         key = f"publish/{self._calls}"
         if self._board.rank:
-            raw = self._agreement.wait(key, 0, self._timeout_s)
+            raw = self._agreement.wait(key, 0, self._timeout_s + wait_s)
             choice = _choices.decode(raw)
             if choice.error is not None:
                 raise problem or CkptdError.from_dict(choice.error)
@@ -421,15 +425,23 @@ class Publisher:
         try:
             if problem is not None:
                 raise problem
-            self._not_lost()
-            self._client.send(AskSlot(self._number, step))
-            found = self._client.placed(self._number)
+            found = self._placed(step, time.monotonic() + wait_s)
             choice = _Choice(found.number, found.slot, found.fresh, found.reason)
         except CkptdError as error:
             self._post(key, _Choice(0, -1, False, "", error.to_dict()))
             raise
         self._post(key, choice)
         return choice
+
+    def _placed(self, step: int, end: float) -> SlotAnswer:
+        """Ask the own server for a slot until there is one."""
+        while True:
+            self._not_lost()
+            self._client.send(AskSlot(self._number, step))
+            found = self._client.placed(self._number)
+            if found.slot >= 0 or time.monotonic() >= end:
+                return found
+            time.sleep(_PLACE_S)
 
     def _post(self, key: str, choice: _Choice) -> None:
         if self._board.world > 1:

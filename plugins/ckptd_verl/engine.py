@@ -135,18 +135,17 @@ class CkptdCheckpointEngine(CheckpointEngine):
                 shutil.rmtree(self._at / earlier.place, ignore_errors=True)
 
     def _publish(self) -> None:
-        publisher, end = self._publisher, time.monotonic() + self._wait_s
+        publisher = self._publisher
         if publisher is None:
             raise UsageError("there are no weights to publish", kind="bad-state")
-        while (done := publisher.publish(self._step, {"model": self._shares})).skipped:
-            if time.monotonic() >= end:
-                raise DeadlineError(
-                    "the weights could not be published",
-                    kind="no-version",
-                    wanted=f"a free slot within {self._wait_s:.0f} s",
-                    found=done.skipped,
-                )
-            time.sleep(_POLL_S)
+        done = publisher.publish(self._step, {"model": self._shares}, wait_s=self._wait_s)
+        if done.skipped:
+            raise DeadlineError(
+                "the weights could not be published",
+                kind="no-version",
+                wanted=f"a free slot within {self._wait_s:.0f} s",
+                found=done.skipped,
+            )
         publisher.before_mutation()  # the shares are written again by the next call
 
     async def receive_weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -18,8 +17,6 @@ from ckptd.errors import DeadlineError, UsageError
 from ckptd_vllm import BACKEND
 
 __all__ = ["CkptdTrainerInitInfo", "CkptdTrainerWeightTransferEngine"]
-
-_POLL_S = 0.2
 
 
 @dataclass
@@ -112,18 +109,14 @@ class CkptdTrainerWeightTransferEngine(TrainerWeightTransferEngine):
             kind ``no-version``: workers hold all slots for too long.
         """
         self._step = self._step + 1 if step is None else step
-        end = time.monotonic() + self._wait_s
-        publication = self.publisher.publish(self._step, self.source)
-        while publication.skipped:  # on all ranks alike
-            if time.monotonic() >= end:
-                raise DeadlineError(
-                    "the weights could not be published",
-                    kind="no-version",
-                    wanted=f"a free slot within {self._wait_s:.0f} s",
-                    found=publication.skipped,
-                )
-            time.sleep(_POLL_S)
-            publication = self.publisher.publish(self._step, self.source)
+        publication = self.publisher.publish(self._step, self.source, wait_s=self._wait_s)
+        if publication.skipped:  # on all ranks alike
+            raise DeadlineError(
+                "the weights could not be published",
+                kind="no-version",
+                wanted=f"a free slot within {self._wait_s:.0f} s",
+                found=publication.skipped,
+            )
         if self.is_sender:
             self.client.start_weight_update()
             number, epoch = publication.number, self.publisher.epoch

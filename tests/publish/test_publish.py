@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,21 @@ def test_events_and_lag(tmp_path: Path) -> None:
     assert found[0].bytes >= report.bytes_needed == found[1].bytes
     assert found[1].lag_ns >= found[1].duration_ns > 0
     assert found[3].skipped == skipped.skipped
+
+
+def test_a_slot_is_waited_for_as_long_as_that_is_asked_for(tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "at")
+    with contextlib.closing(pair):
+        pair.publish()
+        pair.update()
+        pair.subscriber._leader.ask(AskHold(1), HoldAnswer)
+        pair.hold(2)
+        state = {"model": pair.full}
+        assert pair.publisher.publish(3, state, wait_s=0.5).skipped
+        release = threading.Timer(0.5, pair.subscriber._let_go)
+        release.start()
+        assert pair.publisher.publish(4, state, wait_s=30.0).wait(30)
+        release.join()
 
 
 def test_a_worker_that_lost_its_values_gets_them_again(pair: Pair) -> None:
