@@ -523,7 +523,7 @@ class LocalFiles:
         with self._hold(file) as held:
             if held.data is not None or held.guarded is None:
                 context: AbstractContextManager[NDArray[np.uint8] | None] = nullcontext(held.data)
-            elif self.is_cached(file, start, end):
+            elif self._is_cached(held, file, start, end):
                 context = held.guarded.touching(start, end)
             else:
                 context = nullcontext()
@@ -542,11 +542,15 @@ class LocalFiles:
         StoreError
             What the kernel reports.
         """
-        with self.use(file) as fd, reading(self._entries[file].path):
-            if _seals(fd) is not None:
-                return True  # it is memory, of which the kernel does not say so
-            first = self._entries[file].data_start + self._shifts[file]
-            return fd >= 0 and is_cached(fd, first + start, first + end - 1) is True
+        with self._hold(file) as held:
+            # Of what is memory the kernel does not say so.
+            return _seals(held.fd) is not None or self._is_cached(held, file, start, end)
+
+    def _is_cached(self, held: _Open, file: int, start: int, end: int) -> bool:
+        entry = self._entries[file]
+        first = entry.data_start + held.shift
+        with reading(entry.path):
+            return held.fd >= 0 and is_cached(held.fd, first + start, first + end - 1) is True
 
     @contextmanager
     def _hold(self, file: int) -> Iterator[_Open]:
