@@ -167,8 +167,10 @@ def _split(inner: Held, dim: Split, scope: ValueScope, coordinates: Mapping[str,
 
 def _assigned(inner: Held, how: Assigned, extent: int, coordinates: Ints) -> Held:
     """Cut the segments where the coordinate changes, and keep each one's own pieces."""
-    for n in np.unique(inner.lengths).tolist():
-        whose, start, size, number = assigned_runs(n, how, extent)
+    wanted = len(how.coordinates)
+    # A sequence of another length is refused there.
+    length = next((n for n in inner.lengths.tolist() if n != wanted), wanted)
+    whose, start, size, number = assigned_runs(length, how, extent)
     lengths = np.zeros(extent, dtype=np.int64)
     np.add.at(lengths, whose, size)
     lengths = lengths[coordinates]
