@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -496,7 +496,7 @@ class ExpertMove:
             carrier,
             limit,
             watch,
-            plan.part({unit.key for unit in group}),
+            plan.part(group),
             plan.transfers,
             plan.roles,
             values,
@@ -704,19 +704,33 @@ class _Plan:
 
     # --- what is done ---------------------------------------------------------------------------
 
-    def part(self, keys: set[UnitKey]) -> MovePlan:
-        """Return the plan for some units."""
-        return MovePlan(
-            {
-                peer: [o for o in found if _key(self.before.form, o.tensor, self.experts) in keys]
-                for peer, found in self.move.outgoing.items()
-            },
-            {
-                peer: [i for i in found if _key(self.after.form, i.tensor, self.experts) in keys]
-                for peer, found in self.move.incoming.items()
-            },
-            [f for f in self.move.fills if self._fills[f.name] in keys],
-        )
+    def part(self, units: Sequence[_Unit]) -> MovePlan:
+        """Return the plan for some units; both ends of a stream have them in the same order."""
+        out = MovePlan()
+        for unit in units:
+            mine = self._parts.get(unit.key, MovePlan())
+            for peer, outgoing in mine.outgoing.items():
+                out.outgoing.setdefault(peer, []).extend(outgoing)
+            for peer, incoming in mine.incoming.items():
+                out.incoming.setdefault(peer, []).extend(incoming)
+            out.fills += mine.fills
+        return out
+
+    @cached_property
+    def _parts(self) -> dict[UnitKey, MovePlan]:
+        """The plan by unit: a move in many parts looks at each segment once."""
+        out: defaultdict[UnitKey, MovePlan] = defaultdict(MovePlan)
+        for peer, outgoing in self.move.outgoing.items():
+            for o in outgoing:
+                key = _key(self.before.form, o.tensor, self.experts)
+                out[key].outgoing.setdefault(peer, []).append(o)
+        for peer, incoming in self.move.incoming.items():
+            for i in incoming:
+                key = _key(self.after.form, i.tensor, self.experts)
+                out[key].incoming.setdefault(peer, []).append(i)
+        for f in self.move.fills:
+            out[self._fills[f.name]].fills.append(f)
+        return dict(out)
 
     @cached_property
     def _fills(self) -> dict[str, UnitKey]:
