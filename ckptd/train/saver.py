@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from ckptd.train.layout.binder import Laid
     from ckptd.train.layout.saving import LaidLeaves
 
-__all__ = ["Lazy", "SavePlanner", "Saver"]
+__all__ = ["Lazy", "SavePlanner", "Saver", "wait_for_copying"]
 
 
 _groups = json_decoder(dict[str, tuple[int, ...]])
@@ -143,6 +145,26 @@ class SavePlanner:
 Lazy = Literal["auto", "all", "off"]
 
 _log = logging.getLogger("ckptd")
+_COPIER = "ckptd-copy"
+
+
+def wait_for_copying(until: float) -> bool:
+    """Wait until the threads have ended that copy for savers that were closed or left.
+
+    Parameters
+    ----------
+    until
+        When to wait no more, by ``time.monotonic``.
+
+    Returns
+    -------
+    bool
+        False: one still copies, and keeps its slot and what it copies from.
+    """
+    threads = [t for t in threading.enumerate() if t.name.startswith(_COPIER)]
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 class Saver:
@@ -196,7 +218,7 @@ class Saver:
         self._warned = False
         self._device_copies = DeviceCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
-        self._copier = ThreadPoolExecutor(1, "ckptd-copy")
+        self._copier = ThreadPoolExecutor(1, _COPIER)
 
     @property
     def gate(self) -> Gate:

@@ -29,6 +29,7 @@ from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import StoreError, UsageError
 from ckptd.train.ranks import forget_boards
 from ckptd.train.recorder.recorder import regroup
+from ckptd.train.saver import wait_for_copying
 from ckptd.train.session.elastichooks import abandon_all
 from ckptd.train.session.groups import destroy_groups, let_go
 from ckptd.train.session.health import empty_caches, fault_of_devices
@@ -49,6 +50,8 @@ _SHARE = 0.8
 _KILLED_S = 5.0
 _GROUPS_S = 30.0
 """For the threads of groups to carry out what fails at once, with the callbacks of the program."""
+_COPYING_S = 5.0
+"""For saves that are copied still; what devices had to do for them is done."""
 _UNFIT_EXIT_CODE = 1
 _CAUSE_S = 1.5
 """So long after a failed call a lost rank is probably why; later, the error is shown to people."""
@@ -201,7 +204,11 @@ class _Session:
         with self._changed:
             self._idle = True
             self._link.out(self._interrupted)
-        # Models and optimizers are full of cycles, and the next generation needs their memory.
+        if not wait_for_copying(time.monotonic() + _COPYING_S):
+            _log.warning("a save is still copied: until that ends its memory is not free")
+        # Models and optimizers are full of cycles, and the next generation needs their memory. So
+        # are saves: what a thread still copied would stay until the next collection, locked pages
+        # included.
         gc.collect()
         if not let_go(groups, time.monotonic() + _GROUPS_S):
             self._end("a process group does not end: its threads wait for other ranks")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -106,11 +104,7 @@ def saves(world: World, folder: Path) -> None:
 
 
 def _held() -> dict[str, Any]:
-    """Return what this process holds, when threads of the generation before have ended."""
-    end = time.monotonic() + 10.0
-    while _locked() and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.02)
+    """Return what this process holds."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     mapped = [_MAPPED.match(line) for line in Path("/proc/self/maps").read_text().splitlines()]
     sim = installed()
