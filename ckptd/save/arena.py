@@ -201,8 +201,9 @@ class Slot:
             self._map.close()
         except BufferError:  # an exported view still lives: the mapping goes when it does
             pass
-        os.close(self.fd)
-        self.fd = -1
+        # First: a thread that still fills it must not write to what gets the number next.
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 def half_staged(wanted: str, staged: int) -> SaveError:
