@@ -104,7 +104,7 @@ class Slot:
         Raises
         ------
         SaveError
-            kind ``no-memory``: there is none for them.
+            kind ``no-memory``: there is none for them. Kind ``aborted``: the slot is closed.
         """
         if not self._fresh:
             np.copyto(self.place(start, start + len(source)), source)
@@ -114,7 +114,7 @@ class Slot:
             try:
                 done = os.pwrite(self.fd, view[:_PIECE_BYTES], at)
             except OSError as error:
-                raise _no_memory(self.nbytes, error) from error
+                raise self._unfilled(error) from error
             view, at = view[done:], at + done
 
     def place(self, start: int, end: int) -> NDArray[np.uint8]:
@@ -123,7 +123,7 @@ class Slot:
         Raises
         ------
         SaveError
-            kind ``no-memory``.
+            As of `put`.
         """
         if end <= start:
             return np.empty(0, np.uint8)
@@ -131,8 +131,13 @@ class Slot:
             try:
                 _allocate(self.fd, CONTROL_BYTES + start, end - start)
             except OSError as error:
-                raise _no_memory(self.nbytes, error) from error
+                raise self._unfilled(error) from error
         return np.frombuffer(self.data, np.uint8, end - start, start)
+
+    def _unfilled(self, error: OSError) -> SaveError:
+        if self.fd < 0:
+            return SaveError("the slot was closed while it was filled", kind="aborted")
+        return _no_memory(self.nbytes, error)
 
     def allocate(self) -> None:
         """Have memory behind all of it, for what fills it where it lies.

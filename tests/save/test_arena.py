@@ -203,3 +203,11 @@ def test_slots_by_memory(nbytes: int, room: int) -> None:
     assert found == 1 or (found == 2 and 8 * nbytes <= room)
     assert slots_for(nbytes, 3, room) == 3
     assert slots_for(nbytes, 99, room) == MOST_SLOTS
+
+
+def test_a_slot_that_is_closed_is_not_said_to_lack_memory() -> None:
+    slot = Slot(0, 100)
+    slot.close()
+    with pytest.raises(SaveError) as info:
+        slot.put(0, np.zeros(100, np.uint8))
+    assert info.value.kind == "aborted"
