@@ -21,6 +21,7 @@ __all__ = [
     "stop",
     "until",
     "wait_for_end",
+    "wait_for_stop",
 ]
 
 T = TypeVar("T")
@@ -92,6 +93,11 @@ def wait_for_end(pid: int) -> None:
 def stop(pid: int) -> None:
     """Stop a process by SIGSTOP; returns when none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
+    wait_for_stop(pid)
+
+
+def wait_for_stop(pid: int) -> None:
+    """Return when no thread of a process runs any more, since it was stopped."""
     tasks = Path(f"/proc/{pid}/task")
     until(lambda: all(_state(task) in "TtZX" for task in tasks.iterdir()), f"process {pid} stops")
 

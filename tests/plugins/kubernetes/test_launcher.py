@@ -438,8 +438,9 @@ def test_a_watch_that_is_ended_at_once_each_time_is_asked_for_less_and_less(
 ) -> None:
     began: list[float] = []
 
-    def ended(*_: object) -> Iterator[Json]:
-        began.append(time.monotonic())
+    def ended(server: Api, *_: object) -> Iterator[Json]:
+        if server is api:  # a launcher of a test before may still watch, at its own pace
+            began.append(time.monotonic())
         return iter(())
 
     monkeypatch.setattr(Api, "stream", ended)
