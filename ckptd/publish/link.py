@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -16,16 +18,18 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, CorruptError, TransientStoreError
 from ckptd.format.digest import digest
-from ckptd.net.address import UnixAddress, parse_address
+from ckptd.net.address import Address, UnixAddress, parse_address
 from ckptd.net.connection import Connection, greet_server
 from ckptd.publish.messages import (
     ANSWER,
     MOST_READ_BYTES,
     PURPOSE,
+    AskHold,
     AskMap,
     AskNewest,
     AskRead,
     BlockRead,
+    HoldAnswer,
     Mapped,
     Newest,
     PublishRefusal,
@@ -35,7 +39,7 @@ from ckptd.publish.messages import (
 from ckptd.runtime.host import host_id
 from ckptd.save.arena import CONTROL_BYTES
 
-__all__ = ["MOST_BODY", "MappedVersion", "ServerLink"]
+__all__ = ["MOST_BODY", "MappedVersion", "ServerLink", "VersionHold"]
 
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
@@ -43,6 +47,10 @@ T = TypeVar("T")
 MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""
 _CONNECT_S = 10.0
+_LEAST_S = 0.05
+_RENEWALS = 4
+"""In the time of a lease."""
+_RENEW_S = 5.0
 _SEALED = slice(0, 24)
 _AHEAD = 1
 
@@ -69,7 +77,12 @@ class ServerLink:
 
     @staticmethod
     def to(
-        entry: ServerEntry, secret: bytes, *, wait_s: float = 60.0, far: bool = False
+        entry: ServerEntry,
+        secret: bytes,
+        *,
+        wait_s: float = 60.0,
+        connect_s: float = _CONNECT_S,
+        far: bool = False,
     ) -> ServerLink:
         """Connect: on the same host through the Unix socket, else over TCP.
 
@@ -77,6 +90,8 @@ class ServerLink:
         ----------
         wait_s
             For one answer, in seconds.
+        connect_s
+            For all of it: both ways, and the greeting.
         far
             Take no Unix socket: as if the server were on another host.
 
@@ -85,25 +100,30 @@ class ServerLink:
         CkptdError
             The server is not reached, has another secret, or is of another publisher.
         """
+        end = time.monotonic() + connect_s
+        addresses: list[UnixAddress | Address] = []
         if entry.socket and entry.host == host_id() and not far:
+            addresses.append(UnixAddress(entry.socket))
+        addresses.append(parse_address(entry.address, "a publisher's address"))
+        while True:
+            address = addresses.pop(0)
             try:
-                sock = UnixAddress(entry.socket).connect(_CONNECT_S)
-                return ServerLink._greeted(
-                    Connection(sock, entry.socket, wait_s, MOST_BODY), entry, secret, wait_s
-                )
-            except TransientStoreError:
-                pass  # another container of this host: its files are not seen here
-        address = parse_address(entry.address, "a publisher's address")
-        sock = address.connect(_CONNECT_S)
-        connection = Connection(sock, str(address), wait_s, MOST_BODY)
-        return ServerLink._greeted(connection, entry, secret, wait_s)
+                sock = address.connect(max(_LEAST_S, end - time.monotonic()))
+                connection = Connection(sock, str(address), wait_s, MOST_BODY)
+                return ServerLink._greeted(connection, entry, secret, wait_s, end)
+            except TransientStoreError as error:
+                # Another container of this host, say: its files are not seen here. But a server
+                # that lets a connection wait lets the other one wait, too.
+                if not addresses or error.kind == "link-late":
+                    raise
 
     @staticmethod
     def _greeted(
-        connection: Connection, entry: ServerEntry, secret: bytes, wait_s: float
+        connection: Connection, entry: ServerEntry, secret: bytes, wait_s: float, end: float
     ) -> ServerLink:
         try:
-            about = greet_server(connection, secret, PURPOSE, wait_s=_CONNECT_S)
+            left = max(_LEAST_S, end - time.monotonic())
+            about = greet_server(connection, secret, PURPOSE, wait_s=left)
             if entry.epoch and about.get("epoch") != entry.epoch:
                 raise connection.fail("another publisher listens there")
         except BaseException:
@@ -127,9 +147,13 @@ class ServerLink:
             answer, _ = self._connection.receive(ANSWER, self._wait_s if wait_s is None else wait_s)
             return self._checked(answer, kind)
 
-    def newest(self, than: int, wait_s: float) -> Newest:
-        """Return the newest version above `than`; wait for one so long."""
-        return self.ask(AskNewest(than, wait_s), Newest, wait_s + self._wait_s)
+    def newest(self, than: int, wait_s: float, answer_s: float | None = None) -> Newest:
+        """Return the newest version above `than`; wait for one so long.
+
+        After `answer_s` more a server does not answer any more.
+        """
+        answer_s = self._wait_s if answer_s is None else answer_s
+        return self.ask(AskNewest(than, wait_s), Newest, wait_s + answer_s)
 
     def map(self, number: int) -> MappedVersion:
         """Return the memory of a version, as this process sees it now."""
@@ -210,6 +234,49 @@ class ServerLink:
         self._connection.close()
         with self._lock:
             self._connection.release()
+
+
+class VersionHold:
+    """A version that the leader keeps for a worker while it pulls.
+
+    Parameters
+    ----------
+    leader
+        To rank 0's server; the hold ends with it, or with its `AskRelease`.
+    number
+        Of the version.
+
+    Attributes
+    ----------
+    good
+        Whether it was there.
+    """
+
+    def __init__(self, leader: ServerLink, number: int) -> None:
+        self._leader = leader
+        self._number = number
+        self._lock = threading.Lock()
+        answer = leader.ask(AskHold(number), HoldAnswer)
+        self.good = answer.good
+        self._every_s = answer.lease_s / _RENEWALS
+        self._next = time.monotonic() + self._every_s
+
+    def keep(self) -> None:
+        """Renew the lease if it is time to; called at each step forward of the pull, by any thread.
+
+        A worker that stops does not call it: its slot is filled again. A lease that cannot be
+        renewed ends nothing by itself, since what is read shows whether the version is there still.
+        """
+        if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._next = time.monotonic() + self._every_s
+            if not self._leader.lost:
+                self._leader.ask(AskHold(self._number), HoldAnswer, _RENEW_S)
+        except CkptdError:
+            self._next = math.inf  # the leader is gone, or does not answer
+        finally:
+            self._lock.release()
 
 
 class MappedVersion:

@@ -262,7 +262,10 @@ class AskNewest(_Question, frozen=True, tag="newest"):
 
 
 class AskHold(_Question, frozen=True, tag="hold"):
-    """Of the leader: keep a version, until `AskRelease` or the end of the connection."""
+    """Of the leader: keep a version, until `AskRelease`, the end of the connection or of its lease.
+
+    Asked once more, it renews the lease. Answered by `HoldAnswer`.
+    """
 
     number: _Number
 
@@ -369,9 +372,10 @@ class Newest(_Answer, frozen=True, tag="newest"):
 
 
 class HoldAnswer(_Answer, frozen=True, tag="held"):
-    """Whether it is done."""
+    """Whether it is done, and how long the lease of what is held is, in seconds."""
 
     good: bool
+    lease_s: float = 0.0
 
 
 class TensorPlaces(_Answer, frozen=True, tag="places"):

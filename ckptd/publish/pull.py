@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.errors import CkptdError, MismatchError, UsageError
+from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
 from ckptd.layout.block import Block
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.bind import bind_sizes
@@ -205,6 +206,7 @@ class PullPlan:
         held: HeldTensors | None = None,
         *,
         in_place: bool = False,
+        step: Callable[[], object] = lambda: None,
     ) -> StagedPull:
         """Pull a version, which is held, up to the last byte; writes nothing.
 
@@ -218,6 +220,8 @@ class PullPlan:
             What need not be pulled, where it did not change.
         in_place
             What does not fit the budget comes when it is applied, a message at a time.
+        step
+            Called when the pull, or what is applied of it, has got on; by any thread.
 
         Raises
         ------
@@ -226,8 +230,8 @@ class PullPlan:
         UsageError
             kind ``budget``.
         """
-        staged = StagedPull(self._plan)
-        givers = [_Giver(links[g], self._plan.incoming[g]) for g in self.givers]
+        staged = StagedPull(self._plan, step)
+        givers = [_Giver(links[g], self._plan.incoming[g], step) for g in self.givers]
         if held is not None:
             for giver in givers:
                 giver.look(number, held)
@@ -250,13 +254,19 @@ class PullPlan:
             limit = max(_LEAST_MESSAGE_BYTES, min(budget_bytes, _MESSAGE_BYTES))
             staged.later = [partial(g.stream, number, limit) for g in givers if g.staged_bytes]
         room = staged.room(sum(g.staged_bytes for g in now))
+        stop = threading.Event()
         with ThreadPoolExecutor(min(_LANES, max(1, len(now))), "ckptd-pull") as lanes:
             pulls = []
             for giver in now:
                 into, room = room[: giver.staged_bytes], room[giver.staged_bytes :]
-                pulls.append(lanes.submit(giver.pull, number, into))
-            for done in pulls:
-                staged.add(done.result())
+                pulls.append(lanes.submit(giver.pull, number, into, stop))
+            done, _ = wait(pulls, return_when=FIRST_EXCEPTION)
+            if failed := [p for p in done if p.exception() is not None]:
+                stop.set()
+                lanes.shutdown(wait=False, cancel_futures=True)
+                failed[0].result()
+            for pull in pulls:
+                staged.add(pull.result())
         return staged
 
 
@@ -266,6 +276,8 @@ class StagedPull:
 
     Attributes
     ----------
+    step
+        Called when something of it is written.
     parts
         What is written.
     mapped
@@ -281,6 +293,7 @@ class StagedPull:
     """
 
     plan: MovePlan
+    step: Callable[[], object]
     parts: list[_Part] = field(default_factory=list)
     mapped: list[MappedVersion] = field(default_factory=list)
     report: PullReport = field(default_factory=PullReport)
@@ -327,6 +340,7 @@ class StagedPull:
         try:
             for part in self.parts:
                 _put(part, arrivals)
+                self.step()
             for stream in self.later:
                 for share in stream():
                     self._note(share)
@@ -409,8 +423,11 @@ class _Giver:
         Own tensors of which more than half changed.
     """
 
-    def __init__(self, link: SlotReader, incoming: list[Incoming]) -> None:
+    def __init__(
+        self, link: SlotReader, incoming: list[Incoming], step: Callable[[], object]
+    ) -> None:
         self._link = link
+        self._step = step
         self._incoming = incoming
         self.compared = False
         self.changed: set[str] = set()
@@ -499,13 +516,18 @@ class _Giver:
         """Bytes that are kept until they are applied."""
         return 0 if self._link.local else self._bytes
 
-    def pull(self, number: int, into: U8) -> _Share:
-        """Get everything; what comes over a socket is put into `into`, of `staged_bytes`."""
+    def pull(self, number: int, into: U8, stop: threading.Event) -> _Share:
+        """Get everything, unless `stop` is set.
+
+        What comes over a socket is put into `into`, of `staged_bytes`.
+        """
         share = self._counted()
         if self._bytes and self._link.local:
             self._map(number, share)
         elif self._bytes:
             for found in self._received(number, _MESSAGE_BYTES, into):
+                if stop.is_set():
+                    raise TransientStoreError("another rank's part did not come", kind="link-lost")
                 share.parts += found.parts
                 share.report += found.report
             share.report += PullReport(staged_bytes=self._bytes)
@@ -551,6 +573,7 @@ class _Giver:
                 yield tuple(read for read, *_ in message), data
 
         for data in self._link.reads(number, requests()):
+            self._step()
             share = _Share(report=PullReport(bytes_received=len(data)))
             at = 0
             for _, incoming, block, dtype in asked.popleft():

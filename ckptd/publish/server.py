@@ -476,8 +476,10 @@ class _Session:
             case AskNewest(than, wait_s):
                 self._newest(than, wait_s)
             case AskHold(number):
-                held = server.may_hold() and server._book.hold(number, self._connection)
-                send(HoldAnswer(held))
+                held = server._book.renew(number, self._connection) or (
+                    server.may_hold() and server._book.hold(number, self._connection)
+                )
+                send(HoldAnswer(held, server._book.lease_s))
             case AskRelease():
                 server._book.release(self._connection)
                 send(HoldAnswer(True))

@@ -58,8 +58,8 @@ class VersionBook:
     slots
         How many there are, at least 2.
     lease_s
-        For so long a worker may hold a version, in seconds. Then its slot is filled again, in
-        other memory: what the worker reads stays as it is.
+        For so long a worker may hold a version without getting on, in seconds. Then its slot is
+        filled again, in other memory: what the worker reads stays as it is.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class VersionBook:
     ) -> None:
         self._entries: list[_Entry | None] = [None] * slots
         self._left: set[int] = set()
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
         self._change = threading.Condition()
 
@@ -143,7 +143,19 @@ class VersionBook:
         with self._change:
             for _, entry in self._filled():
                 if entry.whole and entry.number == number:
-                    entry.holds[holder] = self._clock() + self._lease_s
+                    entry.holds[holder] = self._clock() + self.lease_s
+                    return True
+            return False
+
+    def renew(self, number: int, holder: object) -> bool:
+        """Begin the lease of `holder` anew; False: the version or the hold is not there any more.
+
+        A lease that has ended is renewed as well while nothing else is in the slot.
+        """
+        with self._change:
+            for _, entry in self._filled():
+                if entry.number == number and entry.holds.get(holder, _LOST) > _LOST:
+                    entry.holds[holder] = self._clock() + self.lease_s
                     return True
             return False
 

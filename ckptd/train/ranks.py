@@ -18,7 +18,7 @@ from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.runtime.host import address_towards, host_id
-from ckptd.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, agree, wait
+from ckptd.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, Pulse, agree, wait
 
 __all__ = [
     "Agreement",
@@ -98,23 +98,36 @@ class Agreement:
         patience = 2 * self._timeout_s
         return self._answer(f"{key}/answer", lambda: digest(self._reports(key, value)), patience)
 
-    def no_errors(self, error: Exception | None) -> None:
+    def no_errors(self, error: Exception | None, pulse: Pulse | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.runtime.ranks.agree`.
 
         One that is not of ckptd, as of a function of the program, is raised as it is where it was
-        brought; the other ranks raise kind ``crashed``.
+        brought; the other ranks raise kind ``crashed``. With a pulse a rank may be late as long as
+        it gets on.
         """
         key = self._key("errors")
         own = None if error is None else _reported(error)
         try:
-            agree(self.board, key, own, runs=self._peers.runs, stall_s=self._timeout_s)
+            agree(
+                self.board,
+                key,
+                own,
+                pulse=pulse,
+                runs=self._peers.runs,
+                stall_s=self._timeout_s,
+            )
         except CkptdError:
             if error is not None and own is not error:
                 raise error from error.__cause__
             raise
 
-    def on_every_rank(self, function: Callable[[], T]) -> T:
+    def on_every_rank(self, function: Callable[[], T], pulse: Pulse | None = None) -> T:
         """Return what `function` returns here, if it raises nothing on any rank.
+
+        Parameters
+        ----------
+        pulse
+            Beaten by `function`, where it may take longer than `timeout_s`.
 
         Raises
         ------
@@ -127,7 +140,7 @@ class Agreement:
             found.append(function())
         except Exception as caught:  # noqa: BLE001 - no_errors raises it
             error = caught
-        self.no_errors(error)
+        self.no_errors(error, pulse)
         return found[0]
 
     def wait(self, key: str, rank: int, timeout_s: float) -> bytes:

@@ -18,11 +18,10 @@ from ckptd import events
 from ckptd.errors import CkptdError, TransientStoreError
 from ckptd.format.digest import digest
 from ckptd.publish.carrier import SlotReader, WeightCarrier
-from ckptd.publish.link import ServerLink
+from ckptd.publish.link import ServerLink, VersionHold
 from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
     AskAbout,
-    AskHold,
     AskRelease,
     AskWhere,
     HoldAnswer,
@@ -31,7 +30,7 @@ from ckptd.publish.messages import (
     ServerList,
 )
 from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
-from ckptd.runtime.ranks import Board, LocalBoard
+from ckptd.runtime.ranks import Board, LocalBoard, Pulse
 from ckptd.train.device import has_streams
 from ckptd.train.fallback import RootFallback
 from ckptd.train.layout.program import LayoutSpec
@@ -46,6 +45,8 @@ _log = logging.getLogger("ckptd")
 _POLL_S = 0.1
 _DIGEST_WORDS = 1 << 22
 _MOST_WAIT_S = 30.0
+_ANSWER_S = 5.0
+"""For what a server answers at once: one that is late with it is stopped, or its host is gone."""
 _NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
 """What a publisher that ends, or gets on, looks like from here."""
 
@@ -171,7 +172,7 @@ class Subscriber:
     root_layout
         The layout of checkpoints there that were saved without one.
     timeout_s
-        Longest wait for an answer of a server or of other ranks, in seconds.
+        Longest time without a byte of a server, or without progress of another rank, in seconds.
 
     Raises
     ------
@@ -217,6 +218,8 @@ class Subscriber:
         self._plan: PullPlan | None = None
         self._where: dict[str, Any] = {}
         self._proofs: dict[str, _Proof] = {}
+        self._pulse = Pulse(self._board, "update")
+        self._answer_s = min(_ANSWER_S, timeout_s / 4)
         self._far = False
         self.last_error: CkptdError | None = None
         """Why the last update found no publisher, or lost it; None where it did not."""
@@ -235,7 +238,9 @@ class Subscriber:
         Parameters
         ----------
         wait_s
-            For a version that is newer than the one that is held, in seconds.
+            For a publisher, and a version that is newer than the one that is held, in seconds. A
+            server that does not answer is waited for some 5 s in any case. What is found is pulled
+            however long that takes, unless nothing comes for `timeout_s`.
         older
             Whether a checkpoint of `root` may be older than what is held, or the same again.
 
@@ -259,7 +264,8 @@ class Subscriber:
             begun = time.monotonic()
             version, leader, age_s = found
             try:
-                staged = self._agreement.on_every_rank(partial(self._stage, version, leader))
+                stage = partial(self._stage, version, leader)
+                staged = self._agreement.on_every_rank(stage, self._pulse)
             except CkptdError as error:
                 self._let_go()
                 if error.kind not in _NOT_THERE:
@@ -361,6 +367,7 @@ class Subscriber:
                 time.sleep(min(_POLL_S, max(0.0, left)))
 
     def _ask(self, wait_s: float) -> list[Any] | None:
+        end = time.monotonic() + wait_s
         entry = self._place.find()
         if entry is None:
             return None
@@ -370,7 +377,7 @@ class Subscriber:
         leader = self._connect(entry)
         held = self._version
         than = held.number if held is not None and held.epoch == leader.entry.epoch else 0
-        newest = leader.newest(than, min(wait_s, 2.0))
+        newest = leader.newest(than, max(0.0, min(end - time.monotonic(), 2.0)), self._answer_s)
         if not newest.number:
             return None
         at = leader.entry
@@ -379,10 +386,17 @@ class Subscriber:
     def _connect(self, entry: ServerEntry) -> ServerLink:
         if self._leader is None or self._leader.lost:
             self._disconnect()
-            self._leader = ServerLink.to(
-                entry, self._place.secret, wait_s=self._timeout_s, far=self._far
-            )
+            self._leader = self._link(entry)
         return self._leader
+
+    def _link(self, entry: ServerEntry) -> ServerLink:
+        return ServerLink.to(
+            entry,
+            self._place.secret,
+            wait_s=self._timeout_s,
+            connect_s=self._answer_s,
+            far=self._far,
+        )
 
     # --- one version ----------------------------------------------------------------------------
 
@@ -391,7 +405,8 @@ class Subscriber:
         if self._leader is not None and self._leader.entry.epoch != entry.epoch:
             self._disconnect()
         leader = self._connect(entry)
-        if not leader.ask(AskHold(version.number), HoldAnswer).good:
+        hold = VersionHold(leader, version.number)
+        if not hold.good:
             raise TransientStoreError("the version went", kind="no-version")
         plan = self._planned(version, leader)
         missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
@@ -401,20 +416,24 @@ class Subscriber:
         if missing:
             found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
             for giver, at in zip(missing, found, strict=True):
-                self._links[giver] = ServerLink.to(
-                    at, self._place.secret, wait_s=self._timeout_s, far=self._far
-                )
+                self._links[giver] = self._link(at)
         held = self._version
         same = held is not None and held.epoch == version.epoch
         readers: dict[int, SlotReader] = {g: self._links[g] for g in plan.givers}
         if self._carrier is not None:
             readers = {g: self._carrier.reader(g, self._links[g]) for g in plan.givers}
+
+        def step() -> None:
+            hold.keep()
+            self._pulse.beat()
+
         return plan.stage(
             version.number,
             readers,
             self._budget_bytes,
             HeldTensors(held.number, self._proved()) if held is not None and same else None,
             in_place=self._in_place,
+            step=step,
         )
 
     def _proved(self) -> frozenset[str]:
@@ -474,7 +493,7 @@ class Subscriber:
         finally:
             self._let_go()
         try:
-            self._agreement.no_errors(problem)
+            self._agreement.no_errors(problem, self._pulse)
         except CkptdError as error:
             error.poisoned = True
             raise
@@ -489,7 +508,7 @@ class Subscriber:
         """Let the version's slot be filled again."""
         if self._leader is not None:
             with suppress(CkptdError):
-                self._leader.ask(AskRelease(), HoldAnswer)
+                self._leader.ask(AskRelease(), HoldAnswer, self._answer_s)
 
     def _disconnect(self) -> None:
         for link in (self._leader, *self._links.values()):

@@ -71,6 +71,27 @@ def test_a_lease_that_ends_and_a_lost_worker_leave_their_memory() -> None:
     assert made(book, 5) == SlotChoice(0)  # nobody ever held what was there
 
 
+def test_a_lease_is_renewed_while_its_holder_gets_on() -> None:
+    clock = Clock()
+    book = VersionBook(2, 60.0, clock)
+    made(book, 1)
+    assert not book.renew(1, "worker")  # it holds nothing
+    for name in ("worker", "stopped"):
+        assert book.hold(1, name)
+    made(book, 2)
+    for now in (50.0, 100.0, 170.0):  # the last time late, and nothing else is there
+        clock.now = now
+        assert book.renew(1, "worker")
+    assert book.held == 1
+    assert book.place(3, 30).slot == -1
+    book.release("worker")
+    assert made(book, 4) == SlotChoice(0, fresh=True)
+    assert not book.renew(1, "stopped")
+    assert book.hold(4, "lost")
+    book.lose("lost")
+    assert not book.renew(4, "lost")
+
+
 def test_whatever_happens_there_is_a_whole_version_and_no_held_one_is_filled() -> None:
     draw = random.Random(1)
     for _ in range(200):

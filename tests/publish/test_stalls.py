@@ -1,0 +1,117 @@
+"""Processes that stop and go on, and pulls that take long: deadlines, leases, and who goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptd
+from ckptd.publish import pull
+from ckptd.publish.link import ServerLink
+from tests.train.layout.jobs import Tree, differing, whole
+from tests.train.layout.test_binder import FUSED, WHOLE, fused
+
+pytestmark = pytest.mark.timeout(120)
+
+TIMEOUT_S = 3.0
+STATE = {"model": whole(1)}
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> Iterator[ckptd.Subscriber]:
+    into = Tree(fused(whole(99)))
+    with ckptd.Subscriber(FUSED, into, tmp_path / "at", timeout_s=TIMEOUT_S) as found:
+        yield found
+
+
+def holds(subscriber: ckptd.Subscriber, step: int) -> bool:
+    found = dict(subscriber._state["model"].state_dict())
+    return not differing(found, fused(whole(step)))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_server_that_is_stopped_is_waited_for_once(
+    tmp_path: Path, subscriber: ckptd.Subscriber
+) -> None:
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        assert publisher.publish(1, STATE).wait(30)
+        with stopped(publisher.server_pid):
+            begun = time.monotonic()  # not connected: neither by the Unix socket nor over TCP
+            assert subscriber.update(1.0) is None
+            assert time.monotonic() - begun < 1.0 + TIMEOUT_S / 2
+        assert subscriber.update(30.0) is not None
+        with stopped(publisher.server_pid):  # connected
+            begun = time.monotonic()
+            assert subscriber.update() is None
+            assert time.monotonic() - begun < TIMEOUT_S / 2
+    assert holds(subscriber, 1)
+
+
+def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
+    tmp_path: Path, subscriber: ckptd.Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscriber._far = True
+    monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        assert publisher.publish(1, STATE).wait(30)
+        calls = 0
+        read = ServerLink.read
+
+        def stops(link: ServerLink, into: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                os.kill(publisher.server_pid, signal.SIGSTOP)
+            return read(link, into)
+
+        monkeypatch.setattr(ServerLink, "read", stops)
+        begun = time.monotonic()
+        assert subscriber.update() is None
+        assert TIMEOUT_S / 2 < time.monotonic() - begun < 2 * TIMEOUT_S
+        assert holds(subscriber, 99)
+        os.kill(publisher.server_pid, signal.SIGCONT)
+        assert subscriber.update(30.0) is not None
+    assert holds(subscriber, 1)
+
+
+def test_the_lease_of_a_pull_that_gets_on_is_renewed(
+    tmp_path: Path, subscriber: ckptd.Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that of one that does not is not: see `test_versions`."""
+    subscriber._far = True
+    monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
+    read, lease_s, calls = ServerLink.read, 0.5, 0
+    with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
+        assert publisher.publish(1, STATE).wait(30)
+
+        def slow(link: ServerLink, into: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            time.sleep(0.1)
+            if calls % 4 == 0:  # the trainer goes on: each time a slot is filled
+                publication = publisher.publish(1 + calls, STATE)
+                assert publication.skipped or publication.wait(30)
+            return read(link, into)
+
+        monkeypatch.setattr(ServerLink, "read", slow)
+        begun = time.monotonic()
+        report = subscriber.update()
+        assert report is not None
+        assert time.monotonic() - begun > 2 * lease_s
+        assert report.version.step == 1
+    assert holds(subscriber, 1)
