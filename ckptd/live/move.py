@@ -62,6 +62,7 @@ __all__ = [
     "change_between",
     "chunk_numel",
     "message_bytes",
+    "no_place",
     "place_of",
     "put_fills",
 ]
@@ -321,13 +322,18 @@ def place_of(incoming: Incoming) -> TensorMemory:
         The state has none.
     """
     if incoming.memory is None:
-        raise UsageError(
-            "the state has no place for what arrives",
-            kind="lay-use",
-            where=incoming.tensor.name,
-            hint="leave states out on every rank: states=False",
-        )
+        raise no_place(incoming.tensor.name)
     return incoming.memory
+
+
+def no_place(name: str) -> UsageError:
+    """Return the error for a tensor that something arrives for and that the state has not."""
+    return UsageError(
+        "the state has no place for what arrives",
+        kind="lay-use",
+        where=name,
+        hint="leave states out on every rank: states=False",
+    )
 
 
 @dataclass(eq=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.layout.block import Block, Fill
 from ckptd.layout.clip import clip
-from ckptd.layout.lay.live import LiveCopy, Transfers
+from ckptd.layout.lay.live import LiveShare, Transfers
 from ckptd.layout.lay.local import LaidTensor, local_tensors
 from ckptd.layout.lay.values import Values
 from ckptd.live.memory import TensorMemory
@@ -25,8 +25,10 @@ __all__ = [
     "PartBlock",
     "Picked",
     "Roles",
+    "SegmentCopies",
     "SegmentWindow",
     "StreamSegment",
+    "Takings",
     "TensorFills",
     "laid_out",
     "make_plan",
@@ -63,19 +65,15 @@ Chunk = PartBlock | Picked
 
 
 @dataclass(frozen=True, eq=False)
-class StreamSegment:
-    """What one tensor of the giver has for one tensor of the taker.
+class SegmentCopies:
+    """The copies of a segment; the same object for segments that differ in names alone.
 
     Attributes
     ----------
-    source, target
-        Their names.
     parts
-        The copies, by what happens to the values on the way; the giver knows one part only.
+        By what happens to the values on the way; the giver knows one part only.
     """
 
-    source: str
-    target: str
     parts: tuple[tuple[Block, ...], ...]
 
     @cached_property
@@ -93,6 +91,37 @@ class StreamSegment:
         """First element of the target that is written, and one past the last."""
         spans = [p.block.target_span for p in self.pieces]
         return min(lo for lo, _ in spans), max(hi for _, hi in spans)
+
+
+class StreamSegment(NamedTuple):
+    """What one tensor of the giver has for one tensor of the taker.
+
+    Attributes
+    ----------
+    source, target
+        Their names.
+    copies
+        What is copied.
+    """
+
+    source: str
+    target: str
+    copies: SegmentCopies
+
+    @property
+    def pieces(self) -> tuple[PartBlock, ...]:
+        """All copies, outermost dimension of the target first."""
+        return self.copies.pieces
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.copies.numel
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element of the target that is written, and one past the last."""
+        return self.copies.span
 
 
 class SegmentWindow(NamedTuple):
@@ -276,8 +305,7 @@ class Outgoing:
     memory: TensorMemory | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """What one own tensor gets from one tensor of another rank.
 
     Attributes
@@ -359,11 +387,11 @@ def make_plan(
     if giver is not None:
         _give(plan, transfers, roles, giver, states, sources)
     if taker is not None:
-        _take(plan, transfers, roles, taker, states, targets)
+        takings = Takings(transfers, taker, states, targets)
+        plan.fills = takings.fills
+        plan.incoming = {roles.source[giver]: takings.of(giver) for giver in takings.givers}
     for outgoing in plan.outgoing.values():
         outgoing.sort(key=lambda o: (o.segment.target, o.segment.source))
-    for incoming in plan.incoming.values():
-        incoming.sort(key=lambda i: (i.segment.target, i.segment.source))
     return plan
 
 
@@ -376,44 +404,146 @@ def _give(
     sources: Mapping[str, TensorMemory],
 ) -> None:
     mine = {t.name: t for t in local_tensors(transfers.composition.source, rank)}
-    alike: dict[object, Any] = {}
+    alike: dict[object, SegmentCopies] = {}
     for sent in transfers.sent(rank):
         tensor = mine[sent.source]
         if tensor.state in states:
-            parts = (sent.blocks,)
-            segment = StreamSegment(sent.source, sent.target, alike.setdefault(parts, parts))
+            copies = alike.get(sent.blocks)
+            if copies is None:
+                copies = alike[sent.blocks] = SegmentCopies((sent.blocks,))
+            segment = StreamSegment(sent.source, sent.target, copies)
             found = Outgoing(segment, tensor, sources.get(sent.source))
             plan.outgoing.setdefault(roles.target[sent.rank], []).append(found)
 
 
-def _take(
-    plan: MovePlan,
-    transfers: Transfers,
-    roles: Roles,
-    rank: int,
-    states: frozenset[str],
-    targets: Mapping[str, TensorMemory],
-) -> None:
-    # Layers differ in names alone: a model with experts on a thousand ranks has hundreds of
-    # thousands of segments, and a few thousand different copies.
-    alike: dict[object, Any] = {}
-    for tensor in local_tensors(transfers.composition.target, rank):
-        if tensor.state not in states:
-            continue
-        live = transfers.local_tensor(rank, tensor)
-        memory = targets.get(tensor.name)
-        if live.fills and memory is not None:
-            plan.fills.append(TensorFills(tensor.name, memory, live.fills, not live.copies))
-        by_giver: dict[tuple[int, str], list[LiveCopy]] = {}
-        for copy in live.copies:
-            by_giver.setdefault((copy.rank, copy.name), []).append(copy)
-        for (giver, name), copies in by_giver.items():
-            parts = tuple([c.blocks for c in copies])
-            values = tuple([(c.values, c.of) for c in copies])
-            found = Incoming(
-                StreamSegment(name, tensor.name, alike.setdefault(parts, parts)),
-                tensor,
-                memory,
-                alike.setdefault(values, values),
-            )
-            plan.incoming.setdefault(roles.source[giver], []).append(found)
+_Parts = tuple[tuple[Values | None, int], ...]
+"""For each part of a segment what happens to its values, and how many ranks give theirs."""
+
+
+class _Taken(NamedTuple):
+    """What one giver has for tensors that are alike, from one name of each."""
+
+    name: int
+    copies: SegmentCopies
+    parts: _Parts
+
+
+@dataclass(eq=False)
+class _Alike:
+    """Own tensors that get the same from everybody, but for names.
+
+    Attributes
+    ----------
+    tensors
+        The tensors, where each is, and the names that it gets something from.
+    givers
+        What each rank has for each of them.
+    """
+
+    givers: dict[int, list[_Taken]]
+    tensors: list[tuple[LaidTensor, TensorMemory | None, tuple[str, ...]]] = field(
+        default_factory=list
+    )
+
+
+class Takings:
+    """What one rank of the target takes, from whom.
+
+    Layers differ in names alone. So what is taken is planned once for all tensors that are alike,
+    and listed for one giver at a time: a model on a thousand ranks has some thousand different
+    copies and hundreds of thousands of segments.
+
+    Parameters
+    ----------
+    transfers
+        The two layouts.
+    rank
+        Of the target.
+    states
+        Short names of the states that are taken; parameters are the empty one.
+    targets
+        Memory of the rank's tensors, by the names that the layout gives them.
+
+    Attributes
+    ----------
+    fills
+        Own tensors, and what no element of the source stands for in each.
+    homeless
+        Own tensors that something arrives for and that have no memory.
+
+    Raises
+    ------
+    MismatchError
+        The source does not hold all that the target wants.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        rank: int,
+        states: frozenset[str],
+        targets: Mapping[str, TensorMemory],
+    ) -> None:
+        self.fills: list[TensorFills] = []
+        self.homeless: list[str] = []
+        self._copies: dict[object, SegmentCopies] = {}
+        alike: dict[object, _Alike] = {}
+        kept: list[tuple[LiveShare, ...]] = []
+        for tensor in local_tensors(transfers.composition.target, rank):
+            if tensor.state not in states:
+                continue
+            shares, fills = transfers.shares(rank, tensor)
+            memory = targets.get(tensor.name)
+            if fills and memory is not None:
+                self.fills.append(TensorFills(tensor.name, memory, fills, not shares))
+            if not shares:
+                continue
+            if memory is None:
+                self.homeless.append(tensor.name)
+            names = tuple(dict.fromkeys(s.name for s in shares))
+            numbers = {name: i for i, name in enumerate(names)}
+            # Compared by identity: what is equal and not the same is planned twice, and no worse.
+            key = tuple([(numbers[s.name], s.values, s.of, id(s.givers)) for s in shares])
+            found = alike.get(key)
+            if found is None:
+                kept.append(shares)
+                found = alike[key] = _Alike(self._taken(shares, numbers))
+            found.tensors.append((tensor, memory, names))
+        self._by_giver: dict[int, list[_Alike]] = {}
+        for found in alike.values():
+            for giver in found.givers:
+                self._by_giver.setdefault(giver, []).append(found)
+
+    @property
+    def givers(self) -> list[int]:
+        """Ranks of the source that something is taken of."""
+        return sorted(self._by_giver)
+
+    def of(self, giver: int) -> list[Incoming]:
+        """Return what is taken of a rank, in the order of the stream."""
+        out = [
+            Incoming(StreamSegment(names[name], tensor.name, copies), tensor, memory, parts)
+            for alike in self._by_giver[giver]
+            for tensor, memory, names in alike.tensors
+            for name, copies, parts in alike.givers[giver]
+        ]
+        out.sort(key=lambda i: (i.segment.target, i.segment.source))
+        return out
+
+    def _taken(
+        self, shares: tuple[LiveShare, ...], numbers: Mapping[str, int]
+    ) -> dict[int, list[_Taken]]:
+        found: dict[tuple[int, int], list[tuple[tuple[Block, ...], tuple[Values | None, int]]]] = {}
+        for share in shares:
+            number, change = numbers[share.name], (share.values, share.of)
+            for giver, blocks in share.givers:
+                found.setdefault((giver, number), []).append((blocks, change))
+        out: dict[int, list[_Taken]] = {}
+        for (giver, number), copied in found.items():
+            every = tuple([b for b, _ in copied])
+            copies = self._copies.get(every)
+            if copies is None:
+                copies = self._copies[every] = SegmentCopies(every)
+            parts = tuple([c for _, c in copied])
+            out.setdefault(giver, []).append(_Taken(number, copies, parts))
+        return out

@@ -28,8 +28,8 @@ from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.resolve import Bound
 from ckptd.live.memory import ArrayMemory, TensorMemory
-from ckptd.live.move import Arrivals, change_between, place_of, put_fills
-from ckptd.live.plan import Incoming, MovePlan, PartBlock, Roles, make_plan
+from ckptd.live.move import Arrivals, change_between, no_place, place_of, put_fills
+from ckptd.live.plan import Incoming, PartBlock, Takings, TensorFills
 from ckptd.load.spare import SPARE
 from ckptd.publish.carrier import SlotReader
 from ckptd.publish.link import MappedVersion
@@ -180,23 +180,14 @@ class PullPlan:
         self.epoch = about.epoch
         source = published_layout(about)
         self.transfers = Transfers(Composition(*agreed(source, target)))
-        roles = Roles(tuple(range(about.world)), tuple(range(about.world, about.world + world)))
-        self._plan: MovePlan = make_plan(
-            self.transfers,
-            roles,
-            about.world + rank,
-            states=frozenset({""}),
-            sources={},
-            targets=targets,
-        )
-        for incoming in self._plan.incoming.values():
-            for found in incoming:
-                place_of(found)
+        self._takings = Takings(self.transfers, rank, frozenset({""}), targets)
+        if self._takings.homeless:
+            raise no_place(self._takings.homeless[0])
 
     @property
     def givers(self) -> list[int]:
         """Ranks of the publisher that something is taken of."""
-        return sorted(self._plan.incoming)
+        return self._takings.givers
 
     def stage(
         self,
@@ -230,8 +221,8 @@ class PullPlan:
         UsageError
             kind ``budget``.
         """
-        staged = StagedPull(self._plan, step)
-        givers = [_Giver(links[g], self._plan.incoming[g], step) for g in self.givers]
+        staged = StagedPull(self._takings.fills, step)
+        givers = [_Giver(links[g], self._takings.of(g), step) for g in self.givers]
         if held is not None:
             for giver in givers:
                 giver.look(number, held)
@@ -292,7 +283,7 @@ class StagedPull:
         What came over sockets, and its size in bytes; None: nothing did.
     """
 
-    plan: MovePlan
+    fills: Sequence[TensorFills]
     step: Callable[[], object]
     parts: list[_Part] = field(default_factory=list)
     mapped: list[MappedVersion] = field(default_factory=list)
@@ -347,7 +338,7 @@ class StagedPull:
                     for part in share.parts:
                         _put(part, arrivals)
             arrivals.finish()
-            for fills in self.plan.fills:
+            for fills in self.fills:
                 if fills.alone or fills.name in self.written:
                     put_fills(fills, _SCRATCH_BYTES)
             if not all(m.intact for m in self.mapped):

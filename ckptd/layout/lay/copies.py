@@ -27,7 +27,7 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values, state_power, values
 from ckptd.types import Box
 
-__all__ = ["Composition", "Copy", "SourceCopies", "TargetPlan", "compose", "gap"]
+__all__ = ["Composition", "Copy", "Group", "SourceCopies", "TargetPlan", "compose", "gap"]
 
 
 Group = tuple[Meeting, ...]

@@ -7,7 +7,7 @@ Each rank computes its own part. Which of several replicas gives is a pure funct
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptd.layout.block import Block, Fill, Templates
 from ckptd.layout.grid import Axis, strides_of
-from ckptd.layout.lay.copies import Composition, gap
+from ckptd.layout.lay.copies import Composition, Group, gap
 from ckptd.layout.lay.flats import flat_axis, shares
 from ckptd.layout.lay.holders import HolderSet, choose, holders_of
 from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
@@ -30,7 +30,7 @@ from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.types import Box
 
-__all__ = ["LiveCopy", "LivePlan", "LiveSend", "Transfers"]
+__all__ = ["LiveCopy", "LivePlan", "LiveSend", "LiveShare", "Transfers"]
 
 _KEPT = 1_000_000
 
@@ -56,6 +56,29 @@ class LiveCopy(NamedTuple):
     blocks: tuple[Block, ...]
     values: Values | None
     of: int = 1
+
+
+GiverBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
+"""Ranks that give, and what each of them has: copies in elements of the two buffers."""
+
+
+class LiveShare(NamedTuple):
+    """What to take from the tensors or buffers that have one name on all ranks that give.
+
+    Attributes
+    ----------
+    name
+        Of the tensor or buffer.
+    values, of
+        As of `LiveCopy`.
+    givers
+        What each rank has of it; alike layers have the very same tuple.
+    """
+
+    name: str
+    values: Values | None
+    of: int
+    givers: GiverBlocks
 
 
 class LivePlan(NamedTuple):
@@ -114,6 +137,9 @@ class RankTensors:
     )
     _holders: Templates[object, HolderSet] = field(default_factory=lambda: Templates(_KEPT))
     _held: Templates[object, tuple[HeldCell, ...]] = field(default_factory=lambda: Templates(_KEPT))
+    _alone: Templates[object, tuple[GiverBlocks | None]] = field(
+        default_factory=lambda: Templates(_KEPT)
+    )
 
     def cells(self, meeting: Meeting) -> tuple[tuple[Crossing, ...], ...]:
         """Return the cells that a meeting touches: a crossing for each dimension."""
@@ -165,6 +191,25 @@ class RankTensors:
             found = tuple(self._held_cell(meeting, indexes, cell, zero) for cell in cells)
             self._held.put(key, found, weight=1 + len(found))
         return found
+
+    def held_alone(self, group: Group, indexes: tuple[int, ...]) -> GiverBlocks | None:
+        """Return what each rank has of some meetings, where each cell has a single holder.
+
+        The same tuple for alike layers. None: a cell has several holders, which take turns.
+
+        Parameters
+        ----------
+        group, indexes
+            Meetings with the tensor of these indexes.
+        """
+        key = (group, tuple(group[0].rule.fixed(indexes).items()))
+        found = self._alone.get(key)
+        if found is None:
+            cells = [c for m in group for c in self.held_cells(m, indexes, ())]
+            alone = [(first, (whole,)) for first, whole in (c.alone for c in cells if c.alone)]
+            found = (_by_giver(alone) if len(alone) == len(cells) else None,)
+            self._alone.put(key, found, weight=1 + len(found[0] or ()))
+        return found[0]
 
     def _held_cell(
         self,
@@ -315,24 +360,42 @@ class Transfers:
         MismatchError
             As `local`.
         """
+        shares, fills = self.shares(rank, tensor)
+        copies = (
+            LiveCopy(giver, s.name, blocks, s.values, s.of)
+            for s in shares
+            for giver, blocks in s.givers
+        )
+        ordered = sorted(copies, key=lambda c: (c.rank != rank, c.rank, c.name))
+        return LivePlan(tensor.numel, tuple(ordered), fills)
+
+    def shares(
+        self, rank: int, tensor: LaidTensor
+    ) -> tuple[tuple[LiveShare, ...], tuple[Fill, ...]]:
+        """Return what a tensor or buffer of a rank is filled with, and where nothing arrives.
+
+        Raises
+        ------
+        MismatchError
+            As `local`.
+        """
         coordinates = self.composition.target.mesh.coordinates(rank)
-        merged: dict[tuple[int, str, Values | None, int], list[Block]] = {}
+        merged: dict[tuple[str, Values | None, int], list[GiverBlocks]] = {}
         fills: list[Fill] = []
         end = 0
         for p in tensor.pieces:
             rule = self.composition.target.rules[p.rule]
             name, parts = self.composition.local_parts(rule, rule.who(coordinates), p)
-            for meeting in chain(*self.composition.meetings(rule, p.indexes, name, parts)):
-                self._take(rank, rule, p, tensor.state, meeting, merged)
+            for group in self.composition.meetings(rule, p.indexes, name, parts):
+                self._take(rank, rule, p, tensor.state, group, merged)
             fills += [*gap(end, p.at), *parts.fills]
             end = p.at + p.hi - p.lo
         fills += gap(end, tensor.numel)
-        copies = (
-            LiveCopy(r, name, tuple(blocks), values, of)
-            for (r, name, values, of), blocks in merged.items()
+        shares = (
+            LiveShare(*key, found[0] if len(found) == 1 else _by_giver(chain(*found)))
+            for key, found in merged.items()
         )
-        ordered = sorted(copies, key=lambda c: (c.rank != rank, c.rank, c.name))
-        return LivePlan(tensor.numel, tuple(ordered), tuple(fills))
+        return tuple(shares), tuple(fills)
 
     def _take(
         self,
@@ -340,35 +403,44 @@ class Transfers:
         rule: RuleForm,
         piece: LocalPiece,
         state: str,
-        meeting: Meeting,
-        merged: dict[tuple[int, str, Values | None, int], list[Block]],
+        group: Group,
+        merged: dict[tuple[str, Values | None, int], list[GiverBlocks]],
     ) -> None:
-        """Add what one meeting gives to a rank, by who gives it."""
-        giver = meeting.rule
-        indexes = _indexes(rule, piece.indexes, meeting)
+        """Add what the meetings with one tensor give to a rank."""
+        giver = group[0].rule
+        indexes = _indexes(rule, piece.indexes, group[0])
         values = self.composition.values(giver, rule, state, live=True)
         zero = self.source.zero(giver, indexes, state)
-        stride = self.source.stride(giver, indexes, state)
         copies = _averaged(giver)
+        key = self.source.form.name(giver.local_name(indexes), state), values, len(copies)
+        if not zero:
+            # Where each cell has one holder, layers and states differ in names alone.
+            alike = self.source.held_alone(group, indexes)
+            if alike is not None:
+                merged.setdefault(key, []).append(alike)
+                return
         flat = self.source.flat_axis(giver, indexes, state)
-        own_name = self.source.form.name(giver.local_name(indexes), state)
-        plain = not flat and copies == [0]
-        for cell, holders, alone in self.source.held_cells(meeting, indexes, zero):
-            if alone is not None:
-                first, whole = alone
-            else:
-                number = tuple(c.cell for c in cell)
-                chosen = self._choose(holders, np.array([rank]), giver, indexes, state, number)
-                first = int(chosen[0])
-                who = giver.who(giver.mesh.coordinates(first))
-                whole = self.source.block(meeting, cell, who)
-            if plain:
-                merged.setdefault((first, own_name, values, 1), []).append(whole)
-                continue
-            for at, name, found in self.source.buffers(giver, indexes, state, first, whole):
-                for shift in copies:
-                    key = (first + at * stride + shift, name, values, len(copies))
-                    merged.setdefault(key, []).append(found)
+        stride = self.source.stride(giver, indexes, state)
+        found: dict[tuple[str, Values | None, int], list[tuple[int, Iterable[Block]]]] = {}
+        for meeting in group:
+            for cell, holders, alone in self.source.held_cells(meeting, indexes, zero):
+                if alone is not None:
+                    first, whole = alone
+                else:
+                    number = tuple(c.cell for c in cell)
+                    chosen = self._choose(holders, np.array([rank]), giver, indexes, state, number)
+                    first = int(chosen[0])
+                    who = giver.who(giver.mesh.coordinates(first))
+                    whole = self.source.block(meeting, cell, who)
+                if not flat and copies == [0]:
+                    found.setdefault(key, []).append((first, (whole,)))
+                    continue
+                for at, name, part in self.source.buffers(giver, indexes, state, first, whole):
+                    for shift in copies:
+                        more = found.setdefault((name, values, len(copies)), [])
+                        more.append((first + at * stride + shift, (part,)))
+        for key, blocks in found.items():
+            merged.setdefault(key, []).append(_by_giver(blocks))
 
     def _choose(
         self,
@@ -464,6 +536,13 @@ class Transfers:
                 lead = int(ranks[0])
                 for part, name, found in self.target.buffers(rule, at, state, lead, whole):
                     yield ranks + part * stride, name, found
+
+
+def _by_giver(found: Iterable[tuple[int, Iterable[Block]]]) -> GiverBlocks:
+    out: dict[int, list[Block]] = {}
+    for giver, blocks in found:
+        out.setdefault(giver, []).extend(blocks)
+    return tuple([(giver, tuple(blocks)) for giver, blocks in out.items()])
 
 
 def _cheapest(held: list[int], rank: int, price: Callable[[int, int], int]) -> int:
