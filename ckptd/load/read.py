@@ -154,7 +154,8 @@ class Fetcher:
     def check_unchanged(self) -> None:
         """Look again at the files without digests that somebody has read of this checkpoint.
 
-        Other programs write theirs anew under the same name: what was read would be of two.
+        Other programs write theirs anew under the same name: what was read would be of two. The
+        same goes for the files that say where things lie.
 
         Raises
         ------
@@ -164,6 +165,7 @@ class Fetcher:
         places = self._places
         loose = [file for file in sorted(places.sized) if not places.is_digested(file)]
         if loose:
+            self._store.check_unchanged()
             run_all(
                 loose,
                 lambda file: check_size(self._store, places.files[file]),

@@ -231,6 +231,11 @@ class UnionStore(ReadOnlyStore):
         """Return size and time of the object of the source that serves `key` from now on."""
         return self._ask(check_key(key), lambda store: store.stat(key))[1]
 
+    def check_unchanged(self) -> None:
+        """Have each source look again."""
+        for source in self._sources:
+            source.store.check_unchanged()
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield what any source has below `prefix`, in key order.
 

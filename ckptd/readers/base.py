@@ -7,9 +7,11 @@ works on that. Readers of other packages are found by the entry point ``ckptd.re
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -19,6 +21,8 @@ from ckptd.format.container import Chunk, header_bytes, parse_header
 from ckptd.format.names import MAX_STEP
 from ckptd.readers.pickles import PickledObject, walk_values
 from ckptd.readers.zips import Extent, ReadRange
+from ckptd.runtime.host import filesystem_of
+from ckptd.runtime.pool import run_all
 from ckptd.store.base import ObjectInfo, Store
 from ckptd.types import DTYPES, Box, ByteRange
 
@@ -29,16 +33,20 @@ __all__ = [
     "FormatReader",
     "KeptValues",
     "Listing",
+    "SeenFiles",
     "damaged",
     "json_value",
     "missing",
     "step_of",
     "step_or",
+    "time_text",
 ]
 
 MAX_NAMES = 1 << 20
 MAX_VALUES = 1 << 14
 _MAX_CHARS = 1 << 16
+_LOOKING = 8
+_STALL_S = 300.0
 _STEP = re.compile(r"(?:^|[_.-])(?:global_?step|step|iter|checkpoint)[_=-]?([0-9]{1,12})(?![0-9])")
 CODES = {d.safetensors: d.name for d in DTYPES.values() if d.safetensors}
 """Types by their code in a safetensors header."""
@@ -112,6 +120,100 @@ class Foreign:
     has_sections: bool = True
 
 
+class SeenFiles:
+    """The files of a folder that a reader has looked at: as they were before it read a byte.
+
+    Another program may write a file anew under its name at any time, also one that only says what
+    the others hold. So `check` looks again behind the last byte that was wanted.
+
+    Parameters
+    ----------
+    store
+        The folder.
+
+    Attributes
+    ----------
+    read
+        Keys of those of which bytes were taken.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.read: set[str] = set()
+        self._infos: dict[str, ObjectInfo] = {}
+
+    def look(self, key: str) -> ObjectInfo:
+        """Return what a file was when it was looked at first.
+
+        Raises
+        ------
+        CorruptError
+            kind ``missing-file``.
+        """
+        if key not in self._infos:
+            self._infos[key] = self._stat(key)
+        return self._infos[key]
+
+    def get(self, key: str, start: int, end: int) -> bytes:
+        """Return a range of a file; raises as `Store.get`, and as `look`."""
+        self.look(key)
+        self.read.add(key)
+        return self.store.get(key, ByteRange(start, end))
+
+    def check(self, key: str) -> None:
+        """Compare a file with what it was.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``bad-size``, ``replaced``, ``missing-file``.
+        """
+        before, now = self.look(key), self._stat(key)
+        if now.size != before.size:
+            raise CorruptError(
+                "a file has changed while it was read",
+                kind="bad-size",
+                where=key,
+                wanted=f"{before.size} bytes",
+                found=f"{now.size} bytes",
+            )
+        if now.modified != before.modified or (now.tag != before.tag and self._tells(key)):
+            raise CorruptError(
+                "a file was written anew while it was read",
+                kind="replaced",
+                where=key,
+                wanted=f"what was written at {time_text(before.modified)}",
+                found=f"what was written at {time_text(now.modified)}",
+                hint="begin again, once no program writes there",
+            )
+
+    def check_read(self) -> None:
+        """Compare all files of which bytes were taken; raises as `check`."""
+        keys = sorted(self.read)
+        if keys:
+            run_all(
+                keys,
+                self.check,
+                threads=min(len(keys), _LOOKING),
+                stall_s=_STALL_S,
+                what="looking whether files have changed",
+            )
+
+    def _stat(self, key: str) -> ObjectInfo:
+        try:
+            return self.store.stat(key)
+        except NotFoundError:
+            raise missing(key) from None
+
+    def _tells(self, key: str) -> bool:
+        """Whether another tag is another file: FUSE gives a file another inode at any time."""
+        path = self.store.local_path(key)
+        if path is None:
+            return True
+        kind = filesystem_of(os.stat(path).st_dev) or ""
+        return not kind.startswith("fuse")
+
+
 class Listing:
     """The names in a folder, and in the folders directly below.
 
@@ -124,7 +226,7 @@ class Listing:
     only
         Look at these names alone.
     seen
-        The files that were looked at, by key: as they were before a byte of them was read.
+        The files that were looked at.
     """
 
     def __init__(
@@ -132,12 +234,12 @@ class Listing:
         store: Store,
         prefix: str = "",
         only: Sequence[str] = (),
-        seen: dict[str, ObjectInfo] | None = None,
+        seen: SeenFiles | None = None,
     ) -> None:
         self.store = store
         self.prefix = prefix
         self._only = only
-        self.seen = {} if seen is None else seen
+        self.seen = SeenFiles(store) if seen is None else seen
 
     @property
     def is_chosen(self) -> bool:
@@ -182,18 +284,12 @@ class Listing:
 
     def size(self, name: str) -> int:
         """Return the length of a file; `CorruptError`, kind ``missing-file``, for none."""
-        key = self.key(name)
-        if key not in self.seen:
-            try:
-                self.seen[key] = self.store.stat(key)
-            except NotFoundError:
-                raise missing(key) from None
-        return self.seen[key].size
+        return self.seen.look(self.key(name)).size
 
     def reads(self, name: str) -> ReadRange:
         """Return a function that reads ranges of a file."""
         key = self.key(name)
-        return lambda start, end: self.store.get(key, ByteRange(start, end))
+        return lambda start, end: self.seen.get(key, start, end)
 
     def read(self, name: str, most: int) -> bytes:
         """Return a small file; `CorruptError`, kind ``limits``, for one above `most` bytes."""
@@ -206,7 +302,7 @@ class Listing:
                 wanted=f"at most {most} bytes",
                 found=size,
             )
-        return self.store.get(self.key(name), ByteRange(0, size))
+        return self.seen.get(self.key(name), 0, size)
 
     def header(self, name: str) -> tuple[dict[str, Chunk], Mapping[str, str], int]:
         """Return chunks and metadata of a safetensors file, and the length of its header.
@@ -257,6 +353,12 @@ def step_of(names: Listing, *others: str) -> int | None:
 def step_or(value: object, other: int | None) -> int | None:
     """Return a value that can be a step of training, or else another one."""
     return value if type(value) is int and 0 <= value <= MAX_STEP else other
+
+
+def time_text(modified: float) -> str:
+    """Return a time of a file as records have it."""
+    text = datetime.fromtimestamp(modified, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def missing(path: str, hint: str | None = None) -> CorruptError:

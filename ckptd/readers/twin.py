@@ -15,7 +15,6 @@ import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +47,7 @@ from ckptd.format.names import (
 from ckptd.format.records import Commit, Generation, RootMarker, encode_record
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import Owners
-from ckptd.readers.base import Foreign, ForeignPiece, missing
+from ckptd.readers.base import Foreign, ForeignPiece, SeenFiles, time_text
 from ckptd.readers.zips import Extent
 from ckptd.store.base import (
     Names,
@@ -206,11 +205,11 @@ class ForeignRoot(ReadOnlyStore):
     step
         Of the checkpoint, where the reader knows none.
     seen
-        Foreign files as they were before the reader took a byte of them; others are looked at now.
+        The files that the reader has looked at; others are looked at now.
 
     Attributes
     ----------
-    inner, format
+    inner, format, seen
         As given.
     name
         Of its one checkpoint.
@@ -229,9 +228,10 @@ class ForeignRoot(ReadOnlyStore):
         foreign: Foreign,
         format: str,
         step: int = 0,
-        seen: Mapping[str, ObjectInfo] | None = None,
+        seen: SeenFiles | None = None,
     ) -> None:
         self.inner = inner
+        self.seen = SeenFiles(inner) if seen is None else seen
         self.format = format
         self.url = inner.url
         self.options = dict(inner.options)
@@ -255,7 +255,7 @@ class ForeignRoot(ReadOnlyStore):
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
             )
         step = foreign.step if foreign.step is not None else step
-        self._make(tensors, foreign, step, seen or {})
+        self._make(tensors, foreign, step)
 
     def foreign_path(self, key: str) -> Path | None:
         """Return the local file that a data file stands for; None where there is none."""
@@ -290,18 +290,14 @@ class ForeignRoot(ReadOnlyStore):
 
     # -- the records ---------------------------------------------------------------------------
 
-    def _make(
-        self,
-        tensors: Mapping[str, _Tensor],
-        foreign: Foreign,
-        step: int,
-        before: Mapping[str, ObjectInfo],
-    ) -> None:
+    def _make(self, tensors: Mapping[str, _Tensor], foreign: Foreign, step: int) -> None:
         keys = sorted({p.file for t in tensors.values() for p in t.pieces.values()}, key=_natural)
         numbers = {key: i for i, key in enumerate(keys)}
-        infos = [before.get(key) or self._stat(key) for key in keys]
+        infos = [self.seen.look(key) for key in keys]
         self._modified = max(i.modified for i in infos)
-        seen = "\n".join(f"{i.key} {i.size} {i.modified}" for i in infos)
+        # Files that hold no tensor as well: they say where those lie. No tags: hosts differ there.
+        others = [self.seen.look(key) for key in sorted(self.seen.read - set(keys))]
+        seen = "\n".join(f"{i.key} {i.size} {i.modified}" for i in [*infos, *others])
         attempt = f"f{digest_hex(_text(f'{self.url} {seen}').encode())[:24]}"
         name = CommitName(step, 1)
         folder = data_folder(name, attempt)
@@ -381,7 +377,7 @@ class ForeignRoot(ReadOnlyStore):
                     self._extent(file, segment)
 
     def _write(self, manifest: Manifest, name: CommitName, folder: str) -> None:
-        created = _time(self._modified)
+        created = time_text(self._modified)
         root_id = digest_hex(_text(self.url).encode())
         file, raw = encode_manifest(manifest)
         commit = Commit(
@@ -412,37 +408,18 @@ class ForeignRoot(ReadOnlyStore):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _stat(self, key: str) -> ObjectInfo:
-        try:
-            return self.inner.stat(key)
-        except NotFoundError:
-            raise missing(key) from None
-
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time; for a data file, look whether the foreign file is as it was."""
         check_key(key)
         if key in self._records:
             return ObjectInfo(key, len(self._records[key]), self._modified)
         file = self._file(key)
-        info = self._stat(file.key)
-        if info.size != file.size:
-            raise CorruptError(
-                "a file has changed under our hands",
-                kind="bad-size",
-                where=file.key,
-                wanted=f"{file.size} bytes",
-                found=f"{info.size} bytes",
-            )
-        if info.modified != file.modified:
-            raise CorruptError(
-                "a file was written anew while it was read",
-                kind="replaced",
-                where=file.key,
-                wanted=f"what was written at {_time(file.modified)}",
-                found=f"what was written at {_time(info.modified)}",
-                hint="begin again, once no program writes there",
-            )
-        return ObjectInfo(key, file.total, info.modified)
+        self.seen.check(file.key)
+        return ObjectInfo(key, file.total, file.modified)
+
+    def check_unchanged(self) -> None:
+        """Look whether each foreign file of which bytes were taken is as it was."""
+        self.seen.check_read()
 
     def _file(self, key: str) -> _DataFile:
         if key not in self._data:
@@ -581,11 +558,6 @@ class ForeignRoot(ReadOnlyStore):
     def close(self) -> None:
         """Close the store below."""
         self.inner.close()
-
-
-def _time(modified: float) -> str:
-    text = datetime.fromtimestamp(modified, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
 
 
 def _text(name: str) -> str:

@@ -361,7 +361,8 @@ def _open(store: Store, layout: Resolved, step: int) -> _Opened:
     files = [_file_of(layout, mesh, rank, paths) for rank in range(mesh.world)]
     shapes = {r: {n: t.shape for n, t in headers[f].items()} for r, f in enumerate(files)}
     axes = {a for e in layout.equations for f in e.families.values() for a in f.axes}
-    config = foreign_sizes(reader.manifest) if buckets else config_hints(Listing(store))[1]
+    here = Listing(store, seen=root.seen)
+    config = foreign_sizes(reader.manifest) if buckets else config_hints(here)[1]
     sizes = {a: n for a, n in config.items() if a in axes and a not in layout.sizes}
     identity = reader.commit.manifest_digest
     return _Opened(reader.places, identity, paths, headers, files, RankShapes(shapes, sizes))

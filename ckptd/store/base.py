@@ -179,11 +179,23 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object: its key, its size in bytes, and when it was last written (seconds since 1970)."""
+    """One object.
+
+    Attributes
+    ----------
+    key, size
+        Its name, and its length in bytes.
+    modified
+        When it was last written, in seconds since 1970.
+    tag
+        Changes when the object is written anew, also within the clock's step and with the time
+        kept: an ETag, an inode. Only `Store.stat` need give it; empty where the store has none.
+    """
 
     key: str
     size: int
     modified: float
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +310,17 @@ class Store(ABC):
         except NotFoundError:
             return False
         return True
+
+    def check_unchanged(self) -> None:
+        """Look again at the files of other programs that this store's objects were made from.
+
+        Without effect where a store keeps objects as they were written: those are never changed.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``replaced``, ``missing-file``.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

@@ -50,6 +50,7 @@ _OBJECT_STORES = {"abfs", "abfss", "adl", "az", "gcs", "gs", "s3", "s3a"}
 # Of these, where fsspec's mode="create" is one conditional request that the server decides.
 _CREATE_ONLY = {"abfs", "abfss", "az", "gcs", "gs"}
 _IN_THIS_PROCESS = {"memory"}
+_TAGS = ("ETag", "etag", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -128,7 +129,8 @@ class FsspecStore(Store):
             info = self._fs.info(path)
         if info["type"] != "file":
             raise NotFoundError("no such object", where=path, found=info["type"])
-        return ObjectInfo(key, int(info["size"]), _time_of(info))
+        tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
+        return ObjectInfo(key, int(info["size"]), _time_of(info), tag)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below `prefix`, in key order."""

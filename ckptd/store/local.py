@@ -510,7 +510,7 @@ class LocalStore(Store):
             info = os.stat(path)
         if not stat_module.S_ISREG(info.st_mode):
             raise NotFoundError("no such object", where=path, found="not a plain file")
-        return ObjectInfo(key, info.st_size, info.st_mtime)
+        return ObjectInfo(key, info.st_size, info.st_mtime, tag=f"{info.st_ino}-{info.st_mtime_ns}")
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key`, which may not exist."""

@@ -169,7 +169,8 @@ class S3Store(Store):
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time of one object."""
         answer = self._client.call("head_object", self._where(key), **self._place(key))
-        return ObjectInfo(key, int(answer["ContentLength"]), answer["LastModified"].timestamp())
+        modified, tag = answer["LastModified"].timestamp(), answer.get("ETag", "")
+        return ObjectInfo(key, int(answer["ContentLength"]), modified, tag)
 
     # -- listing -------------------------------------------------------------------------------
 

@@ -89,6 +89,10 @@ class Wrapper(Store):
         """Pass on."""
         return self.inner.exists(key)
 
+    def check_unchanged(self) -> None:
+        """Pass on."""
+        self.inner.check_unchanged()
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Pass on."""
         return self.inner.list(prefix)

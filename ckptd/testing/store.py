@@ -462,6 +462,8 @@ class StoreContract:
         info = store.stat("a/b")
         assert (info.key, info.size) == ("a/b", 5)
         assert info.modified >= 0
+        store.put("a/b", b"54321")
+        assert store.stat("a/b").tag != info.tag or not info.tag
 
     def test_list_is_in_key_order(self, store: Store) -> None:
         keys = [

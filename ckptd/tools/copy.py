@@ -98,6 +98,8 @@ class FileCopy:
             what="copying",
             pulse=lambda: self._done,
         )
+        if UNDIGESTED in self._original.manifest.requires:
+            self._source.check_unchanged()
         self._witness()
         self._commit()
         return self._reused

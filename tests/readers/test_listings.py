@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, CorruptError
+from ckptd.readers import base
+from ckptd.readers.base import SeenFiles
+from ckptd.readers.find import find_foreign
+from ckptd.store.local import LocalStore
+from ckptd.types import ByteRange
 from tests.readers.opening import open_reader
 
 FOLDERS = {
@@ -115,3 +120,51 @@ def test_files_that_were_renumbered(name: str, pattern: str, foreign: Path, tmp_
     with swapped(folder / pattern.format(0), folder / pattern.format(1)):
         assert outcome(folder, before) in KINDS
     assert outcome(folder, before) == "same"
+
+
+class Recording(LocalStore):
+    """Keeps the keys of what is read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.keys: set[str] = set()
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        self.keys.add(key)
+        return super().get(key, byte_range)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_file_that_was_read_is_looked_at_again(
+    name: str, foreign: Path, tmp_path: Path
+) -> None:
+    """Written anew at the same time and of the same size, it is another file all the same."""
+    folder, kept = Path(shutil.copytree(foreign / FOLDERS[name], tmp_path / "x")), tmp_path / "kept"
+    with Recording(folder) as store:
+        root = find_foreign(store)
+        assert root is not None
+        assert store.keys
+        root.check_unchanged()
+        for key in sorted(store.keys):
+            (folder / key).rename(kept)
+            shutil.copy2(kept, folder / key)
+            with pytest.raises(CorruptError) as caught:
+                root.check_unchanged()
+            assert (caught.value.kind, caught.value.where) == ("replaced", key)
+            kept.replace(folder / key)
+        root.check_unchanged()
+
+
+def test_an_inode_tells_nothing_where_a_file_system_makes_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+    shutil.copy2(tmp_path / "a", tmp_path / "b")
+    with LocalStore(tmp_path) as store:
+        seen = SeenFiles(store)
+        seen.get("a", 0, 3)
+        (tmp_path / "b").replace(tmp_path / "a")
+        with pytest.raises(CorruptError):
+            seen.check_read()
+        monkeypatch.setattr(base, "filesystem_of", lambda device: "fuse.gcsfuse")
+        seen.check_read()

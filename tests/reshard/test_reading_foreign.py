@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,11 +131,18 @@ def test_what_nobody_wants_is_not_read(
 
 
 class Overwritten(LocalStore):
-    """Writes all files anew, of the same sizes, when so many reads were made."""
+    """Writes files anew, of the same sizes, when so many reads were made.
 
-    def __init__(self, root: Path) -> None:
+    Parameters
+    ----------
+    only
+        The name of the one file; all of them when left out. Its time is kept, as by ``rsync -t``.
+    """
+
+    def __init__(self, root: Path, only: str = "") -> None:
         super().__init__(root)
         self.folder = root
+        self.only = only
         self.reads_left = -1
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -148,9 +157,15 @@ class Overwritten(LocalStore):
     def _count(self) -> None:
         self.reads_left -= 1
         if not self.reads_left:
-            for path in list(self.folder.iterdir()):
-                (self.folder / "new").write_bytes(path.read_bytes())
-                (self.folder / "new").replace(path)
+            self.overwrite()
+
+    def overwrite(self) -> None:
+        for path in [self.folder / self.only] if self.only else list(self.folder.iterdir()):
+            new = self.folder / "new"
+            new.write_bytes(path.read_bytes())
+            if self.only:
+                shutil.copystat(path, new)
+            new.replace(path)
 
 
 @pytest.mark.parametrize("write", [write_dcp, write_torch, write_hf])
@@ -187,6 +202,56 @@ def test_a_file_that_is_written_anew_is_not_loaded(
         with pytest.raises(CorruptError) as caught:
             reader.tensors(reader.names)
     assert (caught.value.kind, caught.value.poisoned) == ("replaced", False)
+
+
+def write_indexed(folder: Path) -> None:
+    """Write safetensors with an index, and the configuration that says what they are."""
+    write_hf(folder)
+    names = dict.fromkeys(with_moments(), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "config.json").write_text("{}")
+
+
+TELLING = [
+    (write_dcp, ".metadata"),
+    (write_indexed, "model.safetensors.index.json"),
+    (write_indexed, "config.json"),
+]
+
+
+@pytest.mark.parametrize(("write", "file"), TELLING)
+def test_a_file_that_says_where_tensors_lie_is_looked_at_again(
+    tmp_path: Path, write: Callable[[Path], None], file: str
+) -> None:
+    """Only that one is written anew: of the same size, at the same time, another file."""
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source")
+    with Overwritten(tmp_path / "source", file) as store:
+        reader = reader_in(store)
+        reader.tensors(reader.names[:1])
+        store.overwrite()
+        with pytest.raises(CorruptError) as loaded:
+            reader.tensors(reader.names)
+        with LocalStore(tmp_path / "copy") as copy:
+            root = find_foreign(store)
+            assert root is not None
+            source = Catalogue(root)
+            source.open()
+            transfer = Transfer(source, Catalogue(copy))
+            store.reads_left = 3
+            with pytest.raises(CorruptError) as copied:
+                transfer.copy(source.commit(root.name))
+            transfer.close()
+            assert not Catalogue(copy).line()
+        stock = foreign_stock(store)
+        found = prepare(stock, source_program(stock, None), program("names.dcp"))
+        job = FolderJob(stock.source, to_dcp(found), tmp_path / "out", identity=found.identity)
+        store.reads_left = 3
+        with pytest.raises(CorruptError) as converted:
+            job.run(ReshardShare(), Budget.of(64 << 20, store))
+    for caught in (loaded, copied, converted):
+        assert (caught.value.kind, caught.value.where) == ("replaced", file)
+    assert not (tmp_path / "out" / ".metadata").exists()
 
 
 def test_a_box_of_a_file_that_is_written_anew_is_not_read(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class NetStore(Store):
         """Return size and time of one object."""
         request = messages.Stat(check_key(key))
         found = self._call(lambda link: link.ask(request, messages.ObjectFound))
-        return ObjectInfo(key, found.size, found.modified)
+        return ObjectInfo(key, found.size, found.modified, found.tag)
 
     def open_file(self, key: str) -> OpenFile | None:
         """Return a descriptor from the server (Unix sockets), or None where it can give none."""

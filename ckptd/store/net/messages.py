@@ -161,10 +161,11 @@ class Sized(_Message, frozen=True, tag="sized"):
 
 
 class ObjectFound(_Message, frozen=True, tag="found"):
-    """Size in bytes and time of one object."""
+    """Size in bytes, time and tag of one object."""
 
     size: int
     modified: float
+    tag: str = ""
 
 
 class Page(_Message, frozen=True, tag="page"):

@@ -105,7 +105,7 @@ class Session:
                 return self._open(request.key)
             case messages.Stat():
                 info = store.stat(request.key)
-                return messages.ObjectFound(info.size, info.modified)
+                return messages.ObjectFound(info.size, info.modified, info.tag)
             case messages.List():
                 self._pages((o.key, o.size, o.modified) for o in store.list(request.prefix))
             case messages.Children():
