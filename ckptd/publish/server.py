@@ -80,6 +80,7 @@ from ckptd.publish.messages import (
 from ckptd.publish.versions import VersionBook
 from ckptd.runtime.channel import SocketChannel
 from ckptd.runtime.host import host_id
+from ckptd.runtime.priority import step_back
 from ckptd.save.arena import Slot
 
 __all__ = ["BLOCK_BYTES", "PublishServer"]
@@ -340,6 +341,7 @@ class PublishServer:
 
     def _digest(self, number: int) -> None:
         """Digest a version block by block, for workers that hold another one."""
+        step_back()
         whole: dict[str, list[bytes]] | None = None
         with contextlib.suppress(NotFoundError):
             found: dict[str, list[bytes]] = {}
@@ -445,6 +447,8 @@ class _Session:
 
     def run(self) -> None:
         """Answer until the worker leaves."""
+        if not self._connection.local:
+            step_back()  # it gathers and sends what others map
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         while not self._server._ended.is_set():

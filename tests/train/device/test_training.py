@@ -28,6 +28,7 @@ from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.testing.simdevice import installed, run, run_simulated_ranks
 from ckptd.train.recorder.native import build
+from ckptd.train.state.rng import OwnStreams
 from tests.processes import until
 from tests.simulated import ON_SIMULATED_DEVICES
 from tests.train.device.backend import StreamBackend
@@ -96,6 +97,38 @@ def trains(root: str, name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_saves_are_lazy_and_the_random_stream_goes_on(name: str, tmp_path: Path) -> None:
     run(trains, str(tmp_path / "root"), name, name=name, deadline_s=60.0)
+
+
+def draws_on_two(root: str) -> None:
+    """Save streams of two devices; load them where the first is current, and where another is."""
+
+    def draw(index: int) -> list[float]:
+        return list(torch.rand(4, device=f"cuda:{index}").tolist())
+
+    torch.manual_seed(3)
+    draw(0), draw(1), draw(1)
+    own = OwnStreams.fork()
+    state = {"rng": ckptd.Rng(), "x": torch.zeros(4)}
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, state).durable()
+        later = [draw(0), draw(1)]
+        assert later[0] != later[1]
+        draw(1)
+        assert ck.load(state) == 1
+        assert [draw(0), draw(1)] == later
+        torch.cuda.set_device(1)
+        assert ck.load(state) == 1
+        assert draw(1) == later[0]  # counted from the current device; there is none behind it
+        torch.cuda.set_device(0)
+        ck.load(state)
+        with own.in_use():
+            torch.cuda.set_device(1)
+            draw(0), draw(1)
+        assert [draw(0), draw(1)] == later
+
+
+def test_streams_of_all_devices_of_a_process_go_on(tmp_path: Path) -> None:
+    run(draws_on_two, str(tmp_path / "root"), deadline_s=60.0)
 
 
 def records(folder: str, name: str, source: str) -> None:
