@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -10,8 +11,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ __all__ = ["NativeBuild", "PlainLibrary"]
 _log = logging.getLogger("ckptd")
 
 _TIMEOUT_S = 900.0
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,9 @@ class NativeBuild(ABC):
     def build(self) -> Path:
         """Compile, unless it is there; return the file. Appears whole or not at all.
 
+        Of processes that want it at once, as the ranks of a job do, one compiles and the others
+        wait for it.
+
         Raises
         ------
         UsageError
@@ -131,13 +138,18 @@ class NativeBuild(ABC):
         place = self._own_folder()
         tag = hashlib.sha256(version.encode()).hexdigest()[:8]
         path = place / f"{self.wanted()}-{tag}.so"
-        if not path.exists() or not _is_ours(path):
-            with tempfile.TemporaryDirectory(dir=place) as temporary:
-                output = Path(temporary) / path.name
-                self.run(self.command(compiler, output))
-                output.chmod(0o700)
-                output.rename(path)
+        if not _is_there(path):
+            with _alone(path.with_suffix(".lock")):
+                if not _is_there(path):  # another process has made it meanwhile
+                    self._compile(compiler, path)
         return path
+
+    def _compile(self, compiler: str, path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+            output = Path(temporary) / path.name
+            self.run(self.command(compiler, output))
+            output.chmod(0o700)
+            output.rename(path)
 
     def _own_folder(self) -> Path:
         """Return where builds lie, made if need be; raises where `built` would take none of it."""
@@ -207,3 +219,35 @@ class PlainLibrary(NativeBuild):
 def _is_ours(path: Path) -> bool:
     info = path.lstat()
     return info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o022
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() and _is_ours(path)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Keep other processes of this user out meanwhile; they wait for as long as a build may take.
+
+    A process that waited in vain builds as well, as all do where the file system has no locks: a
+    build replaces another one whole.
+    """
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        until = time.monotonic() + _TIMEOUT_S
+        while not _locked(fd) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file; False while another process has it, True also where nothing can be locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _log.debug("builds are not locked: %s", error)
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import platform
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +140,25 @@ def test_no_build_is_made_or_taken_where_others_may_write(
     monkeypatch.setenv("CKPTD_BUILDS", str(place / built.name / "below"))
     with pytest.raises(UsageError, match="Not a directory"):
         COPIER.build()
+
+
+def test_of_processes_that_want_a_build_at_once_one_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a job ask together, and a compiler takes half a minute of a core for each."""
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" != --version ] || { echo "one 1.0"; exit 0; }\n'
+        f"echo called >>{calls}\nsleep 0.3\n"
+        'while [ "$1" != -o ]; do shift; done\necho made >"$2"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CKPTD_BUILDS", str(tmp_path / "builds"))
+    with ThreadPoolExecutor(4) as pool:  # each call locks a file that it has opened itself
+        paths = {wanted.result() for wanted in [pool.submit(COPIER.build) for _ in range(4)]}
+    assert [path.read_text() for path in paths] == ["made\n"]
+    assert calls.read_text() == "called\n"
+    assert COPIER.built() in paths

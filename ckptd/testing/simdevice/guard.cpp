@@ -5,11 +5,11 @@
 // be loaded with RTLD_GLOBAL before PyTorch, so that its `getAccelerator` is the one that is found.
 
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/Functions.h>
 #include <ATen/core/Generator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/detail/XPUHooksInterface.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
