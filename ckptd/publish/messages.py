@@ -53,6 +53,7 @@ __all__ = [
     "SlotAnswer",
     "SlotMemory",
     "TensorPlaces",
+    "TileSteps",
     "VersionDropped",
     "VersionKnown",
     "VersionSealed",
@@ -60,7 +61,7 @@ __all__ = [
     "most_listen_s",
 ]
 
-PURPOSE = "ckptd publish 1"
+PURPOSE = "ckptd publish 2"
 """Of connections; its number rises with messages that older programs do not know."""
 MOST_READ_BYTES = 64 << 20
 """Most raw bytes of one answer."""
@@ -312,14 +313,39 @@ class AskChanged(_Question, frozen=True, tag="changed"):
     wait_s: Annotated[float, Meta(ge=0, le=60)]
 
 
+class TileSteps(msgspec.Struct, frozen=True, array_like=True):
+    """How a dimension of a part runs through tiles that have one scale each.
+
+    Position p of it is in tile ``(first + p * step) // size``.
+    """
+
+    first: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    step: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    size: Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
 class BlockRead(msgspec.Struct, frozen=True, array_like=True):
-    """A strided part of a tensor, in elements; `cast` is the type in which it is sent."""
+    """A strided part of a tensor, in elements.
+
+    Attributes
+    ----------
+    cast
+        The type in which it is sent; empty for its own.
+    tiles
+        For each dimension; without them the values are sent as they are. With them they are
+        quantized to `cast`; without a `cast` just the largest magnitude of each tile is sent, in
+        float32 and row-major.
+    scales
+        Of the tiles, row-major, as bytes of float32, where there is a `cast`.
+    """
 
     tensor: _Number
     start: _Number
     shape: _Dims
     strides: _Dims
     cast: Annotated[str, Meta(max_length=64)] = ""
+    tiles: Annotated[tuple[TileSteps, ...], Meta(max_length=64)] = ()
+    scales: bytes = b""
 
 
 class AskRead(_Question, frozen=True, tag="read"):

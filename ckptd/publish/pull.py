@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +28,9 @@ from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.bind import bind_sizes
 from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
+from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.resolve import Bound
+from ckptd.layout.lay.values import Values
 from ckptd.live.memory import ArrayMemory, TensorMemory
 from ckptd.live.move import Arrivals, change_between, no_place, place_of, put_fills
 from ckptd.live.plan import Incoming, PartBlock, Takings, TensorFills
@@ -42,12 +46,15 @@ from ckptd.publish.messages import (
     PublishedTensor,
     TensorPlaces,
 )
+from ckptd.publish.quantized import QuantizedTensor, ScaleMemory, quantized_tensors
+from ckptd.publish.tiles import tile_counts
 from ckptd.reshard.layouts import read_text
 from ckptd.types import DType, dtype_of
 
 __all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "published_layout"]
 
 U8 = NDArray[np.uint8]
+T = TypeVar("T")
 
 _MESSAGE_BYTES = 2 << 20
 """Of what is asked for at a time: two fit the buffers of a socket, so both ends work at once."""
@@ -56,6 +63,8 @@ _MOST_BLOCKS = 4096
 _NARROW = frozenset({"float16", "float8_e4m3fn", "float8_e5m2"})
 """Types that a value of another one may be too large for."""
 _SCRATCH_BYTES = 4 << 20
+_LOOKED_AT_BYTES = 16 << 20
+"""Of what the magnitudes are asked of at a time: the answer is small."""
 _LANES = 8
 """Servers that are asked at a time."""
 _DIGESTS_S = 10.0
@@ -69,7 +78,7 @@ class PullReport:
     ----------
     bytes_needed
         Of the parts of published tensors that the own tensors are made of, in the smaller of both
-        types.
+        types; and of the magnitudes that scales are made of.
     bytes_received
         Over sockets.
     bytes_mapped
@@ -117,6 +126,8 @@ class _Part:
         In which it is there.
     memory
         Where it is, with the block's own places; else `data` is the block, row-major.
+    quantized
+        What the values in `memory` are quantized by on their way.
     """
 
     incoming: Incoming
@@ -124,6 +135,7 @@ class _Part:
     dtype: DType
     memory: ArrayMemory | None = None
     data: U8 | None = None
+    quantized: QuantizedTensor | None = None
 
 
 def published_layout(about: PublishedAbout) -> Bound:
@@ -160,6 +172,8 @@ class PullPlan:
         Of this worker in its layout, and the layout's ranks.
     targets
         Memory of the worker's tensors, by their names in its program.
+    scales
+        That of the scales of those that are held quantized.
 
     Raises
     ------
@@ -176,6 +190,7 @@ class PullPlan:
         rank: int,
         world: int,
         targets: Mapping[str, TensorMemory],
+        scales: Mapping[str, ScaleMemory] | None = None,
     ) -> None:
         self.epoch = about.epoch
         source = published_layout(about)
@@ -183,6 +198,29 @@ class PullPlan:
         self._takings = Takings(self.transfers, rank, frozenset({""}), targets)
         if self._takings.homeless:
             raise no_place(self._takings.homeless[0])
+        self._quantized = {} if not scales else self._held_quantized(rank, targets, scales)
+
+    def _held_quantized(
+        self, rank: int, targets: Mapping[str, TensorMemory], scales: Mapping[str, ScaleMemory]
+    ) -> dict[str, QuantizedTensor]:
+        """Return what is held quantized, by name."""
+        form = self.transfers.composition.target
+        out = {}
+        for tensor, said, _ in quantized_tensors(form, local_tensors(form, rank)):
+            name = tensor.name
+            if name in scales and name in targets:
+                memory = targets[name]
+                change_between(memory.dtype, memory, Values((), (said,)), name)
+                out[name] = QuantizedTensor(tensor, said.block, memory.dtype, scales[name])
+        for fills in self._takings.fills:
+            if fills.name in out and any(f.value for f in fills.fills):
+                raise UsageError(
+                    "a quantized tensor is padded with zeros only",
+                    kind="lay-use",
+                    where=fills.name,
+                    hint="pad(axis, n) without a value",
+                )
+        return out
 
     @property
     def givers(self) -> list[int]:
@@ -222,13 +260,21 @@ class PullPlan:
             kind ``budget``.
         """
         staged = StagedPull(self._takings.fills, step)
-        givers = [_Giver(links[g], self._takings.of(g), step) for g in self.givers]
+        quantized = self._quantized
+        givers = [_Giver(links[g], self._takings.of(g), quantized, step) for g in self.givers]
         if held is not None:
             for giver in givers:
                 giver.look(number, held)
             if all(g.compared for g in givers):
                 staged.changed = set().union(*(g.changed for g in givers))
-        needed = sum(g.staged_bytes for g in givers)
+                # A block has one scale, whoever has changed something of it.
+                rests = held.names - set().union(*(g.touched for g in givers))
+                quantized = {n: q for n, q in quantized.items() if n not in rests}
+                for giver in givers:
+                    giver.leave_out(rests)
+        needed = sum(g.staged_bytes for g in givers) + sum(
+            q.scale_bytes for q in quantized.values()
+        )
         now = givers
         if budget_bytes is not None and needed > budget_bytes:
             if not in_place:
@@ -244,21 +290,44 @@ class PullPlan:
             now = [g for g in givers if not g.staged_bytes]
             limit = max(_LEAST_MESSAGE_BYTES, min(budget_bytes, _MESSAGE_BYTES))
             staged.later = [partial(g.stream, number, limit) for g in givers if g.staged_bytes]
+        if quantized:
+            staged.quantized = list(quantized.values())
+            staged.report += self._measure(number, givers, staged.quantized)
         room = staged.room(sum(g.staged_bytes for g in now))
         stop = threading.Event()
-        with ThreadPoolExecutor(min(_LANES, max(1, len(now))), "ckptd-pull") as lanes:
-            pulls = []
-            for giver in now:
-                into, room = room[: giver.staged_bytes], room[giver.staged_bytes :]
-                pulls.append(lanes.submit(giver.pull, number, into, stop))
-            done, _ = wait(pulls, return_when=FIRST_EXCEPTION)
-            if failed := [p for p in done if p.exception() is not None]:
-                stop.set()
-                lanes.shutdown(wait=False, cancel_futures=True)
-                failed[0].result()
-            for pull in pulls:
-                staged.add(pull.result())
+        pulls: list[Callable[[], _Share]] = []
+        for giver in now:
+            into, room = room[: giver.staged_bytes], room[giver.staged_bytes :]
+            pulls.append(partial(giver.pull, number, into, stop))
+        for share in _in_lanes(pulls, stop):
+            staged.add(share)
         return staged
+
+    def _measure(
+        self, number: int, givers: Sequence[_Giver], quantized: Sequence[QuantizedTensor]
+    ) -> PullReport:
+        """Find the scales of what is held quantized; return what that took."""
+        for tensor in quantized:
+            tensor.begin()
+        report = PullReport(staged_bytes=sum(q.scale_bytes for q in quantized))
+        stop = threading.Event()
+        for done in _in_lanes([partial(g.measure, number, stop) for g in givers], stop):
+            report += done
+        for tensor in quantized:
+            tensor.settle()
+        return report
+
+
+def _in_lanes(calls: Sequence[Callable[[], T]], stop: threading.Event) -> list[T]:
+    """Return what calls return that are made at the same time; the first error ends all of them."""
+    with ThreadPoolExecutor(min(_LANES, max(1, len(calls))), "ckptd-pull") as lanes:
+        made = [lanes.submit(call) for call in calls]
+        done, _ = wait(made, return_when=FIRST_EXCEPTION)
+        if failed := [m for m in done if m.exception() is not None]:
+            stop.set()
+            lanes.shutdown(wait=False, cancel_futures=True)
+            failed[0].result()
+        return [m.result() for m in made]
 
 
 @dataclass(eq=False)
@@ -279,6 +348,8 @@ class StagedPull:
         Give what is pulled only when it is applied.
     written
         Names of the tensors that something arrived for.
+    quantized
+        Tensors that get new scales.
     memory
         What came over sockets, and its size in bytes; None: nothing did.
     """
@@ -291,6 +362,7 @@ class StagedPull:
     changed: set[str] | None = None
     later: list[Callable[[], Iterator[_Share]]] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
+    quantized: list[QuantizedTensor] = field(default_factory=list)
     memory: tuple[mmap.mmap, int] | None = None
 
     def room(self, size: int) -> U8:
@@ -338,6 +410,8 @@ class StagedPull:
                     for part in share.parts:
                         _put(part, arrivals)
             arrivals.finish()
+            for tensor in self.quantized:
+                tensor.put_scales()
             for fills in self.fills:
                 if fills.alone or fills.name in self.written:
                     put_fills(fills, _SCRATCH_BYTES)
@@ -363,6 +437,7 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
     values, of = incoming.parts[block.part]
     if (
         isinstance(target, ArrayMemory)
+        and part.quantized is None
         and of == 1
         and change_between(part.dtype, target, values, incoming.tensor.name) is None
     ):
@@ -374,10 +449,15 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
     for cut in cut_block(copy, max(1, _SCRATCH_BYTES // size)):
         data = scratch[: cut.numel * size]
         source.take(cut.source_start, cut.shape, cut.source_strides, data)
-        arrivals.put(incoming, part.dtype, PartBlock(block.part, cut), data)
+        dtype = part.dtype
+        if part.quantized is not None:
+            dtype = target.dtype
+            data = part.quantized.made(cut, data.view(part.dtype.numpy))
+        arrivals.put(incoming, dtype, PartBlock(block.part, cut), data)
 
 
 _Message = list[tuple[BlockRead, Incoming, PartBlock, DType]]
+_Measured = tuple[BlockRead, QuantizedTensor, Block]
 
 
 @dataclass(eq=False)
@@ -394,7 +474,7 @@ def _try(part: _Part) -> None:
     incoming, target = part.incoming, place_of(part.incoming)
     values, of = incoming.parts[part.block.part]
     change = change_between(part.dtype, target, values, incoming.tensor.name)
-    if change is None or of > 1 or part.memory is None:
+    if change is None or of > 1 or part.memory is None or part.quantized is not None:
         return
     size = part.dtype.itemsize
     for cut in cut_block(part.block.block, max(1, _SCRATCH_BYTES // size)):
@@ -412,16 +492,25 @@ class _Giver:
         Whether the server knew what changed.
     changed
         Own tensors of which more than half changed.
+    touched
+        Own tensors of which something changed.
     """
 
     def __init__(
-        self, link: SlotReader, incoming: list[Incoming], step: Callable[[], object]
+        self,
+        link: SlotReader,
+        incoming: list[Incoming],
+        quantized: Mapping[str, QuantizedTensor],
+        step: Callable[[], object],
     ) -> None:
         self._link = link
         self._step = step
         self._incoming = incoming
+        self._quantized = [quantized.get(i.tensor.name) for i in incoming]
+        self._mapping: MappedVersion | None = None
         self.compared = False
         self.changed: set[str] = set()
+        self.touched: set[str] = set()
         names = tuple(dict.fromkeys(i.segment.source for i in incoming))
         self._numbers = {n: i for i, n in enumerate(names)}
         found = link.ask(AskTensors(names), TensorPlaces).places
@@ -436,9 +525,12 @@ class _Giver:
                 where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
                 hint="see what the trainer publishes",
             )
-        self._pieces: list[Sequence[PartBlock]] = [i.segment.pieces for i in incoming]
+        self._pieces: list[Sequence[PartBlock]] = [
+            i.segment.pieces if q is None else _along_axes(i.segment.pieces, q)
+            for i, q in zip(incoming, self._quantized, strict=True)
+        ]
         self._casts = {
-            (number, part): self._cast(i, part)
+            (number, part): self._cast(number, i, part)
             for number, i in enumerate(incoming)
             for part in range(len(i.parts))
         }
@@ -446,11 +538,14 @@ class _Giver:
     def _dtype(self, incoming: Incoming) -> DType:
         return dtype_of(self._places[incoming.segment.source].dtype)
 
-    def _cast(self, incoming: Incoming, part: int) -> str:
+    def _cast(self, number: int, incoming: Incoming, part: int) -> str:
         """Return the type that the server casts to, if any; raises where types do not fit."""
         source, target = self._dtype(incoming), place_of(incoming)
         values, of = incoming.parts[part]
         change = change_between(source, target, values, incoming.tensor.name)
+        if (quantized := self._quantized[number]) is not None:
+            quantized.check(values, of)
+            return target.dtype.name
         plain = change is not None and (change.scale, change.shift) == (1.0, 0.0)
         smaller = target.dtype.itemsize < source.itemsize
         return target.dtype.name if plain and smaller and of == 1 else ""
@@ -480,15 +575,93 @@ class _Giver:
             if len(bits) != -(-blocks // 8):
                 raise CkptdError("not an answer to what was asked", kind="transport", where=source)
             changed = np.unpackbits(bits).view(np.bool_)
-            # What several ranks' values are combined to is taken whole, or not.
-            whole = any(of > 1 for _, of in incoming.parts)
             kept = list(_touched(incoming.segment.pieces, changed, found.block_bytes, size))
+            if kept:
+                self.touched.add(incoming.tensor.name)
             every = sum(p.block.numel for p in incoming.segment.pieces)
-            moved = every if whole else sum(p.block.numel for p in kept)
+            moved = sum(p.block.numel for p in kept)
+            # What several ranks' values are combined to is taken whole, or not; what is quantized
+            # is taken whole if any rank has changed something.
+            combined = any(of > 1 for _, of in incoming.parts)
+            quantized = self._quantized[at] is not None
+            if combined or (quantized and kept):
+                moved = every
             if moved > every // 2:
                 self.changed.add(incoming.tensor.name)
-            if incoming.tensor.name in held.names and not whole:
+            if incoming.tensor.name in held.names and not (combined or quantized):
                 self._pieces[at] = kept
+
+    def leave_out(self, names: frozenset[str]) -> None:
+        """Leave out quantized tensors of which no rank has changed anything."""
+        for at, quantized in enumerate(self._quantized):
+            if quantized is not None and self._incoming[at].tensor.name in names:
+                self._pieces[at] = ()
+
+    def measure(self, number: int, stop: threading.Event) -> PullReport:
+        """Note the magnitudes of what is quantized, unless `stop` is set."""
+        if not any(self._quantized_pieces()):
+            return PullReport()
+        if self._link.local:
+            mapped = self._mapped(number)
+            for at, quantized, piece in self._quantized_pieces():
+                memory = self._memory(mapped, at)
+                for cut in cut_block(piece, max(1, _SCRATCH_BYTES // memory.dtype.itemsize)):
+                    data = np.empty(cut.numel * memory.dtype.itemsize, np.uint8)
+                    memory.take(cut.source_start, cut.shape, cut.source_strides, data)
+                    quantized.measure(cut, data.view(memory.dtype.numpy))
+                if stop.is_set():
+                    raise _stopped()
+                self._step()
+            return PullReport()
+        asked: deque[list[_Measured]] = deque()
+
+        def requests() -> Iterator[tuple[tuple[BlockRead, ...], U8]]:
+            for message in self._questions():
+                asked.append(message)
+                counts = sum(tile_counts(read.shape, read.tiles) for read, *_ in message)
+                yield tuple(read for read, *_ in message), np.empty(4 * counts, np.uint8)
+
+        received = 0
+        for data in self._link.reads(number, requests()):
+            if stop.is_set():
+                raise _stopped()
+            self._step()
+            received += len(data)
+            maxima = data.view(np.float32)
+            for read, quantized, cut in asked.popleft():
+                count = tile_counts(read.shape, read.tiles)
+                quantized.note(cut, maxima[:count])
+                maxima = maxima[count:]
+        return PullReport(bytes_needed=received, bytes_received=received)
+
+    def _quantized_pieces(self) -> Iterator[tuple[int, QuantizedTensor, Block]]:
+        for at, (pieces, quantized) in enumerate(zip(self._pieces, self._quantized, strict=True)):
+            if quantized is not None:
+                yield from ((at, quantized, piece.block) for piece in pieces)
+
+    def _questions(self) -> Iterator[list[_Measured]]:
+        """Yield what magnitudes are asked of at a time."""
+        message: list[_Measured] = []
+        room = _LOOKED_AT_BYTES
+        for at, quantized, piece in self._quantized_pieces():
+            source = self._incoming[at]
+            size = self._dtype(source).itemsize
+            for cut in cut_block(piece, _LOOKED_AT_BYTES // size):
+                if message and (cut.numel * size > room or len(message) == _MOST_BLOCKS):
+                    yield message
+                    message, room = [], _LOOKED_AT_BYTES
+                tensor = self._numbers[source.segment.source]
+                read = BlockRead(
+                    tensor,
+                    cut.source_start,
+                    cut.shape,
+                    cut.source_strides,
+                    tiles=quantized.tiles(cut),
+                )
+                message.append((read, quantized, cut))
+                room -= cut.numel * size
+        if message:
+            yield message
 
     @cached_property
     def _bytes(self) -> int:
@@ -518,7 +691,7 @@ class _Giver:
         elif self._bytes:
             for found in self._received(number, _MESSAGE_BYTES, into):
                 if stop.is_set():
-                    raise TransientStoreError("another rank's part did not come", kind="link-lost")
+                    raise _stopped()
                 share.parts += found.parts
                 share.report += found.report
             share.report += PullReport(staged_bytes=self._bytes)
@@ -535,18 +708,32 @@ class _Giver:
         report = PullReport(bytes_needed=self._bytes, bytes_unchanged=every - self._bytes)
         return _Share(report=report)
 
-    def _map(self, number: int, share: _Share) -> None:
-        mapped = self._link.map(number)
-        if not mapped.intact:
+    def _mapped(self, number: int) -> MappedVersion:
+        """Return the slot of a version, which is whole."""
+        if self._mapping is None or self._mapping.number != number:
+            self._mapping = self._link.map(number)
+        if not self._mapping.intact:
             raise CkptdError("a version is not whole", kind="no-version", where=f"{number}")
+        return self._mapping
+
+    def _memory(self, mapped: MappedVersion, at: int) -> ArrayMemory:
+        """Return the tensor in a slot that something comes from."""
+        incoming = self._incoming[at]
+        place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
+        end = place.start + place.numel * dtype.itemsize
+        if end > len(mapped.data):
+            raise CkptdError("a tensor is not inside its slot", kind="transport")
+        return ArrayMemory(mapped.data[place.start : end], dtype)
+
+    def _map(self, number: int, share: _Share) -> None:
+        mapped = self._mapped(number)
         share.mapped.append(mapped)
-        for incoming, pieces in zip(self._incoming, self._pieces, strict=True):
-            place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
-            end = place.start + place.numel * dtype.itemsize
-            if end > len(mapped.data):
-                raise CkptdError("a tensor is not inside its slot", kind="transport")
-            memory = ArrayMemory(mapped.data[place.start : end], dtype)
-            parts = [_Part(incoming, piece, dtype, memory=memory) for piece in pieces]
+        for at, (incoming, pieces) in enumerate(zip(self._incoming, self._pieces, strict=True)):
+            memory, quantized = self._memory(mapped, at), self._quantized[at]
+            parts = [
+                _Part(incoming, piece, memory.dtype, memory=memory, quantized=quantized)
+                for piece in pieces
+            ]
             for part in parts if place_of(incoming).dtype.name in _NARROW else ():
                 _try(part)
             share.parts += parts
@@ -587,12 +774,29 @@ class _Giver:
                     if message and (nbytes > room or len(message) == _MOST_BLOCKS):
                         yield message, limit - room
                         message, room = [], limit
-                    cast = self._casts[number, piece.part]
-                    read = BlockRead(tensor, cut.source_start, cut.shape, cut.source_strides, cast)
+                    read = BlockRead(
+                        tensor,
+                        cut.source_start,
+                        cut.shape,
+                        cut.source_strides,
+                        self._casts[number, piece.part],
+                    )
+                    if (quantized := self._quantized[number]) is not None:
+                        read = msgspec.structs.replace(
+                            read, tiles=quantized.tiles(cut), scales=quantized.scales(cut)
+                        )
                     message.append((read, incoming, PartBlock(piece.part, cut), dtype))
                     room -= nbytes
         if message:
             yield message, limit - room
+
+
+def _stopped() -> CkptdError:
+    return TransientStoreError("another rank's part did not come", kind="link-lost")
+
+
+def _along_axes(pieces: Sequence[PartBlock], quantized: QuantizedTensor) -> list[PartBlock]:
+    return [PartBlock(p.part, cut) for p in pieces for cut in quantized.cuts(p.block)]
 
 
 def _touched(

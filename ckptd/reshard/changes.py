@@ -28,7 +28,9 @@ __all__ = [
     "changed_dtype",
     "largest",
     "quantized",
+    "scale_down",
     "scale_shape",
+    "scales_of",
     "step_promise",
 ]
 
@@ -187,8 +189,15 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
     return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
 
 
-def largest(dtype: DType) -> float:
+def largest(dtype: DType, where: str | None = None) -> float:
     """Return the largest finite value of a type that values are quantized to.
+
+    Parameters
+    ----------
+    dtype
+        The type.
+    where
+        The tensor, for the error.
 
     Raises
     ------
@@ -204,9 +213,46 @@ def largest(dtype: DType) -> float:
     raise MismatchError(
         "values are quantized to float8 types and int8",
         kind="lay-fit",
+        where=where,
         wanted="float8_e4m3fn, float8_e5m2, ..., int8",
         found=dtype.name,
     )
+
+
+def scales_of(maxima: F32, limit: float) -> F32:
+    """Return the scales of blocks from their largest magnitudes.
+
+    A block of zeros, or of what is next to zero, has scale 1.
+
+    Parameters
+    ----------
+    maxima
+        Of the blocks.
+    limit
+        See `largest`.
+    """
+    scales = maxima / np.float32(limit)
+    scales[scales == 0] = 1
+    return scales
+
+
+def scale_down(values: F32, factors: F32, limit: float, target: NDArray[Any]) -> None:
+    """Quantize values with the scale of each; `values` is written over.
+
+    Parameters
+    ----------
+    values, factors
+        The values, and their scales, which may be broadcast.
+    limit
+        See `largest`.
+    target
+        What is written, in its own type.
+    """
+    values /= factors
+    np.clip(values, -limit, limit, out=values)
+    if target.dtype.kind == "i":
+        np.rint(values, out=values)
+    target[...] = values.astype(target.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,11 +321,7 @@ class Scaled:
         if self.side == "source":
             target[...] = (values * factors).astype(target.dtype)
             return
-        values /= factors
-        np.clip(values, -self.limit, self.limit, out=values)
-        if target.dtype.kind == "i":
-            np.rint(values, out=values)
-        target[...] = values.astype(target.dtype)
+        scale_down(values, factors, self.limit, target)
 
     def _factors(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
         """Return the scale of each element of a strided block of the piece."""

@@ -35,6 +35,7 @@ from ckptd.reshard.changes import (
     largest,
     quantized,
     scale_shape,
+    scales_of,
     step_promise,
 )
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
@@ -95,8 +96,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]
                 begin = (piece.flat[0] if piece.flat else 0) + (first - chunk.start) // 4
                 found = values[(first - part.lo) // 4 : (last - part.lo) // 4]
                 block_maxima(maxima, found, begin, piece.box, block)
-    maxima[maxima == 0] = largest(link.dtype)
-    return maxima / np.float32(largest(link.dtype))
+    return scales_of(maxima, largest(link.dtype))
 
 
 _MOST_NAMED = 6

@@ -158,12 +158,17 @@ class RelayoutSide:
         layout: LayoutSpec,
         agreement: Agreement,
         ranks: Sequence[int] | None,
+        *,
+        quantized: bool = False,
     ) -> RelayoutSide:
-        """Bind a layout to what this rank has; ranks outside it see no state. Collective."""
+        """Bind a layout to what this rank has; ranks outside it see no state. Collective.
+
+        With `quantized` it may have quantized tensors.
+        """
         world = agreement.board.world
         if ranks is None:
             ranks = range(Laid.mesh_world(layout))
-        laid = Laid(layout, agreement, tuple(ranks))
+        laid = Laid(layout, agreement, tuple(ranks), quantized)
         leaves = Leaves()
 
         def seen() -> Leaves:

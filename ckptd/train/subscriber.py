@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ckptd import events
-from ckptd.errors import CkptdError, TransientStoreError
+from ckptd.errors import CkptdError, MismatchError, TransientStoreError
 from ckptd.format.digest import digest
+from ckptd.layout.lay.local import local_tensors
 from ckptd.publish.carrier import SlotReader, WeightCarrier
 from ckptd.publish.link import ServerLink, VersionHold
 from ckptd.publish.meeting import MeetingPlace
@@ -30,14 +31,16 @@ from ckptd.publish.messages import (
     ServerList,
 )
 from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
+from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.runtime.ranks import Board, LocalBoard, Pulse
 from ckptd.train.device import has_streams
 from ckptd.train.fallback import RootFallback
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ranks import Agreement, board_of
-from ckptd.train.relayout import RelayoutSide, memories, own_tensors
+from ckptd.train.relayout import RelayoutSide, by_name, memories, memory_of, own_tensors
+from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.restore import look
-from ckptd.train.state.tensors import as_bytes
+from ckptd.train.state.tensors import as_bytes, local_tensor
 
 __all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
 
@@ -90,14 +93,14 @@ class UpdateReport(PullReport):
 
 @dataclass(frozen=True)
 class _Proof:
-    """What shows that nobody has written to a tensor, nor given it other memory.
+    """What shows that nobody has written to a tensor or its scales, nor given it other memory.
 
     Attributes
     ----------
     look
-        Its address, shape, type, and torch's count of writes.
+        Address, shape, type, and torch's count of writes, of both.
     digest
-        Of its values: writes through ``.data``, numpy or a kernel of somebody's own are not
+        Of the values: writes through ``.data``, numpy or a kernel of somebody's own are not
         counted.
     """
 
@@ -105,13 +108,21 @@ class _Proof:
     digest: bytes
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Proof:
+    def of(tensors: tuple[torch.Tensor, ...]) -> _Proof:
         """Return the proof of what a tensor holds now."""
-        return _Proof(_look(tensor), tensor_digest(tensor))
+        return _Proof(_looks(tensors), _digests(tensors))
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Whether it holds that still."""
-        return self.look == _look(tensor) and self.digest == tensor_digest(tensor)
+        return self.look == _looks(tensors) and self.digest == _digests(tensors)
+
+
+def _looks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    return tuple(_look(t) for t in tensors)
+
+
+def _digests(tensors: tuple[torch.Tensor, ...]) -> bytes:
+    return b"".join(tensor_digest(t) for t in tensors)
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -205,8 +216,11 @@ class Subscriber:
         self._place = every(lambda: MeetingPlace.of(at, secret))
         self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
         self._side = every(
-            lambda: RelayoutSide.of(self._state, layout, self._agreement, range(self._board.world))
+            lambda: RelayoutSide.of(
+                self._state, layout, self._agreement, range(self._board.world), quantized=True
+            )
         )
+        every(lambda: self._scales(look(self._state)))
         self._fallback = (
             None
             if root is None
@@ -441,10 +455,42 @@ class Subscriber:
         found = self._tensors()
         return frozenset(n for n, p in self._proofs.items() if n in found and p.holds(found[n]))
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by their names in the program, where they are now."""
-        own = own_tensors(self._side, look(self._state), {""})
-        return {x.laid.name: x.local for x in own}
+    def _tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Return this rank's tensors by their names in the program, where they are now.
+
+        With the scales of those that are quantized.
+        """
+        leaves = look(self._state)
+        scales = self._scales(leaves)
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for own in own_tensors(self._side, leaves, {""}):
+            leaf = scales.get(own.laid.name)
+            more = () if leaf is None else (local_tensor(leaf.tensor),)
+            found[own.laid.name] = (own.local, *more)
+        return found
+
+    def _scales(self, leaves: Leaves) -> dict[str, TensorLeaf]:
+        """Return the scales of this rank's quantized tensors, by the names of these.
+
+        Raises
+        ------
+        MismatchError
+            ``lay-fit``: they are not there.
+        """
+        side, found = self._side, by_name(leaves)
+        if side.laid.rank is None:
+            return {}
+        tensors = local_tensors(side.job.form, side.laid.rank)
+        wanted = {t.name: n for t, _, n in quantized_tensors(side.job.form, tensors)}
+        names = {ours: wanted[theirs] for ours, theirs in side.names.items() if theirs in wanted}
+        missing = sorted(n for n in names.values() if n not in found)
+        if missing:
+            raise MismatchError(
+                "the tensors lack the scales of those that the layout calls quantized",
+                kind="lay-fit",
+                where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
+            )
+        return {ours: found[n] for ours, n in names.items()}
 
     def _prove(self, staged: StagedPull, *, first: bool) -> None:
         """Note what the tensors hold, of those that do not change at every version.
@@ -468,12 +514,18 @@ class Subscriber:
     def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
         """Return the plan for a publisher and for the memory that the tensors have now."""
         side = self._side
-        memory = memories(side, look(self._state), {""})
+        leaves = look(self._state)
+        memory = memories(side, leaves, {""})
+        scales = {
+            n: ScaleMemory(x.name, memory_of(local_tensor(x.tensor), x.name), x.shape)
+            for n, x in self._scales(leaves).items()
+        }
         where = {n: (m.region(), m.dtype) for n, m in memory.items()}
+        where |= {x.name: (x.memory.region(), x.memory.dtype) for x in scales.values()}
         if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
             about = leader.ask(AskAbout(), PublishedAbout)
             self._plan = PullPlan(
-                about, side.form.bound, side.laid.rank or 0, self._board.world, memory
+                about, side.form.bound, side.laid.rank or 0, self._board.world, memory, scales
             )
             self._where = where
         return self._plan
@@ -501,7 +553,8 @@ class Subscriber:
 
     def _settle(self) -> None:
         """Wait until devices have what was enqueued: other streams may use the weights next."""
-        for device in {t.device for t in self._tensors().values() if has_streams(t.device)}:
+        found = {t.device for own in self._tensors().values() for t in own}
+        for device in filter(has_streams, found):
             torch.get_device_module(device).synchronize(device)
 
     def _let_go(self) -> None:

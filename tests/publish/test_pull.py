@@ -35,13 +35,17 @@ KIND = "float32"
 class ArrayServer:
     """Arrays of one rank in a slot, as a server gives them; `local` maps the slot."""
 
-    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], *, local: bool) -> None:
+    def __init__(
+        self, arrays: dict[str, np.ndarray[Any, Any]], *, local: bool, kind: str = KIND
+    ) -> None:
         self.local = local
         self.asked = 0
         self._tensors: dict[str, PublishedTensor] = {}
         at = 0
         for name, array in arrays.items():
-            self._tensors[name] = PublishedTensor(name, KIND, at, array.size)
+            self._tensors[name] = PublishedTensor(
+                name, kind, at, array.nbytes // dtype_of(kind).itemsize
+            )
             at += array.nbytes
         self.slot = Slot(0, at)
         self.slot.begin(1)

@@ -11,7 +11,7 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor
 from ckptd.layout.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
 from ckptd.layout.owners import Owners
 
-__all__ = ["scale_tensor"]
+__all__ = ["local_scales", "quantized_as", "scale_tensor"]
 
 
 def scale_tensor(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> StoredTensor | None:
@@ -33,7 +33,7 @@ def scale_tensor(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> Store
         ``lay-fit``: the blocks have another number of dimensions than the tensor.
     """
     found = form.rules[rule]
-    quantized = next((m for m in found.equation.modifiers if isinstance(m, Quantized)), None)
+    quantized = quantized_as(form, rule)
     if quantized is None:
         return None
     if len(quantized.block) != len(found.shape) or any(b < 1 for b in quantized.block):
@@ -48,6 +48,19 @@ def scale_tensor(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> Store
     name = form.name(_name(quantized.scale, found.global_name(indexes)), "")
     base = found.base(indexes) if found.plain else 0
     return StoredTensor(name, rule, indexes, "", grid, owners, base)
+
+
+def quantized_as(form: StoredForm, rule: int) -> Quantized | None:
+    """Return what a rule says of quantization; None: nothing."""
+    modifiers = form.rules[rule].equation.modifiers
+    return next((m for m in modifiers if isinstance(m, Quantized)), None)
+
+
+def local_scales(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> str:
+    """Return the name of a quantized parameter's scales on the ranks that hold it."""
+    quantized = quantized_as(form, rule)
+    local = form.rules[rule].local_name(indexes)
+    return "" if quantized is None else form.name(_name(quantized.scale, local), "")
 
 
 def _cut(

@@ -284,11 +284,14 @@ class Laid:
         Of the job.
     ranks
         Which ranks of the job are the ranks of the layout; all of them, in order, when None.
+    quantized
+        Whether it may have quantized tensors.
     """
 
     layout: LayoutSpec
     agreement: Agreement
     ranks: Sequence[int] | None = None
+    quantized: bool = False
     _bound: JobLayout | None = field(default=None, init=False)
     _known: str = field(default="", init=False)
 
@@ -303,7 +306,7 @@ class Laid:
         UsageError
             As `read_layout`; kind ``lay-use``: it is for another number of ranks.
         """
-        program = read_layout(layout)
+        program = read_layout(layout, quantized=self.quantized)
         resolved = program.resolve()
         mesh, world = resolved.mesh, self.agreement.board.world
         if self.ranks is None:

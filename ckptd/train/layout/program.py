@@ -23,8 +23,15 @@ _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
 """What a layout says where it has no ``stored`` statement."""
 
 
-def read_layout(spec: LayoutSpec) -> LayoutProgram:
+def read_layout(spec: LayoutSpec, *, quantized: bool = False) -> LayoutProgram:
     """Read what a job gives as its layout.
+
+    Parameters
+    ----------
+    spec
+        The layout.
+    quantized
+        Whether it may have quantized tensors.
 
     Raises
     ------
@@ -42,7 +49,8 @@ def read_layout(spec: LayoutSpec) -> LayoutProgram:
             where=program.layout,
             hint="FSDP2 and other DTensors need no layout, or one on none that names them whole",
         )
-    refuse_quantized(program.resolve())
+    if not quantized:
+        refuse_quantized(program.resolve())
     return program
 
 
@@ -51,7 +59,8 @@ def refuse_quantized(resolved: Resolved) -> None:
     for equation in resolved.equations:
         if any(isinstance(m, Quantized) for m in equation.modifiers):
             raise UsageError(
-                "quantized tensors and their scales are not moved from or to live ranks",
+                "quantized tensors and their scales are filled by a Subscriber only: they are not "
+                "published, saved or loaded, nor moved by relayout",
                 kind="lay-use",
                 where=f"{equation.at.file}:{equation.at.line}  {equation.text}",
                 hint="use the tensors that they were made from",

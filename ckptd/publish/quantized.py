@@ -1,0 +1,213 @@
+"""A worker's tensor that is held quantized, with the tensor of its scales.
+
+The blocks that have a scale each are those of the tensor as this rank holds it, counted from its
+own first element: so the kernels that use it look them up. A block's scale follows from its largest
+magnitude, wherever its elements come from; so first the magnitudes are asked of all that have a
+share, and with the scales that follow from them the values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.layout.block import Block
+from ckptd.layout.grid import strides_of
+from ckptd.layout.lay.local import LaidTensor
+from ckptd.layout.lay.scales import local_scales, quantized_as
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import Affine, Quantized
+from ckptd.layout.lay.values import Values
+from ckptd.live.memory import TensorMemory
+from ckptd.publish.messages import TileSteps
+from ckptd.publish.tiles import along_axes, quantize_tiles, tile_cuts, tile_maxima, tiles_of
+from ckptd.reshard.changes import largest, quantized, scale_shape, scales_of
+from ckptd.types import DType
+
+__all__ = ["QuantizedTensor", "ScaleMemory", "quantized_tensors"]
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+_POWERS = "float8_e8m0fnu"
+"""Scales of this type are powers of two: the next one up, so that no value is cut off."""
+
+
+class ScaleMemory(NamedTuple):
+    """Where the scales of a tensor of this rank are, under which name, and their shape there."""
+
+    name: str
+    memory: TensorMemory
+    shape: tuple[int, ...]
+
+
+def quantized_tensors(
+    form: StoredForm, tensors: Iterable[LaidTensor]
+) -> Iterator[tuple[LaidTensor, Quantized, str]]:
+    """Yield a rank's parameters that are quantized, what their rules say, and names of scales.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: the blocks have another number of dimensions than the tensor, or it lies in a
+        flat buffer.
+    """
+    for tensor in tensors:
+        for piece in () if tensor.state else tensor.pieces:
+            found = quantized_as(form, piece.rule)
+            if found is None:
+                continue
+            whole = (piece.lo, piece.hi, piece.at) == (0, tensor.numel, 0)
+            if not whole or len(found.block) != len(tensor.shape) or min(found.block) < 1:
+                raise MismatchError(
+                    "the blocks of a quantized tensor do not fit its dimensions",
+                    kind="lay-fit",
+                    where=tensor.name,
+                    wanted=f"{len(tensor.shape)} sizes of one or more, of a tensor that is not "
+                    "part of a flat buffer",
+                    found=found.block,
+                )
+            yield tensor, found, local_scales(form, piece.rule, piece.indexes)
+
+
+class QuantizedTensor:
+    """A tensor of this rank on its way in: its scales, and the parts that it is made of.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    sizes
+        Of a block.
+    dtype
+        To which it is quantized.
+    scales
+        Where its scales go.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: values are not quantized to this type, or the scales have another shape or
+        type than the blocks need.
+    """
+
+    def __init__(
+        self, tensor: LaidTensor, sizes: tuple[int, ...], dtype: DType, scales: ScaleMemory
+    ) -> None:
+        self.dtype = dtype
+        self._name = tensor.name
+        self._shape = tensor.shape
+        self._sizes = sizes
+        self._limit = largest(dtype, tensor.name)
+        self._memory = scales.memory
+        grid = scale_shape(tensor.shape, sizes)
+        plain, found = (tuple(n for n in s if n != 1) for s in (grid, scales.shape))
+        type_name = scales.memory.dtype.name
+        if plain != found or type_name not in ("float32", _POWERS):
+            raise MismatchError(
+                "a tensor of scales is not as the blocks need it",
+                kind="lay-fit",
+                where=scales.name,
+                wanted=f"{grid} in float32 or {_POWERS}",
+                found=f"{scales.shape} in {type_name}",
+            )
+        self._lock = threading.Lock()
+        self._maxima = np.zeros(grid, np.float32)
+        self._scales = self._maxima
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales while they are computed."""
+        return self._maxima.nbytes
+
+    def check(self, values: Values | None, of: int) -> None:
+        """Raise `UsageError` (``lay-use``) for what is not done besides quantizing."""
+        mine = values is not None and quantized(values.source) is None
+        sides = () if values is None else (*values.source, *values.target)
+        if not mine or of > 1 or any(isinstance(m, Affine) for m in sides):
+            raise UsageError(
+                "values are quantized of plain ones: not of quantized, combined or shifted ones",
+                kind="lay-use",
+                where=self._name,
+            )
+
+    def cuts(self, block: Block) -> list[Block]:
+        """Return a copy in parts that run along the axes of the tensor."""
+        return list(along_axes(block, self._shape))
+
+    def tiles(self, cut: Block) -> tuple[TileSteps, ...]:
+        """Return how a part of a copy runs through the blocks."""
+        return tiles_of(cut, self._shape, self._sizes)[0]
+
+    def _where(self, cut: Block) -> tuple[Any, ...]:
+        """Return which blocks a part of a copy has a share in, as an index of the scales."""
+        steps, axes = tiles_of(cut, self._shape, self._sizes)
+        rest, out = cut.target_start, []
+        for c, (row, size) in enumerate(zip(strides_of(self._shape), self._sizes, strict=True)):
+            at, rest = divmod(rest, row)
+            if c not in axes:
+                out.append(np.array(at // size))
+                continue
+            d = axes.index(c)
+            along = [1] * len(axes)
+            numbers = tile_cuts(cut.shape[d], steps[d])[1]
+            along[d] = len(numbers)
+            out.append(numbers.reshape(along))
+        return tuple(out)
+
+    def begin(self) -> None:
+        """Forget the version before."""
+        self._maxima[...] = 0
+
+    def measure(self, cut: Block, values: NDArray[Any]) -> None:
+        """Note the magnitudes of a part of a copy."""
+        self.note(cut, tile_maxima(values.reshape(cut.shape), self.tiles(cut)))
+
+    def note(self, cut: Block, maxima: F32) -> None:
+        """Note the largest magnitudes of a part's shares in the blocks.
+
+        Raises
+        ------
+        UsageError
+            kind ``overflow``: a value is not finite, so its block has no scale.
+        """
+        if not np.isfinite(maxima).all():
+            raise UsageError(
+                "a value does not fit the type it is cast to",
+                kind="overflow",
+                where=self._name,
+                wanted="finite values, which have a scale",
+            )
+        at = self._where(cut)
+        with self._lock:  # several ranks may have shares in one block
+            found = self._maxima[at]
+            self._maxima[at] = np.maximum(found, maxima.reshape(found.shape))
+
+    def settle(self) -> None:
+        """Compute the scales: all shares are noted."""
+        self._scales = scales_of(self._maxima, self._limit)
+        if self._memory.dtype.name == _POWERS:
+            mantissa, exponent = np.frexp(self._scales)
+            exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+            self._scales = np.ldexp(np.float32(1), np.maximum(exponent, -127)).astype(np.float32)
+
+    def scales(self, cut: Block) -> bytes:
+        """Return the scales of a part of a copy, as it is asked for."""
+        return np.ascontiguousarray(self._scales[self._where(cut)]).tobytes()
+
+    def made(self, cut: Block, values: NDArray[Any]) -> U8:
+        """Return a part of a copy quantized."""
+        out = np.empty(cut.shape, self.dtype.numpy)
+        scales = self._scales[self._where(cut)]
+        quantize_tiles(values.reshape(cut.shape), self.tiles(cut), scales, self._limit, out)
+        return out.reshape(-1).view(np.uint8)
+
+    def put_scales(self) -> None:
+        """Write the scales."""
+        flat = self._scales.reshape(-1).astype(self._memory.dtype.numpy)
+        self._memory.put(0, (len(flat),), (1,), flat.view(np.uint8))
