@@ -106,6 +106,12 @@ class DeviceKind:
         current = getattr(self._module, "current_device", None)
         return torch.device(self.type, 0 if current is None else int(current()))
 
+    @property
+    def device_count(self) -> int:
+        """How many devices this process sees."""
+        count = getattr(self._module, "device_count", None)
+        return 1 if count is None else int(count())
+
     def free_bytes(self, device: torch.device) -> int | None:
         """Return the bytes that can still be allocated; None where torch does not say."""
         m = self._module
@@ -216,13 +222,15 @@ class DeviceKind:
 
     # -- random numbers --------------------------------------------------------------------------
 
-    def rng_state(self) -> torch.Tensor:
-        """Return where the random stream of the current device stands."""
-        return cast(torch.Tensor, self._module.get_rng_state())
+    def rng_state(self, index: int) -> torch.Tensor:
+        """Return where the random stream of a device stands."""
+        where = () if self.device_count == 1 else (index,)  # MPS has one, and takes none
+        return cast(torch.Tensor, self._module.get_rng_state(*where))
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set the random stream of the current device."""
-        self._module.set_rng_state(state)
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        """Set the random stream of a device."""
+        where = () if self.device_count == 1 else (index,)
+        self._module.set_rng_state(state, *where)
 
     def seeded_state(self, seed: int) -> torch.Tensor:
         """Return where a stream of its own stands that begins at a seed."""

@@ -27,14 +27,23 @@ _ON_HOST = ("torch", "numpy", "python")
 class RngStreams:
     """Where the global random streams of a process stand.
 
-    `cpu` is that of torch on the host; `devices` are those of the current devices, by the kind of
-    device: one of each kind that was in use.
+    Attributes
+    ----------
+    cpu, numpy, python
+        On the host; `cpu` is torch's.
+    devices
+        Those of devices by kind and index, of all that a process sees once it uses one: what was
+        drawn on another device than the current one counts as well.
+    current
+        Index of the device that was the current one. Saved streams are counted from it, since a
+        process that is started anew may be given other devices.
     """
 
     cpu: torch.Tensor
     numpy: Any
     python: Any
-    devices: Mapping[str, torch.Tensor]
+    devices: Mapping[tuple[str, int], torch.Tensor]
+    current: int = 0
 
     @staticmethod
     def now() -> RngStreams:
@@ -43,7 +52,8 @@ class RngStreams:
             torch.get_rng_state(),
             np.random.get_state(legacy=True),
             random.getstate(),
-            {kind.type: kind.rng_state() for kind in _kinds_in_use()},
+            {(kind.type, index): kind.rng_state(index) for kind, index in _devices_in_use()},
+            _current(),
         )
 
     def same_as(self, other: RngStreams) -> bool:
@@ -53,9 +63,9 @@ class RngStreams:
             and self._numpy_key() == other._numpy_key()
             and self.python == other.python
             and all(
-                torch.equal(at, other.devices[kind])
-                for kind, at in self.devices.items()
-                if kind in other.devices
+                torch.equal(at, other.devices[device])
+                for device, at in self.devices.items()
+                if device in other.devices
             )
         )
 
@@ -68,7 +78,8 @@ class RngStreams:
             torch.Generator().manual_seed(seed).get_state(),
             np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=True),
             random.Random(seed).getstate(),
-            {kind.type: kind.seeded_state(seed) for kind in _kinds_in_use()},
+            {(kind.type, index): kind.seeded_state(seed) for kind, index in _devices_in_use()},
+            _current(),
         )
 
     def forked(self, *, devices: int) -> RngStreams:
@@ -84,9 +95,8 @@ class RngStreams:
         seeds = [_seed_of(self.cpu.numpy().tobytes())]
         seeds += [_seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
         others = [RngStreams.of_seed(seed) for seed in seeds]
-        return RngStreams(
-            others[0].cpu, others[1].numpy, others[2].python, RngStreams.of_seed(devices).devices
-        )
+        begun = RngStreams.of_seed(devices)
+        return replace(begun, cpu=others[0].cpu, numpy=others[1].numpy, python=others[2].python)
 
     def _numpy_key(self) -> tuple[Any, ...]:
         name, keys, *rest = self.numpy
@@ -104,17 +114,23 @@ class RngStreams:
         try:
             name, keys, position, has_gauss, gauss = state["numpy"]
             version, words, python_gauss = state["python"]
+            current = _current()
             streams = RngStreams(
                 _bytes_tensor(state["torch"]),
                 (name, keys, position, has_gauss, gauss),
                 (version, tuple(int(w) for w in words), python_gauss),
-                {kind: _bytes_tensor(raw) for kind, raw in state.items() if kind not in _ON_HOST},
+                {
+                    _device_named(name, current): _bytes_tensor(raw)
+                    for name, raw in state.items()
+                    if name not in _ON_HOST
+                },
+                current,
             )
             # Streams of their own try the states first, so that an error changes nothing.
             torch.Generator().set_state(streams.cpu)
             np.random.RandomState().set_state(streams.numpy)
             random.Random().setstate(streams.python)
-            for kind, at in streams._available():
+            for kind, _, at in streams._available():
                 torch.Generator(kind.type).set_state(at)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptError(
@@ -131,22 +147,28 @@ class RngStreams:
             "numpy": [name, np.array(keys), int(position), int(has_gauss), float(gauss)],
             "python": [version, np.array(words, np.uint32), python_gauss],
         }
-        return state | {kind: at.numpy().tobytes() for kind, at in self.devices.items()}
+        for (kind, index), at in self.devices.items():
+            place = index - self.current
+            state[f"{kind}:{place:+d}" if place else kind] = at.numpy().tobytes()
+        return state
 
     def set(self) -> None:
-        """Set the global streams. Those of devices that this machine lacks are left out."""
+        """Set the global streams. Those of devices that this process does not see are left out."""
         torch.set_rng_state(self.cpu)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
-        for kind, at in self._available():
-            kind.set_rng_state(at)
+        for kind, index, at in self._available():
+            kind.set_rng_state(at, index)
 
-    def _available(self) -> Iterator[tuple[DeviceKind, torch.Tensor]]:
-        """Yield the kinds of device that this machine has, and where their streams stand."""
+    def _available(self) -> Iterator[tuple[DeviceKind, int, torch.Tensor]]:
+        """Yield kind and index of the devices that this process sees, and where they stand."""
         own = accelerator()
-        for name, at in self.devices.items():
-            if own is not None and own.type == name and own.is_available and _has_stream(own):
-                yield own, at
+        if own is None or not self.devices or not own.is_available or not _has_stream(own):
+            return
+        count = own.device_count
+        for (kind, index), at in self.devices.items():
+            if own.type == kind and 0 <= index < count:
+                yield own, index, at
 
 
 class OwnStreams:
@@ -190,12 +212,14 @@ class OwnStreams:
 
 
 class Rng:
-    """The global random streams of this process: torch, its current device, numpy, Python.
+    """The global random streams of this process: torch, its devices, numpy, Python.
 
     Put one into the state: ``{"model": model, "rng": Rng()}``. It is per rank; a load into the
     same number of ranks restores all streams bit for bit, a load into another number reseeds
-    them from what was saved and from the rank (see `PerRank`). numpy's is the legacy global
-    stream; `numpy.random.Generator` objects are savable through their ``bit_generator.state``.
+    them from what was saved and from the rank (see `PerRank`). Devices are counted from the current
+    one: a process that used its current device and the next one may be given two others. numpy's
+    is the legacy global stream; `numpy.random.Generator` objects are savable through their
+    ``bit_generator.state``.
 
     With `ckptd.Batches` in the same state, the streams are set once more when the first batch
     after a load is taken: what a program draws while it sets itself up shifts nothing.
@@ -206,7 +230,7 @@ class Rng:
         return RngStreams.now().values()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the streams. Those of a kind of device that this machine lacks are left out.
+        """Set the streams. Those of devices that this process does not see are left out.
 
         Raises
         ------
@@ -226,10 +250,27 @@ def _seed_of(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1
 
 
-def _kinds_in_use() -> list[DeviceKind]:
-    """Return the kinds of device that this process uses, and that draw from a stream of torch's."""
+def _devices_in_use() -> list[tuple[DeviceKind, int]]:
+    """Return kind and index of all devices that draw from a stream of torch's, once one is used.
+
+    To ask where one stands makes no context on a device.
+    """
     kind = accelerator()
-    return [kind] if kind is not None and kind.is_in_use and _has_stream(kind) else []
+    if kind is None or not kind.is_in_use or not _has_stream(kind):
+        return []
+    return [(kind, index) for index in range(kind.device_count)]
+
+
+def _current() -> int:
+    """Return the index of the current device; 0 where none is in use."""
+    kind = accelerator()
+    return kind.current_device().index if kind is not None and kind.is_in_use else 0
+
+
+def _device_named(name: str, current: int) -> tuple[str, int]:
+    """Return kind and index of a device whose place is counted from the current one."""
+    kind, _, place = name.partition(":")
+    return kind, current + int(place or 0)
 
 
 @cache
