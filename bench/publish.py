@@ -271,8 +271,9 @@ class Bench:
             assert publication.wait()
             dist.barrier()
             return {"blocked": blocked}
-        self.subscriber._far = far
-        self.subscriber._disconnect()
+        if self.subscriber._far != far:
+            self.subscriber._far = far
+            self.subscriber._disconnect()
         if not only:
             self.subscriber._proofs.clear()  # nothing is left out
         dist.barrier()

@@ -34,6 +34,7 @@ from ckptd.layout.lay.values import Values
 from ckptd.live.memory import ArrayMemory, TensorMemory
 from ckptd.live.move import Arrivals, change_between, no_place, place_of, put_fills
 from ckptd.live.plan import Incoming, PartBlock, Takings, TensorFills
+from ckptd.load.copier import copy_values
 from ckptd.load.spare import SPARE
 from ckptd.publish.carrier import SlotReader
 from ckptd.publish.link import MappedVersion
@@ -442,7 +443,7 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
         and change_between(part.dtype, target, values, incoming.tensor.name) is None
     ):
         found = source.view(copy.source_start, copy.shape, copy.source_strides)
-        np.copyto(target.view(copy.target_start, copy.shape, copy.target_strides), found)
+        copy_values(target.view(copy.target_start, copy.shape, copy.target_strides), found)
         return
     size = source.dtype.itemsize
     scratch = np.empty(min(copy.numel * size, _SCRATCH_BYTES + size), np.uint8)

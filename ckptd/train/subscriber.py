@@ -230,6 +230,9 @@ class Subscriber:
         self._leader: ServerLink | None = None
         self._links: dict[int, ServerLink] = {}
         self._plan: PullPlan | None = None
+        self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}
+        """This rank's tensors by their names in the program, each with the scales of its blocks, if
+        it has any, while an update goes on."""
         self._where: dict[str, Any] = {}
         self._proofs: dict[str, _Proof] = {}
         self._pulse = Pulse(self._board, "update")
@@ -452,22 +455,8 @@ class Subscriber:
 
     def _proved(self) -> frozenset[str]:
         """Return the own tensors that hold what was applied last, whatever happened to them."""
-        found = self._tensors()
+        found = self._tensors
         return frozenset(n for n, p in self._proofs.items() if n in found and p.holds(found[n]))
-
-    def _tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Return this rank's tensors by their names in the program, where they are now.
-
-        With the scales of those that are quantized.
-        """
-        leaves = look(self._state)
-        scales = self._scales(leaves)
-        found: dict[str, tuple[torch.Tensor, ...]] = {}
-        for own in own_tensors(self._side, leaves, {""}):
-            leaf = scales.get(own.laid.name)
-            more = () if leaf is None else (local_tensor(leaf.tensor),)
-            found[own.laid.name] = (own.local, *more)
-        return found
 
     def _scales(self, leaves: Leaves) -> dict[str, TensorLeaf]:
         """Return the scales of this rank's quantized tensors, by the names of these.
@@ -504,7 +493,7 @@ class Subscriber:
             for name in staged.written:  # what was proved was an earlier version
                 self._proofs.pop(name, None)
             return
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._tensors.items():
             changes = staged.changed is not None and name in staged.changed
             if changes:
                 self._proofs.pop(name, None)
@@ -515,11 +504,16 @@ class Subscriber:
         """Return the plan for a publisher and for the memory that the tensors have now."""
         side = self._side
         leaves = look(self._state)
-        memory = memories(side, leaves, {""})
+        own = list(own_tensors(side, leaves, {""}))
+        memory = {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
+        found = self._scales(leaves)
         scales = {
             n: ScaleMemory(x.name, memory_of(local_tensor(x.tensor), x.name), x.shape)
-            for n, x in self._scales(leaves).items()
+            for n, x in found.items()
         }
+        for x in own:
+            more = [local_tensor(found[n].tensor) for n in (x.laid.name,) if n in found]
+            self._tensors[x.laid.name] = (x.local, *more)
         where = {n: (m.region(), m.dtype) for n, m in memory.items()}
         where |= {x.name: (x.memory.region(), x.memory.dtype) for x in scales.values()}
         if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
@@ -553,12 +547,13 @@ class Subscriber:
 
     def _settle(self) -> None:
         """Wait until devices have what was enqueued: other streams may use the weights next."""
-        found = {t.device for own in self._tensors().values() for t in own}
+        found = {t.device for own in self._tensors.values() for t in own}
         for device in filter(has_streams, found):
             torch.get_device_module(device).synchronize(device)
 
     def _let_go(self) -> None:
         """Let the version's slot be filled again."""
+        self._tensors = {}
         if self._leader is not None:
             with suppress(CkptdError):
                 self._leader.ask(AskRelease(), HoldAnswer, self._answer_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from ckptd.publish.messages import (
 from ckptd.publish.pull import _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.runtime.channel import SocketChannel
+from ckptd.runtime.priority import NICE
 from ckptd.save.arena import Slot
 from tests.processes import lives, until
 from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
@@ -111,6 +113,22 @@ def test_only_what_changed_travels(pair: Pair) -> None:
     assert pair.update().bytes_needed == pair.full[CHANGED].nbytes
     pair.publish()
     assert pair.update().bytes_needed == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities are of threads on Linux alone")
+def test_a_trainer_goes_before_what_is_sent_to_other_hosts(tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "at", far=True)
+    try:
+        pair.publish()
+        pair.update()
+        tasks = Path(f"/proc/{pair.publisher.server_pid}/task")
+        nices = [int(t.read_text().rpartition(")")[2].split()[16]) for t in tasks.glob("*/stat")]
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        # Its orders come at the priority of the rank, which waits for the answers.
+        assert min(nices) == own
+        assert nices.count(min(19, own + NICE)) >= 2  # the leader's connection, and the bytes
+    finally:
+        pair.close()
 
 
 def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> None:
