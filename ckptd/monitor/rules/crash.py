@@ -30,7 +30,8 @@ def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
     still called; one that ended with an error beside it most likely lost its peer, and is reported
     as a consequence. So is one whose call failed or did not return, beside one that was in none,
-    and one that its launcher ended since another rank had ended.
+    and one that its launcher ended since another rank had ended. A rank whose call failed may end
+    in any way: some programs leave with 0 then, and C++ aborts.
     """
     gone = np.flatnonzero(ended(job))
     if len(gone):
@@ -74,7 +75,9 @@ def _causes(job: JobView, gone: Array, codes: Array) -> Array:
     calls = job.calls
     lost = ((calls["flags"] & CallFlag.FAILED) != 0) | np.isnan(calls["end"])
     failed = np.isin(gone, calls["row"][lost])
-    for cause in (hit, codes == 0, killed, ~swept & ~failed, ~swept):
+    well = codes == 0
+    sure = (hit, well & ~failed, killed & ~failed, ~swept & ~failed)
+    for cause in (*sure, well, killed, ~swept):
         if cause.any():
             chosen: Array = gone[cause]
             return chosen

@@ -183,7 +183,7 @@ def hangs(
     found = [
         *_roots(job, wait, gone, outside),
         *_circles(job, wait, within),
-        *_complete(job, wait, within),
+        *_complete(job, wait, within, learned.knows(job)),
     ]
     yield from found
     if not found and not gone.any():
@@ -424,25 +424,36 @@ def _groups(job: JobView, codes: Array, confidence: float) -> tuple[Suspect, ...
 # --- communication ------------------------------------------------------------------------------
 
 
-def _complete(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
+def _complete(job: JobView, wait: Waits, limit: Array, known: Array) -> Iterator[Verdict]:
     """Yield calls that all members entered and that do not end.
 
     The clock starts when the last member came: ageing from a rank's own call made every pause of
     one member a fault of the network.
+
+    Parameters
+    ----------
+    known
+        Ranks for which a call like theirs has ended before.
     """
     for code, last in _overdue(job, wait, limit).items():
         rows = np.flatnonzero(wait.complete & (wait.code == code))
         frozen = rows[_frozen(job)[rows]]
         queued = rows[_queued(job)[rows]]
         engine = _engine_s(job, np.array([code]))
+        longest = float(limit[rows].max())
         if len(frozen):
             yield _frozen_inside(job, frozen, last)
-        elif len(queued):
-            yield _before(job, queued, len(rows), last, float(limit[rows].max()), engine)
+        elif not len(queued):
+            yield _stuck(job, rows, int(job.group_ids[code]), last, longest, engine)
+        elif len(queued) == len(rows) or not known[queued].all():
+            # Nobody is held up, or nothing shows how much work such a call usually comes behind: a
+            # first one behind the replays of graphs comes minutes after it was enqueued.
+            if last > max(longest, engine):
+                yield _before(job, queued, len(rows), last, longest, engine)
         else:
-            yield _stuck(
-                job, rows, int(job.group_ids[code]), last, float(limit[rows].max()), engine
-            )
+            moves = (_since_an_end(job)[queued] <= longest) & (last <= max(longest, engine))
+            if not moves.all():
+                yield _before(job, queued[~moves], len(rows), last, longest, engine)
 
 
 def _overdue(job: JobView, wait: Waits, limit: Array) -> Mapping[int, float]:
@@ -484,6 +495,15 @@ def _frozen_inside(job: JobView, rows: Array, last: float) -> Verdict:
     )
 
 
+def _since_an_end(job: JobView) -> Array:
+    """Return for each rank how long no call of it has been seen to end; infinite for none."""
+    calls = job.calls
+    out = np.full(len(job.ranks), np.inf)
+    ended = ~np.isnan(calls["end"]) & ((calls["flags"] & CallFlag.UNSEEN) == 0)
+    np.minimum.at(out, calls["row"][ended], -calls["end"][ended])
+    return out
+
+
 def _queued(job: JobView) -> Array:
     """Return ranks whose device has not come to the oldest open call.
 
@@ -500,13 +520,19 @@ def _queued(job: JobView) -> Array:
 def _before(
     job: JobView, rows: Array, members: int, last: float, limit: float, engine: float
 ) -> Verdict:
-    """Return what is to be said of a call that some devices have not come to."""
+    """Return what is to be said of a call that some devices have not come to.
+
+    Where none has, no rank waits for another: their work is long, or stands still on all of them.
+    """
     detail = "its device has not come to the call: what was enqueued before it still runs"
     named = rows[:MOST_NAMED]
     inside = members - len(rows)
+    kind, confidence = VerdictKind.HANG, 0.9
+    if not inside:
+        kind, confidence = VerdictKind.CANNOT_SAY, round(0.5 / len(named), 3)
     return Verdict(
-        kind=VerdictKind.HANG,
-        suspects=rank_suspects(job, named, 0.9, [detail] * len(named)),
+        kind=kind,
+        suspects=rank_suspects(job, named, confidence, [detail] * len(named)),
         evidence=(
             f"all members have enqueued the call, the last one {last:.1f} s ago",
             f"{len(rows)} devices have not come to it; {inside} are in it and wait",

@@ -85,6 +85,14 @@ class Learned:
     keys: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
     longest: Array = field(default_factory=lambda: np.zeros(0))
 
+    def knows(self, job: JobView) -> Array:
+        """Return for each rank whether a call like its last one has ended before."""
+        last = job.last_call
+        if not len(job.calls):
+            return np.zeros(len(last), bool)
+        known: Array = (last >= 0) & np.isin(_keys(job.calls[last], _CALL), self.keys)
+        return known
+
     def _usual(self, keys: Array) -> Array:
         if not len(self.keys):
             return np.zeros(len(keys))

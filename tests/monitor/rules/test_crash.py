@@ -79,3 +79,16 @@ def test_who_ended_in_a_call_or_after_it_failed_had_lost_a_peer() -> None:
     ]
     (verdict,) = crashes(jobs.job(*views), LIMITS)
     assert verdict.names() == ("2",)
+
+
+@pytest.mark.parametrize("after", [0, -6])
+def test_who_ended_otherwise_after_its_call_failed_had_lost_a_peer_too(after: int) -> None:
+    """A program that catches the error and leaves, and a library that aborts."""
+    failed = jobs.calls(jobs.call(7, 4, jobs.NOW - 1, jobs.NOW, flags=CallFlag.FAILED))
+    fine = jobs.calls(jobs.call(7, 3, jobs.NOW - 1, jobs.NOW))
+    ends = [(after, failed), (1, fine), (after, failed)]
+    views = [jobs.view(r, alive=False, exit_code=c, calls=made) for r, (c, made) in enumerate(ends)]
+    (verdict,) = crashes(jobs.job(*views), LIMITS)
+    assert verdict.names() == ("1",)
+    (verdict,) = crashes(jobs.job(*views[::2]), LIMITS)
+    assert verdict.names() == ("0", "2")

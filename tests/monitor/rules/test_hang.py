@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.monitor.job import CallFlag, JobView, Phase, RankView
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import HangLimits, Learned
+from ckptd.monitor.rules.limits import HangLimits, Learned, learn
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.verdict import SuspectKind, Verdict
 from tests.monitor import jobs
@@ -231,20 +231,63 @@ def test_where_in_the_program_it_was_last_seen() -> None:
 # --- on a device ----------------------------------------------------------------------------------
 
 
-def _on_device(rank: int, flags: int, **other: Any) -> RankView:
-    """A rank that has enqueued call 10 of group 7 and two more, 40 s ago."""
-    rows = [jobs.call(7, seq, jobs.NOW - 40.0, flags=flags) for seq in (10, 11, 12)]
+def _on_device(
+    rank: int, flags: int, age: float = 40.0, ended: float = np.nan, **other: Any
+) -> RankView:
+    """A rank that has enqueued call 10 of group 7 and two more, and ended call 9 `ended` s ago."""
+    rows = [jobs.call(7, seq, jobs.NOW - age, flags=flags) for seq in (10, 11, 12)]
+    if not np.isnan(ended):
+        rows.insert(0, jobs.call(7, 9, jobs.NOW - age, jobs.NOW - ended))
     usual: dict[str, Any] = {"calls": jobs.calls(*rows), "groups": jobs.groups({7: (4, 12, 9)})}
-    return jobs.inside(rank, 7, 10, 40.0, 4, **(usual | other))
+    return jobs.inside(rank, 7, 10, age, 4, **(usual | other))
+
+
+def _usual(seconds: float = 1.0) -> Learned:
+    """What is known when such a call has ended once, so long after it was enqueued."""
+    at = jobs.NOW - 100.0
+    made = jobs.calls(jobs.call(7, 9, at - seconds, at))
+    return learn(
+        Learned(), jobs.job(*(jobs.outside(r, 7, 9, 1.0, 4, calls=made) for r in range(4)))
+    )
 
 
 def test_a_device_that_has_not_come_to_a_call_is_the_cause() -> None:
     views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0) for r in range(4)]
-    (verdict,) = _told(jobs.job(*views))
+    (verdict,) = _told(jobs.job(*views), _usual())
     assert jobs.told([verdict]) == [("non-communication hang", ["2"])]
     assert "has not come to the call" in verdict.suspects[0].detail
     assert (verdict.numbers["hung"], verdict.numbers["inside"]) == (1, 3)
     assert "a broken link" in verdict.rules_out[0]
+
+
+def test_the_queue_before_a_first_call_may_be_long() -> None:
+    """As of replays of graphs between two all-reduces that are minutes apart."""
+
+    def told(*ages: float, queued: int = 1, **settings: Any) -> list[list[tuple[str, list[str]]]]:
+        flags = [CallFlag.QUEUED if r < queued else 0 for r in range(4)]
+        jobs_of = [[_on_device(r, flags[r], age) for r in range(4)] for age in ages]
+        return [jobs.told(_told(replace(jobs.job(*v), **settings))) for v in jobs_of]
+
+    first = [("non-communication hang", ["0"])]
+    assert told(40.0, 599.0, 601.0) == [[], [], first]  # after which a backend gives up
+    assert told(601.0, 1801.0, timeouts={7: 1800.0}) == [[], first]
+    nobody_waits = [("cannot say", ["0", "1", "2", "3"])]
+    assert told(40.0, 599.0, 601.0, queued=4) == [[], [], nobody_waits]
+
+
+def test_a_queue_that_is_as_long_as_it_was_is_none() -> None:
+    views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0) for r in range(4)]
+    assert not _told(jobs.job(*views), _usual(10.0))  # 5 times as long is too long
+
+
+def test_a_device_that_ends_calls_comes_to_the_others() -> None:
+    def told(age: float, ended: float) -> list[Verdict]:
+        views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0, age, ended) for r in range(4)]
+        return _told(jobs.job(*views), _usual())
+
+    assert not told(200.0, 5.0)
+    assert jobs.told(told(200.0, 40.0)) == [("non-communication hang", ["2"])]
+    assert jobs.told(told(601.0, 5.0)) == [("non-communication hang", ["2"])]
 
 
 def test_a_call_that_all_devices_have_come_to_hangs_itself() -> None:
