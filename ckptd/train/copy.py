@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Protocol
 
@@ -24,16 +23,17 @@ from ckptd.save.structure import SavePlan
 from ckptd.train import ondevice
 from ckptd.train.device import has_streams, kind_of
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow, grouped
-from ckptd.train.memorywatch import MemorySpan, Pages, SpanWatch, mappings
+from ckptd.train.memorywatch import MemorySpan, Pages, Resizes, SpanWatch, mappings
 from ckptd.train.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.train.replicas import Samples
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.leaves import TensorLeaf
-from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
+from ckptd.train.state.tensors import as_bytes, bytes_at
 from ckptd.types import Box
 
 __all__ = [
+    "CopyForm",
     "CopySources",
     "Snapshot",
     "copy_steps",
@@ -95,8 +95,11 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class CopySources:
-    """What copy steps read, worked out once for all saves of the same tensors.
+class CopyForm:
+    """What copy steps read, worked out once for all saves of the same tensors, without these.
+
+    It keeps no memory: between saves the program may let go of all of it. What it has is of use to
+    a save whose leaves are the same views of the same memory.
 
     Parameters
     ----------
@@ -104,19 +107,27 @@ class CopySources:
         What is copied, in file order. Large steps on a device are cut, so that the link is free
         for others meanwhile.
     leaves
-        Leaf by the name that steps use.
+        Leaf by name, those that steps use among them.
     held
         Tells of a leaf that nothing mutates it before the gate says so.
 
     Attributes
     ----------
-    locals, late
-        Local tensor by name: all of them, and those that are copied late.
+    steps
+        As they are copied.
     on_device
-        Names of those on devices with streams and events.
+        Names of the leaves that steps use on devices with streams and events.
+    late
+        Names of the leaves that may be copied late.
+    watched
+        Those of them that steps use.
     shared
-        Names of those in memory that other processes may write. These ask no gate, so such memory
-        is copied at once, and must be the same afterwards.
+        Names of the leaves in memory that other processes may write. These ask no gate, so such
+        memory is copied at once, and must be the same afterwards.
+    addresses
+        Where the local tensor of each step begins.
+    plain
+        The memory of each step that is a run of bytes on the host; `CopySources` keep it.
     """
 
     def __init__(
@@ -125,49 +136,35 @@ class CopySources:
         leaves: Mapping[str, TensorLeaf],
         held: Callable[[TensorLeaf], bool],
     ) -> None:
-        self.leaves = leaves
-        self._held = held
-        self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
-        self.on_device = {n for n, x in self.locals.items() if has_streams(x.device)}
-        for kind in {x.device.type for x in self.locals.values()}:
+        locals = {s.name: leaves[s.name].local for s in steps}
+        self.on_device = {n for n, x in locals.items() if has_streams(x.device)}
+        for kind in {x.device.type for x in locals.values()}:
             _note_if_without_streams(kind)
-        on_host = any(x.device.type == "cpu" for x in self.locals.values())
+        on_host = any(x.device.type == "cpu" for x in locals.values())
         self._mappings = mappings() if on_host else []
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
-        self.shared = {n for n, x in self.locals.items() if _lies_in(x, shared)}
-        self._shared_locals = {id(self.locals[n]) for n in self.shared}
-        self.late = {n: x for n, x in self.locals.items() if self.is_held(leaves[n])}
-        self._counted = {n: _counted(leaves[n], x) for n, x in self.late.items()}
-        self.steps = [cut for step in steps for cut in self._cut(step)]
-        self._addresses = [self.locals[step.name].data_ptr() for step in self.steps]
+        self.shared = {n for n, leaf in leaves.items() if _lies_in(leaf.local, shared)}
+        self.late = {n for n, leaf in leaves.items() if self._waits(n, leaf.local) and held(leaf)}
+        self.watched = [n for n in locals if n in self.late]
+        self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
+        self.addresses = [locals[step.name].data_ptr() for step in self.steps]
+        self.plain = [_plain(locals[step.name], step.part) for step in self.steps]
+        self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
 
-    def _cut(self, step: CopyStep) -> Iterable[CopyStep]:
-        local = self.locals[step.name]
+    def _waits(self, name: str, local: torch.Tensor) -> bool:
+        """Tell whether a local tensor may be copied late, if it is held."""
+        if local.device.type == "cpu":
+            # Beside tensors on devices the few bytes of an optimizer's step counters would be all
+            # that the host has to wait for at the gate.
+            small = self.on_device and local.numel() * local.element_size() <= SMALL_TENSOR_BYTES
+            return name not in self.shared and _is_dense(local) and not small
+        return has_streams(local.device)
+
+    def _cut(self, step: CopyStep, local: torch.Tensor) -> Iterable[CopyStep]:
         if step.name not in self.on_device or step.end - step.start <= ondevice.CHUNK_BYTES:
             return (step,)
         shape = tuple(local.shape) if step.part is None else step.part.shape
         return step.cut(shape, local.element_size(), ondevice.CHUNK_BYTES)
-
-    def is_held(self, leaf: TensorLeaf) -> bool:
-        """Tell whether a leaf is copied late."""
-        tensor = local_tensor(leaf.tensor)
-        if tensor.device.type == "cpu":
-            # Beside tensors on devices the few bytes of an optimizer's step counters would be all
-            # that the host has to wait for at the gate.
-            small = self.on_device and tensor.numel() * tensor.element_size() <= SMALL_TENSOR_BYTES
-            alone = id(tensor) not in self._shared_locals and _is_dense(tensor)
-            return alone and not small and self._held(leaf)
-        return has_streams(tensor.device) and self._held(leaf)
-
-    def versions(self) -> dict[str, list[int]]:
-        """Return what torch counts of changes of what is copied late, and where it lies.
-
-        A storage that is resized, as offloading does, gives its memory to others uncounted.
-        """
-        return {
-            name: [tensors[0].data_ptr(), *(t._version for t in tensors if not t.is_inference())]
-            for name, tensors in self._counted.items()
-        }
 
     @cached_property
     def watch(self) -> SpanWatch:
@@ -176,15 +173,14 @@ class CopySources:
         whole = set()
         for number in self.late_on_host:
             step = self.steps[number]
-            plain = self._plain[number]
+            plain = self.plain[number]
             if plain is not None:
                 at = plain.ctypes.data
                 spans.append(MemorySpan(step.name, at, plain.nbytes, step.start))
             elif step.name not in whole:
                 whole.add(step.name)
-                local = self.locals[step.name]
-                nbytes = local.numel() * local.element_size()
-                spans.append(MemorySpan(step.name, local.data_ptr(), nbytes, None))
+                at = self.addresses[number]
+                spans.append(MemorySpan(step.name, at, self._nbytes[step.name], None))
         return SpanWatch(spans, self._mappings, Pages.of_this_process())
 
     @cached_property
@@ -205,16 +201,60 @@ class CopySources:
             if step.name in self.late and step.name not in self.on_device
         ]
 
-    @cached_property
-    def devices(self) -> Mapping[torch.device, OnDevice]:
+
+class CopySources:
+    """What the copy steps of one save read. It keeps the memory, whatever the program lets go.
+
+    Parameters
+    ----------
+    form
+        What is known of it.
+    leaves
+        Leaf by name.
+
+    """
+
+    def __init__(self, form: CopyForm, leaves: Mapping[str, TensorLeaf]) -> None:
+        self.form = form
+        self.leaves = leaves
+
+    def local(self, number: int) -> torch.Tensor:
+        """Return the local tensor that a step copies, or a part of it."""
+        return self.leaves[self.form.steps[number].name].local
+
+    def versions(self) -> list[int]:
+        """Return where each tensor lies that is copied late, and what torch counts of its changes.
+
+        Three numbers a tensor, in the order of `CopyForm.watched`: an operation on a DTensor raises
+        the count of the DTensor, and not always that of the tensor inside.
+        """
+        found: list[int] = []
+        for name in self.form.watched:
+            leaf = self.leaves[name]
+            local = leaf.local
+            count = _version(local)
+            whole = count if leaf.tensor is local else _version(leaf.origin)
+            found += (local.data_ptr(), count, whole)
+        return found
+
+    def among(self, storages: Container[int]) -> list[str]:
+        """Return the names of what is copied late and lies in some storages."""
+        return [
+            name
+            for name in self.form.watched
+            if self.leaves[name].local.untyped_storage()._cdata in storages
+        ]
+
+    @property
+    def devices(self) -> dict[torch.device, OnDevice]:
         """What is on each device with streams; what other ranks hold as well is not looked for."""
         found: dict[torch.device, OnDevice] = {}
-        for number, step in enumerate(self.steps):
-            if step.name not in self.on_device:
+        for number, step in enumerate(self.form.steps if self.form.on_device else ()):
+            if step.name not in self.form.on_device:
                 continue
-            local = self.locals[step.name]
+            local = self.local(number)
             part = found.setdefault(local.device, OnDevice())
-            if step.name in self.late:
+            if step.name in self.form.late:
                 part.late.append(number)
                 part.held[step.name] = local
             else:
@@ -229,8 +269,8 @@ class CopySources:
         """Return what some steps copy; windows of one tensor share its contiguous copy."""
         found = []
         flat: dict[str, torch.Tensor] = {}
-        for step in (self.steps[number] for number in numbers):
-            local = self.locals[step.name]
+        for number in numbers:
+            step, local = self.form.steps[number], self.local(number)
             if isinstance(step.part, StridedWindow):
                 if step.name not in flat:
                     flat[step.name] = local.contiguous()
@@ -246,10 +286,10 @@ class CopySources:
         SaveError
             kind ``mutated``: its memory was freed.
         """
-        step = self.steps[number]
-        if self.locals[step.name].data_ptr() != self._addresses[number]:
+        step = self.form.steps[number]
+        if self.local(number).data_ptr() != self.form.addresses[number]:
             raise _mutated([step.name])
-        plain = self._plain[number]
+        plain = self.form.plain[number]
         if plain is None:
             _copy(self.source(number), slot.place(step.start, step.end))
         else:
@@ -257,26 +297,12 @@ class CopySources:
 
     def is_copied(self, number: int, slot: Slot) -> bool:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""
-        step = self.steps[number]
+        step = self.form.steps[number]
         place = slot.place(step.start, step.end)
-        plain = self._plain[number]
+        plain = self.form.plain[number]
         if plain is not None:
             return bool(np.array_equal(place, plain))
         return digest(place.data) == _digest(self.source(number))
-
-    @cached_property
-    def _plain(self) -> list[_Bytes | None]:
-        """The memory of each step that is a run of bytes on the host."""
-        return [self._bytes(number) for number in range(len(self.steps))]
-
-    def _bytes(self, number: int) -> _Bytes | None:
-        if not isinstance(part := self.steps[number].part, Box | None):
-            return None
-        local = self.locals[self.steps[number].name]
-        tensor = _part(local, part)
-        lazy = tensor.is_conj() or tensor.is_neg()
-        runs = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
-        return as_bytes(tensor) if runs else None
 
 
 class _HostLane:
@@ -344,29 +370,31 @@ class Snapshot:
         samples: Samples | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._steps = steps = sources.steps
+        self._form = form = sources.form
+        self._steps = form.steps
         self._slot = slot
         self._sources: CopySources | None = sources
         self._samples = samples
         self._shared = copies
         self._clone = clone
         self._timeout_s = timeout_s
-        self._late: Mapping[str, torch.Tensor] = sources.late
+        self._resizes = Resizes()
         self._versions = sources.versions()
-        self._counts: Callable[[], dict[str, list[int]]] = sources.versions
         # Before anything is copied: what is written from now on is not of this step.
-        self._watched = sources.watch.begin() if sources.late_on_host else None
+        self._watched = form.watch.begin() if form.late_on_host else None
         self._unsteady: list[str] = []
         self._found: list[str] = []
         # Until the gate opens nothing changes what is on the host; what a device has may change
         # before the host sees its copies done, so of that the staged bytes are compared.
-        on_device = sources.on_device
-        on_host = {n: x for n, x in self._late.items() if n not in on_device} if look else {}
-        self._digests = {name: _digest(local) for name, local in on_host.items()}
+        self._digests = {
+            name: _digest(sources.leaves[name].local)
+            for name in (form.watched if look else ())
+            if name not in form.on_device
+        }
         self._staged_digests = {
             number: _digest(sources.source(number).cpu())
-            for number, step in enumerate(steps if look else ())
-            if step.name in self._late and step.name not in on_host
+            for number, step in enumerate(form.steps if look else ())
+            if step.name in form.late and step.name in form.on_device
         }
         session = Interrupter.current
         self._aborts = None if session is None else session.aborts
@@ -386,14 +414,14 @@ class Snapshot:
 
     def copy_now(self) -> None:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
-        for number in self._live.early:
+        for number in self._form.early:
             self._live.copy(number, self._slot)
-        for number in self._live.early:
+        for number in self._form.early:
             name = self._steps[number].name
-            if name in self._live.shared and not self._live.is_copied(number, self._slot):
+            if name in self._form.shared and not self._live.is_copied(number, self._slot):
                 self._unsteady.append(name)
         self._sample_on_host(late=False)
-        look = self._live.on_device or self._samples is not None
+        look = self._form.on_device or self._samples is not None
         if look and (devices := self._devices()):
             self._begin_on(devices)
 
@@ -402,27 +430,21 @@ class Snapshot:
         if self._samples is None:
             return []
         tensors = {
-            id(leaf.tensor): leaf.tensor  # several may lie in one buffer
-            for leaf in self._live.leaves.values()
-            if self._samples.wants(leaf.tensor)
-            and has_streams(leaf.tensor.device) == on_device
-            and self._live.is_held(leaf) == late
+            id(leaf.local): leaf.local  # several may lie in one buffer
+            for name, leaf in self._live.leaves.items()
+            if (name in self._form.late) == late
+            and has_streams(leaf.local.device) == on_device
+            and self._samples.wants(leaf)
         }
         return [v for t in tensors.values() for v in self._samples.views(t)]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
         """Return what is on devices with streams, and what of it ranks have in common."""
-        found = {
-            device: replace(part, common_early=[], common_late=[])
-            for device, part in self._live.devices.items()
-        }
-        if self._samples is not None:
-            for late in (False, True):
-                for tensor in self._common(on_device=True, late=late):
-                    local = local_tensor(tensor)
-                    part = found.setdefault(local.device, OnDevice())
-                    common = part.common_late if late else part.common_early
-                    common.append((tensor, local))
+        found = self._live.devices
+        for late in (False, True):
+            for tensor in self._common(on_device=True, late=late):
+                part = found.setdefault(tensor.device, OnDevice())
+                (part.common_late if late else part.common_early).append(tensor)
         return found
 
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
@@ -433,7 +455,7 @@ class Snapshot:
             self._steps,
             self._live.parts,
             clone=self._clone,
-            placed=self._live.early,
+            placed=self._form.early,
             timeout_s=self._timeout_s,
         )
         groups = self._on_device.groups + self._host_groups()
@@ -442,7 +464,7 @@ class Snapshot:
 
     def _host_groups(self) -> list[CopyGroup]:
         lane = _HostLane(self._slot, self._live)
-        late, most = self._live.late_on_host, len(self._steps)
+        late, most = self._form.late_on_host, len(self._steps)
         groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
         if self._samples is not None:
             groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(late=True)))
@@ -457,7 +479,7 @@ class Snapshot:
         def report(front: int) -> None:
             self._slot.staged = front
 
-        return CopyFeed(self._steps, groups, report, (*self._live.early, *placed))
+        return CopyFeed(self._steps, groups, report, (*self._form.early, *placed))
 
     # -- in the copying thread -------------------------------------------------------------------
 
@@ -493,8 +515,7 @@ class Snapshot:
                 self._changed = self._changed or []
                 if self._watched is not None:
                     self._watched.end()
-                self._watched, self._counts = None, dict
-            self._late, self._sources = {}, None
+                self._watched = self._sources = self._samples = None
 
     def _check(self) -> None:
         # An optimizer's step may stand behind a collective that was cut off, and run on garbage,
@@ -525,13 +546,18 @@ class Snapshot:
                     at = np.frombuffer(self._slot.data, np.uint8).ctypes.data
                     self._changed += self._watched.changed(at)
                 self._changed += [
-                    n for n, d in self._digests.items() if _digest(self._late[n]) != d
+                    n for n, d in self._digests.items() if _digest(self._live.leaves[n].local) != d
                 ]
             return list(self._changed)
 
     def _counted_changes(self) -> list[str]:
-        now = self._counts()
-        return [n for n, v in self._versions.items() if now[n] != v]
+        changed: list[str] = []
+        if (now := self._live.versions()) != self._versions:
+            for at, name in enumerate(self._form.watched):
+                of = slice(3 * at, 3 * at + 3)
+                changed += [name] if now[of] != self._versions[of] else []
+        resized = self._resizes.storages()
+        return changed + (self._live.among(resized) if resized else [])
 
     # -- at the gate -----------------------------------------------------------------------------
 
@@ -547,9 +573,12 @@ class Snapshot:
     def after_captured(self) -> None:
         """Disregard what was counted since `before_captured`, of what a device holds."""
         with self._checking:
-            if self._changed is None and self._sources is not None:
-                now = self._counts()
-                self._versions |= {n: now[n] for n in self._sources.on_device if n in now}
+            if self._changed is None:
+                now = self._live.versions()
+                for at, name in enumerate(self._form.watched):
+                    if name in self._form.on_device:
+                        of = slice(3 * at, 3 * at + 3)
+                        self._versions[of] = now[of]
 
     def order(self, timeout_s: float) -> bool:
         """Let what the current streams do from now on come after the copies.
@@ -600,15 +629,23 @@ def _mutated(names: Iterable[str]) -> SaveError:
     )
 
 
-def _counted(leaf: TensorLeaf, local: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors whose counts torch raises when a leaf is changed in place.
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # of inference tensors torch counts nothing
+        return 0
 
-    An operation on a DTensor raises the count of the DTensor, and not always that of the tensor
-    inside; the detached leaf has counts of its own.
-    """
-    if not is_dtensor(leaf.origin):
-        return [local]
-    return [local, leaf.origin, local_tensor(leaf.origin)]
+
+def _plain(local: torch.Tensor, part: Box | StridedWindow | None) -> _Bytes | None:
+    """Return the memory of a part that is a run of bytes on the host; nothing keeps it."""
+    if not isinstance(part, Box | None):
+        return None
+    tensor = _part(local, part)
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
+        return None
+    kept = as_bytes(tensor)
+    return bytes_at(kept.ctypes.data, kept.nbytes)
 
 
 def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:

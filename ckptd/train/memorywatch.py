@@ -1,7 +1,8 @@
 """Watching memory for writes to tensors that are not yet copied, whether torch counts them or not.
 
 Where the kernel counts writes to pages (`Pages`), pages that are one tensor's alone are watched by
-it; other memory is compared, whole or by samples (`SpanWatch`).
+it; other memory is compared, whole or by samples (`SpanWatch`). Memory that a storage gives back is
+noted as it does so, on every device (`Resizes`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import fcntl
+import functools
+import itertools
 import mmap
 import os
 import platform
@@ -17,11 +20,13 @@ import sys
 import threading
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ckptd.save.arena import anonymous_file
@@ -33,6 +38,7 @@ __all__ = [
     "MemorySpan",
     "Pages",
     "Range",
+    "Resizes",
     "SpanWatch",
     "WatchedSpans",
     "mappings",
@@ -534,3 +540,57 @@ def _gather(file: int, where: int, at: _Ints, sizes: _Ints) -> None:
         if _pwritev(file, part.ctypes.data, len(part), where) != wanted:
             raise OSError(ctypes.get_errno(), "memory cannot be read")
         where += wanted
+
+
+_RESIZE = "resize_"
+
+
+class Resizes:
+    """Finds storages that were resized since this was made.
+
+    A tensor that is held keeps its storage, and the storage keeps its memory, with one exception: a
+    resize gives the memory back while the storage lives on, as offloading does, and the next resize
+    may get the same memory, in which others have written meanwhile. Torch counts no change, and
+    the address is what it was.
+
+    Notes
+    -----
+    Torch has no hook for it: ``torch.UntypedStorage.resize_`` is replaced when one of these is
+    made. A resize by compiled code, which does not call it, is not found.
+    """
+
+    _installed: ClassVar[object] = None
+    _numbers: ClassVar = itertools.count(1)
+    _last: ClassVar[dict[int, int]] = {}
+    """The number of the last resize by storage, as torch identifies it."""
+
+    def __init__(self) -> None:
+        plain = getattr(torch.UntypedStorage, _RESIZE)
+        if plain is not Resizes._installed:
+            Resizes._installed = _noted(plain, self._note)
+            setattr(torch.UntypedStorage, _RESIZE, Resizes._installed)
+        self._begin = next(self._numbers)
+
+    @classmethod
+    def _note(cls, storage: torch.UntypedStorage) -> None:
+        cls._last[storage._cdata] = next(cls._numbers)
+
+    def storages(self) -> set[int]:
+        """Return the storages, as torch identifies them."""
+        return {storage for storage, number in list(self._last.items()) if number > self._begin}
+
+
+def _noted(
+    plain: Callable[[torch.UntypedStorage, int], Any],
+    note: Callable[[torch.UntypedStorage], None],
+) -> Callable[[torch.UntypedStorage, int], Any]:
+    @functools.wraps(plain)
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        # Before and after: another thread may look, or begin, in between.
+        note(storage)
+        try:
+            return plain(storage, size)
+        finally:
+            note(storage)
+
+    return resize_

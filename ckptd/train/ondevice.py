@@ -640,11 +640,11 @@ class DeviceSamples:
         self._taken: list[torch.Tensor] = []
         self._host: torch.Tensor | None = None
 
-    def take(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take the samples of ``(tensor, its local part)`` on the current stream."""
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the samples of local tensors on the current stream."""
         parts = []
-        for tensor, local in tensors:
-            parts.append(sampled_bytes(local))
+        for tensor in tensors:
+            parts.append(sampled_bytes(tensor))
             self._of.append(tensor)
             self._sizes.append(parts[-1].numel())
         if parts:
@@ -707,10 +707,6 @@ class FirstBytesWatch:
         return found
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor, and this rank's part of it."""
-
-
 @dataclass(slots=True)
 class OnDevice:
     """What of a snapshot is on one device.
@@ -728,8 +724,8 @@ class OnDevice:
     early: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     held: dict[str, torch.Tensor] = field(default_factory=dict)
-    common_early: list[Pair] = field(default_factory=list)
-    common_late: list[Pair] = field(default_factory=list)
+    common_early: list[torch.Tensor] = field(default_factory=list)
+    common_late: list[torch.Tensor] = field(default_factory=list)
 
 
 class DeviceSnapshot:

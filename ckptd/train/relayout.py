@@ -28,7 +28,7 @@ from ckptd.train.layout.program import LayoutSpec, Spelling
 from ckptd.train.ranks import Agreement, board_of
 from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.train.state.restore import apply_objects, look, prepare
-from ckptd.train.state.tensors import as_bytes, dtype_name, local_tensor
+from ckptd.train.state.tensors import as_bytes, dtype_name
 from ckptd.train.transport import TorchTransport
 from ckptd.types import DType, dtype_of
 
@@ -226,7 +226,7 @@ def _check_roles(
 
 def _local(leaves: Leaves) -> Leaves:
     """Return leaves that are what this rank has of its tensors."""
-    tensors = {n: replace(x, tensor=local_tensor(x.tensor)) for n, x in leaves.tensors.items()}
+    tensors = {n: replace(x, tensor=x.local) for n, x in leaves.tensors.items()}
     return replace(leaves, tensors=tensors)
 
 
@@ -272,7 +272,7 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
             leaf = flats.get(tensor.name.removeprefix("flat."))
         if leaf is None or tensor.state not in states:
             continue
-        local = local_tensor(leaf.tensor)
+        local = leaf.local
         if tuple(local.shape) != tensor.shape:
             raise MismatchError(
                 "a tensor has another shape than the layout says",
@@ -506,7 +506,7 @@ def write_number(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
     """Write a number, in the type that the live one has."""
     if value is not None:
         found = np.frombuffer(value[1], dtype=np.uint8).view(value[0].numpy)
-        local_tensor(leaf.tensor).fill_(found.astype(np.float64).item())
+        leaf.local.fill_(found.astype(np.float64).item())
 
 
 def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) -> Leaves:

@@ -115,59 +115,59 @@ def digest_of_sample(raw: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
 
 
 class Samples:
-    """Sampled digests, each taken when it is first asked for: call it with a tensor.
+    """Sampled digests, each taken when it is first asked for: call it with a local tensor.
 
     Parameters
     ----------
     shards
-        The tensors among those with meshes that will be asked for; None: those that several ranks
+        The leaves among those with meshes that will be asked for; None: those that several ranks
         of their own mesh hold.
     views
-        Views of what other ranks hold too, by the id of the tensor, where a layout says that; of
-        other tensors whole ones are asked for.
+        Views of what other ranks hold too, by the id of the local tensor, where a layout says that;
+        of other tensors whole ones are asked for.
     """
 
     def __init__(
         self,
-        shards: Iterable[torch.Tensor] | None = None,
+        shards: Iterable[TensorLeaf] | None = None,
         views: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         # With the tensor itself, so that its id stays its own.
         self._known: dict[int, tuple[torch.Tensor, str]] = {}
-        self._shards = None if shards is None else {id(t) for t in shards}
+        self._shards = None if shards is None else {id(x.local) for x in shards}
         self._views = views or {}
 
-    def views(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def views(self, local: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the tensors that will be asked for in place of one of a state."""
-        return self._views.get(id(tensor), (tensor,))
+        return self._views.get(id(local), (local,))
 
-    def wants(self, tensor: torch.Tensor) -> bool:
+    def wants(self, leaf: TensorLeaf) -> bool:
         """Return whether several ranks may hold the same values of it."""
-        if self._shards is None or not is_dtensor(tensor):
-            return is_common(tensor)
-        return id(tensor) in self._shards
+        if self._shards is None or not is_dtensor(leaf.tensor):
+            return is_common(leaf.tensor)
+        return id(leaf.local) in self._shards
 
-    def __call__(self, tensor: torch.Tensor) -> str:
+    def __call__(self, local: torch.Tensor) -> str:
         """Return the digest of a tensor as it was at the first call."""
-        found = self._known.get(id(tensor))
+        found = self._known.get(id(local))
         if found is None:
-            found = self._known[id(tensor)] = tensor, sample_digest(tensor)
+            found = self._known[id(local)] = local, sample_digest(local)
         return found[1]
 
-    def put(self, tensor: torch.Tensor, digest: str) -> None:
+    def put(self, local: torch.Tensor, digest: str) -> None:
         """Add a digest that was taken elsewhere."""
-        self._known[id(tensor)] = tensor, digest
+        self._known[id(local)] = local, digest
 
 
 def shards_in_common(
     tensors: Mapping[str, TensorLeaf], holders: ReplicaHolders
-) -> dict[str, torch.Tensor]:
-    """Return the tensors with meshes of which another rank holds the same part, by name."""
-    return {
-        name: leaf.tensor
+) -> list[TensorLeaf]:
+    """Return the leaves with meshes of which another rank holds the same part."""
+    return [
+        leaf
         for name, leaf in tensors.items()
         if is_dtensor(leaf.tensor) and not holders.tensor(name).alone
-    }
+    ]
 
 
 def replica_digests(
@@ -209,7 +209,7 @@ def replica_digests(
             continue
         shared = holders.tensor(name)
         if not shared.alone:
-            tables.setdefault(shared, {})[name] = sample(held.tensor)
+            tables.setdefault(shared, {})[name] = sample(held.local)
     replicas, blobs = [], []
     for shared, table in chain(tables.items(), (known or {}).items()):
         body = msgspec.json.encode(table, order="sorted")

@@ -27,7 +27,7 @@ from ckptd.save.client import WriterClient, post_failure
 from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
-from ckptd.train.copy import CopySources, Snapshot, copy_steps
+from ckptd.train.copy import CopyForm, CopySources, Snapshot, copy_steps
 from ckptd.train.feed import CopyStep
 from ckptd.train.gate import Gate
 from ckptd.train.ondevice import DeviceCopies, refuse_capture
@@ -210,7 +210,7 @@ class Saver:
         self._structure: tuple[object, Structure] | None = None
         self._steps: list[CopyStep] = []
         self._steps_of = ""
-        self._sources: tuple[object, CopySources] | None = None
+        self._form: tuple[object, CopyForm] | None = None
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
@@ -375,12 +375,14 @@ class Saver:
         if self._lazy != "off":
             guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
             held = guarded if self._lazy == "auto" else held
+        tensors = leaves.tensors if laid is None else laid.sources
         key = (leaves.known, self._steps_of)
-        if self._sources is not None and leaves.known is not None and self._sources[0] == key:
-            return self._sources[1]
-        sources = CopySources(self._steps, leaves.tensors if laid is None else laid.sources, held)
-        self._sources = (key, sources) if leaves.known is not None and laid is None else None
-        return sources
+        if leaves.known is None or laid is not None:
+            self._form = None
+            return CopySources(CopyForm(self._steps, tensors, held), tensors)
+        if self._form is None or self._form[0] != key:
+            self._form = key, CopyForm(self._steps, tensors, held)
+        return CopySources(self._form[1], tensors)
 
     def _replicas(
         self,
@@ -427,7 +429,7 @@ class Saver:
         holders = self._planner.holders
         samples = None
         if holders is not None:
-            shards = shards_in_common(leaves.tensors, holders).values()
+            shards = shards_in_common(leaves.tensors, holders)
             samples = Samples(shards, None if laid is None else laid.views(holders))
         try:
             with events.span("enqueue"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptd.train import copy
-from ckptd.train.copy import CopySources
+from ckptd.train.copy import CopyForm
 from ckptd.train.device import DeviceKind, accelerator, has_streams, is_capturing, kind_of
 from ckptd.train.feed import CopyStep
 from ckptd.train.state.leaves import TensorLeaf
@@ -140,9 +140,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 def test_a_device_without_a_lazy_path_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
     tensors = {"w": torch.empty(8, device="meta"), "v": torch.zeros(8)}
-    leaves = {n: TensorLeaf(n, t, "model", "param", n, t) for n, t in tensors.items()}
+    leaves = {n: TensorLeaf(n, t, t, "model", "param", n, t) for n, t in tensors.items()}
     steps = [CopyStep("w", None, 0, 32), CopyStep("v", None, 32, 64)]
-    CopySources(steps, leaves, lambda leaf: True)
+    CopyForm(steps, leaves, lambda leaf: True)
     assert not logged.messages, "of the host there is nothing to log"
     for _ in range(2):
         copy._note_if_without_streams("mps")

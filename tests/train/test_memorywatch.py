@@ -27,6 +27,7 @@ from ckptd.train.memorywatch import (
     WHOLE_BYTES,
     MemorySpan,
     Pages,
+    Resizes,
     SpanWatch,
     mappings,
 )
@@ -416,3 +417,39 @@ def test_storages_stay_resizable(tmp_path: Path) -> None:
         ck.load(state, 4)
         assert all(t.untyped_storage().resizable() for t in held)
     assert bool((model[0].weight == 3).all())
+
+
+def test_resizes_are_found_from_the_look_on() -> None:
+    tensor, other = torch.zeros(100), torch.zeros(100)
+    identity = tensor.untyped_storage()._cdata
+    first = Resizes()
+    tensor.untyped_storage().resize_(0)
+    second = Resizes()
+    assert first.storages() == {identity}
+    assert not second.storages()
+    tensor.untyped_storage().resize_(400)
+    assert first.storages() == second.storages() == {identity}
+    other.detach().untyped_storage().resize_(800)
+    assert second.storages() == {identity, other.untyped_storage()._cdata}
+    with pytest.raises(RuntimeError):
+        torch.from_numpy(np.zeros(4)).untyped_storage().resize_(0)
+
+
+def test_resizes_are_found_beside_others_that_look_for_them(monkeypatch: Any) -> None:
+    """`torch.distributed._tools.mem_tracker` replaces the same method, and puts it back."""
+    tensor = torch.zeros(100)
+    plain = torch.UntypedStorage.resize_
+    Resizes()
+    seen = []
+
+    def theirs(storage: torch.UntypedStorage, size: int) -> Any:
+        seen.append(size)
+        return plain(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", theirs)
+    for _ in range(2):
+        resizes = Resizes()
+        tensor.untyped_storage().resize_(0)
+        assert resizes.storages()
+        monkeypatch.undo()  # as if it never was
+    assert seen == [0]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptd.save.arena import Slot
-from ckptd.train.copy import CopySources
+from ckptd.train.copy import CopyForm, CopySources
 from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.ondevice import (
     DeviceCopies,
@@ -71,7 +71,7 @@ def test_windows_of_a_turned_tensor_share_one_copy_of_it() -> None:
     """Each of its cuts kept a copy of the whole until all were cloned: n times the memory."""
     rows, columns, size = 24, 10, 4
     tensors = {name: torch.randn(columns, rows).t() for name in ("w", "v")}
-    leaves = {n: TensorLeaf(n, t, "model", "param", n, t) for n, t in tensors.items()}
+    leaves = {n: TensorLeaf(n, t, t, "model", "param", n, t) for n, t in tensors.items()}
     steps = [
         CopyStep(
             name, StridedWindow((2, columns), (columns, 1), at * columns), 0, 2 * columns * size
@@ -79,12 +79,12 @@ def test_windows_of_a_turned_tensor_share_one_copy_of_it() -> None:
         for name in tensors
         for at in range(0, rows, 2)
     ]
-    sources = CopySources(steps, leaves, lambda leaf: False)
+    sources = CopySources(CopyForm(steps, leaves, lambda leaf: False), leaves)
     slot, early = Slot(0, 64), list(range(len(steps)))
     parts = {CPU: OnDevice(early=early)}
     with Copied() as copied:
         snapshot = DeviceSnapshot(
-            HostCopies(), slot, parts, sources.steps, sources.parts, clone=True, timeout_s=1.0
+            HostCopies(), slot, parts, sources.form.steps, sources.parts, clone=True, timeout_s=1.0
         )
     assert copied.numels.count(rows * columns) == len(tensors)
     wanted = torch.cat([t.clone() for t in tensors.values()])

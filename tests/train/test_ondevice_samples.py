@@ -53,8 +53,8 @@ def test_digests_are_those_of_the_host(name: str) -> None:
     plain = device_bytes(tensor).clone().view(tensor.dtype).view(tensor.shape)
     others = [torch.arange(9.0), torch.randn(5000)]
     taken = DeviceSamples()
-    taken.take([(others[0], others[0])])
-    taken.take([(tensor, tensor), (others[1], others[1])])
+    taken.take([others[0]])
+    taken.take([tensor, others[1]])
     taken.fetch(HostLane())
     samples = Samples()
     taken.give(samples)
@@ -69,7 +69,7 @@ def test_a_view_is_sampled_without_a_copy_of_it() -> None:
     row = torch.randn(1, 512)
     views = [row.expand(1 << 40, 512), row.t().expand(512, 1 << 40)]
     taken = DeviceSamples()
-    taken.take([(view, view) for view in views])
+    taken.take(views)
     taken.fetch(HostLane())
     samples = Samples()
     taken.give(samples)

@@ -58,7 +58,7 @@ class LeafPart:
 class _Replica(NamedTuple):
     """What this rank and others hold of a tensor: its name, which ranks, and where it lies here.
 
-    `tensor` is the id of the tensor that the views are of.
+    `tensor` is the id of the local tensor that the views are of.
     """
 
     name: str
@@ -151,9 +151,9 @@ class LaidLeaves:
     # --- replicas -------------------------------------------------------------------------------
 
     def views(self, holders: ReplicaHolders) -> Mapping[int, Sequence[torch.Tensor]]:
-        """Return what other ranks hold of the layout's tensors, by the id of this rank's tensor."""
+        """Return what other ranks hold of the layout's tensors, by the id of this rank's part."""
         parts = chain(self.parts.values(), self.copies)
-        out: dict[int, list[torch.Tensor]] = {id(p.leaf.tensor): [] for p in parts}
+        out: dict[int, list[torch.Tensor]] = {id(p.leaf.local): [] for p in parts}
         for found in self._replicas(holders):
             out[found.tensor] += found.views
         return out
@@ -196,7 +196,7 @@ class LaidLeaves:
                 group = self._group(self.job.form.rules[self.followers[name][0]].axes)
             if not shared.alone:
                 here = replace(shared, key=f"{group}:{shared.key}")
-                tables.setdefault(here, {})[name] = sample(leaf.tensor)
+                tables.setdefault(here, {})[name] = sample(leaf.local)
         return tables
 
     def _replicas(self, holders: ReplicaHolders) -> list[_Replica]:
@@ -216,7 +216,7 @@ class LaidLeaves:
 
     def _replicas_of(self, part: LeafPart, key: str = "") -> Iterator[_Replica]:
         """Yield what groups of ranks hold of one tensor; `key` tells groups of the same ranks."""
-        tensor = part.leaf.tensor
+        tensor = part.leaf.local
         for found in self.job.common.of(part.piece, part.stored.state):
             here = Shared(found.group + key, found.first, False)
             yield _Replica(part.stored.name, here, id(tensor), found.views(tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.train.data.batches import Batches
-from ckptd.train.state.leaves import Leaves, PerRank, Sink, StatePlace, can_reseed
+from ckptd.train.state.leaves import (
+    Leaves,
+    PerRank,
+    Sink,
+    StatePlace,
+    TensorLeaf,
+    can_reseed,
+)
 from ckptd.train.state.modules import add_module, reshard
 from ckptd.train.state.objects import call_with, replace_in_place
 from ckptd.train.state.optimizers import ParameterOwners, add_groups, add_optimizer
@@ -35,19 +44,21 @@ def is_heavy(site: Site) -> bool:
 
 @dataclass(slots=True)
 class _Look:
-    """What heavy sites hold, so that two looks are equal exactly when they give the same leaves.
+    """What heavy sites hold.
 
     Attributes
     ----------
+    owners
+        Modules and optimizers, in order.
     things
-        What must be the very same objects, in order. They are kept alive, so that no id can be
-        that of another object.
+        What these and the sites hold, in order: tensors, modules, None.
     facts
-        What must be equal, in order.
+        What is no object that may die, in order.
     rereads
         Whether something is held that only another flattening can tell.
     """
 
+    owners: list[Any] = field(default_factory=list)
     things: list[Any] = field(default_factory=list)
     facts: list[Any] = field(default_factory=list)
     rereads: bool = False
@@ -60,52 +71,134 @@ class _Look:
             look.facts.append(site.place.name)
             if not is_heavy(site):
                 continue
-            look.things.append(site.value)
             if isinstance(site.value, nn.Module):
                 look._module(site.value)
             elif isinstance(site.value, torch.optim.Optimizer):
                 look._optimizer(site.value)
+            else:
+                look.things.append(site.value)
         return look
 
-    def same(self, other: _Look) -> bool:
-        """Tell whether both saw the same."""
-        return self.facts == other.facts and _ids(self.things) == _ids(other.things)
-
     def _module(self, top: nn.Module) -> None:
-        plain = nn.Module
+        owners, things, facts = self.owners, self.things, self.facts
         for module in top.modules():
-            kind = type(module)
-            self.things += (module, kind)
+            owners.append(module)
+            facts.append(type(module))
             for slots in (module._modules, module._parameters, module._buffers):
-                self.facts.append(tuple(slots))
-                self.things += slots.values()
+                facts.append(len(slots))
+                if slots:
+                    facts += slots
+                    things += slots.values()
             if module._buffers:
-                self.facts.append(frozenset(module._non_persistent_buffers_set))
-            if (
-                kind.get_extra_state is not plain.get_extra_state
-                or kind._save_to_state_dict is not plain._save_to_state_dict
-            ):
-                self.rereads = True
+                facts.append(frozenset(module._non_persistent_buffers_set))
+        plain = nn.Module
+        self.rereads |= any(
+            kind.get_extra_state is not plain.get_extra_state
+            or kind._save_to_state_dict is not plain._save_to_state_dict
+            for kind in set(map(type, owners))
+            if issubclass(kind, plain)
+        )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.owners.append(optimizer)
+        things, facts = self.things, self.facts
         for group in optimizer.param_groups:
-            self.facts.append(len(group["params"]))
-            self.things += group["params"]
+            facts.append(len(group["params"]))
+            things += group["params"]
         for parameter, held in optimizer.state.items():
-            if not isinstance(held, dict) or not all(map(_is_tensor, held.values())):
+            if not isinstance(held, dict):
                 self.rereads = True
                 return
-            self.things.append(parameter)
-            self.facts.append(tuple(held))
-            self.things += held.values()
+            things.append(parameter)
+            facts.append(len(held))
+            facts += held
+            for value in held.values():
+                if not isinstance(value, torch.Tensor):
+                    self.rereads = True
+                    return
+                things.append(value)
+
+
+class _Known:
+    """What a look gave, without what it saw: it keeps nothing alive that the program lets go.
+
+    Modules and optimizers are known again by weak references. Tensors are not: one that has a weak
+    reference cannot be swapped (`torch.utils.swap_tensors`, which ``module.to()`` calls). They are
+    known again by their ids, which others have once they are gone; one that is the same view of
+    the same memory, in the same places, is as good. Memory is known by weak references to storages,
+    whose identity nothing else gets as long as there is one.
+
+    Parameters
+    ----------
+    tensors
+        The live tensors of all leaves and aliases, by where they stand among the look's things.
+    leaves, paths
+        What the look gave.
+    """
+
+    def __init__(
+        self,
+        look: _Look,
+        tensors: Mapping[int, torch.Tensor],
+        leaves: Leaves,
+        paths: dict[str, str],
+    ) -> None:
+        self._owners = [weakref.ref(owner) for owner in look.owners]
+        self._ids = _ids(look.things)
+        self._facts = look.facts
+        self._positions = list(tensors)
+        self._memory, locals = _memory(tensors.values())
+        self._storages = [StorageWeakRef(x.untyped_storage()) for x in locals]
+        # Kept, so that their ids are not given to others.
+        self._meshes = {id(t.device_mesh): t.device_mesh for t in tensors.values() if is_dtensor(t)}
+        at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
+        self._forms = [
+            (
+                at[id(leaf.origin)],
+                *(leaf.name, leaf.section, leaf.kind, leaf.path, leaf.aliases, leaf.own),
+                leaf.tensor is not leaf.local,
+            )
+            for leaf in leaves.tensors.values()
+        ]
+        self._aliases, self._paths = dict(leaves.aliases), paths
+        self._token = leaves.known
+
+    def again(self, look: _Look) -> tuple[Leaves, dict[str, str]] | None:
+        """Return what a look gives, if it is equal to the one that is known."""
+        if (
+            look.rereads
+            or look.facts != self._facts
+            or _ids(look.things) != self._ids
+            or [id(known()) for known in self._owners] != _ids(look.owners)
+        ):
+            return None
+        tensors = [look.things[at] for at in self._positions]
+        memory, locals = _memory(tensors)
+        if memory != self._memory:
+            return None
+        found = {}
+        for at, name, section, kind, path, aliases, own, meshed in self._forms:
+            live = tensors[at]
+            local = whole = locals[at].detach()
+            if meshed:
+                whole = live
+            found[name] = TensorLeaf(
+                name, whole, local, section, kind, path, live, aliases, None, own
+            )
+        leaves = Leaves(
+            tensors=found,
+            aliases=dict(self._aliases),
+            optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
+            known=self._token,
+        )
+        return leaves, dict(self._paths)
 
 
 class Recall:
-    """Remembers one state."""
+    """Remembers one state, and keeps nothing of it alive."""
 
     def __init__(self) -> None:
-        self._known: tuple[_Look, list[torch.Tensor], list[Any], Leaves, dict[str, str]] | None
-        self._known = None
+        self._known: _Known | None = None
 
     def leaves(self, sites: Sequence[Site]) -> tuple[Leaves, dict[str, str]] | None:
         """Return the tensors that the heavy sites gave the last time, if they would again.
@@ -122,18 +215,10 @@ class Recall:
         for site in sites:
             if isinstance(site.value, nn.Module):
                 reshard(site.value)
-        look, tensors, memory, leaves, paths = self._known
-        now = _Look.at(sites)
-        if now.rereads or not now.same(look) or _memory(tensors) != memory:
+        again = self._known.again(_Look.at(sites))
+        if again is None:
             self._known = None
-            return None
-        again = Leaves(
-            tensors=dict(leaves.tensors),
-            aliases=dict(leaves.aliases),
-            optimizers=list(leaves.optimizers),
-            known=leaves.known,
-        )
-        return again, dict(paths)
+        return again
 
     def keep(
         self,
@@ -165,39 +250,46 @@ class Recall:
             )
             if leaf.assign is not None or inside:
                 return
+        positions = {id(thing): at for at, thing in enumerate(look.things)}
+        if not all(id(tensor) in positions for tensor in tensors):
+            return  # one lies inside of a value
         names = {n for leaf in leaves.tensors.values() for n in (leaf.name, *leaf.aliases)}
         leaves.known = object()
         paths = {n: path(n) for n in names}
-        self._known = look, list(tensors), _memory(tensors), leaves, paths
+        found = {positions[id(tensor)]: tensor for tensor in tensors}
+        self._known = _Known(look, found, leaves, paths)
 
 
 def _ids(things: Iterable[Any]) -> list[int]:
     return list(map(id, things))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _memory(tensors: Iterable[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return where tensors lie and how their memory is read, and this rank's parts of them.
 
-
-def _memory(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return where tensors lie and how their memory is read.
-
-    Two that are equal are the same view of the same memory, as long as the memory that was there at
-    first is kept alive.
+    Two that are equal are the same view of the same memory, as long as a weak reference keeps the
+    identity of the storage that was there at first from others.
     """
     found: list[Any] = []
+    locals = []
     for tensor in tensors:
         local = local_tensor(tensor)
         if local is not tensor and is_dtensor(tensor):
             # The mesh is an object that others may be equal to: ranks agree on its identity alone.
             found += (id(tensor.device_mesh), tensor.placements, tensor.shape)
-        at = local.data_ptr()
-        found += (at, local.shape, local.stride(), local.dtype, local.device)
-        # Bits of a view, which change what is read and not where.
-        found += (local.is_conj(), local.is_neg())
-        if not at:  # nothing here (an empty shard): what it shares is said by its storage alone
-            found.append(local.untyped_storage()._cdata)
-    return found
+        # The storage says the device. Memory that is empty here (an uneven shard) has no address.
+        # The bits of a view change what is read and not where.
+        found += (
+            local.untyped_storage()._cdata,
+            local.data_ptr(),
+            local.shape,
+            local.stride(),
+            local.dtype,
+            local.is_conj(),
+            local.is_neg(),
+        )
+        locals.append(local)
+    return found, locals
 
 
 _log = logging.getLogger("ckptd")

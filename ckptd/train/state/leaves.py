@@ -272,7 +272,11 @@ class TensorLeaf:
         Canonical name.
     tensor
         A detached `torch.Tensor` or `DTensor` on the live memory: filling it changes the state.
-        After `prepare` it may be memory of its own, which `apply_objects` puts into the state.
+        After `prepare` it may be memory of its own, which `apply_objects` puts into the state. Of a
+        save, a DTensor is the live one, and may have other memory soon.
+    local
+        What this rank has of it, detached: it keeps its memory, whatever the program does with the
+        live one, and shares its count of changes.
     section
         Key at the top of the state.
     kind
@@ -294,6 +298,7 @@ class TensorLeaf:
 
     name: str
     tensor: torch.Tensor
+    local: torch.Tensor
     section: str
     kind: TensorKind
     path: str
@@ -551,11 +556,17 @@ class Sink:
             first.aliases += (place.name,)
             self.leaves.aliases[place.name] = first.name
             return first
-        live = tensor.detach()
-        filled = live if is_fillable(live) else _contiguous_copy(live)
+        local = live = local_tensor(tensor).detach()
+        if is_dtensor(tensor):
+            live = tensor if self.saved is None else tensor.detach()
+        filled = live
+        if not is_fillable(local):
+            filled = _contiguous_copy(live.detach())
+            local = local_tensor(filled)
         leaf = TensorLeaf(
             name=place.name,
             tensor=filled,
+            local=local,
             section=place.section,
             kind=kind,
             path=place.path,
@@ -641,9 +652,8 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     return (storage, form, tensor.is_conj(), tensor.is_neg())
 
 
-def is_fillable(tensor: torch.Tensor) -> bool:
+def is_fillable(local: torch.Tensor) -> bool:
     """Return whether writing elements one by one into this memory gives the tensor."""
-    local = local_tensor(tensor)
     if local.is_conj() or local.is_neg():
         return False
     strides = local.stride()

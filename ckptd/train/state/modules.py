@@ -28,7 +28,7 @@ from ckptd.train.state.leaves import (
     TensorLeaf,
 )
 from ckptd.train.state.objects import call_with
-from ckptd.train.state.tensors import is_dtensor, is_fsdp1, is_fsdp2
+from ckptd.train.state.tensors import fsdp2_is_loaded, is_dtensor, is_fsdp1, is_fsdp2, local_tensor
 
 __all__ = [
     "ModuleTensor",
@@ -118,6 +118,7 @@ def _make(leaf: TensorLeaf, device: torch.device | None) -> torch.Tensor:
     if isinstance(leaf.origin, nn.Parameter):
         new = nn.Parameter(new, requires_grad=leaf.origin.requires_grad)
     leaf.tensor = new.detach()
+    leaf.local = local_tensor(leaf.tensor)
     return new
 
 
@@ -182,6 +183,8 @@ def reshard(module: nn.Module) -> None:
     After a forward without a backward the unsharded ones are registered: other objects than
     those the optimizer holds, and whole on every rank.
     """
+    if not fsdp2_is_loaded():
+        return
     for inner in module.modules():
         if is_fsdp2(inner):
             inner.reshard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_bytes",
+    "bytes_at",
     "dtype_name",
     "flat_memory",
+    "fsdp2_is_loaded",
     "is_async",
     "is_dtensor",
     "is_fsdp1",
@@ -28,6 +30,9 @@ __all__ = [
     "local_tensor",
     "torch_dtype",
 ]
+
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
@@ -48,6 +53,11 @@ def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
 def is_fsdp2(value: object) -> TypeGuard[FSDPModule]:
     """Tell whether FSDP2's ``fully_shard`` was called on a module."""
     return _is(value, "torch.distributed.fsdp", "FSDPModule")
+
+
+def fsdp2_is_loaded() -> bool:
+    """Tell whether a module may be one of FSDP2: one look in place of one at each module."""
+    return "torch.distributed.fsdp" in sys.modules
 
 
 def _is(value: object, module: str, name: str) -> bool:
@@ -105,8 +115,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     What a collective still computes is waited for: before that it has no memory of its own.
     """
+    if type(tensor) in _PLAIN:
+        return tensor
     part = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return part.trigger_wait() if is_async(part) else part
+    return part.trigger_wait() if type(part) not in _PLAIN and is_async(part) else part
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,7 +167,12 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
             found=f"{type(plain).__name__}, {nbytes} bytes",
             hint="save the tensors that it wraps, or register(...) a type for it",
         )
-    return np.asarray(_Memory(plain, nbytes))
+    return np.asarray(_Memory(plain, plain.data_ptr(), nbytes))
+
+
+def bytes_at(address: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return a flat view of memory of this process, which the view does not keep."""
+    return np.asarray(_Memory(None, address, nbytes)) if nbytes else np.empty(0, np.uint8)
 
 
 class _Memory:
@@ -165,11 +182,11 @@ class _Memory:
     that free storages and fill them again.
     """
 
-    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor | None, address: int, nbytes: int) -> None:
         self.tensor = tensor
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.data_ptr(), False),
+            "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
         }

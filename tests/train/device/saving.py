@@ -239,7 +239,7 @@ def the_first_save_waits_for_nothing(sim: Simulator) -> None:
         try:
             handle = ck.save(2, state)
             # As ranks that hold the same do, each for the first time.
-            samples.take([(t, t) for t in live.values()])
+            samples.take(list(live.values()))
             assert not sim.waits, sim.waits
         finally:
             held()
@@ -329,7 +329,7 @@ def samples_are_those_of_the_host(sim: Simulator) -> None:
     on_device = {n: t.to(sim.name) for n, t in tensors.items()}
     on_device["transposed"] = square.to(sim.name).t()
     on_device["every other"] = torch.zeros(9000, device=sim.name)[::2].copy_(tensors["every other"])
-    taken.take([(t, t) for t in on_device.values()])
+    taken.take(list(on_device.values()))
     taken.fetch(_Lane())  # type: ignore[arg-type]
     samples = Samples()
     taken.give(samples)

@@ -42,7 +42,7 @@ def job_of(form: StoredForm, rank: int) -> JobLayout:
 
 def tables(job: JobLayout, tensors: dict[str, torch.Tensor]) -> Tables:
     """Return the digests of what a rank of a job holds in common with others."""
-    leaves = Leaves({n: TensorLeaf(n, tensors[n], "", "tensor", "", tensors[n]) for n in job.local})
+    leaves = Leaves({n: TensorLeaf(n, t := tensors[n], t, "", "tensor", "", t) for n in job.local})
     laid = laid_leaves(job, leaves)
     holders = cast("ReplicaHolders", AllHold())
     try:
