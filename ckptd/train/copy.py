@@ -266,11 +266,19 @@ class CopySources:
         return self.parts((number,))[0]
 
     def parts(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Return what some steps copy; windows of one tensor share its contiguous copy."""
+        """Return what some steps copy; windows of one tensor share its contiguous copy.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: its memory was freed. A kernel that reads there could cost the device.
+        """
         found = []
         flat: dict[str, torch.Tensor] = {}
         for number in numbers:
             step, local = self.form.steps[number], self.local(number)
+            if local.data_ptr() != self.form.addresses[number]:
+                raise _mutated([step.name])
             if isinstance(step.part, StridedWindow):
                 if step.name not in flat:
                     flat[step.name] = local.contiguous()
@@ -286,14 +294,13 @@ class CopySources:
         SaveError
             kind ``mutated``: its memory was freed.
         """
-        step = self.form.steps[number]
-        if self.local(number).data_ptr() != self.form.addresses[number]:
-            raise _mutated([step.name])
-        plain = self.form.plain[number]
+        step, plain = self.form.steps[number], self.form.plain[number]
         if plain is None:
             _copy(self.source(number), slot.place(step.start, step.end))
-        else:
+        elif self.local(number).data_ptr() == self.form.addresses[number]:
             slot.put(step.start, plain)
+        else:
+            raise _mutated([step.name])
 
     def is_copied(self, number: int, slot: Slot) -> bool:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""

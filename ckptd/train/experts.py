@@ -194,7 +194,7 @@ class LiveTensor:
         self.name = leaf.name
         self.origin = leaf.origin
         self.dtype = dtype_of(dtype_name(leaf.tensor.dtype, leaf.name), leaf.name)
-        self.numel = local_tensor(leaf.tensor).numel()
+        self.numel = leaf.local.numel()
         self._memory: TensorMemory | None = None
 
     def open(self) -> None:
@@ -819,7 +819,7 @@ class _Plan:
                 if found is None or found.origin is not tensor.origin:
                     what = "none" if found is None else "another one"
                     raise _stale("a tensor is not that of the plan", "the same", what, tensor.name)
-                if local_tensor(found.tensor).numel() != tensor.numel:
+                if found.local.numel() != tensor.numel:
                     raise _stale("a tensor has another size", "as planned", "another", tensor.name)
 
     def remember(self, *, lost: bool = False) -> None:
@@ -910,7 +910,7 @@ def _check_leaves(
         leaf = leaves.get(name)
         if leaf is None or shapes.get(name) == tensor.shape:
             continue
-        old = local_tensor(leaf.tensor)
+        old = leaf.local
         alone = old.untyped_storage().nbytes() == old.numel() * old.element_size()
         if is_dtensor(leaf.tensor) or leaf.kind == "ndarray" or not alone:
             raise UsageError(

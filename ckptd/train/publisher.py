@@ -43,7 +43,7 @@ from ckptd.publish.messages import (
 from ckptd.runtime.agentlink import run_folder
 from ckptd.runtime.ranks import Board
 from ckptd.save.arena import Slot
-from ckptd.train.copy import CopySources, Snapshot
+from ckptd.train.copy import CopyForm, CopySources, Snapshot
 from ckptd.train.feed import CopyStep
 from ckptd.train.gate import Gate
 from ckptd.train.layout.program import LayoutSpec
@@ -52,7 +52,7 @@ from ckptd.train.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.train.relayout import RelayoutSide, own_tensors
 from ckptd.train.state.flatten import Flattener
 from ckptd.train.state.leaves import Leaves, TensorLeaf
-from ckptd.train.state.tensors import dtype_name, local_tensor
+from ckptd.train.state.tensors import dtype_name
 from ckptd.types import dtype_of
 
 __all__ = ["Publication", "Publisher"]
@@ -222,7 +222,7 @@ class Publisher:
         self._shape: _Shape | None = None
         self._slots: dict[int, Slot] = {}
         self._reading = threading.Lock()
-        self._sources: tuple[object, CopySources] | None = None
+        self._form: tuple[object, CopyForm] | None = None
         self._flattener = Flattener()
         self._gate = Gate(timeout_s)
         self._device_copies = DeviceCopies()
@@ -507,13 +507,10 @@ class Publisher:
 
     def _sources_of(self, leaves: Leaves, shape: _Shape) -> CopySources:
         held = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
-        known = self._sources
-        if known is not None and known[0] is leaves.known:
-            return known[1]
         mine: dict[str, TensorLeaf] = {n: leaves.tensors[n] for n in shape.names}
-        sources = CopySources(shape.steps, mine, held)
-        self._sources = None if leaves.known is None else (leaves.known, sources)
-        return sources
+        if self._form is None or leaves.known is None or self._form[0] is not leaves.known:
+            self._form = leaves.known, CopyForm(shape.steps, mine, held)
+        return CopySources(self._form[1], mine)
 
     def _count(self, number: int) -> None:
         """Count this rank's share; the last rank tells that the version is whole."""
@@ -606,6 +603,5 @@ def _looks(leaves: Leaves, names: tuple[str, ...]) -> tuple[tuple[str, tuple[int
     for name in names:
         leaf = leaves.tensors.get(name)
         if leaf is not None:
-            local = local_tensor(leaf.tensor)
-            out.append((name, tuple(local.shape), str(local.dtype)))
+            out.append((name, tuple(leaf.local.shape), str(leaf.local.dtype)))
     return tuple(out)

@@ -376,11 +376,10 @@ class Saver:
             guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
             held = guarded if self._lazy == "auto" else held
         tensors = leaves.tensors if laid is None else laid.sources
-        key = (leaves.known, self._steps_of)
-        if leaves.known is None or laid is not None:
-            self._form = None
-            return CopySources(CopyForm(self._steps, tensors, held), tensors)
-        if self._form is None or self._form[0] != key:
+        # A token stands for the same views of the same memory, which views of a layout are not.
+        known = leaves.known if laid is None else None
+        key = (known, self._steps_of)
+        if self._form is None or known is None or self._form[0] != key:
             self._form = key, CopyForm(self._steps, tensors, held)
         return CopySources(self._form[1], tensors)
 
