@@ -102,7 +102,7 @@ class CanonicalGradients:
         ----------
         numbers
             What to sum up beside the gradients, such as its tokens and its loss, in float64; as
-            many in each call of a job. Tensors are of one element.
+            many in each call on all ranks of the group. Tensors are of one element.
 
         Raises
         ------

@@ -319,7 +319,9 @@ class _Resumed(CanonicalGradients):
                 if taken.isdisjoint(self._real(node)):
                     taken.update(self._real(node))
                     held[-1].append(node)
-        counts = max(row[1] for row in rows)
+        # Stages of a pipeline may have other numbers: mostly the last alone has losses.
+        peers = [0] if self._alone else dist.get_process_group_ranks(self._group)
+        counts = max(rows[peer][1] for peer in peers)
         return held, counts - 1 if counts else None
 
     def _real(self, node: TreeNode) -> range:

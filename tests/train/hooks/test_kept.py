@@ -35,6 +35,7 @@ class Program:
     """A generation of a job, and where it is."""
 
     group: dist.ProcessGroup | None = None
+    has_loss = True
 
     def __init__(self, kept: KeptGradients | None, *extra: torch.nn.Module) -> None:
         torch.manual_seed(0)
@@ -58,7 +59,7 @@ class Program:
             with keyed_rng(3, self.sampler.step, index):
                 loss = self.model(DATA[next(self.batches)]).square().sum()
                 loss.backward()
-            self.canonical.add(index, 2, loss)
+            self.canonical.add(index, *((2, loss) if self.has_loss else ()))
         return indices
 
     def step(self) -> tuple[float, ...]:
@@ -336,12 +337,15 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
         assert out == uninterrupted(3)
 
 
-def tensor_parallel_ranks() -> tuple[float, ...]:
-    """Leave a step in which the two ranks of a tensor-parallel group have not come equally far."""
+def ranks_of_a_replica() -> tuple[float, ...]:
+    """Leave a step in which the two ranks of each replica have not come equally far.
+
+    As in a pipeline the second one alone has numbers.
+    """
     me = dist.get_rank()
     groups = [dist.new_group([place, place + 2]) for place in range(2)]
     program = Program(None)
-    program.kept, program.group = KeptGradients(), groups[me % 2]
+    program.kept, program.group, program.has_loss = KeptGradients(), groups[me % 2], me % 2 == 1
     program.sampler = ElasticSampler(SCHEDULE, rank=me // 2, world=2)
     program.begin()
     assert program.compute(most=[3, 2, 1, 2][me]) == [[0, 1, 2], [0, 1], [3], [3, 4]][me]
@@ -352,8 +356,9 @@ def tensor_parallel_ranks() -> tuple[float, ...]:
 
 
 @pytest.mark.dist
-def test_tensor_parallel_ranks_have_kept_what_all_of_them_have() -> None:
-    assert run_ranks(4, tensor_parallel_ranks) == uninterrupted(1) * 4
+def test_ranks_of_a_replica_have_kept_what_all_of_them_have() -> None:
+    (whole,) = uninterrupted(1)
+    assert run_ranks(4, ranks_of_a_replica) == [whole[2:], whole] * 2
 
 
 def draw_with_a_single_micro_batch() -> int:
