@@ -144,10 +144,11 @@ class SetLeader(_Order, frozen=True, tag="leader"):
 
 
 class SetDirectory(_Order, frozen=True, tag="directory"):
-    """To rank 0's server: the layout, and where the servers of all ranks are."""
+    """To rank 0's server: the layout as in `PublishedAbout`, and where the servers are."""
 
     layout: str
     sizes: dict[str, int]
+    globs: tuple[tuple[int, tuple[str, ...], dict[str, int]], ...]
     entries: tuple[ServerEntry, ...]
 
 
@@ -374,13 +375,24 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of what a server answers."""
 
 
+_Globs = tuple[
+    _Number,
+    Annotated[tuple[_Name, ...], Meta(max_length=64)],
+    Annotated[dict[_Name, _Number], Meta(max_length=64)],
+]
+
+
 class PublishedAbout(_Answer, frozen=True, tag="about"):
-    """The publisher: its epoch, its ranks, its layout as a program, and the length of each axis."""
+    """The publisher: its epoch, its ranks, its layout as a program, and the length of each axis.
+
+    `globs` has what those in names of its rules stand for (`ckptd.layout.lay.bind.FilledGlobs`).
+    """
 
     epoch: str
     world: Annotated[int, Meta(ge=1, lt=1 << 24)]
     layout: Annotated[str, Meta(max_length=1 << 20)]
     sizes: Annotated[dict[_Name, _Number], Meta(max_length=4096)]
+    globs: Annotated[tuple[_Globs, ...], Meta(max_length=1 << 14)] = ()
 
 
 class ServerList(_Answer, frozen=True, tag="found"):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
 from ckptd.layout.block import Block
 from ckptd.layout.lay.agree import agreed
-from ckptd.layout.lay.bind import bind_sizes
+from ckptd.layout.lay.bind import FilledGlobs, bind_sizes, with_globs
 from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
@@ -147,7 +147,9 @@ def published_layout(about: PublishedAbout) -> Bound:
     MismatchError, UsageError
         It is none, or is for another number of ranks.
     """
-    source = bind_sizes(read_text(about.layout, "the publisher").resolve(), about.sizes)
+    resolved = read_text(about.layout, "the publisher").resolve()
+    globs = [FilledGlobs(*g) for g in about.globs]
+    source = bind_sizes(with_globs(resolved, globs), about.sizes)
     mesh = source.layout.mesh
     if (1 if mesh is None else mesh.world) != about.world:
         raise MismatchError(

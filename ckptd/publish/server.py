@@ -223,11 +223,11 @@ class PublishServer:
                 self._open(message)
             case SetLeader(entry):
                 self._leader = entry
-            case SetDirectory(layout, sizes, entries):
+            case SetDirectory(layout, sizes, globs, entries):
                 self._entries = entries
                 if self._opening is not None:
                     self._about = PublishedAbout(
-                        self._opening.epoch, self._opening.world, layout, sizes
+                        self._opening.epoch, self._opening.world, layout, sizes, globs
                     )
             case SetTensors(tensors):
                 self._tensors = {t.name: t for t in tensors}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError, WorkerError
-from ckptd.layout.lay.bind import bind_sizes
+from ckptd.layout.lay.bind import bind_sizes, with_globs
 from ckptd.net.address import is_here, is_loopback
 from ckptd.publish.blocks import gather_blocks, read_bytes
 from ckptd.publish.carrier import WeightCarrier
@@ -288,7 +288,8 @@ class Publisher:
         agreement = self._agreement
         side = RelayoutSide.of(state, self._layout, agreement, None)
         # Workers bind it from this alone: what they would miss is missed here.
-        bind_sizes(side.laid.resolved, side.form.bound.sizes)
+        bound = side.form.bound
+        bind_sizes(with_globs(side.laid.resolved, side.globs), bound.sizes)
         tensors: list[PublishedTensor] = []
         starts: dict[str, int] = {}
         steps: list[CopyStep] = []
@@ -318,8 +319,9 @@ class Publisher:
         shape = self._agreement.on_every_rank(lambda: self._described(state, leaves))
         self._client.send(SetTensors(shape.tensors))
         if self._board.rank == 0:
-            text, sizes = shape.side.laid.program.text, dict(shape.side.form.bound.sizes)
-            self._client.send(SetDirectory(text, sizes, self._others))
+            side = shape.side
+            text, sizes = side.laid.program.text, dict(side.form.bound.sizes)
+            self._client.send(SetDirectory(text, sizes, side.globs, self._others))
             self._place.announce(self._entry)
         return shape
 

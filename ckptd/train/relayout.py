@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.layout.lay.agree import agreed
-from ckptd.layout.lay.bind import bind_sizes
+from ckptd.layout.lay.bind import FilledGlobs, bind_sizes, filled_globs
 from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import LaidTensor, local_tensors
-from ckptd.layout.lay.resolve import Bound
+from ckptd.layout.lay.resolve import Bound, has_globs
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.live.memory import ArrayMemory, TensorMemory
 from ckptd.live.move import Mover, MoveReport, MoveWatch, message_bytes
@@ -187,6 +187,11 @@ class RelayoutSide:
             laid, job, StoredForm(Bound(layout_, job.form.bound.sizes)), state, leaves
         )
 
+    @property
+    def globs(self) -> tuple[FilledGlobs, ...]:
+        """What globs in names of the program stand for."""
+        return filled_globs(self.form.bound, self.laid.resolved)
+
     @cached_property
     def names(self) -> dict[str, str]:
         """Names in the state by names in the program, of everything that this rank has."""
@@ -231,7 +236,9 @@ def _local(leaves: Leaves) -> Leaves:
 
 
 def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
-    """Return the layout if the program says all sizes; the same answer on every rank."""
+    """Return the layout if the program says all sizes and names; the same answer on every rank."""
+    if any(has_globs(e.name) for e in laid.resolved.equations):
+        return None
     try:
         bound = bind_sizes(laid.resolved, {})
     except MismatchError:

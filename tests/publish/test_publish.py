@@ -19,6 +19,7 @@ import ckptd
 from ckptd import events
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
 from ckptd.format.digest import digest
+from ckptd.layout.lay.bind import FilledGlobs, with_globs
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -37,6 +38,7 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.pull import _Giver
 from ckptd.publish.server import PublishServer
+from ckptd.reshard.layouts import read_text
 from ckptd.runtime.channel import SocketChannel
 from ckptd.runtime.priority import NICE
 from ckptd.save.arena import Slot
@@ -582,3 +584,51 @@ def test_a_fifo_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "publisher.json")
     with ckptd.Subscriber(FUSED, Tree(fused(whole(99))), tmp_path) as subscriber:
         assert subscriber.update() is None
+
+
+GLOBS = """
+mesh O = x:1
+space s { L{l}.g[f h] n[h] }
+layout trainer of s on WHERE {
+  enc.**.{l}.gate.weight = L{l}.g[f h] ENC
+  **.{l}.*.weight = L{l}.g[f h] DEC
+  *.norm.weight = n[h]
+  nothing.**.weight = n[h]
+}
+layout rollout of s on O {
+  **.{l}.gate.w = L{l}.g[f h]
+  norm.* = n[h]
+}
+"""
+
+
+@pytest.mark.parametrize("where", ["O", "none"])
+def test_names_with_globs_are_those_that_the_trainer_and_the_worker_have(
+    tmp_path: Path, where: str
+) -> None:
+    # Names of whole tensors say themselves which numbers a rule has.
+    first, others = ("", "") if where == "none" else ("for l=0", "for l=1..")
+    program = GLOBS.replace("WHERE", where).replace("ENC", first).replace("DEC", others)
+    last = "dec.c.2.gate.weight" if where == "none" else "dec.b.2.up.weight"
+    names = ["enc.a.0.gate.weight", "dec.b.1.up.weight", last]
+    full = {n: torch.randn(4, 3) for n in names} | {"model.norm.weight": torch.randn(3)}
+    into = {f"m.{i}.gate.w": torch.zeros(4, 3) for i in range(3)} | {"norm.w": torch.zeros(3)}
+    with (
+        ckptd.Publisher(f"# layout trainer\n{program}", tmp_path / "at") as publisher,
+        ckptd.Subscriber(f"# layout rollout\n{program}", {"m": into}, tmp_path / "at") as to,
+    ):
+        assert publisher.publish(1, {"m": full}).wait(30)
+        assert to.update(wait_s=30) is not None
+    for found, wanted in zip(into.values(), full.values(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_what_globs_stand_for_is_checked_against_the_program() -> None:
+    program = GLOBS.replace("WHERE", "O").replace("ENC", "").replace("DEC", "")
+    resolved = read_text(f"# layout rollout\n{program}", "test").resolve()
+    good = FilledGlobs(0, ("m.",), {})
+    assert len(with_globs(resolved, [good]).equations) == 1
+    for wrong in (good._replace(rule=9), good._replace(texts=()), good._replace(texts=("a", "b"))):
+        with pytest.raises(UsageError) as caught:
+            with_globs(resolved, [wrong])
+        assert caught.value.kind == "lay-use"

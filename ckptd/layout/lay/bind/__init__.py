@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from ckptd.layout.lay.bind.axes import sorted_ranks
 from ckptd.layout.lay.bind.fit import fit_findings, with_fits
+from ckptd.layout.lay.bind.globs import FilledGlobs, filled_globs, with_globs
 from ckptd.layout.lay.bind.layouts import bind_all, bind_ranks, bind_sizes, bind_stored
 from ckptd.layout.lay.bind.observed import Observed, from_stored, unmatched
 
 __all__ = [
+    "FilledGlobs",
     "Observed",
     "bind_all",
     "bind_ranks",
     "bind_sizes",
     "bind_stored",
+    "filled_globs",
     "fit_findings",
     "from_stored",
     "sorted_ranks",
     "unmatched",
     "with_fits",
+    "with_globs",
 ]

@@ -143,7 +143,8 @@ def _instances(resolved: Resolved, observed: Observed) -> tuple[Resolved, list[E
         by_rule.setdefault(number, []).append(texts)
     for number, equation in enumerate(resolved.equations):
         for texts in by_rule.get(number, []):
-            one = replace(equation, name=filled(equation.name, texts))
+            globs = (number, texts) if texts else None
+            one = replace(equation, name=filled(equation.name, texts), globs=globs)
             equations += pinned(one, observed, (number, texts), all_of)
         if number not in by_rule and is_packed(equation, resolved, observed):
             packed.append(equation)

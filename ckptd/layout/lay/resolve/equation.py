@@ -107,6 +107,9 @@ class Equation:
         The rule, for messages.
     text
         The rule as it was written, for messages.
+    globs
+        Where globs of its name were replaced: number of the rule that had them, and what they
+        matched.
     """
 
     name: Name
@@ -117,6 +120,7 @@ class Equation:
     only: Mapping[str, Numbers] = field(default_factory=dict)
     at: Position = NOWHERE
     text: str = ""
+    globs: tuple[int, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)
