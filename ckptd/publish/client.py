@@ -17,12 +17,15 @@ import msgspec
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.publish.messages import (
     REPLY,
+    AskSlot,
     Opening,
     ServerEntry,
     ServerReady,
     ServerStop,
     SlotAnswer,
+    VersionDropped,
     VersionKnown,
+    VersionSettled,
     VersionWhole,
     most_listen_s,
 )
@@ -34,22 +37,37 @@ __all__ = ["PublishClient"]
 T = TypeVar("T")
 
 _START_S = 60.0
-_ANSWER_S = 30.0
+_ANSWER_S = 5.0
 _LOOK_S = 5.0
+_LEAVE_S = 1.0
 
 
 class PublishClient:
-    """Starts the server of this rank. `send` may be called by any thread, `placed` by one.
+    """Starts the server of this rank. `send` may be called by any thread, `place` by one.
 
     Parameters
     ----------
-    known
-        Called by a thread of this client when the leader gives a version to workers, or when it
-        never will.
+    lost
+        Called by a thread of this client when the leader will never give a version to workers: it
+        does not answer, or this server is gone.
+    settled
+        Called by that thread on rank 0 when a version is whole, or never will be.
+
+    Attributes
+    ----------
+    silent
+        Whether the server has not answered the last `place` yet.
     """
 
-    def __init__(self, opening: Opening, known: Callable[[VersionKnown], None]) -> None:
-        self._known = known
+    def __init__(
+        self,
+        opening: Opening,
+        lost: Callable[[int], None],
+        settled: Callable[[int, bool], None],
+    ) -> None:
+        self._lost = lost
+        self._settled = settled
+        self.silent = False
         self._start_s = _START_S + (most_listen_s(opening) if opening.port else 0.0)
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
@@ -66,6 +84,7 @@ class PublishClient:
         self._sending = threading.Lock()
         self._unknown: set[int] = set()
         self._closed = False
+        self._asked = 0
         self._receiver = threading.Thread(target=self._receive, name="ckptd-published", daemon=True)
         self._receiver.start()
         self.send(opening)
@@ -97,27 +116,45 @@ class PublishClient:
             It does not.
         """
         answer = self._next(ServerReady, self._start_s)
+        if answer is None:
+            raise WorkerError(
+                "the server of a publisher does not answer",
+                where=f"process {self._process.pid}",
+                wanted=f"within {self._start_s:.0f} s",
+            )
         if answer.entry is None:
             raise CkptdError.from_dict(answer.error or {})
         return answer.entry
 
-    def placed(self, number: int) -> SlotAnswer:
-        """Return where a version goes, as the server answers `AskSlot`."""
-        end = time.monotonic() + _ANSWER_S
-        while True:
-            answer = self._next(SlotAnswer, end - time.monotonic())
-            if answer.number == number:  # else that of a call that was given up
-                return answer
+    def place(self, number: int, step: int) -> SlotAnswer:
+        """Return where a version goes, as the leader, which is this rank's server, decides.
 
-    def _next(self, kind: type[T], wait_s: float) -> T:
+        Nowhere, where it does not answer; it is waited for once, and not again before it has
+        answered that. A server that is stopped does not stop the training.
+        """
+        wait_s = 0.0 if self.silent else _ANSWER_S
+        if not self.silent:
+            self.send(AskSlot(number, step))
+            self._asked = number
+        while (answer := self._next(SlotAnswer, wait_s)) is not None:
+            if answer.number == self._asked:
+                if not self.silent:
+                    return answer
+                self.silent = False
+                return self.place(number, step)
+        if not self.silent:
+            self.silent = True
+            self.send(VersionDropped(number))
+        return SlotAnswer(number, -1, False, f"process {self.pid}, the server, does not answer")
+
+    def _next(self, kind: type[T], wait_s: float) -> T | None:
+        """Return the next answer of a kind; None: none in this time."""
         end = time.monotonic() + wait_s
         while True:
             try:
                 message = self._answers.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise WorkerError(
-                    "the server of a publisher does not answer", wanted=f"within {wait_s:.0f} s"
-                ) from None
+                return None
             if message is None:
                 self._answers.put(None)  # for the next call
                 raise WorkerError(
@@ -134,15 +171,19 @@ class PublishClient:
         with contextlib.suppress(EOFError, OSError):
             while not self._closed:
                 item = self._channel.receive(_LOOK_S)
-                if item is not None and isinstance(item[0], VersionKnown):
-                    self._unknown.discard(item[0].number)
-                    self._known(item[0])
-                elif item is not None:
-                    self._answers.put(item[0])
+                message = None if item is None else item[0]
+                if isinstance(message, VersionKnown):
+                    self._unknown.discard(message.number)
+                    if not message.good:
+                        self._lost(message.number)
+                elif isinstance(message, VersionSettled):
+                    self._settled(message.number, message.whole)
+                elif message is not None:
+                    self._answers.put(message)
         self._answers.put(None)
         if not self._closed:
             for number in sorted(self._unknown):  # ranks may wait for these
-                self._known(VersionKnown(number, False))
+                self._lost(number)
 
     def close(self) -> None:
         """Let the server end as soon as no worker holds a version. Idempotent."""
@@ -152,7 +193,7 @@ class PublishClient:
         with contextlib.suppress(WorkerError):  # it is gone already
             self.send(ServerStop())
         self._channel.shut()  # its thread is woken
-        self._receiver.join()
+        self._receiver.join(_LEAVE_S)  # it may wait for the board of a job that ends
         self._channel.close()
         # Nobody waits for it: whoever pulls gets the rest. The thread only collects the exit code.
         threading.Thread(target=self._process.wait, daemon=True).start()

@@ -57,6 +57,7 @@ __all__ = [
     "VersionDropped",
     "VersionKnown",
     "VersionSealed",
+    "VersionSettled",
     "VersionWhole",
     "most_listen_s",
 ]
@@ -230,13 +231,20 @@ class SlotAnswer(_Reply, frozen=True, tag="placed"):
 
 
 class VersionKnown(_Reply, frozen=True, tag="known"):
-    """The leader gives a whole version to workers from now on; or it does not answer."""
+    """Answer to `VersionWhole`: the leader gives it to workers from now on; or does not answer."""
 
     number: int
     good: bool
 
 
-REPLY = ServerReady | SlotAnswer | VersionKnown
+class VersionSettled(_Reply, frozen=True, tag="settled"):
+    """The leader to rank 0: a version is whole, or will never be."""
+
+    number: int
+    whole: bool
+
+
+REPLY = ServerReady | SlotAnswer | VersionKnown | VersionSettled
 
 
 # --- workers and servers --------------------------------------------------------------------------

@@ -74,6 +74,7 @@ from ckptd.publish.messages import (
     VersionDropped,
     VersionKnown,
     VersionSealed,
+    VersionSettled,
     VersionWhole,
     most_listen_s,
 )
@@ -133,6 +134,7 @@ class PublishServer:
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
+        self._replying = threading.Lock()
         self._slots: dict[int, _Shared] = {}
         self._versions: dict[int, _Shared] = {}
         self._tensors: dict[str, PublishedTensor] = {}
@@ -247,7 +249,7 @@ class PublishServer:
 
     def _reply(self, message: msgspec.Struct) -> None:
         """Answer the rank; what a rank that is dead has sent before is done all the same."""
-        with contextlib.suppress(WorkerError):
+        with contextlib.suppress(WorkerError), self._replying:
             self._channel.send(message)
 
     def _open(self, opening: Opening) -> None:
@@ -388,9 +390,11 @@ class PublishServer:
 
     def _note(self, question: AskCommit | AskDrop) -> None:
         if isinstance(question, AskCommit):
-            self._book.commit(question.number)
+            settled = self._book.commit(question.number)
         else:
-            self._book.drop(question.number)
+            settled = self._book.drop(question.number)
+        if settled:
+            self._reply(VersionSettled(question.number, isinstance(question, AskCommit)))
 
     # --- workers --------------------------------------------------------------------------------
 

@@ -106,21 +106,25 @@ class VersionBook:
     def _filled(self) -> Iterator[tuple[int, _Entry]]:
         return ((slot, e) for slot, e in enumerate(self._entries) if e is not None)
 
-    def commit(self, number: int) -> None:
-        """Note that every rank has sealed a version."""
+    def commit(self, number: int) -> bool:
+        """Note that every rank has sealed a version; False: it was dropped before."""
         with self._change:
-            for _, entry in self._filled():
-                entry.whole = entry.whole or entry.number == number
+            found = [e for _, e in self._filled() if e.number == number]
+            for entry in found:
+                entry.whole = True
             self._change.notify_all()
+            return bool(found)
 
-    def drop(self, number: int) -> None:
-        """Note that a version will never be whole; its slot is free."""
+    def drop(self, number: int) -> bool:
+        """Note that a version will never be whole: its slot is free; False: that is known."""
         with self._change:
             for slot, entry in list(self._filled()):
                 if entry.number == number and not entry.whole:
                     self._entries[slot] = None
                     if entry.fresh:  # a rank that failed may have made no memory of its own yet
                         self._left.add(slot)
+                    return True
+            return False
 
     def newer(self, than: int, wait_s: float = 0.0) -> tuple[int, int] | None:
         """Return number and step of the newest whole version above `than`; wait for one so long."""

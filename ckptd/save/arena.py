@@ -96,7 +96,10 @@ class Slot:
 
     @staged.setter
     def staged(self, nbytes: int) -> None:
-        self._control[_STAGED] = nbytes
+        try:
+            self._control[_STAGED] = nbytes
+        except AttributeError:
+            raise _closed() from None
 
     def put(self, start: int, source: NDArray[np.uint8]) -> None:
         """Copy bytes to their place.
@@ -136,7 +139,7 @@ class Slot:
 
     def _unfilled(self, error: OSError) -> SaveError:
         if self.fd < 0:
-            return SaveError("the slot was closed while it was filled", kind="aborted")
+            return _closed()
         return _no_memory(self.nbytes, error)
 
     def allocate(self) -> None:
@@ -209,6 +212,10 @@ class Slot:
         # First: a thread that still fills it must not write to what gets the number next.
         fd, self.fd = self.fd, -1
         os.close(fd)
+
+
+def _closed() -> SaveError:
+    return SaveError("the slot was closed while it was filled", kind="aborted")
 
 
 def half_staged(wanted: str, staged: int) -> SaveError:

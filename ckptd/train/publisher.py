@@ -7,8 +7,10 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -17,7 +19,14 @@ from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.decoding import json_decoder, msgpack_decoder
-from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError, WorkerError
+from ckptd.errors import (
+    CkptdError,
+    DeadlineError,
+    NotFoundError,
+    SaveError,
+    UsageError,
+    WorkerError,
+)
 from ckptd.layout.lay.bind import bind_sizes, with_globs
 from ckptd.net.address import is_here, is_loopback
 from ckptd.publish.blocks import gather_blocks, read_bytes
@@ -25,7 +34,6 @@ from ckptd.publish.carrier import WeightCarrier
 from ckptd.publish.client import PublishClient
 from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
-    AskSlot,
     BlockRead,
     Opening,
     PublishedTensor,
@@ -36,7 +44,6 @@ from ckptd.publish.messages import (
     SlotAnswer,
     SlotMemory,
     VersionDropped,
-    VersionKnown,
     VersionSealed,
     VersionWhole,
 )
@@ -50,6 +57,8 @@ from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ondevice import DeviceCopies, refuse_capture
 from ckptd.train.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.train.relayout import RelayoutSide, own_tensors
+from ckptd.train.session.elastichooks import abandonable, let_be
+from ckptd.train.session.interrupt import whole as uninterrupted
 from ckptd.train.state.flatten import Flattener
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.tensors import dtype_name
@@ -59,24 +68,15 @@ __all__ = ["Publication", "Publisher"]
 
 _log = logging.getLogger("ckptd")
 _ALIGN = 64
-_KEPT_KEYS = 8
+_KNOWN = 64
+"""Versions of which it stays known whether they were whole; of those before, which were not."""
 _POLL_S = 0.02
 _PLACE_S = 0.2
-_LOST = "publish/lost"
+_LEAVE_S = 0.3
+_DROPPED = 1 << 32
+_LOST, _SETTLED = "publish/lost", "publish/settled"
 _entries = json_decoder(ServerEntry)
-
-
-class _Choice(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 posts for each call of `publish`."""
-
-    number: int
-    slot: int
-    fresh: bool
-    reason: str
-    error: dict[str, str | None] | None = None
-
-
-_choices = msgpack_decoder(_Choice)
+_settled = msgpack_decoder(tuple[tuple[int, ...], tuple[int, ...]])
 
 
 class Publication:
@@ -212,6 +212,7 @@ class Publisher:
         self.epoch: str = self._agreement.on_rank_zero("epoch", _new_epoch)
         # A wait of one thread must not hold up another.
         self._far_board, self._known_board = self._clone(), self._clone()
+        self._settled: tuple[deque[int], deque[int]] = deque(maxlen=_KNOWN), deque(maxlen=_KNOWN)
         self._client = every(lambda: self._start(lease_s, linger_s))
         self._others: tuple[ServerEntry, ...] = ()
         try:
@@ -226,12 +227,15 @@ class Publisher:
         self._flattener = Flattener()
         self._gate = Gate(timeout_s)
         self._device_copies = DeviceCopies()
-        self._copier = ThreadPoolExecutor(1, "ckptd-publish")
+        # The name is one that a session waits for when it leaves a generation.
+        self._copier = ThreadPoolExecutor(1, "ckptd-copy-published")
         self._number = 0
-        self._calls = 0
+        self._shares: set[int] = set()
+        self._sharing = threading.Lock()
         if carrier is not None:
             carrier.serve(self._read)
-        self._closed = False
+        self._closed = self._left = False
+        abandonable(self)
 
     def _clone(self) -> Board:
         return self._board.clone() if isinstance(self._board, JobBoard) else self._board
@@ -261,7 +265,7 @@ class Publisher:
             lease_s,
             linger_s,
         )
-        return PublishClient(opening, self._known)
+        return PublishClient(opening, self._lose, self._settle)
 
     def _meet(self, entry: ServerEntry) -> ServerEntry:
         """Give rank 0 the entries of all; return that of rank 0's server."""
@@ -354,12 +358,11 @@ class Publisher:
         if self._closed:
             raise UsageError("the publisher is closed", kind="closed")
         begun_ns = events.now_ns()
-        self._calls += 1
         refuse_capture("publish")
-        self._gate.check()
         problem: CkptdError | None = None
         leaves = Leaves()
         try:
+            self._gate.check()
             leaves = self._flattener.flatten(state)
             if self._shape is not None and _looks(leaves, self._shape.names) != self._shape.looks:
                 raise UsageError(
@@ -379,6 +382,8 @@ class Publisher:
             if self._board.rank == 0:
                 _log.info("step %d is not published: %s", step, choice.reason)
             return publication
+        with self._sharing:
+            self._shares.add(choice.number)
         try:
             if problem is not None:
                 raise problem
@@ -409,51 +414,43 @@ class Publisher:
         A rank whose own server is gone cannot, and never has a share in place again: then the next
         call fails on every rank.
         """
+        if self._left or not self._ends_share(number):
+            return
         try:
+            self._add_up(number, _DROPPED + 1)
             self._client.send(VersionDropped(number))
         except WorkerError as error:
             self._far_board.set(_LOST, msgspec.json.encode(error.to_dict()))
 
-    def _choose(self, step: int, problem: CkptdError | None, wait_s: float) -> _Choice:
+    def _choose(self, step: int, problem: CkptdError | None, wait_s: float) -> SlotAnswer:
         """Return where the version goes; rank 0's server decides for all."""
         self._number += 1
-        key = f"publish/{self._calls}"
-        if self._board.rank:
-            raw = self._agreement.wait(key, 0, self._timeout_s + wait_s)
-            choice = _choices.decode(raw)
-            if choice.error is not None:
-                raise problem or CkptdError.from_dict(choice.error)
-            return choice
-        try:
+
+        def place() -> tuple[int, int, bool, str]:
             if problem is not None:
                 raise problem
             found = self._placed(step, time.monotonic() + wait_s)
-            choice = _Choice(found.number, found.slot, found.fresh, found.reason)
-        except CkptdError as error:
-            self._post(key, _Choice(0, -1, False, "", error.to_dict()))
+            return found.number, found.slot, found.fresh, found.reason
+
+        try:
+            return SlotAnswer(*self._agreement.on_rank_zero("publish", place, wait_s))
+        except CkptdError:
+            if problem is not None:
+                raise problem from None
             raise
-        self._post(key, choice)
-        return choice
 
     def _placed(self, step: int, end: float) -> SlotAnswer:
         """Ask the own server for a slot until there is one."""
         while True:
             self._not_lost()
-            self._client.send(AskSlot(self._number, step))
-            found = self._client.placed(self._number)
+            found = self._client.place(self._number, step)
             if found.slot >= 0 or time.monotonic() >= end:
                 return found
+            if self._client.silent:
+                self._number += 1  # the one before was given up
             time.sleep(_PLACE_S)
 
-    def _post(self, key: str, choice: _Choice) -> None:
-        if self._board.world > 1:
-            self._board.set(key, msgspec.msgpack.encode(choice))
-            old = self._calls - _KEPT_KEYS
-            if old > 0:
-                self._board.delete(f"publish/{old}")
-                self._board.delete(f"publish/whole/{old}")
-
-    def _slot(self, choice: _Choice, nbytes: int) -> Slot:
+    def _slot(self, choice: SlotAnswer, nbytes: int) -> Slot:
         slot = self._slots.get(choice.slot)
         if slot is None or choice.fresh:
             with self._reading:
@@ -467,7 +464,7 @@ class Publisher:
     def _copy(
         self,
         publication: Publication,
-        choice: _Choice,
+        choice: SlotAnswer,
         leaves: Leaves,
         shape: _Shape,
         begun_ns: int,
@@ -490,8 +487,11 @@ class Publisher:
         def finish() -> None:
             try:
                 snapshot.copy_rest()
-                slot.staged = shape.nbytes
-                slot.seal()
+                with self._reading:
+                    if self._left:
+                        raise SaveError("the publisher was left while it copied", kind="aborted")
+                    slot.staged = shape.nbytes
+                    slot.seal()
                 self._client.send(VersionSealed(choice.number, choice.slot))
                 self._count(choice.number)
                 self._emit(publication, begun_ns, shape.nbytes)
@@ -516,27 +516,61 @@ class Publisher:
 
     def _count(self, number: int) -> None:
         """Count this rank's share; the last rank tells that the version is whole."""
-        board, key = self._far_board, f"publish/sealed/{number}"
-        if board.world > 1:
-            if board.add(key) < board.world:
-                return
-            board.delete(key)  # every rank has counted
-        self._client.send(VersionWhole(number))
+        if self._ends_share(number) and self._add_up(number, 1):
+            self._client.send(VersionWhole(number))
 
-    def _known(self, known: VersionKnown) -> None:
-        """Have all ranks know that workers get a version."""
-        if known.good:
-            self._known_board.set(f"publish/whole/{known.number}", b"yes")
-        else:
-            lost = WorkerError(
-                "the server of rank 0, or the one that asks it, does not answer",
-                hint="make another publisher",
+    def _ends_share(self, number: int) -> bool:
+        """Whether this rank has not told yet how its share of a version ended."""
+        with self._sharing:
+            known = number in self._shares
+            self._shares.discard(number)
+            return known
+
+    def _add_up(self, number: int, amount: int) -> bool:
+        """Count a share that has ended; whether it is the last one and none was dropped."""
+        board, key = self._far_board, f"publish/sealed/{number}"
+        if board.world == 1:
+            return amount < _DROPPED
+        found = board.add(key, amount)
+        if found % _DROPPED < board.world:
+            return False
+        board.delete(key)  # every rank has counted
+        return found < _DROPPED
+
+    def _lose(self, number: int) -> None:
+        """Have all ranks know that no version will be whole any more."""
+        lost = WorkerError(
+            "the server of rank 0, or the one that asks it, does not answer",
+            where=f"version {number}",
+            hint="make another publisher",
+        )
+        self._post(_LOST, msgspec.json.encode(lost.to_dict()))
+
+    def _settle(self, number: int, whole: bool) -> None:
+        """Have all ranks know that workers get a version, or never will (rank 0)."""
+        self._settled[0 if whole else 1].append(number)
+        self._post(_SETTLED, msgspec.msgpack.encode([*map(tuple, self._settled)]))
+
+    def _post(self, key: str, value: bytes) -> None:
+        with suppress(CkptdError):  # the job's store is gone, and the job with it
+            self._known_board.set(key, value)
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether workers get a version; raises where they never will."""
+        raw = self._board.peek(_SETTLED)
+        whole, dropped = ((), ()) if raw is None else _settled.decode(raw)
+        if number in dropped:
+            raise SaveError(
+                "another rank's share of a version failed",
+                kind="aborted",
+                where=f"version {number}",
+                hint="the log of that rank says why",
             )
-            self._known_board.set(_LOST, msgspec.json.encode(lost.to_dict()))
+        return number in whole or (len(whole) == _KNOWN and number < min(whole))
 
     def _await_whole(self, number: int, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
-        while self._board.peek(f"publish/whole/{number}") is None:
+        while not self._is_whole(number):
             self._not_lost()
             if time.monotonic() >= end:
                 raise DeadlineError(
@@ -580,12 +614,30 @@ class Publisher:
         self._closed = True
         self._gate.release()
         self._copier.shutdown(wait=True)
+        self._end()
+
+    @uninterrupted
+    def abandon(self) -> None:
+        """Release everything without a wait for other ranks, as a process that dies does.
+
+        Its servers give the last version to workers as after `close`. A session calls it when it
+        leaves a generation. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = self._left = True
+        self._gate.leave(_LEAVE_S)
+        self._copier.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
         self._device_copies.close()
         self._client.close()
         with self._reading:
             for slot in self._slots.values():
                 slot.close()
             self._slots.clear()
+        let_be(self)
 
     def __enter__(self) -> Self:
         return self

@@ -36,10 +36,15 @@ __all__ = [
 T = TypeVar("T")
 
 
+_BLOCK = 64
+"""Rounds after which ranks count themselves, so that rank 0 may delete what it posted before."""
+
+
 class Agreement:
     """Numbered rounds on a board: every rank makes the same calls in the same order.
 
-    A rank of this host that died is noticed at once, by `ckptd.runtime.ranks`.
+    A rank of this host that died is noticed at once, by `ckptd.runtime.ranks`. What is posted is
+    deleted some rounds later, when every rank has read it.
 
     Parameters
     ----------
@@ -52,13 +57,38 @@ class Agreement:
         self._timeout_s = timeout_s
         self._peers = Peers(board, "agree")
         self._round = 0
+        self._posted: dict[int, list[str]] = {}
 
     def _key(self, name: str) -> str:
+        if self._round % _BLOCK == 0 and self._round and self.board.world > 1:
+            self._forget(self._round // _BLOCK)
         self._round += 1
         return f"agree/{self._round}/{name}"
 
-    def on_rank_zero(self, name: str, function: Callable[[], Any]) -> Any:
+    def _forget(self, block: int) -> None:
+        """Note that this rank is done with a block of rounds; rank 0 deletes those that all are."""
+        if self.board.rank:
+            self.board.add(f"agree/done/{block}")
+            return
+        for old in sorted(self._posted):
+            if old > block or self.board.count(f"agree/done/{old}") < self.board.world - 1:
+                return
+            for key in (*self._posted.pop(old), f"agree/done/{old}"):
+                self.board.delete(key)
+
+    def _note(self, key: str) -> None:
+        """Note what rank 0 posts in this round, unless the round has a name of its own."""
+        if not key.startswith(f"agree/{self._round}/"):
+            return
+        self._posted.setdefault((self._round - 1) // _BLOCK + 1, []).append(key)
+
+    def on_rank_zero(self, name: str, function: Callable[[], Any], more_s: float = 0.0) -> Any:
         """Run `function` on rank 0 and return its JSON-able result on every rank.
+
+        Parameters
+        ----------
+        more_s
+            How much longer than `timeout_s` that may take, in seconds.
 
         Raises
         ------
@@ -69,7 +99,8 @@ class Agreement:
         if self.board.world == 1:
             return function()
         key = self._key(name)
-        raw = self._answer(key, lambda: msgspec.json.encode(function()), self._timeout_s)
+        wait_s = self._timeout_s + more_s
+        raw = self._answer(key, lambda: msgspec.json.encode(function()), wait_s)
         return msgspec.json.decode(raw)
 
     def all_reports(
@@ -106,6 +137,8 @@ class Agreement:
         it gets on.
         """
         key = self._key("errors")
+        if self.board.rank == 0 and self.board.world > 1:
+            self._note(f"{key}/all")
         own = None if error is None else _reported(error)
         try:
             agree(
@@ -151,6 +184,7 @@ class Agreement:
     def _answer(self, key: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
         """Rank 0 makes the answer; its error is everybody's."""
         if self.board.rank == 0:
+            self._note(key)
             try:
                 value = make()
             except Exception as error:
@@ -171,6 +205,7 @@ class Agreement:
             try:
                 left = max(0.01, end - time.monotonic())
                 out.append(self.wait(f"{key}/{rank}", rank, left))
+                self.board.delete(f"{key}/{rank}")
             except DeadlineError as error:
                 raise self._missing(key, rank) from error
         return out

@@ -50,6 +50,8 @@ _DIGEST_WORDS = 1 << 22
 _MOST_WAIT_S = 30.0
 _ANSWER_S = 5.0
 """For what a server answers at once: one that is late with it is stopped, or its host is gone."""
+_RELEASE_S = 1.0
+"""For an answer after a pull that failed, perhaps as the leader is stopped."""
 _NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
 """What a publisher that ends, or gets on, looks like from here."""
 
@@ -284,7 +286,7 @@ class Subscriber:
                 stage = partial(self._stage, version, leader)
                 staged = self._agreement.on_every_rank(stage, self._pulse)
             except CkptdError as error:
-                self._let_go()
+                self._let_go(_RELEASE_S)
                 if error.kind not in _NOT_THERE:
                     raise
                 self.last_error = error
@@ -551,12 +553,12 @@ class Subscriber:
         for device in filter(has_streams, found):
             torch.get_device_module(device).synchronize(device)
 
-    def _let_go(self) -> None:
-        """Let the version's slot be filled again."""
+    def _let_go(self, wait_s: float = _ANSWER_S) -> None:
+        """Let the version's slot be filled again; its memory is left where that is not answered."""
         self._tensors = {}
         if self._leader is not None:
             with suppress(CkptdError):
-                self._leader.ask(AskRelease(), HoldAnswer, self._answer_s)
+                self._leader.ask(AskRelease(), HoldAnswer, min(wait_s, self._answer_s))
 
     def _disconnect(self) -> None:
         for link in (self._leader, *self._links.values()):

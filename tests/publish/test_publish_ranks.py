@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import ckptd
+from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 from tests.publish.jobs import TRAINER, WORKER, worker_part
@@ -49,6 +50,48 @@ def world(place: str, far: bool) -> list[list[str]]:
             assert subscriber.update() is None
             dist.barrier()
     return found
+
+
+def often(place: str) -> list[object]:
+    """Publish and update many times; return how the keys of the job's store grow, and more."""
+    rank = dist.get_rank()
+    state = {"model": Tree(chunks(whole(1), rank, 2))}
+    store = dist.distributed_c10d._get_default_store()
+    workers = dist.new_group()
+    part = Tree(worker_part(whole(99), rank))
+    keys: list[int] = []
+    ends: list[str] = []
+    with (
+        ckptd.Publisher(TRAINER, place) as publisher,
+        ckptd.Subscriber(WORKER, part, place, group=workers) as subscriber,
+    ):
+        first = publisher.publish(0, state)
+        for step in range(1, 211):
+            bad = step % 70 == 35  # on one rank alone
+            publication = None
+            try:
+                publication = publisher.publish(step, {} if bad and rank else state)
+                assert not publication.skipped
+                publication.wait(60)
+            except CkptdError as error:
+                ends.append(error.kind)
+            subscriber.update()
+            if step % 70 == 0:
+                dist.barrier()
+                keys.append(store.num_keys())
+                dist.barrier()
+        assert publication is not None
+        assert publication.wait(60)
+        assert first.wait(0.0)  # long ago
+    assert differing(dict(part.state_dict()), worker_part(whole(1), rank)) == []
+    return [keys, ends]
+
+
+def test_many_versions_leave_nothing_in_the_jobs_store(tmp_path: Path) -> None:
+    done = run_ranks(2, often, str(tmp_path / "at"), deadline_s=PATIENCE_S)
+    keys = done[0][0]
+    assert keys[-1] <= keys[0] + 2 * 64, keys
+    assert [ends for _, ends in done] == [["aborted"] * 3, ["bad-state"] * 3]
 
 
 @pytest.mark.parametrize("far", [False, True])

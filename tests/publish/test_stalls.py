@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ from typing import Any
 import pytest
 
 import ckptd
-from ckptd.publish import pull
+from ckptd.errors import CkptdError
+from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
+from ckptd.train.copy import Snapshot
+from ckptd.train.saver import wait_for_copying
 from tests.train.layout.jobs import Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
 pytestmark = pytest.mark.timeout(120)
 
 TIMEOUT_S = 3.0
+BUSY_S = 8.0
+"""What a busy machine may add to a wait; without one deadline they were 20 s and more."""
 STATE = {"model": whole(1)}
 
 
@@ -53,19 +59,19 @@ def test_a_server_that_is_stopped_is_waited_for_once(
         with stopped(publisher.server_pid):
             begun = time.monotonic()  # not connected: neither by the Unix socket nor over TCP
             assert subscriber.update(1.0) is None
-            assert time.monotonic() - begun < 1.0 + TIMEOUT_S / 2
+            assert time.monotonic() - begun < 1.0 + BUSY_S
         assert subscriber.update(30.0) is not None
         with stopped(publisher.server_pid):  # connected
             begun = time.monotonic()
             assert subscriber.update() is None
-            assert time.monotonic() - begun < TIMEOUT_S / 2
+            assert time.monotonic() - begun < BUSY_S
     assert holds(subscriber, 1)
 
 
 def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
     tmp_path: Path, subscriber: ckptd.Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subscriber._far = True
+    subscriber._far, subscriber._answer_s = True, BUSY_S
     monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
         assert publisher.publish(1, STATE).wait(30)
@@ -82,18 +88,65 @@ def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
         monkeypatch.setattr(ServerLink, "read", stops)
         begun = time.monotonic()
         assert subscriber.update() is None
-        assert TIMEOUT_S / 2 < time.monotonic() - begun < 2 * TIMEOUT_S
+        assert TIMEOUT_S / 2 < time.monotonic() - begun < TIMEOUT_S + BUSY_S
         assert holds(subscriber, 99)
         os.kill(publisher.server_pid, signal.SIGCONT)
         assert subscriber.update(30.0) is not None
     assert holds(subscriber, 1)
 
 
+def test_a_trainer_waits_once_for_a_leader_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_ANSWER_S", 1.0)
+    with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
+        assert publisher.publish(1, STATE).wait(30)
+        with stopped(publisher.server_pid):
+            begun = time.monotonic()
+            for step in range(2, 20):
+                publication = publisher.publish(step, STATE)
+                assert "does not answer" in publication.skipped
+            assert 1.0 <= time.monotonic() - begun < 1.0 + BUSY_S
+        publication = publisher.publish(20, STATE, wait_s=30.0)
+        assert publication.wait(30)
+        for step in range(21, 25):  # no slot is lost
+            assert publisher.publish(step, STATE).wait(30)
+
+
+def test_a_publisher_is_abandoned_without_waits(
+    tmp_path: Path, subscriber: ckptd.Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a session does when it leaves a generation; `close` completes what is copied."""
+    go_on = threading.Event()
+    rest = Snapshot.copy_rest
+
+    def slow(snapshot: Snapshot) -> None:
+        go_on.wait(60)
+        rest(snapshot)
+
+    publisher = ckptd.Publisher(WHOLE, tmp_path / "at")
+    assert publisher.publish(1, STATE).wait(30)
+    monkeypatch.setattr(Snapshot, "copy_rest", slow)
+    publication = publisher.publish(2, STATE)
+    begun = time.monotonic()
+    publisher.abandon()
+    publisher.abandon()
+    publisher.close()
+    assert time.monotonic() - begun < 5.0
+    assert not wait_for_copying(time.monotonic())  # a session waits for that next
+    go_on.set()
+    assert wait_for_copying(time.monotonic() + 30.0)
+    with pytest.raises(CkptdError):
+        publication.wait(30)
+    report = subscriber.update(10.0)
+    assert report is None or report.version.step == 1  # whole, while its server is there
+
+
 def test_the_lease_of_a_pull_that_gets_on_is_renewed(
     tmp_path: Path, subscriber: ckptd.Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And that of one that does not is not: see `test_versions`."""
-    subscriber._far = True
+    subscriber._far, subscriber._answer_s = True, BUSY_S
     monkeypatch.setattr(pull, "_MESSAGE_BYTES", 1 << 10)
     read, lease_s, calls = ServerLink.read, 0.5, 0
     with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:

@@ -29,6 +29,23 @@ def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
         return list(threads.map(run, boards))
 
 
+def test_what_is_posted_does_not_stay() -> None:
+    def work(agreement: Agreement) -> int:
+        most = 0
+        for step in range(1000):
+            assert agreement.on_rank_zero("step", lambda step=step: step) == step
+            if step % 3 == 0:
+                agreement.no_errors(None)
+            if step % 100 == 0:
+                agreement.all_reports("now", b"", b"".join)
+            if step % 20 == 0:
+                agreement.no_errors(None)  # or rank 0 runs ahead, and its keys are needed
+                most = max(most, len(agreement.board._values) + len(agreement.board._counts))
+        return most
+
+    assert max(everywhere(3, work)) < 3 * 64 + 20
+
+
 def test_rank_zero_does_it_once() -> None:
     calls: list[int] = []
 

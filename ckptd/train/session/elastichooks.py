@@ -95,7 +95,7 @@ class ElasticHooks:
         guard_steps()
         link.mark("imported")
         link.mark("initialised")
-        _open.add(checkpointer)
+        abandonable(checkpointer)
 
     def begins(self, root: Store) -> None:
         """Take in that there is nothing to load: this job begins from nothing, if that is right.
@@ -167,19 +167,31 @@ class ElasticHooks:
 
     def closed(self, checkpointer: _Abandonable) -> None:
         """The checkpointer is closed: there is nothing to abandon."""
-        _open.discard(checkpointer)
+        let_be(checkpointer)
+
+
+def abandonable(opened: _Abandonable) -> None:
+    """Have a session abandon this checkpointer or publisher when it leaves its generation."""
+    if WorkerLink.current() is not None:
+        _open.add(opened)
+
+
+def let_be(closed: _Abandonable) -> None:
+    """Have a session abandon it no more: it is closed."""
+    _open.discard(closed)
 
 
 def abandon_all() -> None:
-    """Abandon every open checkpointer of this process; never raises."""
-    for checkpointer in list(_open):
-        _open.discard(checkpointer)
+    """Abandon every open checkpointer and publisher of this process; never raises."""
+    for opened in list(_open):
+        _open.discard(opened)
         try:
-            checkpointer.abandon()
+            opened.abandon()
         except Exception as error:  # noqa: BLE001 - see below
             # It was cut short anywhere: a buffer still held elsewhere is a BufferError, one that
             # was let go of a ValueError; the next generation must begin all the same.
-            _log.warning("a checkpointer was left in disorder: %r", error)
+            what = type(opened).__name__.lower()
+            _log.warning("a %s was left in disorder: %r", what, error)
 
 
 def launcher_says() -> Welcome | None:
