@@ -161,17 +161,18 @@ def draw_policy(path: Path, told: Policy, rows: PolicyRows) -> None:
         above.plot(times, [r.step for r in mine], "o-", ms=4, color=colour, label=label)
         taken = [r for r in rows.applied[0] if r.life == life]
         times = [r.at - begun for r in taken]
-        again = " again" if life > 1 else ""
-        above.plot(
-            times, [r.step for r in taken], "x", color=_COLOURS[life + 1], label=f"rollout{again}"
-        )
-        middle.plot(times, [r.lag_s for r in taken], ".-", color=_COLOURS[life + 1])
+        colour = _COLOURS[life + 1]
+        label = "rollout" if life == 1 else "rollout, started again"
+        above.plot(times, [r.step for r in taken], "x", color=colour, label=label)
+        for epoch in dict.fromkeys(r.epoch for r in taken):  # no line from trainer to trainer
+            ours = [r for r in taken if r.epoch == epoch]
+            middle.plot([r.at - begun for r in ours], [r.lag_s for r in ours], ".-", color=colour)
     moved = sorted((r for applied in rows.applied for r in applied), key=lambda r: r.at)
     below.bar([r.at - begun for r in moved], [r.bytes_moved / 1e3 for r in moved], width=0.15)
     gone = max(r.at for r in rows.applied[0] if r.life == 1)
     back = min(r.at for r in rows.applied[0] if r.life == 2)
     for axes in (above, middle, below):
-        axes.axvspan(gone - begun, back - begun, color="0.9")
+        axes.axvspan(gone - begun, back - begun, color="0.9", zorder=0)
     above.set_ylabel("step of the weights")
     above.legend(loc="upper left", fontsize=8)
     text = (

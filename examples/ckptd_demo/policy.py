@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,8 @@ from ckptd_demo.policyjob import (
     published_file,
     told_to,
 )
-from ckptd_demo.processes import environment, free_port, read_rows, wait_until
+from ckptd_demo.policyjob import main as be_rank
+from ckptd_demo.processes import free_port, read_rows, wait_until
 from ckptd_demo.report import Check, Outage, Policy, PolicyLife
 from ckptd_demo.spec import Cut
 
@@ -36,6 +37,7 @@ FIRST, SECOND = Cut(2, 2), Cut(3)
 _KILLED = 1
 _END_S = 20.0
 _TAIL_LINES = 25
+_PRELOADED = ["ckptd_demo.policyjob", "ckptd.train", "torch._dynamo"]
 
 
 class PolicyRows(msgspec.Struct, frozen=True):
@@ -57,30 +59,28 @@ class _Group:
     def __init__(self, folder: Path, role: str, life: int, cut: Cut, steps: int = 0) -> None:
         self.name = f"{role}-{life}"
         self._folder = folder
-        self.processes: list[psutil.Popen] = []
+        self.processes: list[ForkServerProcess] = []
+        self._seen: list[psutil.Process] = []
         port = free_port()
+        # Forked off one that has imported torch: eleven imports would take most of the time.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         for rank in range(cut.ranks):
             path = folder / f"{self.name}-{rank}.json"
             spec = PolicySpec(str(folder), role, life, rank, cut.ranks, port, cut, steps)
             path.write_bytes(msgspec.json.encode(spec))
-            with self._log(rank).open("wb") as log:
-                self.processes.append(
-                    psutil.Popen(
-                        [sys.executable, "-m", "ckptd_demo.policyjob", str(path)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment(),
-                        start_new_session=True,
-                    )
-                )
+            process = context.Process(target=be_rank, args=(str(path), str(self._log(rank))))
+            process.start()
+            self.processes.append(process)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has failed: `ended` says so
+                self._seen.append(psutil.Process(process.pid))
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{self.name}-{rank}.log"
 
     def ended(self) -> bool:
         """Whether all of them have; one that failed is an error."""
-        codes = [p.poll() for p in self.processes]
+        codes = [p.exitcode for p in self.processes]
         for rank, code in enumerate(codes):
             if code:
                 raise self.failed(
@@ -97,7 +97,7 @@ class _Group:
     def end(self) -> None:
         """End what is left, with what it started."""
         found: list[psutil.Process] = []
-        for process in self.processes:
+        for process in self._seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found += [process, *process.children(recursive=True)]
         for process in found:

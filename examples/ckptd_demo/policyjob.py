@@ -1,6 +1,6 @@
 """Ranks of the demo's policy: those that train it, and those that sample from it.
 
-``python -m ckptd_demo.policyjob FILE`` is one rank, as the file says. The trainer publishes its
+`main` is one rank, as a file says. The trainer publishes its
 weights after each step; the rollout takes the newest ones, samples from them and writes what it
 sampled to a file, of which the trainer learns from the better half.
 
@@ -31,7 +31,7 @@ import ckptd
 from ckptd.crashes import report_crashes
 from ckptd.decoding import json_decoder
 from ckptd_demo.model import VOCABULARY, Gpt, build, cut_model
-from ckptd_demo.processes import wait_until
+from ckptd_demo.processes import environment, wait_until
 from ckptd_demo.spec import Cut, GptShape
 
 __all__ = [
@@ -476,10 +476,15 @@ def _append(path: Path, row: msgspec.Struct) -> None:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
-def main() -> NoReturn:
-    """Be one rank, as the file in argv says."""
+def main(path: str, log: str) -> NoReturn:
+    """Be one rank, as a file says, in a session of its own; write to a log."""
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    for number in (1, 2):
+        os.dup2(out, number)
     report_crashes()
-    spec = _specs.decode(Path(sys.argv[1]).read_bytes())
+    spec = _specs.decode(Path(path).read_bytes())
+    os.environ.update(environment())
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
@@ -494,7 +499,3 @@ def main() -> NoReturn:
     sys.stderr.flush()
     # Not a return, as in `ckptd_demo.trainer`.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
