@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.runtime.nativebuild import PlainLibrary
 
-__all__ = ["COPIER", "copy_values"]
+__all__ = ["COPIER", "LEAST_BYTES", "copies_natively", "copy_values"]
 
 _log = logging.getLogger("ckptd")
 
@@ -26,7 +26,7 @@ COPIER = PlainLibrary(
 )
 """The build; `ckptd recorder build` makes it."""
 
-_LEAST_BYTES = 256 << 10
+LEAST_BYTES = 256 << 10
 """Smaller runs are left in the cache: their target may be read next, as in buffers of devices."""
 
 _Copy = Callable[[int, int, int], None]
@@ -37,12 +37,17 @@ def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Write `source` into `target`, of the same shape and type; they do not overlap."""
     at, of = target.flags, source.flags
     # A target that is read-only is numpy's to refuse.
-    if target.nbytes >= _LEAST_BYTES and at.c_contiguous and at.writeable and of.c_contiguous:
+    if target.nbytes >= LEAST_BYTES and at.c_contiguous and at.writeable and of.c_contiguous:
         copy = _native()
         if copy is not None and (target.nbytes, target.dtype) == (source.nbytes, source.dtype):
             copy(_address(target), _address(source), target.nbytes)
             return
     np.copyto(target, source, casting="no")
+
+
+def copies_natively() -> bool:
+    """Tell whether runs of at least `LEAST_BYTES` are copied past the cache."""
+    return _native() is not None
 
 
 def _address(values: NDArray[Any]) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -23,6 +25,9 @@ __all__ = ["GuardedMapping"]
 
 _FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "f2fs"}
 """Those of a disk of this machine alone: others know nothing of the kernel's leases here."""
+
+_AGAIN_S = 1.0
+"""After which a lease is asked for again that a writer of the file stood against."""
 
 
 class GuardedMapping:
@@ -49,7 +54,7 @@ class GuardedMapping:
         self._address = int(self._data.__array_interface__["data"][0])
         self._lock = threading.Lock()
         self._users = 0
-        self._refused = False
+        self._refused_until = 0.0
 
     @classmethod
     def of(cls, fd: int, start: int, size: int) -> Self | None:
@@ -85,7 +90,7 @@ class GuardedMapping:
 
     def _enter(self) -> bool:
         with self._lock:
-            if self._refused:
+            if self._refused_until > time.monotonic():
                 return False
             try:
                 if not self._users:
@@ -95,8 +100,10 @@ class GuardedMapping:
                     fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 elif not self._is_leased():
                     return False  # somebody waits for it
-            except OSError:  # open for writing somewhere, another user's file, no such thing
-                self._refused = True
+            except OSError as error:
+                # Who has it open for writing closes it; another user's file stays one.
+                again_s = _AGAIN_S if error.errno == errno.EAGAIN else math.inf
+                self._refused_until = time.monotonic() + again_s
                 return False
             self._users += 1
             return True
@@ -121,7 +128,9 @@ class GuardedMapping:
     def _populate(self, start: int, end: int) -> bool:
         if map_pages(*self._pages(start, end)):
             return True
-        self._refused = True  # an older kernel, or a read will say what is wrong with the disk
+        self._refused_until = (
+            math.inf
+        )  # an older kernel, or a read says what is wrong with the disk
         return False
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from ckptd.format.digest import (
 from ckptd.format.names import digests_key
 from ckptd.layout.block import Block
 from ckptd.layout.grid import is_packed, strides_of
+from ckptd.load.copier import LEAST_BYTES, copies_natively
 from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load_index, read_stored
 from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, ReadSchedule, Wave, make_schedule
 from ckptd.load.plan import (
@@ -461,12 +462,17 @@ def copy_from_files(
 def _lying(
     task: list[PlannedCopy], targets: Sequence[Target], files: LocalFiles
 ) -> AbstractContextManager[U8 | None]:
-    """Return what gives the data section of a task's file, if it can be copied from there."""
+    """Return what gives the data section of a task's file, if it should be copied from there.
+
+    A file of a disk should only where that is done natively: the kernel copies faster than numpy.
+    """
     file, spans = task[0].file, [move.span for move in task]
     lo, hi = min(a for a, _ in spans), max(b for _, b in spans)
     # A device may let its writers wait, and much that is not wanted may lie between far moves.
     short = hi - lo <= 2 * _TASK_BYTES
-    if short and all(isinstance(targets[move.target], np.ndarray) for move in task):
+    large = sum(move.byte_count for move in task) >= len(task) * LEAST_BYTES
+    on_host = all(isinstance(targets[move.target], np.ndarray) for move in task)
+    if short and large and on_host and copies_natively():
         return files.touching(file, lo, hi)
     return nullcontext(files.memory(file))
 

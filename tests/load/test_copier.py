@@ -43,7 +43,7 @@ def test_the_native_copy_writes_the_values_and_nothing_around_them() -> None:
     assert copier._native() is not None
     rng = np.random.default_rng(0)
     source = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
-    least = copier._LEAST_BYTES
+    least = copier.LEAST_BYTES
     for size in (least, least + 1, least + 4095, least + 16384, (1 << 19) + 77):
         for at, start in ((0, 0), (1, 63), (64, 8), (4095, 3)):
             target = np.full(1 << 20, 7, np.uint8)

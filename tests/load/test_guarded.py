@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ckptd.load import guarded
 from ckptd.load.guarded import GuardedMapping
 from tests.processes import until
 
@@ -109,9 +112,16 @@ def test_pages_that_came_too_slowly_are_read(
     assert path.stat().st_size == 5
 
 
-def test_what_is_open_for_writing_is_read(mapping: GuardedMapping, path: Path) -> None:
+def test_what_is_open_for_writing_is_read(
+    mapping: GuardedMapping, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with path.open("r+b"), mapping.touching(0, 100) as data:
         assert data is None
+    with mapping.touching(0, 100) as data:
+        assert data is None  # not asked for each range
+    monkeypatch.setattr(guarded, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 2))
+    with mapping.touching(0, 100) as data:
+        assert data is not None
 
 
 def test_what_is_too_short_or_not_of_a_disk_is_read(fd: int) -> None:
