@@ -146,7 +146,7 @@ def _cuts(name: Name, dims: Iterable[Dim], experts: str) -> Iterator[ExpertCut]:
     Raises
     ------
     UsageError
-        kind ``experts``: the experts are cut twice, or together with something else.
+        kind ``experts``: the experts are cut in two places, or together with something else.
     """
     for part in name.parts:
         if isinstance(part, NameIndex) and part.axis == experts and part.splits:
@@ -157,17 +157,24 @@ def _cuts(name: Name, dims: Iterable[Dim], experts: str) -> Iterator[ExpertCut]:
         for split in _splits(dim):
             if split.inner == Atom(experts):
                 yield ExpertCut(split.axis, split.how)
-            elif experts in _atoms(split.inner):
-                raise _nested(experts, "cut twice, or together with another axis")
+            elif experts in _atoms(split.inner) and not _is_cut(split.inner, experts):
+                raise _nested(experts, "cut together with another axis")
 
 
 def _nested(experts: str, found: str) -> UsageError:
     return _wrong(
-        "experts that are placed by a table are cut by themselves, once",
+        "experts that are placed by a table are cut by themselves",
         None,
         f"{experts}@ep in a dimension, or {{#{experts}@ep}} in a name",
         found,
     )
+
+
+def _is_cut(dim: Dim, experts: str) -> bool:
+    """Whether it is a stack of experts, cut: FSDP cuts it once more on the ranks that have it."""
+    while isinstance(dim, Split):
+        dim = dim.inner
+    return dim == Atom(experts)
 
 
 def _splits(dim: Dim) -> Iterator[Split]:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -251,6 +252,11 @@ class StagedTensor(LiveTensor):
         """Give the memory back."""
         super().close()
         self._new = None
+
+    @property
+    def gets_another_shape(self) -> bool:
+        """Whether the live tensor has another shape than its new content."""
+        return tuple(local_tensor(self.origin.detach()).shape) != self.shape
 
     def put_in_place(self) -> None:
         """Make what is here the content of the live tensor."""
@@ -594,6 +600,25 @@ def _stale(message: str, wanted: str, found: str, where: str | None = None) -> U
     )
 
 
+def is_node_held(tensor: torch.Tensor) -> bool:
+    """Whether something besides the tensor holds the node that accumulates its gradient.
+
+    A graph does, and what has hooks on the node. Autograd makes a new node where none is held; one
+    that is held is used again, and refuses gradients of another shape.
+    """
+    if not (tensor.is_leaf and tensor.requires_grad):
+        return False
+
+    def node() -> Any:
+        with torch.enable_grad():
+            view: Any = tensor.view_as(tensor)
+        return view.grad_fn.next_functions[0][0]
+
+    mark = "ckptd.held"
+    node().metadata[mark] = True
+    return bool(node().metadata.pop(mark, False))
+
+
 class ExpertHome(NamedTuple):
     """Where the experts of a parameter lie, and where they shall."""
 
@@ -813,6 +838,18 @@ class _Plan:
                     found="a gradient",
                     hint="move after optimizer.step() and optimizer.zero_grad(set_to_none=True)",
                 )
+        for staged in chain.from_iterable(unit.staged for unit in self.units):
+            if staged.gets_another_shape and is_node_held(staged.origin):
+                raise UsageError(
+                    "a parameter cannot get another number of experts while something holds the "
+                    "node of its gradient, which keeps the old shape",
+                    kind="experts",
+                    where=staged.name,
+                    wanted="no graph of an earlier step, and no hook of a wrapper such as DDP",
+                    found="a node that is held",
+                    hint="del loss, or what else a forward returned; with a wrapper give each rank "
+                    "as many experts as it has",
+                )
         for unit in self.units:
             for tensor in unit.live:
                 found = live.get(tensor.name)
@@ -912,13 +949,13 @@ def _check_leaves(
             continue
         old = leaf.local
         alone = old.untyped_storage().nbytes() == old.numel() * old.element_size()
-        if is_dtensor(leaf.tensor) or leaf.kind == "ndarray" or not alone:
+        if is_dtensor(leaf.origin) or leaf.kind == "ndarray" or not alone:
             raise UsageError(
                 "a tensor cannot get another number of experts in place",
                 kind="experts",
                 where=name,
                 wanted="a plain tensor with memory of its own",
-                found="a DTensor" if is_dtensor(leaf.tensor) else "a part of other memory",
+                found="a DTensor" if is_dtensor(leaf.origin) else "a part of other memory",
                 hint="give each rank as many experts as it has",
             )
 

@@ -116,7 +116,8 @@ def test_placements_follow_each_other(seed: int) -> None:
     ("rules", "said"),
     [
         ("layers.{l}.w1 = L{l}.X.w1[(e f)@ep h]", "together with another axis"),
-        ("layers.{l}.w1 = L{l}.X.w1[e@ep:bal@dp:bal f h]", "cut twice"),
+        ("layers.{l}.w1 = L{l}.X.w1[(e@ep:bal f)@dp h]", "together with another axis"),
+        ("layers.{l}.{#e@ep:bal@dp:bal}.w1 = L{l}.X{e}.w1[f h]", "cut twice, in a name"),
         ("layers.{l}.w1 = L{l}.X.w1[e f@ep:bal h]", "none"),
     ],
 )

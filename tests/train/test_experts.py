@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptd
 from ckptd.errors import CkptdError
@@ -364,3 +369,126 @@ def test_nothing_is_made_of_experts_whose_move_broke_off(tmp_path: Path) -> None
     for found in run_ranks(2, broken_off, str(tmp_path), deadline_s=PATIENCE_S):
         assert "1 of" in found[0], found
         assert found[1:] == ["crashed", "stale", True], found
+
+
+SHARDED = """
+mesh M = dp:2 ep:2
+let e = 8
+let l = 2
+space moe { L{l}.X{e}.w[f h]
+  follow m=exp_avg, s=exp_avg_sq
+  scalar step(param)
+}
+layout train of moe on M { layers.{l}.w = L{l}.X.w[%s] }
+"""
+EVEN, UNEVEN = [[7, 1, 2, 6], [0, 3, 4, 5]], [[7, 1, 2], [6, 0, 3, 4, 5]]
+
+
+class Stack(torch.nn.Module):
+    """All experts of a layer that a rank has, as a DTensor over `mesh` or, without one, plain."""
+
+    def __init__(self, number: int, coordinate: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(number)
+        mine = torch.randn(8, 6, 4, generator=made).chunk(2)[coordinate].clone()
+        part = mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(0)])
+        self.w = torch.nn.Parameter(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        return (own * x).square().sum()
+
+
+def stepped(model: Any, optim: torch.optim.Optimizer) -> torch.Tensor:
+    losses = [layer(torch.arange(1.0, 5.0)) for layer in model.layers]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def shard_of(dim: int, _: torch.Tensor) -> Shard:
+    return Shard(dim)
+
+
+def sharded_whole(p: Any, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t.full_tensor() for t in (p.detach(), optim.state[p]["exp_avg"])]
+
+
+def sharded_by_fsdp() -> None:
+    """Move stacks as torchtitan has them: over ep, and by FSDP2 over dp, each rank as many."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    order = [n for part in EVEN for n in sorted(part)]
+    for dim, rule in ((0, "e@ep@dp:ceil f h"), (1, "e@ep f@dp h")):
+        model: Any = torch.nn.Module()
+        coordinate = mesh["ep"].get_local_rank()
+        model.layers = torch.nn.ModuleList(Stack(n, coordinate, mesh["ep"]) for n in range(2))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=partial(shard_of, dim))
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        state, layout = {"model": model, "optim": optim}, SHARDED % rule
+        stepped(model, optim)
+
+        before = [sharded_whole(p, optim) for p in model.parameters()]
+        # A DTensor has equal parts.
+        uneven = caught(partial(ckptd.ExpertMove, state, layout, UNEVEN))
+        assert (uneven.kind, uneven.found) == ("experts", "a DTensor")
+        ckptd.move_experts(state, layout, EVEN)
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert isinstance(p, DTensor)
+            for found, was in zip(sharded_whole(p, optim), old, strict=True):
+                assert torch.equal(found, was[order])
+        stepped(model, optim)  # FSDP has not lost its memory
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert not torch.equal(sharded_whole(p, optim)[0], old[0][order])
+
+
+def watched() -> None:
+    """Move stacks whose gradients hooks see, and that graphs and DDP hold."""
+    rank = dist.get_rank()
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Stack(n, rank % 2, None) for n in range(2))
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    state, layout = {"model": model, "optim": optim}, SHARDED % "e@ep f h"
+    first = next(model.parameters())
+    seen: list[tuple[str, torch.Size]] = []
+    first.register_hook(lambda grad: seen.append(("tensor", grad.shape)))
+    first.register_post_accumulate_grad_hook(
+        lambda p: seen.append(("after", p.grad.shape if p.grad is not None else p.shape))
+    )
+    loss = stepped(model, optim)
+    held = caught(lambda: ckptd.ExpertMove(state, layout, UNEVEN))
+    assert held.kind == "experts"
+    assert "del loss" in f"{held.hint}"
+    del loss
+    whole = torch.cat([p.detach() for p in exchanged(first)])
+    layout = ckptd.move_experts(state, layout, UNEVEN).layout
+    assert torch.equal(first.detach(), whole[sorted(UNEVEN[rank % 2])])
+    seen.clear()
+    stepped(model, optim)
+    assert seen == [("tensor", first.shape), ("after", first.shape)]
+
+    # What DDP holds moves where it keeps its shape, and DDP reduces its gradients as before.
+    group = [dist.new_group([place, place + 2]) for place in (0, 1)][rank % 2]
+    wrapped = [DistributedDataParallel(layer, process_group=group) for layer in model.layers]
+    assert caught(lambda: ckptd.ExpertMove(state, layout, EVEN)).kind == "experts"
+    ckptd.move_experts(state, layout, [[0, 1, 3], [2, 4, 5, 6, 7]])
+    for layer in wrapped:
+        layer(torch.full((4,), 1.0 + rank // 2)).backward()
+    mean = (1.0 + 4.0) / 2 * 2 * first.detach()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, mean)
+
+
+def exchanged(p: torch.Tensor) -> list[torch.Tensor]:
+    """Return what the two coordinates of ep have of a stack."""
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, p.detach())
+    return found[:2]
+
+
+@pytest.mark.parametrize("function", [sharded_by_fsdp, watched])
+def test_experts_that_wrappers_have(function: Callable[[], None]) -> None:
+    """A DTensor that got another number of experts was no DTensor any more; a held node failed."""
+    run_ranks(WORLD, function, deadline_s=PATIENCE_S)
