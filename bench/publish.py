@@ -11,10 +11,13 @@ TCP of the loopback, without layouts, digests or versions. ckptd is timed from `
 ranks to the end of `update` on both workers, and its `update` alone, once from memory and once as
 if the workers were on another host. Values are compared at the end of each.
 
-*LoRA*: one percent of the bytes changes, in tensors of their own. *Training*: four ranks multiply
-matrices and publish every tenth step, with workers that pull each version and with ones that sleep;
-six processes share the cores, so beside the time a step takes stands the processor time of the
-trainers' own processes, servers left out.
+*LoRA*: one percent of the bytes changes, in tensors of their own. *Training*: ranks multiply
+matrices and publish every tenth step, with workers that pull each version and with ones that sleep.
+*Crowded*: the six processes and the four servers share the two cores, so what a worker copies is
+taken from training, whatever ckptd does; beside the time a step takes stands the processor time of
+the trainers' own processes, servers left out. *A core each*: one rank trains on a core of its own,
+and one worker, of as many bytes as one of the six has, pulls on the other one; the server runs
+beside the worker, as on a host with a core to spare, or on the core that trains.
 """
 
 from __future__ import annotations
@@ -42,6 +45,13 @@ from ckptd.testing.ranks import run_ranks
 
 HEADS, HD, WIDTH, HIDDEN, WORDS, RANK = 16, 64, 1024, 2816, 32768, 8
 MIB = 1 << 20
+CROWDED = ("crowded, workers sleep", "crowded, workers pull")
+APART = (
+    "a core each, worker sleeps",
+    "a core each, worker pulls from memory",
+    "a core each, worker pulls by sockets",
+    "a core each, worker pulls by sockets, server on the core that trains",
+)
 CASES = ("ckptd, memory", "ckptd, sockets", "gather and broadcast", "memory", "sockets")
 
 PROGRAM = f"""
@@ -134,15 +144,17 @@ def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 class Trainer:
     """What a rank of the trainer has."""
 
-    def __init__(self, rank: int, layers: int) -> None:
-        self.dp, self.tp = divmod(rank, 2)
+    def __init__(self, rank: int, layers: int, ways: int = 2) -> None:
+        self.ways = ways
+        self.dp, self.tp = divmod(rank, ways)
         self.specs = list(shapes(layers))
         self.state = {n: self._part(i, 0).clone() for i, (n, *_) in enumerate(self.specs)}
 
     def _part(self, number: int, step: int) -> torch.Tensor:
         _, shape, cut = self.specs[number]
         full = whole(number, shape, step)
-        return (full if cut is None else full.chunk(2, cut)[self.tp]).chunk(2)[self.dp]
+        own = full if cut is None else full.chunk(self.ways, cut)[self.tp]
+        return own.chunk(self.ways)[self.dp]
 
     def set(self, step: int, only: str = "") -> None:
         for i, (name, *_) in enumerate(self.specs):
@@ -153,14 +165,14 @@ class Trainer:
 class Worker:
     """What a worker has."""
 
-    def __init__(self, tp: int, layers: int) -> None:
-        self.tp = tp
+    def __init__(self, tp: int, layers: int, ways: int = 2) -> None:
+        self.tp, self.ways = tp, ways
         self.specs = list(shapes(layers))
         self.state: dict[str, torch.Tensor] = {}
         for name, shape, cut in self.specs:
             mine = list(shape)
             if cut is not None:
-                mine[cut] //= 2
+                mine[cut] //= ways
             fused, _, of = self._place(name)
             self.state[fused] = torch.zeros([mine[0] * of, *mine[1:]], dtype=torch.bfloat16)
         self.nbytes = sum(t.nbytes for t in self.state.values())
@@ -178,7 +190,7 @@ class Worker:
 
     def cut(self, number: int, full: torch.Tensor) -> torch.Tensor:
         cut = self.specs[number][2]
-        return full if cut is None else full.chunk(2, cut)[self.tp]
+        return full if cut is None else full.chunk(self.ways, cut)[self.tp]
 
     def wrong(self, step: int, only: str = "") -> list[str]:
         """Return the tensors that do not have a step's values."""
@@ -393,23 +405,10 @@ class Bench:
 
     def train(self, pull: bool, steps: int) -> dict[str, Any]:
         """Train, publish every tenth step; workers pull, or do not."""
-        a = torch.randn(512, 512)
         flag = self.folder / f"trained-{pull}-{self.step}"
         dist.barrier()
-        begun, cpu, skipped = time.perf_counter(), time.process_time(), 0
         if self.trainer is not None:
-            for i in range(steps):
-                for _ in range(4):
-                    a = (a @ a).clamp_(-1, 1)
-                if i % 10 == 0:
-                    publication = self.publisher.publish(1000 + i, self.state)
-                    skipped += bool(publication.skipped)
-                dist.all_reduce(a[:1], group=self.trainers)
-            found = {
-                "step": (time.perf_counter() - begun) / steps,
-                "cpu": (time.process_time() - cpu) / steps,
-                "skipped": skipped,
-            }
+            found = trained(self.publisher, self.state, steps, self.trainers)
             dist.barrier(group=self.trainers)
             flag.touch()
         else:
@@ -428,13 +427,85 @@ class Bench:
         return found
 
 
+def trained(
+    publisher: ckptd.Publisher, state: dict[str, Any], steps: int, group: Any
+) -> dict[str, Any]:
+    """Train, and publish every tenth step."""
+    a = torch.randn(512, 512)
+    begun, cpu, skipped = time.perf_counter(), time.process_time(), 0
+    for i in range(steps):
+        for _ in range(4):
+            a = (a @ a).clamp_(-1, 1)
+        if i % 10 == 0:
+            publication = publisher.publish(1000 + i, state)
+            skipped += bool(publication.skipped)
+        dist.all_reduce(a[:1], group=group)
+    return {
+        "step": (time.perf_counter() - begun) / steps,
+        "cpu": (time.process_time() - cpu) / steps,
+        "skipped": skipped,
+    }
+
+
+def run_on(core: int, pid: int = 0) -> None:
+    """Have all threads of a process run on one core."""
+    for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {core})
+
+
+def apart(folder: str, layers: int, reps: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Train on one core, and pull on the other one."""
+    torch.set_num_threads(1)
+    rank, at = dist.get_rank(), Path(folder) / "apart"
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    program = PROGRAM.replace("dp:2 tp:2", "dp:1 tp:1").replace("mesh W = tp:2", "mesh W = tp:1")
+    run_on(rank)
+    state: dict[str, Any] = {}
+    if rank == 0:
+        state = {"model": module_of(Trainer(0, layers, 1).state)}
+        publisher = ckptd.Publisher(f"# layout trainer\n{program}", at, process_group=alone)
+        assert publisher.publish(0, state).wait()
+    else:
+        into = module_of(Worker(0, layers, 1).state)
+        subscriber = ckptd.Subscriber(f"# layout worker\n{program}", into, at, group=alone)
+        assert subscriber.update(wait_s=60)
+    found: dict[str, list[dict[str, Any]]] = {}
+    order = random.Random(1)
+    for rep in range(reps):
+        names = list(APART)
+        order.shuffle(names)
+        for name in names:
+            flag = Path(folder) / f"apart-{rep}-{name}"
+            if rank == 0:
+                run_on(0 if name.endswith("that trains") else 1, publisher.server_pid)
+            dist.barrier()
+            if rank == 0:
+                done = trained(publisher, state, steps, alone)
+                flag.touch()
+            else:
+                done = {"versions": 0}
+                subscriber._far = "sockets" in name
+                subscriber._disconnect()
+                while not flag.exists():
+                    if "pulls" in name:
+                        done["versions"] += subscriber.update(wait_s=0.05) is not None
+                    else:
+                        time.sleep(0.05)
+            dist.barrier()
+            found.setdefault(name, []).append(done)
+            if rank == 0:
+                print(name, done, file=sys.stderr, flush=True)
+    (subscriber if rank else publisher).close()
+    return found
+
+
 def world(folder: str, layers: int, reps: int, steps: int) -> dict[str, list[dict[str, Any]]]:
     """Run everything, alternating."""
     bench = Bench(folder, layers)
     found: dict[str, list[dict[str, Any]]] = {}
     order = random.Random(0)
     for _ in range(reps):
-        names = [*CASES, "LoRA", "training, workers sleep", "training, workers pull"]
+        names = [*CASES, "LoRA", *CROWDED]
         order.shuffle(names)
         for name in names:
             if name == "LoRA":
@@ -458,17 +529,29 @@ def main() -> None:
         needed = Worker(0, layers).nbytes
         with open(f"{folder}/shared", "wb") as shared:
             shared.writelines(os.urandom(MIB) * 16 for _ in range(0, needed, 16 * MIB))
-        ranks = run_ranks(6, world, folder, layers, options.reps, options.steps, deadline_s=3000.0)
-    report(ranks, needed, options)
+        counts = options.reps, options.steps
+        ranks = run_ranks(6, world, folder, layers, *counts, deadline_s=3000.0)
+        half = layers_of(options.gb / 2)
+        pair = run_ranks(2, apart, folder, half, *counts, deadline_s=3000.0)
+    report(ranks, pair, needed, options)
 
 
-def report(ranks: list[dict[str, list[dict[str, Any]]]], needed: int, options: Any) -> None:
-    def of(case: str, key: str, rows: slice) -> float:
-        """Return the median over repetitions of the largest of some ranks."""
-        times = range(options.reps)
-        values = [max(r[case][i].get(key, 0) for r in ranks[rows]) for i in times]
-        return float(np.median(values))
+Found = list[dict[str, list[dict[str, Any]]]]
 
+
+class Medians:
+    """Medians over repetitions, of the largest of some ranks."""
+
+    def __init__(self, ranks: Found, reps: int) -> None:
+        self.ranks, self.reps = ranks, reps
+
+    def __call__(self, case: str, key: str, rows: slice) -> float:
+        found = [max(r[case][i].get(key, 0) for r in self.ranks[rows]) for i in range(self.reps)]
+        return float(np.median(found))
+
+
+def report(ranks: Found, pair: Found, needed: int, options: Any) -> None:
+    of = Medians(ranks, options.reps)
     trainers, workers = slice(0, 4), slice(4, 6)
     text = f"{2 * needed / 1e9:.2f} GB for two workers, {options.reps} repetitions, medians.\n\n"
     base = of("gather and broadcast", "seconds", workers)
@@ -500,14 +583,21 @@ def report(ranks: list[dict[str, list[dict[str, Any]]]], needed: int, options: A
     text += f"\n\nLoRA: {100 * changed / needed:.2f} % of the bytes changed, "
     text += f"moved {of('LoRA', 'moved', workers) / changed:.3f} times that (aim 1.02).\n\n"
     rows = []
-    for case in ("training, workers sleep", "training, workers pull"):
-        versions = of(case, "versions", workers)
-        step, cpu = (1000 * of(case, key, trainers) for key in ("step", "cpu"))
-        rows.append([case, step, cpu, int(versions), int(of(case, "skipped", trainers))])
-    head = ["", "step ms", "processor ms of the rank's own process", "versions pulled", "skipped"]
-    text += common.table(head, rows)
+    for all_, (trains, pulls), cases in (
+        (ranks, (trainers, workers), CROWDED),
+        (pair, (slice(0, 1), slice(1, 2)), APART),
+    ):
+        of = Medians(all_, options.reps)
+        quiet = of(cases[0], "step", trains)
+        for case in cases:
+            step, cpu = (1000 * of(case, key, trains) for key in ("step", "cpu"))
+            slower = 100 * (step / 1000 / quiet - 1)
+            counts = int(of(case, "versions", pulls)), int(of(case, "skipped", trains))
+            rows.append([case, step, slower, cpu, *counts])
+    head = ["training", "step ms", "slower % (aim 5)", "processor ms of the rank's own process"]
+    text += common.table([*head, "versions pulled", "skipped"], rows)
     command = " ".join(["python", "bench/publish.py", *sys.argv[1:]])
-    common.publish("publish", command, text, {"ranks": ranks, "needed": needed})
+    common.publish("publish", command, text, {"ranks": ranks, "pair": pair, "needed": needed})
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ _LOOKED_AT_BYTES = 16 << 20
 _LANES = 8
 """Servers that are asked at a time."""
 _DIGESTS_S = 10.0
+_MOST_UNKNOWN = 4
+"""Versions in a row of which a worker may pull all without knowing what has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +201,7 @@ class PullPlan:
         source = published_layout(about)
         self.transfers = Transfers(Composition(*agreed(source, target)))
         self._takings = Takings(self.transfers, rank, frozenset({""}), targets)
+        self._unknown = 0
         if self._takings.homeless:
             raise no_place(self._takings.homeless[0])
         self._quantized = {} if not scales else self._held_quantized(rank, targets, scales)
@@ -266,9 +269,14 @@ class PullPlan:
         quantized = self._quantized
         givers = [_Giver(links[g], self._takings.of(g), quantized, step) for g in self.givers]
         if held is not None:
+            # Digests of a new version take a moment: waited for where something may be left out,
+            # and now and then to see what has come to rest.
+            waits = bool(held.names) or self._unknown == _MOST_UNKNOWN
             for giver in givers:
-                giver.look(number, held)
-            if all(g.compared for g in givers):
+                giver.look(number, held, _DIGESTS_S if waits else 0.0)
+            known = all(g.compared for g in givers)
+            self._unknown = 0 if known or waits else self._unknown + 1
+            if known:
                 staged.changed = set().union(*(g.changed for g in givers))
                 # A block has one scale, whoever has changed something of it.
                 rests = held.names - set().union(*(g.touched for g in givers))
@@ -558,10 +566,8 @@ class _Giver:
         cast = self._casts[number, part]
         return dtype_of(cast) if cast else self._dtype(self._incoming[number])
 
-    def look(self, number: int, held: HeldTensors) -> None:
+    def look(self, number: int, held: HeldTensors, wait_s: float) -> None:
         """Leave out what did not change since a version that the own tensors hold."""
-        # Digests of a new version take a moment: waited for where something may be left out.
-        wait_s = _DIGESTS_S if held.names else 0.0
         found = self._link.ask(
             AskChanged(held.number, number, wait_s), ChangedBlocks, wait_s + _DIGESTS_S
         )

@@ -81,7 +81,7 @@ from ckptd.publish.messages import (
 from ckptd.publish.versions import VersionBook
 from ckptd.runtime.channel import SocketChannel
 from ckptd.runtime.host import host_id
-from ckptd.runtime.priority import step_back
+from ckptd.runtime.priority import LAST, LATER, step_back
 from ckptd.save.arena import Slot
 
 __all__ = ["BLOCK_BYTES", "PublishServer"]
@@ -343,7 +343,7 @@ class PublishServer:
 
     def _digest(self, number: int) -> None:
         """Digest a version block by block, for workers that hold another one."""
-        step_back()
+        step_back(LATER)  # workers that hold a version wait for it
         whole: dict[str, list[bytes]] | None = None
         with contextlib.suppress(NotFoundError):
             found: dict[str, list[bytes]] = {}
@@ -452,7 +452,7 @@ class _Session:
     def run(self) -> None:
         """Answer until the worker leaves."""
         if not self._connection.local:
-            step_back()  # it gathers and sends what others map
+            step_back(LAST)  # it gathers and sends what others map
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         while not self._server._ended.is_set():

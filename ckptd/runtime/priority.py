@@ -7,13 +7,15 @@ import os
 import sys
 import threading
 
-__all__ = ["NICE", "step_back"]
+__all__ = ["LAST", "LATER", "step_back"]
 
-NICE = 10
-"""A tenth of a processor is left to such work where an ordinary thread wants all of it."""
+LATER = 5
+"""A quarter of a processor is left to such work where an ordinary thread wants all of it."""
+LAST = 10
+"""A tenth."""
 
 
-def step_back() -> None:
+def step_back(by: int) -> None:
     """Let other threads go before this one, for good: an ordinary user cannot take it back.
 
     Where a system has no priority of a thread, nothing changes.
@@ -21,4 +23,4 @@ def step_back() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):  # it is gone lower already
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + by)

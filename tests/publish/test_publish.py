@@ -25,6 +25,7 @@ from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     ORDER,
     REPLY,
+    AskChanged,
     AskHold,
     AskSlot,
     ChangedBlocks,
@@ -36,11 +37,11 @@ from ckptd.publish.messages import (
     VersionSealed,
     VersionWhole,
 )
-from ckptd.publish.pull import _Giver
+from ckptd.publish.pull import _MOST_UNKNOWN, _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.reshard.layouts import read_text
 from ckptd.runtime.channel import SocketChannel
-from ckptd.runtime.priority import NICE
+from ckptd.runtime.priority import LAST
 from ckptd.save.arena import Slot
 from tests.processes import lives, until
 from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
@@ -128,9 +129,36 @@ def test_a_trainer_goes_before_what_is_sent_to_other_hosts(tmp_path: Path) -> No
         own = os.getpriority(os.PRIO_PROCESS, 0)
         # Its orders come at the priority of the rank, which waits for the answers.
         assert min(nices) == own
-        assert nices.count(min(19, own + NICE)) >= 2  # the leader's connection, and the bytes
+        assert nices.count(min(19, own + LAST)) >= 2  # the leader's connection, and the bytes
     finally:
         pair.close()
+
+
+def test_what_rests_is_seen_where_digests_are_always_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has nothing to leave out asks at once, and pulled all of it for ever."""
+    pair = Pair(tmp_path / "at")
+    every = sum(t.nbytes for t in fused(pair.full).values())
+    ask = ServerLink.ask
+
+    def late(link: ServerLink, question: Any, *rest: Any) -> Any:
+        if isinstance(question, AskChanged) and not question.wait_s:
+            return ChangedBlocks(False, 1, ())
+        return ask(link, question, *rest)
+
+    monkeypatch.setattr(ServerLink, "ask", late)
+    moved = []
+    try:
+        for step in range(_MOST_UNKNOWN + 5):
+            for name in pair.full if step < 2 else [CHANGED]:
+                pair.full[name] = pair.full[name] + 1
+            pair.publish()
+            moved.append(pair.update().bytes_needed)
+    finally:
+        pair.close()
+    # Once more where it is seen that all has changed, and as often without knowing.
+    assert moved == [every] * (_MOST_UNKNOWN + 3) + [pair.full[CHANGED].nbytes] * 2
 
 
 def test_of_a_large_tensor_the_blocks_that_changed_travel(tmp_path: Path) -> None:

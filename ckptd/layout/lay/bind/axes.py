@@ -240,7 +240,7 @@ def _lengths(
     """Yield the lengths of a dimension at some coordinates, and their sum if all are known."""
     axes = frozenset(split_axes(dim))
     everywhere = math.prod(lengths.extents.get(a, 1) for a in axes)
-    if len(counts) == everywhere > 1 and summable(dim):
+    if len(counts) == everywhere and summable(dim):
         total = Origin(
             origin.at, origin.rule, f"{origin.what}, over all {' and '.join(sorted(axes))},"
         )

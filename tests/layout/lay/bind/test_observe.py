@@ -415,6 +415,14 @@ def test_what_is_found_makes_the_same_shapes(case: tuple[str, Sizes], told: set[
     assert local(resolved, dict(bound.sizes)) == shapes
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_on_an_axis_of_one_rank_every_cut_is_the_whole(how: str) -> None:
+    resolved = looked_up(
+        f"mesh M = a:1 b:1\nspace s {{ G[w v] }}\nlayout x on M {{ g = G[w@a{how} v@b@a{how}] }}"
+    )
+    assert bind_ranks(resolved, {0: {"g": (6, 4)}}).sizes == {"w": 6, "v": 4}
+
+
 def divides(resolved: Resolved, sizes: Sizes) -> bool:
     """Whether all even splits of a layout divide."""
     return not [f for f in check_bound(Bound(resolved, sizes)) if f.code == "indivisible"]
