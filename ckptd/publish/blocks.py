@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +13,26 @@ from ckptd.live.memory import ArrayMemory
 from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
 from ckptd.publish.tiles import quantize_tiles, tile_counts, tile_maxima
 from ckptd.reshard.changes import Linear, largest
-from ckptd.save.arena import Slot
 from ckptd.types import dtype_of
 
-__all__ = ["gather_blocks", "read_bytes", "tensor_bytes"]
+__all__ = ["SlotBytes", "gather_blocks", "read_bytes", "tensor_bytes"]
 
 U8 = NDArray[np.uint8]
 
 
-def tensor_bytes(slot: Slot, tensor: PublishedTensor) -> U8:
+class SlotBytes(Protocol):
+    """What parts are read out of: a slot, or as much of one as was read of it elsewhere."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes."""
+
+
+def tensor_bytes(slot: SlotBytes, tensor: PublishedTensor) -> U8:
     """Return a tensor's memory in a slot.
 
     Raises
@@ -97,7 +109,7 @@ def _too_much(found: int) -> UsageError:
 
 
 def gather_blocks(
-    slot: Slot, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead], out: U8
+    slot: SlotBytes, tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead], out: U8
 ) -> None:
     """Copy parts, which `read_bytes` has checked, one after the other, each in its own type."""
     at = 0

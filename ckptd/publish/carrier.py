@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.publish.link import MappedVersion
 from ckptd.publish.messages import BlockRead, PublishedTensor
+from ckptd.save.arena import Slot
 
 __all__ = ["PartsReader", "SlotReader", "WeightCarrier"]
 
@@ -51,6 +52,15 @@ class WeightCarrier(Protocol):
 
     def serve(self, read: PartsReader) -> None:
         """Answer what workers ask of this rank of the publisher, until `close`."""
+
+    def expose(self, slot: Slot) -> None:
+        """Let workers read a slot themselves, where they can: it has just been made.
+
+        Its control page tells which version is in it; see `ckptd.publish.link.MappedVersion`.
+        """
+
+    def withdraw(self, slot: Slot) -> None:
+        """Let nobody read a slot any more: its memory goes next."""
 
     def reader(self, giver: int, link: Any) -> SlotReader:
         """Return what reads from a rank of the publisher; `link` is to its server."""

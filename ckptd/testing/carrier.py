@@ -18,13 +18,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from ckptd.publish.carrier import WeightCarrier
+from ckptd.publish.carrier import SlotReader, WeightCarrier
+from ckptd.publish.link import MappedVersion
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 
 __all__ = ["CarrierContract"]
@@ -60,6 +62,14 @@ class CarrierContract:
         outcomes = rank_outcomes(3, _killed, self.make, at, deadline_s=200.0, grace_s=90.0)
         assert outcomes[1].exit_code == -signal.SIGKILL
         assert outcomes[2].value == [True, True], outcomes[2]
+
+    @pytest.mark.timeout(300)
+    def test_a_dead_worker_costs_the_others_nothing(self, tmp_path: Path) -> None:
+        """A worker that is killed while it pulls: another one has that version, and the next."""
+        at = str(tmp_path / "at")
+        outcomes = rank_outcomes(4, _killed_worker, self.make, at, deadline_s=200.0, grace_s=90.0)
+        assert outcomes[2].exit_code == -signal.SIGKILL
+        assert [outcomes[rank].value for rank in (0, 1, 3)] == [[True, True]] * 3, outcomes
 
 
 def _weights(step: int, rank: int | None) -> dict[str, Any]:
@@ -110,6 +120,83 @@ def _versions(make: Make, at: str) -> list[bool]:
                 dist.barrier()
     carrier.close()
     return found
+
+
+class _Fatal:
+    """A reader that is killed with its process once it has read something."""
+
+    local = False
+
+    def __init__(self, reader: SlotReader) -> None:
+        self._reader = reader
+
+    def ask(self, *question: Any) -> Any:
+        return self._reader.ask(*question)
+
+    def map(self, number: int) -> MappedVersion:
+        return self._reader.map(number)
+
+    def reads(self, number: int, requests: Any) -> Iterator[Any]:
+        for data in self._reader.reads(number, requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+            yield data
+
+
+class _FatalCarrier:
+    """A worker's carrier with such readers."""
+
+    def __init__(self, carrier: WeightCarrier) -> None:
+        self._carrier = carrier
+
+    def reader(self, giver: int, link: Any) -> SlotReader:
+        return _Fatal(self._carrier.reader(giver, link))
+
+
+def _killed_worker(make: Make, at: str) -> list[bool]:
+    import torch
+    import torch.distributed as dist
+
+    import ckptd
+
+    rank = dist.get_rank()
+    trainers = dist.new_group([0, 1])
+    carrier: Any = make((0, 1))
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    if rank < 2:
+        with ckptd.Publisher(
+            f"# layout rows\n{_LAYOUT}", at, process_group=trainers, carrier=carrier
+        ) as publisher:
+            for step in (1, 2):
+                publication = publisher.publish(step, {"m": _weights(step, rank)})
+                found.append(publication.wait(_PATIENCE_S))
+                store.set(f"published {step} {rank}", "")
+                store.wait([f"had {step}"])
+        return found
+    into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    used: Any = _FatalCarrier(carrier) if rank == 2 else carrier
+    with ckptd.Subscriber(f"# layout turned\n{_LAYOUT}", {"m": into}, at, carrier=used) as to:
+        for step in (1, 2):
+            store.wait([f"published {step} {r}" for r in (0, 1)])
+            if rank == 3 and step == 1:
+                _gone_with(int(store.get("pid")))
+            else:
+                store.set("pid", str(os.getpid()))
+            found.append(to.update(_PATIENCE_S) is not None and _holds(into, step))
+            store.set(f"had {step}", "")
+    return found
+
+
+def _gone_with(pid: int) -> None:
+    """Return when a process has ended."""
+    end = time.monotonic() + _PATIENCE_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "Z":  # dead, and nobody has asked yet how it ended
+                return
+            time.sleep(0.05)
 
 
 def _killed(make: Make, at: str) -> list[bool]:

@@ -25,6 +25,7 @@ from ckptd.publish.messages import (
     PublishedTensor,
     TensorPlaces,
 )
+from ckptd.save.arena import Slot
 from ckptd.train.transport import TorchTransport
 
 __all__ = ["GroupCarrier"]
@@ -103,6 +104,12 @@ class GroupCarrier:
                 threading.Thread(
                     target=self._answer_all, args=(peer, read), name=name, daemon=True
                 ).start()
+
+    def expose(self, slot: Slot) -> None:
+        """Do nothing: what workers ask for is read for them."""
+
+    def withdraw(self, slot: Slot) -> None:
+        """Do nothing."""
 
     def _answer_all(self, peer: int, read: PartsReader) -> None:
         try:

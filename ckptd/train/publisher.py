@@ -232,6 +232,7 @@ class Publisher:
         self._number = 0
         self._shares: set[int] = set()
         self._sharing = threading.Lock()
+        self._carrier = carrier
         if carrier is not None:
             carrier.serve(self._read)
         self._closed = self._left = False
@@ -456,10 +457,17 @@ class Publisher:
             with self._reading:
                 if slot is not None:
                     # A worker may read it still: what it has mapped stays as it is.
-                    self._slots.pop(choice.slot).close()
+                    self._end_slot(self._slots.pop(choice.slot))
                 slot = self._slots[choice.slot] = Slot(choice.slot, nbytes)
+                if self._carrier is not None:
+                    self._carrier.expose(slot)
             self._client.send(SlotMemory(choice.slot, nbytes), slot)
         return slot
+
+    def _end_slot(self, slot: Slot) -> None:
+        if self._carrier is not None:
+            self._carrier.withdraw(slot)
+        slot.close()
 
     def _copy(
         self,
@@ -634,9 +642,8 @@ class Publisher:
         self._device_copies.close()
         self._client.close()
         with self._reading:
-            for slot in self._slots.values():
-                slot.close()
-            self._slots.clear()
+            while self._slots:
+                self._end_slot(self._slots.popitem()[1])
         let_be(self)
 
     def __enter__(self) -> Self:

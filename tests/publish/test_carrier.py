@@ -1,4 +1,4 @@
-"""The carrier over process groups keeps the contract."""
+"""The carrier over process groups keeps the contract, and so does one that reads memory itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+import ckptd
 from ckptd.errors import TransientStoreError, UsageError
+from ckptd.publish.blocks import gather_blocks, read_bytes
 from ckptd.publish.carrier import WeightCarrier
+from ckptd.publish.messages import BlockRead, PublishedTensor
+from ckptd.save.arena import CONTROL_BYTES, Slot
 from ckptd.testing.carrier import CarrierContract
+from ckptd.testing.onesided import (
+    OneSidedCarrier,
+    QueuePair,
+    RegionTable,
+    RemoteRead,
+    _part,
+    _Read,
+)
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.carrier import GroupCarrier, _GroupRead
 
@@ -27,6 +41,92 @@ def make(publishers: Sequence[int]) -> WeightCarrier:
 
 class TestGroupCarrier(CarrierContract):
     make = staticmethod(make)
+
+
+def make_onesided(publishers: Sequence[int]) -> WeightCarrier:
+    return OneSidedCarrier(None, publishers, timeout_s=20.0)
+
+
+class TestOneSidedCarrier(CarrierContract):
+    make = staticmethod(make_onesided)
+
+
+def test_parts_are_read_run_by_run_as_a_server_gathers_them() -> None:
+    generator = np.random.default_rng(7)
+    slot = Slot(0, 40_000)
+    try:
+        slot.begin(1)
+        slot.put(0, generator.integers(0, 256, 40_000).astype(np.uint8))
+        table = RegionTable()
+        data = np.frombuffer(slot.data, np.uint8)
+        key = table.register(int(data.__array_interface__["data"][0]) - CONTROL_BYTES, 41_000)
+        pair = QueuePair(table.card)
+        runs = 0
+        for case in range(200):
+            tensor = PublishedTensor("w", "bfloat16", 64 * int(generator.integers(0, 9)), 9000)
+            shape = tuple(int(n) for n in generator.integers(1, 9, generator.integers(0, 4)))
+            order = generator.permutation(len(shape))
+            strides, step = [0] * len(shape), 1
+            for d in order.tolist():
+                strides[d] = step
+                step *= shape[d] * int(generator.choice([1, 1, 1, 2, 3]))
+            if step > 9000:
+                continue
+            block = BlockRead(0, int(generator.integers(0, 9)), shape, tuple(strides))
+            wanted = np.zeros(read_bytes([tensor], [block]), np.uint8)
+            gather_blocks(slot, [tensor], [block], wanted)
+            part = _part(block, tensor, 0, 0)
+            runs += len(part.offsets)
+            room = np.zeros(part.total, np.uint8)
+            pair.post(RemoteRead(case, key, part.offsets, part.nbytes, room))
+            assert pair.poll(20.0) == (case, "")
+            found = np.zeros_like(wanted)
+            gather_blocks(_Read(len(room), room.data), [part.tensor], [part.block], found)
+            assert found.tobytes() == wanted.tobytes(), block
+        assert runs > 500
+        beyond = RemoteRead(1, key, [41_000 - 8], 16, np.zeros(16, np.uint8))
+        for wrong in (beyond, beyond._replace(key=key + 1), beyond._replace(offsets=[-8])):
+            pair.post(wrong)
+            assert pair.poll(20.0).error in {"not inside the region", "no region has this key"}
+        table.withdraw(key)
+        pair.post(beyond._replace(offsets=[0]))
+        assert pair.poll(20.0) == (1, "no region has this key")
+        pair.close()
+    finally:
+        slot.close()
+
+
+def _frozen(at: str) -> bool:
+    """Rank 0 publishes, and is stopped; rank 1 has the weights all the same."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)]
+    carrier = make_onesided((0,))
+    store = dist.distributed_c10d._get_default_store()
+    layout = "mesh O = x:1\nspace s { w[n m] }\nlayout one of s on O { w = w[n m] }\n"
+    full = torch.arange(6000.0).view(60, 100)
+    if rank == 0:
+        publisher = ckptd.Publisher(layout, at, process_group=alone[0], carrier=carrier)
+        publisher.publish(1, {"m": {"w": full}}).wait(30.0)
+        store.set("pid", str(os.getpid()))
+        store.wait(["done"])
+        publisher.close()
+        return True
+    pid, into = int(store.get("pid")), torch.zeros(60, 100)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ckptd.Subscriber(layout, {"m": {"w": into}}, at, carrier=carrier) as subscriber:
+            report = subscriber.update(30.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    store.set("done", "1")
+    assert report is not None
+    assert report.bytes_received == full.nbytes
+    return torch.equal(into, full)
+
+
+@pytest.mark.timeout(120)
+def test_a_one_sided_read_takes_no_part_of_the_publisher(tmp_path: Path) -> None:
+    assert run_ranks(2, _frozen, str(tmp_path / "at"), deadline_s=90.0) == [True, True]
 
 
 _TIMEOUT_S = 1.0
