@@ -83,6 +83,9 @@ def sample() -> None:
                 print(f"step {update.version.step:2}: {moved} bytes, {logits.abs().mean():.4f}")
             if update.version.step == STEPS:
                 break
+        else:
+            if dist.get_rank() == 0:
+                print(f"no newer weights: {subscriber.last_error or 'is the trainer up?'}")
 
 
 if __name__ == "__main__":
