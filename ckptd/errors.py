@@ -21,7 +21,7 @@ wanted, what was found, where, and a hint that names the next command or call.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 __all__ = [
     "CkptdError",
@@ -117,6 +117,15 @@ class CkptdError(Exception):
             found=data.get("found"),
             hint=data.get("hint"),
         )
+
+    def without_frames(self) -> Self:
+        """Return an equal error to be kept: a traceback keeps all that its frames hold alive.
+
+        It has no cause and no context either, since these have tracebacks.
+        """
+        made = type(self).__new__(type(self), *self.args)
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __reduce__(self) -> tuple[object, ...]:
         return (CkptdError.from_dict, (self.to_dict(),))

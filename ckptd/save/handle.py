@@ -198,7 +198,7 @@ class SaveHandle:
                 )
             state = self._tiers[tier]
         if isinstance(state, CkptdError):
-            raise state
+            raise state.without_frames()
 
     def _wait(self, phases: tuple[str, ...], timeout: float | None) -> None:
         with self._changed:
@@ -212,7 +212,7 @@ class SaveHandle:
                 )
             if self._error is not None:
                 self._error_seen = True
-                raise self._error
+                raise self._error.without_frames()
 
 
 class SaveTracker(SaveHandle):
@@ -255,7 +255,7 @@ class SaveTracker(SaveHandle):
         with self._changed:
             if self._phase in ("durable", "failed"):
                 return
-            self._phase, self._error = "failed", error
+            self._phase, self._error = "failed", error.without_frames()
             self._ended = time.monotonic()
             self._changed.notify_all()
         self._emit_failed(self._scope.tier, error)
@@ -265,7 +265,7 @@ class SaveTracker(SaveHandle):
         with self._changed:
             if self._tiers.get(tier) != "pending":
                 return False
-            self._tiers[tier] = error
+            self._tiers[tier] = error and error.without_frames()
             self._changed.notify_all()
         if error is None:
             self._emit(events.SaveDurable, tier=tier, bytes=self._total)
@@ -328,7 +328,7 @@ class SaveTracker(SaveHandle):
             if self._error is None or self._error_seen:
                 return None
             self._error_seen = True
-            return self._error
+            return self._error.without_frames()
 
     # -- is the step kept ------------------------------------------------------------------------
 

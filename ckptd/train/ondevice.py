@@ -565,8 +565,12 @@ class DeviceCopies:
             _log.warning("a slot is not page-locked: %r", error)
 
     def close(self) -> None:
-        """Lock nothing more; what is being locked is unlocked when its slot is closed."""
+        """Lock nothing more, and give the buffers back as soon as no copy is under way in them.
+
+        What is being locked is unlocked when its slot is closed.
+        """
         self._locker.shutdown(wait=False, cancel_futures=True)
+        self._buffers.clear()
 
     def _buffers_of(self, device: torch.device) -> Buffers:
         if device not in self._buffers:

@@ -233,7 +233,9 @@ def test_a_refused_save_keeps_its_reason_however_fast_the_writer_answers(
     monkeypatch.setattr(job.client, "_send", slow)
     cause = SaveError("2 tensors changed before they were copied", kind="mutated", where="w")
     job.client.abandon(number, "copying failed", cause)
-    assert handle.error is cause
+    error = handle.error
+    assert isinstance(error, SaveError)
+    assert error.to_dict() == cause.to_dict()
     monkeypatch.undo()
     job.close()
 

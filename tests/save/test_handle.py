@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Literal
 
 import pytest
@@ -168,3 +170,41 @@ def test_a_handle_of_a_save_is_true_however_it_ends() -> None:
     assert handle
     handle.fail(ERROR)
     assert handle
+
+
+class Loud(SaveError):
+    default_kind = "loud"
+
+
+def test_an_error_is_raised_again_and_again_and_keeps_no_frame_alive() -> None:
+    class Big:
+        pass
+
+    def failing() -> weakref.ref[Big]:
+        big = Big()
+        try:
+            try:
+                raise OSError("no memory")
+            except OSError as cause:
+                raise Loud("it failed", where="w", found=1) from cause
+        except Loud as error:
+            error.add_note("at night")
+            for tier in save.near:
+                save.settle(tier, error)
+            save.fail(error)
+        return weakref.ref(big)
+
+    def waiting(tier: str | None) -> weakref.ref[Big]:
+        big = Big()
+        with pytest.raises(Loud) as caught:
+            save.durable(1.0, tier=tier)
+        assert (caught.value.kind, caught.value.where, caught.value.found) == ("loud", "w", "1")
+        assert "it failed" in str(caught.value)
+        assert caught.value.__notes__ == ["at night"]
+        return weakref.ref(big)
+
+    save = SaveTracker(1, 1, "a", 10, near=("node",))
+    kept = [failing(), waiting(None), waiting("node"), waiting(None)]
+    gc.collect()
+    assert [big() for big in kept] == [None] * 4
+    assert isinstance(save.error, Loud)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptd
 from ckptd.errors import SaveError
@@ -104,6 +105,23 @@ def let_go_of_what_was_saved(folder: str) -> None:
         ck.load(into, step=4)
         assert torch.equal(into["w"].cpu(), kept)
         del junk
+
+
+def close_with_idle_buffers() -> None:
+    live = {"w": torch.zeros(1000, device="cuda")}
+    ck = ckptd.Checkpointer("memory://buffers", lazy="all")
+    ck.save(1, live)  # into a slot that is not locked yet
+    ck.wait()
+    settle(ck)
+    buffers = ck._saver._device_copies._buffers.values()
+    idle = [StorageWeakRef(b.untyped_storage()) for kept in buffers for b in kept._idle]
+    assert idle, "this is no test: nothing went through a buffer"
+    ck.close()
+    assert [memory.expired() for memory in idle] == [True] * len(idle)
+
+
+def test_a_checkpointer_that_is_closed_keeps_no_locked_buffers() -> None:
+    run(close_with_idle_buffers)
 
 
 def test_between_saves_a_device_has_what_the_program_let_go(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Objects that are made after others have died get their ids and their addresses.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptd
+from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.state.flatten import Flattener, flatten
 from ckptd.train.state.tensors import local_tensor
@@ -321,3 +323,30 @@ def test_what_is_deleted_while_it_is_saved_is_saved(tmp_path: Any) -> None:
             into = {name: torch.zeros(512, 512) for name in state}
             ck.load(into, step=step)
             assert all(torch.equal(into[n], x) for n, x in big().items())
+
+
+def test_the_handle_of_a_failed_save_keeps_nothing(tmp_path: Any) -> None:
+    def fail() -> tuple[ckptd.SaveHandle, list[Callable[[], object]]]:
+        state = make()
+        with ckptd.Checkpointer(str(tmp_path), lazy="all", when_failed="warn") as ck:
+            go = threading.Event()
+            ck._saver._copier.submit(go.wait, 60.0)
+            handle = ck.save(1, state)
+            state["plain"]["w"].add_(1.0)
+            go.set()
+            with pytest.raises(SaveError):
+                handle.durable(60.0)
+            settle(ck)
+        memory = [t.untyped_storage() for t in (state["plain"]["w"], *state["model"].parameters())]
+        return handle, [weakref.ref(ck._saver), *(_alive(m) for m in memory)]
+
+    handle, kept = fail()
+    gc.collect()
+    assert [k() for k in kept] == [None] * len(kept)
+    assert handle.error is not None
+    assert handle.error.kind == "mutated"
+
+
+def _alive(memory: torch.UntypedStorage) -> Callable[[], object]:
+    weak = StorageWeakRef(memory)
+    return lambda: None if weak.expired() else weak
