@@ -187,7 +187,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
         if found.place != self._place:
             if self._subscriber is not None:
                 self._subscriber.close()
-            self._place, self._tensors = found
+            self._place, self._tensors = found.place, found.tensors
             self._shares = {n: t.share(self._rank, self._world) for n, t in self._tensors.items()}
             self._subscriber = ckptd.Subscriber(
                 shares_layout(self._tensors, self._world),

@@ -6,15 +6,16 @@ and shapes: trainers and rollouts, each with as many ranks as they have, speak o
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import torch
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError
 
 __all__ = ["Published", "WholeTensor", "read_published", "shares_layout", "write_published"]
@@ -25,7 +26,7 @@ _MOST_BYTES = 64 << 20
 class WholeTensor(NamedTuple):
     """Shape and type of a tensor; the type as torch calls it, without ``torch.``."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)], ...]
     dtype: str
 
     @staticmethod
@@ -125,19 +126,20 @@ def _quoted(name: str) -> str:
     return name.replace("{", "\\{{").replace("}", "\\}}")
 
 
-class Published(NamedTuple):
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which tensors a publisher has, and the name of the folder in which it is found."""
 
-    place: str
+    place: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,30}\Z")]
     tensors: dict[str, WholeTensor]
+
+
+_published = json_decoder(Published)
 
 
 def write_published(path: Path, published: Published) -> None:
     """Write it down; readers see all of it or what was there before."""
-    tensors = {n: [list(t.shape), t.dtype] for n, t in published.tensors.items()}
-    text = json.dumps({"place": published.place, "tensors": tensors})
     draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    draft.write_text(text)
+    draft.write_bytes(msgspec.json.encode(published))
     os.replace(draft, path)
 
 
@@ -154,23 +156,10 @@ def read_published(path: Path) -> Published | None:
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES} bytes")
-        found = json.loads(raw)
-        place, tensors = found["place"], found["tensors"]
-        if not isinstance(place, str) or not place.isdecimal():
-            raise ValueError(f"a place {place!r:.100}")
-        return Published(
-            place, {str(n): WholeTensor(_shape(s), str(d)) for n, (s, d) in tensors.items()}
-        )
+        return _published.decode(raw)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:  # msgspec's are
         raise CorruptError(
             "not a list of tensors", kind="corrupt", where=str(path), found=str(error)[:200]
         ) from None
-
-
-def _shape(found: Iterable[object]) -> tuple[int, ...]:
-    shape = tuple(found)
-    if not all(isinstance(n, int) and 0 <= n < 1 << 48 for n in shape):
-        raise ValueError(f"a shape of {shape[:8]}")
-    return shape  # type: ignore[return-value]

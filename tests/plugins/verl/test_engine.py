@@ -160,7 +160,9 @@ def test_what_actors_have_is_read_back_or_refused(tmp_path: Path) -> None:
     shares.write_published(path, published)
     assert shares.read_published(path) == published
     good = path.read_text()
-    for old, new in [('"17"', '"../x"'), ("[6, 4]", '["x"]'), ("[6, 4]", "[-1]"), ("{", "[")]:
+    places, shapes = ('"../x"', '"17\\n"', "17", '"17","more":1'), ('["x"]', "[-1]", "[true]", "3")
+    bad = [('"17"', new) for new in places] + [("[6,4]", new) for new in shapes]
+    for old, new in [*bad, ("{", "["), ('"float32"', "1")]:
         assert old in good
         path.write_text(good.replace(old, new))
         with pytest.raises(CorruptError, match="tensors"):
