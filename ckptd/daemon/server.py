@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import signal
 import socket
 import threading
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ckptd.daemon.bodies import ClientConnection
 from ckptd.net.address import Address
+from ckptd.runtime.host import many_files
 
 __all__ = ["Serving", "url_of"]
 
@@ -157,7 +157,7 @@ class Serving:
 
     def run(self, signals: bool = True) -> None:
         """Serve until `stop`, TERM or INT (if `signals`), or until it is idle."""
-        _many_files()
+        many_files()
         asyncio.run(self._run(signals))
 
     def stop(self) -> None:
@@ -188,11 +188,3 @@ class Serving:
                     break
         self._ending()
         self._server.should_exit = True
-
-
-def _many_files() -> None:
-    """Allow as many connections as the system lets this process have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

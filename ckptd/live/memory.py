@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.load.copier import copy_values
 from ckptd.load.plan import strided, words_of
 from ckptd.types import DType
 
@@ -70,7 +71,7 @@ class ArrayMemory:
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
         """See `TensorMemory`."""
         view = self.view(start, shape, strides)
-        np.copyto(view, _words(data, self.dtype.itemsize).reshape(shape))
+        copy_values(view, _words(data, self.dtype.itemsize).reshape(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
         """See `TensorMemory`."""

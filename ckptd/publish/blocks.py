@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
+from ckptd.format.digest import digest
 from ckptd.live.memory import ArrayMemory
 from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
 from ckptd.publish.tiles import quantize_tiles, tile_counts, tile_maxima
 from ckptd.reshard.changes import Linear, largest
 from ckptd.types import dtype_of
 
-__all__ = ["SlotBytes", "gather_blocks", "read_bytes", "tensor_bytes"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BlockDigests",
+    "SlotBytes",
+    "gather_blocks",
+    "incoming_digest",
+    "outgoing",
+    "read_bytes",
+    "run_of",
+    "tensor_bytes",
+]
 
 U8 = NDArray[np.uint8]
+
+
+BLOCK_BYTES = 1 << 18
+"""What is digested together: the grain in which changes are known."""
 
 
 class SlotBytes(Protocol):
@@ -116,7 +132,9 @@ def gather_blocks(
     for block in blocks:
         tensor = tensors[block.tensor]
         memory = ArrayMemory(tensor_bytes(slot, tensor), dtype_of(tensor.dtype))
-        numel = int(np.prod(block.shape, dtype=np.int64))
+        numel = math.prod(block.shape)
+        if not numel:
+            continue
         if not block.cast and not block.tiles:
             part = out[at : at + numel * memory.dtype.itemsize]
             at += len(part)
@@ -140,6 +158,125 @@ def gather_blocks(
             part[...] = made.reshape(-1).view(np.uint8)
         else:
             Linear(tensor.name).apply(part.view(sent.numpy), values)
+
+
+class BlockDigests:
+    """Digests of a version's tensors, block by block.
+
+    Each is computed once, by what needs it first: sending a part, or the pass over the whole
+    version. Threads may compute the same one at the same time.
+    """
+
+    def __init__(self, tensors: Iterable[PublishedTensor]) -> None:
+        self._found: dict[str, list[bytes]] = {
+            t.name: [b""] * -(-t.numel * dtype_of(t.dtype).itemsize // BLOCK_BYTES) for t in tensors
+        }
+
+    def of(self, name: str, data: U8, cut: tuple[int, int]) -> bytes:
+        """Return the digest of some bytes of a tensor; `data` is all of it."""
+        start, end = cut
+        found, number = self._found[name], start // BLOCK_BYTES
+        if start % BLOCK_BYTES or end != min(start + BLOCK_BYTES, len(data)):
+            return digest(data[start:end].data)  # no whole block
+        known = found[number]
+        if not known:
+            known = found[number] = digest(data[start:end].data)
+        return known
+
+    def complete(
+        self, slot: SlotBytes, tensors: Mapping[str, PublishedTensor]
+    ) -> dict[str, list[bytes]]:
+        """Compute what nothing has needed yet, and return all; last first, as readers begin."""
+        for name in reversed(self._found):
+            data = tensor_bytes(slot, tensors[name])
+            for at in reversed(range(0, len(data), BLOCK_BYTES)):
+                self.of(name, data, (at, min(at + BLOCK_BYTES, len(data))))
+        return self._found
+
+
+def run_of(tensor: PublishedTensor, block: BlockRead) -> tuple[int, int] | None:
+    """Return first byte and end of a part that is sent as it lies; None: it has to be gathered."""
+    if block.cast or block.tiles:
+        return None
+    count = 1
+    for n, step in zip(reversed(block.shape), reversed(block.strides), strict=True):
+        if n != 1 and step != count:
+            return None
+        count *= n
+    size = dtype_of(tensor.dtype).itemsize
+    return block.start * size, (block.start + count) * size
+
+
+def _cuts(run: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield a run of bytes cut where the blocks of its tensor begin."""
+    start, end = run
+    while start < end:
+        cut = min(end, start - start % BLOCK_BYTES + BLOCK_BYTES)
+        yield start, cut
+        start = cut
+
+
+def outgoing(
+    slot: SlotBytes,
+    tensors: Sequence[PublishedTensor],
+    blocks: Sequence[BlockRead],
+    digests: BlockDigests,
+    scratch: Callable[[int], U8],
+) -> tuple[list[memoryview], bytes]:
+    """Return parts, which `read_bytes` has checked, as they are sent, and the digest of them all.
+
+    What lies together is sent out of the slot; the rest is gathered.
+
+    Parameters
+    ----------
+    digests
+        Of this version.
+    scratch
+        Returns memory of so many bytes, for what is gathered.
+
+    Returns
+    -------
+    list, bytes
+        The second is the digest of the digests of runs, cut at blocks, and of what is gathered.
+    """
+    runs = [run_of(tensors[b.tensor], b) for b in blocks]
+    gathered = [b for b, run in zip(blocks, runs, strict=True) if run is None]
+    room = scratch(read_bytes(tensors, gathered)) if gathered else np.empty(0, np.uint8)
+    gather_blocks(slot, tensors, gathered, room)
+    parts: list[memoryview] = []
+    found: list[bytes] = []
+    for block, run in zip(blocks, runs, strict=True):
+        tensor = tensors[block.tensor]
+        if run is None:
+            size = read_bytes(tensors, [block])
+            part, room = room[:size], room[size:]
+            found.append(digest(part.data))
+        else:
+            data = tensor_bytes(slot, tensor)
+            part = data[slice(*run)]
+            found += [digests.of(tensor.name, data, cut) for cut in _cuts(run)]
+        parts.append(part.data)
+    return parts, digest(b"".join(found))
+
+
+def incoming_digest(
+    tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead], data: U8
+) -> bytes:
+    """Return the digest of parts that have arrived, one after the other; see `outgoing`."""
+    at = 0
+    found: list[bytes] = []
+    for block in blocks:
+        tensor = tensors[block.tensor]
+        run = run_of(tensor, block)
+        if run is None:
+            end = at + read_bytes(tensors, [block])
+            found.append(digest(data[at:end].data))
+        else:
+            end = at + run[1] - run[0]
+            shift = at - run[0]
+            found += [digest(data[lo + shift : hi + shift].data) for lo, hi in _cuts(run)]
+        at = end
+    return digest(b"".join(found))
 
 
 def _outside(tensor: PublishedTensor, wanted: str, found: object) -> UsageError:

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, CorruptError, TransientStoreError
-from ckptd.format.digest import digest
 from ckptd.net.address import Address, UnixAddress, parse_address
 from ckptd.net.connection import Connection, greet_server
+from ckptd.publish.blocks import incoming_digest
 from ckptd.publish.messages import (
     ANSWER,
     MOST_READ_BYTES,
@@ -32,9 +32,11 @@ from ckptd.publish.messages import (
     HoldAnswer,
     Mapped,
     Newest,
+    PublishedTensor,
     PublishRefusal,
     ReadBytes,
     ServerEntry,
+    TensorPlaces,
 )
 from ckptd.runtime.host import host_id
 from ckptd.save.arena import CONTROL_BYTES
@@ -73,6 +75,7 @@ class ServerLink:
         self.local = connection.local
         self._connection = connection
         self._wait_s = wait_s
+        self._places: tuple[PublishedTensor, ...] = ()
         self._lock = threading.Lock()
 
     @staticmethod
@@ -145,7 +148,10 @@ class ServerLink:
         with self._lock:
             self._connection.send(question)
             answer, _ = self._connection.receive(ANSWER, self._wait_s if wait_s is None else wait_s)
-            return self._checked(answer, kind)
+            found = self._checked(answer, kind)
+        if isinstance(found, TensorPlaces):
+            self._places = found.places
+        return found
 
     def newest(self, than: int, wait_s: float, answer_s: float | None = None) -> Newest:
         """Return the newest version above `than`; wait for one so long.
@@ -175,25 +181,26 @@ class ServerLink:
     ) -> Iterator[U8]:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
 
-        The next ones are asked for already: the server gathers while this end takes what it sent.
+        Tensors are those that were asked after last. The next parts are asked for already: the
+        server looks at its digests while this end takes what it sent.
         After an error, or where the caller stops early, this link is lost.
         """
-        waiting: deque[U8] = deque()
+        waiting: deque[tuple[U8, tuple[BlockRead, ...]]] = deque()
         with self._lock:
             try:
                 for blocks, into in requests:
                     self._connection.send(AskRead(number, blocks))
-                    waiting.append(into)
+                    waiting.append((into, blocks))
                     if len(waiting) > _AHEAD:
-                        yield self.read(waiting.popleft())
+                        yield self.read(*waiting.popleft())
                 while waiting:
-                    yield self.read(waiting.popleft())
+                    yield self.read(*waiting.popleft())
             except BaseException:  # answers to what was asked ahead would be taken for others
                 self._connection.close()
                 raise
 
-    def read(self, into: U8) -> U8:
-        """Fill a buffer with the next answer to `AskRead`."""
+    def read(self, into: U8, blocks: Sequence[BlockRead]) -> U8:
+        """Fill a buffer with the next answer to `AskRead`, which asked for these parts."""
         answer, nbytes = self._connection.receive(ANSWER, self._wait_s, most_bulk=MOST_READ_BYTES)
         found = self._checked(answer, ReadBytes)
         if nbytes != len(into):
@@ -201,7 +208,7 @@ class ServerLink:
                 "other bytes came than were asked for", kind="link-protocol", found=nbytes
             )
         self._connection.fill(into.data, self._wait_s)
-        if digest(into.data) != found.digest:
+        if incoming_digest(self._places, blocks, into) != found.digest:
             raise CorruptError(
                 "bytes changed on their way from a publisher",
                 kind="transport",

@@ -70,7 +70,7 @@ MOST_READ_BYTES = 64 << 20
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Name = Annotated[str, Meta(max_length=4096)]
 _Text = Annotated[str, Meta(max_length=4096)]
-_Dims = Annotated[tuple[int, ...], Meta(max_length=64)]
+_Dims = Annotated[tuple[_Number, ...], Meta(max_length=64)]
 
 
 class ServerEntry(msgspec.Struct, frozen=True):
@@ -448,7 +448,7 @@ class ChangedBlocks(_Answer, frozen=True, tag="changes"):
 
 
 class ReadBytes(_Answer, frozen=True, tag="read"):
-    """What was asked for is behind this; `digest` is of these bytes."""
+    """What was asked for is behind this; its digest as `ckptd.publish.blocks.outgoing` has it."""
 
     digest: bytes
 

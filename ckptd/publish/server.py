@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, NotFoundError, StoreError, WorkerError
-from ckptd.format.digest import digest
 from ckptd.net.address import Address, UnixAddress, listen_at, same_user
 from ckptd.net.connection import Connection, greet_client
-from ckptd.publish.blocks import gather_blocks, read_bytes, tensor_bytes
+from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
 from ckptd.publish.link import MOST_BODY, ServerLink
 from ckptd.publish.messages import (
     ORDER,
@@ -80,16 +79,14 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.versions import VersionBook
 from ckptd.runtime.channel import SocketChannel
-from ckptd.runtime.host import host_id
+from ckptd.runtime.host import host_id, many_files
 from ckptd.runtime.priority import LAST, LATER, step_back
 from ckptd.save.arena import Slot
 
-__all__ = ["BLOCK_BYTES", "PublishServer"]
+__all__ = ["PublishServer"]
 
 U8 = NDArray[np.uint8]
 
-BLOCK_BYTES = 1 << 18
-"""What is digested together: the grain in which changes are known."""
 _KEPT_DIGESTS = 16
 """Versions whose digests are kept after their slots: a worker may come back with an older one."""
 _TICK_S = 0.5
@@ -140,6 +137,7 @@ class PublishServer:
         self._tensors: dict[str, PublishedTensor] = {}
         self._digests: OrderedDict[int, dict[str, list[bytes]]] = OrderedDict()
         self._digested = threading.Condition(self._lock)
+        self._blocks: dict[int, BlockDigests] = {}
         self._pending: set[int] = set()
         self._about: PublishedAbout | None = None
         self._entries: tuple[ServerEntry, ...] = ()
@@ -300,6 +298,8 @@ class PublishServer:
         with self._lock:
             self._versions = {n: s for n, s in self._versions.items() if s is not slot}
             self._versions[number] = slot
+            kept = {n: b for n, b in self._blocks.items() if n in self._versions}
+            self._blocks = kept | {number: BlockDigests(self._tensors.values())}
             self._pending.add(number)
         threading.Thread(target=self._digest, args=(number,), daemon=True).start()
 
@@ -346,12 +346,8 @@ class PublishServer:
         step_back(LATER)  # workers that hold a version wait for it
         whole: dict[str, list[bytes]] | None = None
         with contextlib.suppress(NotFoundError):
-            found: dict[str, list[bytes]] = {}
             with self.reading(number) as slot:
-                for name, tensor in self._tensors.items():
-                    data = tensor_bytes(slot, tensor)
-                    cuts = range(0, len(data), BLOCK_BYTES)
-                    found[name] = [digest(data[at : at + BLOCK_BYTES].data) for at in cuts]
+                found = self.digests(number).complete(slot, self._tensors)
             whole = found  # nothing was written meanwhile: else these are of two versions
         with self._digested:
             self._pending.discard(number)
@@ -360,6 +356,11 @@ class PublishServer:
             while len(self._digests) > _KEPT_DIGESTS:
                 self._digests.popitem(last=False)
             self._digested.notify_all()
+
+    def digests(self, number: int) -> BlockDigests:
+        """Return the digests of a version, as far as they are known."""
+        with self._lock:
+            return self._blocks.get(number) or BlockDigests(self._tensors.values())
 
     # --- versions -------------------------------------------------------------------------------
 
@@ -536,13 +537,23 @@ class _Session:
         for block in blocks:
             if block.tensor < len(known) and not known[block.tensor].dtype:
                 raise _not_there(self._names[block.tensor])
-        total = read_bytes(known, blocks)
-        if len(self._buffer) < total:
-            self._buffer = np.empty(total, np.uint8)
-        with self._server.reading(number) as slot:
-            gather_blocks(slot, known, blocks, self._buffer[:total])
-        data = self._buffer[:total].data
-        self._connection.send(ReadBytes(digest(data)), data)
+        read_bytes(known, blocks)
+        sent = False
+        try:
+            with self._server.reading(number) as slot:
+                found = outgoing(slot, known, blocks, self._server.digests(number), self._scratch)
+                parts, all_of_it = found
+                sent = True
+                self._connection.send_parts(ReadBytes(all_of_it), parts)
+        except NotFoundError as error:
+            if sent:  # no refusal can follow
+                raise self._connection.fail(error.message) from error
+            raise
+
+    def _scratch(self, nbytes: int) -> U8:
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
 
 
 def _is_ending(opening: Opening) -> bool:
@@ -566,6 +577,7 @@ def _not_there(what: str) -> CkptdError:
 def main() -> None:
     """Serve the rank at the other end of the socket whose descriptor is the only argument."""
     report_crashes()
+    many_files()
     sock = socket.socket(fileno=int(sys.argv[1]))
     PublishServer(SocketChannel(sock, ORDER)).run()
 

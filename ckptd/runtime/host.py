@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -23,6 +24,7 @@ __all__ = [
     "environment",
     "filesystem_of",
     "host_id",
+    "many_files",
     "mapped_files",
     "mount_of",
     "node_name",
@@ -123,6 +125,14 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def many_files() -> None:
+    """Allow as many files and connections as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def environment() -> dict[str, str]:

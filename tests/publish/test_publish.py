@@ -199,7 +199,7 @@ def test_digests_that_were_taken_while_a_slot_was_filled_again_are_of_no_version
         digests.append(digest(data))
         return digests[-1]
 
-    monkeypatch.setattr("ckptd.publish.server.digest", slow)
+    monkeypatch.setattr("ckptd.publish.blocks.digest", slow)
     slot.begin(1)
     slot.data[:] = b"old "
     slot.seal()
@@ -510,11 +510,11 @@ def test_more_than_the_budget_is_written_as_it_comes_if_that_is_asked_for(tmp_pa
         read = ServerLink.read
         calls = []
 
-        def breaks(link: ServerLink, into: Any) -> Any:
-            calls.append(into)
+        def breaks(link: ServerLink, *more: Any) -> Any:
+            calls.append(more)
             if len(calls) == 3:
                 link._connection.close()
-            return read(link, into)
+            return read(link, *more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ServerLink, "read", breaks)

@@ -78,12 +78,12 @@ def test_a_server_that_stops_in_a_pull_ends_it_after_the_time_for_one_answer(
         calls = 0
         read = ServerLink.read
 
-        def stops(link: ServerLink, into: Any) -> Any:
+        def stops(*args: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 3:
                 os.kill(publisher.server_pid, signal.SIGSTOP)
-            return read(link, into)
+            return read(*args)
 
         monkeypatch.setattr(ServerLink, "read", stops)
         begun = time.monotonic()
@@ -152,14 +152,14 @@ def test_the_lease_of_a_pull_that_gets_on_is_renewed(
     with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
         assert publisher.publish(1, STATE).wait(30)
 
-        def slow(link: ServerLink, into: Any) -> Any:
+        def slow(*args: Any) -> Any:
             nonlocal calls
             calls += 1
             time.sleep(0.1)
             if calls % 4 == 0:  # the trainer goes on: each time a slot is filled
                 publication = publisher.publish(1 + calls, STATE)
                 assert publication.skipped or publication.wait(30)
-            return read(link, into)
+            return read(*args)
 
         monkeypatch.setattr(ServerLink, "read", slow)
         begun = time.monotonic()

@@ -1,0 +1,188 @@
+"""Whoever reaches a server's port: nothing is given, memory is bounded, and others are served."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.errors import CkptdError, StoreError
+from ckptd.net.address import parse_address
+from ckptd.net.connection import ClientProof, Connection
+from ckptd.publish.client import PublishClient
+from ckptd.publish.link import ServerLink
+from ckptd.publish.messages import (
+    AskNewest,
+    AskRead,
+    AskTensors,
+    BlockRead,
+    Newest,
+    Opening,
+    PublishedTensor,
+    ReadBytes,
+    ServerEntry,
+    SetTensors,
+    SlotMemory,
+    TensorPlaces,
+    VersionSealed,
+)
+from ckptd.save.arena import Slot
+
+pytestmark = pytest.mark.timeout(120)
+
+SECRET = b"s" * 32
+IDLE = 1000
+MOST_BYTES = 64 << 20
+"""By which a server may grow for a thousand connections."""
+
+
+class Served:
+    """A server of a rank in a process of its own, with one version of one tensor."""
+
+    def __init__(self) -> None:
+        opening = Opening("epoch", 0, 1, SECRET, "127.0.0.1", 0, "", 2, 60.0, 1.0)
+        self.client = PublishClient(opening, lambda _: None, lambda *_: None)
+        self.entry = self.client.ready()
+        self.address = parse_address(self.entry.address)
+        self.slot = Slot(0, 4096)
+        self.slot.begin(1)
+        self.slot.seal()
+        self.client.send(SetTensors((PublishedTensor("a", "float32", 0, 1024),)))
+        self.client.send(SlotMemory(0, 4096), self.slot)
+        self.client.send(VersionSealed(1, 0))
+
+    def link(self) -> ServerLink:
+        return ServerLink.to(self.entry, SECRET)
+
+    def connect(self) -> socket.socket:
+        found = socket.create_connection(self.address, timeout=30.0)
+        found.settimeout(30.0)
+        return found
+
+    def resident_bytes(self) -> int:
+        rows = Path(f"/proc/{self.client.pid}/status").read_text().splitlines()
+        return next(1024 * int(r.split()[1]) for r in rows if r.startswith("VmRSS"))
+
+    def serves(self) -> None:
+        """Have a worker get an answer."""
+        link = self.link()
+        assert link.ask(AskNewest(0, 0.0), Newest).number == 0
+        link.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.client.close()
+    found.slot.close()
+
+
+def gives(sock: socket.socket) -> bytes:
+    """Return what comes until the other end closes."""
+    out = b""
+    try:
+        while data := sock.recv(4096):
+            out += data
+    except ConnectionError:
+        pass
+    return out
+
+
+def challenge(sock: socket.socket) -> bytes:
+    """Take a server's greeting."""
+    head = sock.recv(24, socket.MSG_WAITALL)
+    return sock.recv(int.from_bytes(head[:4], "little"), socket.MSG_WAITALL)
+
+
+def test_a_stranger_gets_nothing(served: Served) -> None:
+    for said in (b"GET / HTTP/1.1\r\n\r\n" * 8, b"\xff" * 64, bytes(24), b"\xff\xff\xff\x7f" * 8):
+        with served.connect() as sock:
+            challenge(sock)
+            sock.sendall(said)
+            assert gives(sock) == b""
+    with pytest.raises(StoreError) as caught:
+        ServerLink.to(served.entry, b"x" * 32)
+    assert caught.value.kind == "permission"
+    # What a worker has sent once is worth nothing in another connection.
+    recorded: list[bytes] = []
+    sent = Connection.send
+
+    def records(connection: Connection, message: msgspec.Struct, bulk: object = None) -> None:
+        if isinstance(message, ClientProof):
+            recorded.append(connection.codec.pack(message))
+            connection._sock.sendall(recorded[-1])
+        else:
+            sent(connection, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "send", records)
+        served.link().close()
+    with served.connect() as sock:
+        challenge(sock)
+        sock.sendall(recorded[0])
+        said = gives(sock)
+    assert recorded
+    assert said
+    assert b"epoch" not in said  # a refusal
+    with served.connect() as sock:
+        challenge(sock)
+        sock.sendall(recorded[0][:30])  # half a greeting, and no more
+        served.serves()
+
+
+def test_a_thousand_idle_connections_keep_nobody_out(served: Served) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    served.serves()
+    before = served.resident_bytes()
+    try:
+        with ExitStack() as open_:
+            for _ in range(IDLE):
+                open_.enter_context(served.connect())
+            begun = time.monotonic()
+            served.serves()
+            assert time.monotonic() - begun < 10.0
+            assert served.resident_bytes() - before < MOST_BYTES
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+BEYOND = [
+    BlockRead(0, 0, (1 << 63,), (1,)),
+    BlockRead(0, 1 << 63, (1,), (1,)),
+    BlockRead(0, 0, (1 << 61, 1 << 61), (0, 0)),
+    BlockRead(0, 0, (2, 2), (1 << 61, 1 << 61)),
+    BlockRead(0, 0, (1 << 24, 64), (0, 0)),
+    BlockRead(0, 0, (-1, 4), (1, 1)),
+    BlockRead(7, 0, (1,), (1,)),
+    BlockRead(0, 0, (4,), (1,), "no-such-type"),
+]
+
+
+def test_numbers_beyond_the_tensor_are_refused(served: Served) -> None:
+    for block in BEYOND:
+        link = served.link()
+        assert link.ask(AskTensors(("a",)), TensorPlaces).places[0].numel == 1024
+        with pytest.raises(CkptdError):
+            link.ask(AskRead(1, (block,)), ReadBytes)
+        link.close()
+    link = served.link()
+    link.ask(AskTensors(("a",)), TensorPlaces)
+    nothing = BlockRead(0, 0, (0, 1 << 61), (5, 9))
+    assert link.ask(AskRead(1, (nothing,)), ReadBytes).digest
+    link.close()
+
+
+def test_an_entry_of_another_publisher_is_not_believed(served: Served) -> None:
+    other = msgspec.structs.replace(served.entry, epoch="another")
+    assert isinstance(other, ServerEntry)
+    with pytest.raises(CkptdError) as caught:
+        ServerLink.to(other, SECRET)
+    assert caught.value.kind == "link-lost"
