@@ -10,7 +10,9 @@ ranks of the default group that publish::
     class TestMyCarrier(CarrierContract):
         make = staticmethod(make)
 
-The tests start real ranks, in which ``torch.distributed`` is initialised with gloo.
+The tests start real ranks, in which ``torch.distributed`` is initialised with gloo. Where these
+need something else, devices for instance, what `play` returns starts them
+(`ckptd.testing.ranks.rank_outcomes`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import pytest
 
 from ckptd.publish.carrier import SlotReader, WeightCarrier
 from ckptd.publish.link import MappedVersion
-from ckptd.testing.ranks import rank_outcomes, run_ranks
+from ckptd.testing.ranks import Play, rank_outcomes, result_of
 
 __all__ = ["CarrierContract"]
 
@@ -48,26 +50,31 @@ class CarrierContract:
     """See the module."""
 
     make: ClassVar[staticmethod[[Sequence[int]], WeightCarrier]]
+    play: ClassVar[staticmethod[[], Play] | None] = None
+
+    def _outcomes(self, ranks: int, function: Callable[..., Any], at: Path) -> list[Any]:
+        play = None if self.play is None else self.play()
+        return rank_outcomes(
+            ranks, function, self.make, str(at / "at"), deadline_s=200.0, grace_s=90.0, play=play
+        )
 
     @pytest.mark.timeout(300)
     def test_weights_arrive_cut_turned_and_cast(self, tmp_path: Path) -> None:
         """Two ranks publish two versions, another one has each of them."""
-        done = run_ranks(3, _versions, self.make, str(tmp_path / "at"), deadline_s=200.0)
+        done = result_of(self._outcomes(3, _versions, tmp_path), 200.0)
         assert done[2] == [True, True]
 
     @pytest.mark.timeout(300)
     def test_a_dead_publisher_leaves_the_version_before(self, tmp_path: Path) -> None:
         """A rank that is killed before its part is pulled is no error, and no mixture."""
-        at = str(tmp_path / "at")
-        outcomes = rank_outcomes(3, _killed, self.make, at, deadline_s=200.0, grace_s=90.0)
+        outcomes = self._outcomes(3, _killed, tmp_path)
         assert outcomes[1].exit_code == -signal.SIGKILL
         assert outcomes[2].value == [True, True], outcomes[2]
 
     @pytest.mark.timeout(300)
     def test_a_dead_worker_costs_the_others_nothing(self, tmp_path: Path) -> None:
         """A worker that is killed while it pulls: another one has that version, and the next."""
-        at = str(tmp_path / "at")
-        outcomes = rank_outcomes(4, _killed_worker, self.make, at, deadline_s=200.0, grace_s=90.0)
+        outcomes = self._outcomes(4, _killed_worker, tmp_path)
         assert outcomes[2].exit_code == -signal.SIGKILL
         assert [outcomes[rank].value for rank in (0, 1, 3)] == [[True, True]] * 3, outcomes
 

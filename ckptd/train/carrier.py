@@ -137,9 +137,24 @@ class GroupCarrier:
             data = np.frombuffer(_explained(error), np.uint8)
             head = np.zeros(_HEAD_BYTES, np.uint8)
             head[0], head[1:9] = ord("-"), np.array([len(data)], "<u8").view(np.uint8)
-        for part in (head.copy(), data if data.flags.writeable else data.copy()):
+        if head[0] == ord("+"):
+            self._give(peer, head, data)
+        else:
+            self._send(peer, head, data)
+
+    def _give(self, peer: int, head: U8, data: U8) -> None:
+        """Give a worker what it has asked for."""
+        self._send(peer, head, data)
+
+    def _send(self, peer: int, *parts: U8) -> None:
+        for part in parts:
             if len(part):
-                self._through(self._transport.send(peer, part))
+                whole = part if part.flags.writeable else part.copy()
+                self._through(self._transport.send(peer, whole))
+
+    def _take(self, peer: int, into: U8) -> None:
+        """Take what a rank of the publisher gives."""
+        self._through(self._transport.receive(peer, into))
 
     def _through(self, pending: PendingMessage, *, patient: bool = False) -> None:
         """Wait for a message; raises when the carrier is closed, or when it is late."""
@@ -195,7 +210,7 @@ class GroupCarrier:
             self._through(self._transport.receive(peer, head))
             has = head[0] == ord("+")
             if has:
-                self._through(self._transport.receive(peer, into))
+                self._take(peer, into)
             elif head[0] == ord("-"):
                 failed = np.empty(_error_bytes(head), np.uint8)
                 self._through(self._transport.receive(peer, failed))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckptd
-from ckptd.testing.simdevice import installed, run
+from ckptd.publish.carrier import WeightCarrier
+from ckptd.testing.carrier import CarrierContract
+from ckptd.testing.simdevice import installed, run, run_simulated_ranks, simulated_play
 from tests.simulated import ON_SIMULATED_DEVICES
 from tests.train.layout.jobs import Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
@@ -56,3 +60,63 @@ def steps(at: str) -> list[str]:
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 def test_a_worker_has_what_was_published(tmp_path: Path, schedule: str) -> None:
     assert run(steps, str(tmp_path / "at"), schedule=schedule) == []
+
+
+def make_ipc(publishers: Sequence[int]) -> WeightCarrier:
+    from ckptd.testing.simdevice.ipc import IpcCarrier  # where there are devices
+
+    return IpcCarrier(None, publishers, timeout_s=20.0)
+
+
+class TestIpcCarrier(CarrierContract):
+    make = staticmethod(make_ipc)
+    play = staticmethod(simulated_play)
+
+
+ONE = "mesh O = x:1\nspace s { w[n m] }\nlayout one of s on O { w = w[n m] }\n"
+
+
+def between_devices(at: str) -> list[float]:
+    """Publish from one process's device into another's; return what each version is there.
+
+    The trainer steps at once after each `publish`, and the worker uses the weights at once.
+    """
+    device = f"{installed().name}:1"
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    carrier = make_ipc((0,))
+    store = dist.distributed_c10d._get_default_store()
+    weight = torch.nn.Parameter(torch.zeros(300, 500, device=device))
+    found = []
+    if dist.get_rank() == 0:
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with ckptd.Publisher(ONE, at, process_group=alone[0], carrier=carrier) as publisher:
+            for step in (1, 2, 3):
+                weight.grad = torch.full_like(weight, -1.0)
+                optimizer.step()
+                publication = publisher.publish(step, {"m": {"w": weight}, "optim": optimizer})
+                optimizer.step()  # behind the copy
+                assert publication.wait(60)
+                store.set(f"published {step}", "")
+                store.wait([f"had {step}"])
+        carrier.close()
+        return []
+    with ckptd.Subscriber(ONE, {"m": {"w": weight}}, at, carrier=carrier) as subscriber:
+        for step in (1, 2, 3):
+            store.wait([f"published {step}"])
+            report = subscriber.update(wait_s=60)
+            assert report is not None
+            assert report.bytes_received == weight.nbytes
+            side = torch.get_device_module(device).Stream(1)
+            with torch.no_grad(), torch.get_device_module(device).stream(side):
+                made = weight.sum(1).cpu()  # on a stream that nobody has named to anybody
+            assert bool((made == made[0]).all())
+            found.append(made[0].item() / 500)
+            store.set(f"had {step}", "")
+    carrier.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "starve:side"])
+def test_versions_go_from_device_to_device_by_handles(tmp_path: Path, schedule: str) -> None:
+    done = run_simulated_ranks(2, between_devices, str(tmp_path / "at"), schedule=schedule)
+    assert done[1] == [1.0, 3.0, 5.0]

@@ -6,7 +6,7 @@ The guide is `docs/guide/simulated-device.md`.
 from __future__ import annotations
 
 from ckptd.testing.simdevice.loading import install, installed, lacking
-from ckptd.testing.simdevice.processes import run, run_simulated_ranks
+from ckptd.testing.simdevice.processes import run, run_simulated_ranks, simulated_play
 from ckptd.testing.simdevice.simulator import SCHEDULES, DeviceWait, Simulator
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "lacking",
     "run",
     "run_simulated_ranks",
+    "simulated_play",
 ]

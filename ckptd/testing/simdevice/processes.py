@@ -25,7 +25,7 @@ from ckptd.testing.rank_main import RankSpec
 from ckptd.testing.ranks import PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
 from ckptd.testing.simdevice.loading import installed
 
-__all__ = ["run", "run_simulated_ranks"]
+__all__ = ["run", "run_simulated_ranks", "simulated_play"]
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
@@ -91,7 +91,7 @@ def _run(
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
     asked = (function, schedule, delays, *args)
-    play = _player(name, devices)
+    play = simulated_play(name, devices)
     outcomes = rank_outcomes(
         ranks, _tested, *asked, deadline_s=deadline_s, env=env, group=group, play=play
     )
@@ -108,7 +108,8 @@ def _tested(function: Callable[..., T], schedule: str, delays: int | None, *args
 
 
 @cache
-def _player(name: str, devices: int) -> Callable[..., list[RankOutcome[Any]]]:
+def simulated_play(name: str = "cuda", devices: int = 2) -> Callable[..., list[RankOutcome[Any]]]:
+    """Return what starts ranks that have devices, for `ckptd.testing.ranks.rank_outcomes`."""
     return _Server(name, devices).play
 
 

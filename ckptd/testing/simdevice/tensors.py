@@ -24,14 +24,15 @@ class DeviceMemory:
 
     Once nobody has it any more it is overwritten, in the order of its stream, as the next tensor
     that gets it would do: what another stream still reads is garbage then, unless that stream was
-    named by `Tensor.record_stream`.
+    named by `Tensor.record_stream`. What is `shared` with other processes has values when it comes,
+    and keeps them.
     """
 
-    def __init__(self, raw: torch.Tensor, queue: StreamQueue) -> None:
+    def __init__(self, raw: torch.Tensor, queue: StreamQueue, *, shared: bool = False) -> None:
         self.raw = raw
         self.queue = queue
         self.used_on: set[StreamQueue] = set()
-        self._private = queue.capture is not None
+        self._private = shared or queue.capture is not None
         self._sim = _sim
         self._nbytes = raw.untyped_storage().nbytes()
         device = queue.device
