@@ -281,6 +281,9 @@ def _show(found: Status) -> None:
             ">faults": lambda row: row.faults,
         },
     )
+    for row in found.nodes:
+        for text in row.sick:
+            print(f"- {row.name}: {text} (out of use)")
     if found.recoveries:
         print()
         _show_recoveries(found.recoveries[-_MOST_SHOWN:])

@@ -115,6 +115,9 @@ _Short = Annotated[str, msgspec.Meta(max_length=256)]
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _URL = r"\Ahttps?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}\Z"
+_Sick = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=512)], ...], msgspec.Meta(max_length=1024)
+]
 _Text = Annotated[str, msgspec.Meta(max_length=4000)]
 _Url = Annotated[str, msgspec.Meta(max_length=256, pattern=_URL)]
 
@@ -146,6 +149,9 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
         ending.
     host
         Where its workers are reached: a name or an address.
+    sick
+        Slots that are out of use, and not among `slots`, since their device fails each process: a
+        sentence each.
     """
 
     node: str
@@ -155,6 +161,7 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     running: _Count = 0
     sessions: bool = False
     host: _Short = ""
+    sick: _Sick = ()
 
 
 class Left(JobEvent, frozen=True, kw_only=True, tag=True):
@@ -759,6 +766,8 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         Whether it is there and no rank of the present generation is on it.
     silent_s
         Seconds since it was last heard of; null if never.
+    sick
+        Slots that are out of use, each with the reason: `slots` is without them.
     """
 
     name: str
@@ -771,6 +780,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     faults: int = 0
     spare: bool = False
     silent_s: float | None = None
+    sick: tuple[str, ...] = ()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -878,10 +888,13 @@ class Out(msgspec.Struct, frozen=True, tag=True):
     unfit
         Why its process must not be used in another generation; empty if it may. The launcher kills
         it, and starts another one in its seat.
+    device
+        Whether that is since its device fails.
     """
 
     generation: _Count
     unfit: _Text = ""
+    device: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -186,9 +186,9 @@ class WorkerLink:
         """Say that `generation` is left."""
         self.tell(Out(generation))
 
-    def unfit(self, generation: int, reason: str) -> None:
+    def unfit(self, generation: int, reason: str, *, device: bool = False) -> None:
         """Say that this process can go on in no generation; returns as `done` does."""
-        self.tell(Out(generation, reason[:2000]))
+        self.tell(Out(generation, reason[:2000], device))
         self._flush()
 
     def broken(self, reason: str) -> None:

@@ -6,7 +6,13 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from ckptd.cli.ctl import _show
+from ckptd.elastic.messages import NodeRow, Status
+from ckptd.elastic.policy import Shape
 from tests.cli.running import COMMAND
 from tests.elastic.controlled import ControllerProcess, controlled, pretended, status_when
 from tests.processes import PATIENCE_S, until
@@ -63,3 +69,19 @@ def test_without_a_controller(tmp_path: Path) -> None:
     out = ctl(nobody, "status", "--json")
     assert out.returncode == 4
     assert json.loads(out.stderr)["error"]["kind"] == "no-controller"
+
+
+def test_slots_that_are_out_of_use_are_shown_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = (NodeRow(name="a", up=True, slots=1, sick=("slot 0: the device fails: lost",)),)
+    shape = Shape(1, 2, 1)
+    some: dict[str, Any] = {
+        "job": "j",
+        "state": "running",
+        "reason": "",
+        "generation": 1,
+        "step": 0,
+    }
+    _show(Status(**some, since=0.0, at=0.0, shape=shape, world=2, planned=shape, nodes=rows))
+    assert "- a: slot 0: the device fails: lost (out of use)\n" in capsys.readouterr().out

@@ -21,7 +21,7 @@ class Node:
 
     Attributes
     ----------
-    name, life, slots, sessions, host
+    name, life, slots, sessions, host, sick
         As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
         When it was last heard of.
@@ -70,6 +70,7 @@ class Node:
     asked: str | None = None
     stuck_at: float | None = None
     idle_since: float | None = None
+    sick: tuple[str, ...] = ()
 
     def usable(self, now: float, *, all_up: bool = False) -> bool:
         """Return whether it may run ranks at this moment; see `Roster.slots`."""
@@ -102,6 +103,7 @@ class Roster:
         node = self[said.node]
         other = node.life not in ("", said.life)
         node.life, node.slots, node.host, node.seen = said.life, said.slots, said.host, now
+        node.sick = said.sick
         if other or not node.up:
             node.came = now
         node.up = node.dismissed != said.life

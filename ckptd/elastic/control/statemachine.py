@@ -242,8 +242,12 @@ class StateMachine:
             return
         silent = self._silence(self.nodes[said.node], now)
         had = self.nodes[said.node].up, self.nodes[said.node].slots
+        before = self.nodes[said.node].sick
         other = self.nodes.hear(said, now)
         node = self.nodes[said.node]
+        for text in said.sick:
+            if text not in before:
+                self._out.append(Tell(text=f"{node.name} has one slot less: {text}"))
         self._changed |= other or had != (node.up, node.slots)
         if not node.running and node.fenced >= self.generation:
             # It may have fenced while it was cut off: nobody will hear of that by itself.

@@ -94,5 +94,6 @@ def _row(node: Node, members: frozenset[str], now: float) -> NodeRow:
         out_until_s=None if out == math.inf else max(out, 0.0),
         faults=len(node.faults),
         spare=node.up and node.name not in members,
+        sick=node.sick,
         silent_s=None if node.seen == -math.inf else max(now - node.seen, 0.0),
     )

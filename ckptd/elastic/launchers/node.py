@@ -23,6 +23,7 @@ from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.nodestate import NodeState
 from ckptd.elastic.launchers.output import Output, error_of
 from ckptd.elastic.launchers.progress import NodeProgress
+from ckptd.elastic.launchers.slots import NodeSlots, is_device_error
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
@@ -170,6 +171,7 @@ class NodeLauncher:
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
         self._lease = LeaseFile(folder / "lease")
+        self._slots = NodeSlots(settings.slots, program.environ)
         self._pool = WorkerPool(
             program,
             output,
@@ -178,6 +180,7 @@ class NodeLauncher:
             self._hosting,
             say,
             self._cannot_start,
+            self._slots,
         )
         self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._received, self._known)
         self._up = self._state()
@@ -239,8 +242,9 @@ class NodeLauncher:
         if mine:  # one that is dead is started anew, and costs the others nothing
             self._sessions = all(w.session for w in mine)
         # Others train on meanwhile: they are stopped once these can really join.
-        slots = self._s.slots if self._pool.ready else 0
-        return self._node.up(slots, self._s.address, sessions=self._sessions)
+        slots = len(self._slots.in_use) if self._pool.ready else 0
+        sick = self._slots.sick
+        return self._node.up(slots, self._s.address, sessions=self._sessions, sick=sick)
 
     def _tell(self, event: SaidEvent | Timed) -> None:
         # The beat that goes with it must not contradict it.
@@ -434,6 +438,8 @@ class NodeLauncher:
         end = _End(worker, code, stepped, words, memory)
         if code and not any(other.code for other in self._ends):
             self._say(end.sentence)
+        if code > 0 and is_device_error(end.text):
+            self._device_failed(worker, end.text)
         self._ends.append(end)
         self._tell_ends(time.monotonic())
 
@@ -499,6 +505,8 @@ class NodeLauncher:
         elif worker.end is not end:
             return  # sent by another program than the worker; see `_attached`
         elif isinstance(message, Out) and message.unfit:
+            if message.device:
+                self._device_failed(worker, message.unfit)
             self._not_again(worker, message.unfit)
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
@@ -514,6 +522,22 @@ class NodeLauncher:
             self._say(f"{rank} is not used again, another process takes its place: {why}")
             worker.kill()
 
+    def _device_failed(self, worker: Worker, why: str) -> None:
+        """Take a slot out of use whose device fails one process after the other."""
+        if worker.killed or worker.failed:
+            return
+        worker.failed = True
+        worked = worker.generation == self._node.started and self._progress.works(worker.seat.rank)
+        place = worker.local_rank
+        slot = self._slots.failed(place, why, fresh=worker.fresh, worked=worked)
+        if slot is None:
+            return
+        self._say(f"slot {slot} is out of use, its device fails each process: {why}")
+        # The local rank of those behind it names another device from now on.
+        for other in self._pool.workers.live(lambda w: w.local_rank > place):
+            other.kill()
+        self._refresh()
+
     def _attached(self, worker: Worker, end: WorkerEnd, message: Attach) -> None:
         if worker.end is not None and end.pid not in (worker.end.pid, worker.pid):
             return  # a program that the worker has started, with its environment
@@ -525,6 +549,8 @@ class NodeLauncher:
     def _take(self, worker: Worker, message: FromWorker) -> None:
         """Take what a worker of the running generation reports."""
         if isinstance(message, Broken):
+            if is_device_error(message.reason):  # it may be killed before it can look itself
+                self._device_failed(worker, message.reason)
             self._link.tell(msgspec.structs.replace(message, node=self._s.node))
             return
         self._progress.take(worker.seat.rank, message)

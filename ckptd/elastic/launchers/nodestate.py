@@ -64,7 +64,9 @@ class NodeState:
         begin = self.begin
         return begin if begin is not None and begin.generation > self.started else None
 
-    def up(self, slots: int, host: str, *, sessions: bool = False) -> NodeUp:
+    def up(
+        self, slots: int, host: str, *, sessions: bool = False, sick: tuple[str, ...] = ()
+    ) -> NodeUp:
         """Return what each beat tells the controller."""
         return NodeUp(
             node=self.node,
@@ -74,6 +76,7 @@ class NodeState:
             running=self.running,
             sessions=sessions,
             host=host,
+            sick=sick,
         )
 
     def order_begin(self, begin: Begin) -> bool:

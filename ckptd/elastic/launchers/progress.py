@@ -55,6 +55,10 @@ class NodeProgress:
         reached = self._reached.get(name, {})
         return bool(reached) if rank is None else rank in reached
 
+    def works(self, rank: int) -> bool:
+        """Return whether a rank has loaded its state, or made a step."""
+        return rank in self._loaded or self.has("stepped", rank)
+
     def take(self, rank: int, message: FromWorker) -> None:
         """Take what a worker of this generation reports; `settle` sends what follows from it."""
         match message:

@@ -17,6 +17,7 @@ import msgspec
 from ckptd.decoding import converter
 from ckptd.elastic.launchers.environ import of_seat, of_store
 from ckptd.elastic.launchers.output import Output, Streams
+from ckptd.elastic.launchers.slots import NodeSlots
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.workers import Worker, Workers
 from ckptd.elastic.launchers.zygotewire import (
@@ -91,6 +92,8 @@ class WorkerPool:
         Tells people.
     useless
         Is called with the reason if no worker can ever be started here.
+    slots
+        What devices workers are given.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class WorkerPool:
         changed: Callable[[Worker], None],
         hosting: Callable[[int, str, int], None],
         say: Callable[[str], None],
-        useless: Callable[[str], None] = lambda _: None,
+        useless: Callable[[str], None],
+        slots: NodeSlots,
     ) -> None:
+        self.slots = slots
         self._useless = useless
         self.workers = Workers()
         self._program, self._output, self._selector = program, output, selector
@@ -172,7 +177,7 @@ class WorkerPool:
 
     def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
         worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
-        worker.out = False
+        worker.out = worker.fresh = False
         self._ready(worker)
 
     def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:
@@ -180,6 +185,7 @@ class WorkerPool:
             self._begin_spawner()
         files = self._streams(begin.generation - 1, local_rank)
         environ = {**self._program.environ, **of_seat(begin, seat, local_rank)}
+        environ |= self.slots.environ()
         worker = Worker(self._number(), begin.generation, seat, local_rank)
         worker.error_file = files.error_file
         order = Fork(

@@ -43,6 +43,10 @@ class Worker:
         Whether it is known not to run.
     code
         Its exit code, negative for a signal; None until the zygote has told.
+    fresh
+        Whether its process was made for its generation.
+    failed
+        Whether its device has failed it.
     error_file
         Where it leaves its exception, if its program uses torch's ``record``.
     orphan
@@ -62,6 +66,8 @@ class Worker:
     killed: bool = False
     dead: bool = False
     code: int | None = None
+    fresh: bool = True
+    failed: bool = False
     error_file: str = ""
     orphan: bool = False
 

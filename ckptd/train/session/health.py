@@ -15,7 +15,10 @@ import torch
 
 from ckptd.train.device import DeviceKind, accelerator
 
-__all__ = ["empty_caches", "fault_of_devices"]
+__all__ = ["FAILS", "empty_caches", "fault_of_devices"]
+
+FAILS = "the device fails"
+"""With this begins what `fault_of_devices` says of one that raises; another is only late."""
 
 
 def fault_of_devices(until: float) -> str:
@@ -58,7 +61,7 @@ def _look(kind: DeviceKind, current: torch.device) -> str:
                 empty_caches()
                 _run_kernel(kind, device)
     except Exception as error:  # noqa: BLE001 - else this thread would end without a word
-        return f"the device fails: {str(error).strip().partition(chr(10))[0]}"
+        return f"{FAILS}: {str(error).strip().partition(chr(10))[0]}"
     return ""
 
 

@@ -32,7 +32,7 @@ from ckptd.train.recorder.recorder import regroup
 from ckptd.train.saver import wait_for_copying
 from ckptd.train.session.elastichooks import abandon_all
 from ckptd.train.session.groups import destroy_groups, let_go
-from ckptd.train.session.health import empty_caches, fault_of_devices
+from ckptd.train.session.health import FAILS, empty_caches, fault_of_devices
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import BEFORE_STEP, end_if_over, guard_steps
 from ckptd.train.session.world import World
@@ -197,7 +197,7 @@ class _Session:
             self._end(f"collectives of {len(hung)} groups cannot be aborted in time: {names}")
         groups = destroy_groups()
         if fault := fault_of_devices(until):
-            self._end(fault)
+            self._end(fault, device=fault.startswith(FAILS))
         forget_boards()
         sys.excepthook = self._excepthook  # each default group puts one of its own around it
         self._interrupter.again()
@@ -217,10 +217,10 @@ class _Session:
             self._settled = True
             gc.freeze()  # what was imported within the first generation
 
-    def _end(self, why: str) -> NoReturn:
+    def _end(self, why: str, *, device: bool = False) -> NoReturn:
         """End this process, which can go on in no generation; the launcher starts another one."""
         _log.error("this process is not used again: %s", why)
-        self._link.unfit(self._interrupted, why)
+        self._link.unfit(self._interrupted, why, device=device)
         time.sleep(_KILLED_S)
         os._exit(_UNFIT_EXIT_CODE)  # its launcher has not killed it, and must not seat it again
 

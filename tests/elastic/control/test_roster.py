@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ckptd.elastic.messages import NodeLost, NodeUp, Order, OrderKind, Progress, Tick
-from tests.elastic.driven import Driver, restart
+from ckptd.elastic.control.history import RecoveryHistory
+from ckptd.elastic.control.status import Setting, status_of
+from ckptd.elastic.messages import NodeLost, NodeUp, Order, OrderKind, Progress, Tell, Tick
+from tests.elastic.driven import Driver, none, restart
 
 _DAY_S = 86_400.0
 
@@ -35,3 +37,17 @@ def test_a_member_is_never_forgotten_and_who_was_is_fenced_when_it_comes() -> No
     assert {node.name for node in d.machine.nodes} == {"a", "b"}
     d.hear(d.said("c"))  # with its old workers
     assert any(getattr(a, "nodes", ()) == ("c",) for a in d.actions)
+
+
+def test_a_slot_that_is_out_of_use_is_told_once_and_shown() -> None:
+    d = Driver("abc", gather_s=1.0)
+    sick = NodeUp(node="d", life="1", slots=1, sick=("slot 1: the device fails: lost",))
+    text = "d has one slot less: slot 1: the device fails: lost"
+    assert [a.text for a in d.hear(sick) if isinstance(a, Tell)] == [text]
+    assert none(d.hear(sick), Tell)
+    found = status_of(Setting("j", "log", "127.0.0.1:1", "1"), d.machine, RecoveryHistory())
+    (row,) = found.nodes
+    assert (row.slots, row.sick) == (1, sick.sick)
+    d.hear(NodeUp(node="d", life="2", slots=2))  # its launcher was started anew
+    found = status_of(Setting("j", "log", "127.0.0.1:1", "1"), d.machine, RecoveryHistory())
+    assert (found.nodes[0].slots, found.nodes[0].sick) == (2, ())

@@ -179,6 +179,33 @@ def test_who_can_go_on_in_no_generation_is_killed_and_not_seated_again(tmp_path:
         assert f"{text}: its device fails" in one.said
 
 
+def test_a_slot_whose_device_fails_each_process_is_out_of_use(tmp_path: Path) -> None:
+    with alone(tmp_path) as one, ExitStack() as stack:
+
+        def fails(generation: int) -> tuple[Worker, Worker]:
+            one.begin(generation)
+            one.until(lambda: [w.generation for w in one.pool.workers if w.pid] == [generation] * 2)
+            sick, other = one.pool.workers
+            ours, _ = (stack.enter_context(sock) for sock in socket.socketpair())
+            channel = SocketChannel(ours, FromWorker)
+            stack.callback(channel.close)
+            sick.end = WorkerEnd(channel, sick.pid, Attach(sick.pid, 0, generation))
+            one.launcher._handle(sick.end, Out(generation, "the device fails: lost", device=True))
+            return sick, other
+
+        fails(1)
+        up = one.launcher._state()
+        assert (up.slots, up.sick) == (2, ()), "it may have been the program"
+        one.launcher._ordered(FenceNow(generation=1, level=1))
+        sick, other = fails(2)
+        up = one.launcher._state()
+        assert (up.slots, up.sick) == (1, ("slot 0: the device fails: lost",))
+        assert sick.killed
+        assert other.killed, "its local rank is another device's now"
+        assert one.pool.slots.environ()["CUDA_VISIBLE_DEVICES"] == "1"
+        assert "slot 0 is out of use" in one.said[-2]
+
+
 def test_a_node_whose_workers_have_died_does_not_cost_others_their_sessions(tmp_path: Path) -> None:
     with alone(tmp_path) as one:
         workers = one.started()

@@ -16,6 +16,7 @@ import pytest
 
 from ckptd.elastic.launchers import workerpool as module
 from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.slots import NodeSlots
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker
 from ckptd.elastic.messages import MOST_BYTES, Attach, Begin, FromWorker, Seat
@@ -37,6 +38,8 @@ def a_pool(
         lambda _: None,
         lambda *_: None,
         lambda _: None,
+        lambda _: None,
+        NodeSlots(2, {}),
     )
 
     def turn() -> None:

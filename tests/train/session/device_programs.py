@@ -144,6 +144,30 @@ def fails(world: World, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def sick(world: World, folder: Path) -> None:
+    """Step and save; the first device of node a fails in step 3, and each process from then on."""
+    node, place = os.environ["CKPTD_NODE"], int(os.environ["LOCAL_RANK"])
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[place]
+    broken = (node, device) == ("a", "0")
+    if broken and (folder / "broken").exists():
+        installed().fail(0)
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    state = {"w": torch.zeros(100, device="cuda")}
+    with ckptd.Checkpointer(str(folder / "ckpts"), every=1) as checkpointer:
+        step = checkpointer.load(state) if checkpointer.latest() is not None else 0
+        while step < 6:
+            step += 1
+            state["w"] += 1.0
+            if broken and step == 3:
+                (folder / "broken").touch()
+                installed().fail(0)
+            total = state["w"][0].cpu()
+            dist.all_reduce(total)
+            print(f"of {world.world_size}: {node} device {device} step {step}", flush=True)
+            checkpointer.save(step, state).durable(60.0)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     session(globals()[sys.argv[1]], Path(sys.argv[2]))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.running import COMMAND
-from tests.processes import PATIENCE_S, agents_in, until
+from tests.processes import PATIENCE_S, agents_in, free_port, until
 from tests.simulated import ON_SIMULATED_DEVICES
 from tests.train.session.minilauncher import MiniJob
 
@@ -119,3 +119,30 @@ def test_a_process_with_a_sticky_error_is_not_used_again(
     assert [step for rank, _, _, step in ranks if rank == "1"] == list("12345")
     wanted = rf"rank 1 \(process {first['1']}\) is not used again, another process takes its"
     assert re.search(wanted + " place: the device fails: CUDA error: device-side assert", text)
+
+
+@pytest.mark.long
+def test_a_device_that_fails_each_process_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With launchers of two nodes and a controller: the job goes on without that slot alone."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAMS.parents[3]), *sys.path]))
+    flags = ("--no-watch", "--nnodes", "1:2", "--nproc-per-node", "2", "--no-python")
+    where = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--interrupt", "20")
+    program = [*ON_DEVICES, "sick", str(tmp_path)]
+    nodes = [
+        subprocess.Popen(
+            [*COMMAND, "run", *flags, *where, "--node", node, *program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in ("a", "b")
+    ]
+    text = "".join(node.communicate(timeout=2 * PATIENCE_S)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], text
+    steps = re.findall(r"of (\d): (\w) device (\d) step (\d)", text)
+    assert {(node, device) for world, node, device, _ in steps if world == "4"} >= {("a", "0")}
+    last = sorted((world, node, device) for world, node, device, step in steps if step == "6")
+    assert last == [("3", "a", "1"), ("3", "b", "0"), ("3", "b", "1")], text
+    assert "slot 0 is out of use, its device fails each process" in text

@@ -54,7 +54,7 @@ export function controller(root) {
     refill(state, `${status.state}${link.connected}`, () => [shape(link.connected ? STATE_OF[status.state] ?? 1 : 4), h("span", {}, link.connected ? sentence(status.state) : `Not reached; it was: ${status.state}`)]);
     setText(why, `since ${clock(status.since)}${status.reason ? `: ${status.reason}` : ""}`);
     refill(facts, JSON.stringify([status.generation, status.step, status.shape, status.world, status.planned, status.log, status.address]), () => [strip(status)]);
-    refill(nodes, JSON.stringify(status.nodes.map((n) => [n.name, n.up, n.slots, n.running, n.spare, n.faults, out(n)])), () => [nodeTable(status)]);
+    refill(nodes, JSON.stringify(status.nodes.map((n) => [n.name, n.up, n.slots, n.sick, n.running, n.spare, n.faults, out(n)])), () => [nodeTable(status)]);
     refill(recoveries, JSON.stringify(status.recoveries), () => recoveryTable(status.recoveries));
     refill(spent, JSON.stringify(status.goodput), () => goodput(status.goodput));
     refill(told, JSON.stringify(status.told), () => [status.told.length
@@ -84,10 +84,15 @@ function nodeState(n) {
   return [0, n.running ? "running" : "member"];
 }
 
+function slots(n) {
+  if (!n.sick?.length) return count(n.slots);
+  return h("span", {}, count(n.slots), h("span", { class: "bad" }, ` (${n.sick.length} out of use)`), n.sick.map((text) => h("div", { class: "quietly" }, sentence(text))));
+}
+
 function nodeTable(status) {
   const rows = status.nodes.map((n) => {
     const [mark, text] = nodeState(n);
-    return [h("b", {}, n.name), h("span", { class: "node-state" }, shape(mark), text), count(n.slots), n.running ? count(n.running) : "–", n.faults ? h("span", { class: "bad" }, count(n.faults)) : "0"];
+    return [h("b", {}, n.name), h("span", { class: "node-state" }, shape(mark), text), slots(n), n.running ? count(n.running) : "–", n.faults ? h("span", { class: "bad" }, count(n.faults)) : "0"];
   });
   return table(["Node", "State", ">Slots", ">Runs generation", ">Faults"], rows, "Nodes that the controller knows");
 }
