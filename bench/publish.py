@@ -413,15 +413,14 @@ class Bench:
             flag.touch()
         else:
             found = {"versions": 0}
-            while not flag.exists():
+            ended = [False]
+            while not ended[0]:  # for both workers alike
                 if pull:
                     found["versions"] += self.subscriber.update(wait_s=0.05) is not None
                 else:
                     time.sleep(0.05)
-                more = [flag.exists()]
-                dist.broadcast_object_list(more, 4, group=self.workers)
-                if more[0]:
-                    break
+                ended = [flag.exists()]
+                dist.broadcast_object_list(ended, 4, group=self.workers)
         dist.barrier()
         self.step += 1
         return found
