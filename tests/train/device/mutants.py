@@ -253,8 +253,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what torch counts as changed is not looked at",
         "copy",
-        "[n for n, v in self._versions.items() if now[n] != v]",
-        "[]",
+        "changed += [name] if now[of] != self._versions[of] else []",
+        "pass",
         ("a_change_behind_the_first_bytes_is_named",),
     ),
     Mutant(
@@ -284,6 +284,13 @@ MUTANTS: tuple[Mutant, ...] = (
         'clone=self._lazy != "off"',
         "clone=False",
         (AVERAGES, "fuzz"),
+    ),
+    Mutant(
+        "memory that was made again is not looked for",
+        "copy",
+        "(self._live.among(resized) if resized else [])",
+        "[]",
+        ("make_again_on_host_and_device",),
     ),
 )
 
@@ -365,6 +372,15 @@ def _hunts(names: Sequence[str], folder: str) -> Iterator[tuple[str, Callable[[]
             yield name, lambda: _raised(test_host_side.leave_with_copies_under_way, folder)
         elif name == "replay_between_the_copies":
             yield name, lambda: test_host_side.replay_between_the_copies().replace("mutated", "")
+        elif name == "make_again_on_host_and_device":
+            yield (
+                name,
+                lambda: ", ".join(
+                    found
+                    for found in test_host_side.make_again_on_host_and_device()
+                    if found == "saved"
+                ),
+            )
         elif name == "save_and_step":
             yield name, _raced
         else:

@@ -249,11 +249,13 @@ def make_again_before_the_copies(device: str) -> str:
                 live["w"][1000:].fill_(-1.0)
             found = storage.data_ptr(), live["w"]._version
             go.set()
-            with pytest.raises(SaveError) as caught:
+            try:
                 handle.durable(60.0)
-            assert caught.value.where == "w"
-            if found == before:
-                return caught.value.kind
+            except SaveError as error:
+                if found == before:
+                    return f"{error.where} {error.kind}"
+            else:
+                return "saved"
     return "no memory came back at its address"
 
 
@@ -262,7 +264,7 @@ def make_again_on_host_and_device() -> list[str]:
 
 
 def test_memory_that_is_made_again_at_its_address_is_found() -> None:
-    assert run(make_again_on_host_and_device, schedule="lazy") == ["mutated", "mutated"]
+    assert run(make_again_on_host_and_device, schedule="lazy") == ["w mutated"] * 2
 
 
 def save_and_load_with_a_default_device(root: str) -> None:
