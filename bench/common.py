@@ -7,6 +7,7 @@ and ratios: the figures of one machine are noise.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import mmap
 import os
@@ -40,6 +41,7 @@ def arguments(doc: str | None, **extra: Any) -> argparse.Namespace:
     options = parser.parse_args()
     if options.dir is None:
         options.dir = tempfile.mkdtemp(prefix="ckptd-bench-")
+        atexit.register(shutil.rmtree, options.dir, ignore_errors=True)
     Path(options.dir).mkdir(parents=True, exist_ok=True)
     return options
 

@@ -7,9 +7,12 @@ processes of pytest-xdist.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 from typing import Any
 
@@ -23,9 +26,21 @@ _begun = pytest.StashKey[Any]()
 
 
 def _now() -> Any:
-    """Seconds: of the clock, of this process's CPU, of that of processes it has waited for."""
-    used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
-    return np.array([time.perf_counter(), *(u.ru_utime + u.ru_stime for u in used)])
+    """Seconds: of the clock, of this process's CPU, of that of processes that ended for it."""
+    own, others = (
+        used.ru_utime + used.ru_stime for used in map(getrusage, (RUSAGE_SELF, RUSAGE_CHILDREN))
+    )
+    return np.array([time.perf_counter(), own, others + _of_ranks()])
+
+
+def _of_ranks() -> float:
+    """Return CPU seconds of the fork server and of the ranks that it has started and waited for."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # none was started, or this is no Linux
+        return 0.0
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,14 +74,21 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _costs[report.nodeid.partition("::")[0]] += [1, *cost]
 
 
+def _dearest(costs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(costs.items(), key=lambda row: row[1][2] + row[1][3], reverse=True)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the costs, by file, and the lines, by test."""
+    """Print the costs, by file and by folder, and the lines, by test."""
     if most := terminalreporter.config.getoption("costs"):
-        terminalreporter.section(f"the {most} files that cost most")
+        terminalreporter.section(f"the {most} files that cost most, and all folders")
         terminalreporter.write_line(" tests  wall s   CPU s  of these in other processes")
-        rows = sorted(_costs.items(), key=lambda row: row[1][2] + row[1][3], reverse=True)
+        folders: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
+        for name, cost in _costs.items():
+            folders["/".join(name.split("/")[:-1][:2])] += cost
         every = sum(_costs.values(), np.zeros(4))
-        for name, (tests, wall, own, others) in [*rows[:most], ("all", every)]:
+        rows = [*_dearest(_costs)[:most], *_dearest(folders), ("all", every)]
+        for name, (tests, wall, own, others) in rows:
             terminalreporter.write_line(
                 f"{tests:6.0f} {wall:7.1f} {own + others:7.1f} {others:7.1f}  {name}"
             )

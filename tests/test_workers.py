@@ -1,4 +1,4 @@
-"""How `scripts/test` spreads tests over its workers: worlds of ranks never run side by side."""
+"""What a run does around its tests: worlds of ranks never run side by side, no file is left."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def test_ranks(number):
     pass
 """
 PLAIN = """
+import tempfile
 import pytest
 
 @pytest.mark.parametrize("number", range(6))
 def test_plain(number):
-    pass
+    if number == 3:
+        tempfile.mkdtemp(prefix="forgotten-")
 """
 
 
@@ -35,7 +37,7 @@ def _no_part(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if n not in kept and not Path(folder, n).is_dir()]
 
 
-def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
+def test_rank_tests_share_one_worker_and_a_file_that_is_left_fails_the_run(tmp_path: Path) -> None:
     here = Path(__file__).parent
     shutil.copytree(here, tmp_path / "tests", ignore=_no_part)
     shutil.copy(here.parent / "pyproject.toml", tmp_path)
@@ -50,9 +52,12 @@ def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE_S,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "left behind in the folder for temporary files" in run.stdout
+    assert len(re.findall("^forgotten-", run.stdout, re.MULTILINE)) == 1
     passed = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", run.stdout, re.MULTILINE)
     assert len(passed) == 18
     workers = {worker for worker, test in passed if "test_ranks_" in test}
     assert len(workers) == 1
     assert {worker for worker, _ in passed} == {"gw0", "gw1"}
+    assert "18 passed" in run.stdout

@@ -93,8 +93,11 @@ class TestS3Moto(_S3Contract):
     race_processes = 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server", [MOTO], indirect=True)
 class TestS3Wrapped(_S3Contract):
+    """What `TestWrapped` shows of the wrappers and `TestS3Moto` of the store, together."""
+
     long_listing = 60
     race_processes = 2
 

@@ -219,22 +219,24 @@ def test_nothing_survives_the_call(tmp_path: Path) -> None:
 
 
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    (pids := tmp_path / "pids").mkdir()
     script = textwrap.dedent(
         f"""
         from ckptd.testing.ranks import run_ranks
         from tests.testing.test_ranks import starts_a_child_and_hangs
         if __name__ == "__main__":
-            run_ranks(2, starts_a_child_and_hangs, {str(tmp_path)!r}, deadline_s=100)
+            run_ranks(2, starts_a_child_and_hangs, {str(pids)!r}, deadline_s=100)
         """
     )
     root = Path(__file__).parents[2]
-    harness = subprocess.Popen([sys.executable, "-c", script], cwd=root)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folder outlives it
+    harness = subprocess.Popen([sys.executable, "-c", script], cwd=root, env=environment)
     try:
-        until(lambda: sum(bool(f.read_text()) for f in tmp_path.iterdir()) == 2)
+        until(lambda: sum(bool(f.read_text()) for f in pids.iterdir()) == 2)
     finally:
         harness.kill()
         harness.wait(10)
-    assert_all_end([int(pid) for f in tmp_path.iterdir() for pid in f.read_text().split()])
+    assert_all_end([int(pid) for f in pids.iterdir() for pid in f.read_text().split()])
 
 
 def test_what_cannot_be_sent_is_refused_at_once() -> None:
