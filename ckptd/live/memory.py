@@ -7,11 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.errors import UsageError
 from ckptd.load.copier import copy_values
 from ckptd.load.plan import strided, words_of
 from ckptd.types import DType
 
-__all__ = ["ArrayMemory", "TensorMemory"]
+__all__ = ["ArrayMemory", "LentMemory", "TensorMemory"]
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -86,6 +87,49 @@ class ArrayMemory:
         """Return a strided part where it lies, as words of its elements' size."""
         size = self.dtype.itemsize
         return strided(self._data, start * size, shape, strides, words_of(size))
+
+
+class LentMemory:
+    """A tensor's place in a plan that is kept: the tensor itself is there only while it is lent.
+
+    So a plan keeps no memory that a program has freed, and goes on with other memory of that size.
+    """
+
+    def __init__(self, like: TensorMemory) -> None:
+        self.dtype = like.dtype
+        self.numel = like.numel
+        self._lent: TensorMemory | None = None
+
+    def lend(self, memory: TensorMemory | None) -> None:
+        """Have it stand for memory of the same type and length; None: for none."""
+        self._lent = memory
+
+    @property
+    def memory(self) -> TensorMemory:
+        """What is lent."""
+        if self._lent is None:
+            raise UsageError("a tensor's memory is not lent to its plan now", kind="closed")
+        return self._lent
+
+    def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
+        """See `TensorMemory`."""
+        self.memory.take(start, shape, strides, out)
+
+    def take_at(self, at: I64, out: U8) -> None:
+        """See `TensorMemory`."""
+        self.memory.take_at(at, out)
+
+    def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
+        """See `TensorMemory`."""
+        self.memory.put(start, shape, strides, data)
+
+    def put_at(self, at: I64, data: U8) -> None:
+        """See `TensorMemory`."""
+        self.memory.put_at(at, data)
+
+    def region(self) -> tuple[object, int, int]:
+        """See `TensorMemory`."""
+        return self.memory.region()
 
 
 def _words(data: U8, itemsize: int) -> NDArray[Any]:

@@ -31,7 +31,7 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.values import Values
-from ckptd.live.memory import ArrayMemory, TensorMemory
+from ckptd.live.memory import ArrayMemory, LentMemory, TensorMemory
 from ckptd.live.move import Arrivals, change_between, no_place, place_of, put_fills
 from ckptd.live.plan import Incoming, PartBlock, Takings, TensorFills
 from ckptd.load.copier import copy_values
@@ -176,7 +176,8 @@ class PullPlan:
     rank, world
         Of this worker in its layout, and the layout's ranks.
     targets
-        Memory of the worker's tensors, by their names in its program.
+        Memory of the worker's tensors, by their names in its program. The plan stands for any of
+        the same types and lengths, see `lend`.
     scales
         That of the scales of those that are held quantized.
 
@@ -200,11 +201,30 @@ class PullPlan:
         self.epoch = about.epoch
         source = published_layout(about)
         self.transfers = Transfers(Composition(*agreed(source, target)))
-        self._takings = Takings(self.transfers, rank, frozenset({""}), targets)
+        self._places = {n: LentMemory(m) for n, m in targets.items()}
+        self._scales = {
+            n: x._replace(memory=LentMemory(x.memory)) for n, x in (scales or {}).items()
+        }
+        self._takings = Takings(self.transfers, rank, frozenset({""}), self._places)
         self._unknown = 0
         if self._takings.homeless:
             raise no_place(self._takings.homeless[0])
-        self._quantized = {} if not scales else self._held_quantized(rank, targets, scales)
+        self._quantized = (
+            self._held_quantized(rank, self._places, self._scales) if self._scales else {}
+        )
+        self.lend(targets, scales)
+
+    def lend(
+        self,
+        targets: Mapping[str, TensorMemory],
+        scales: Mapping[str, ScaleMemory] | None = None,
+    ) -> None:
+        """Have the next pulls fill this memory; of none, the plan keeps no tensor alive."""
+        for name, place in self._places.items():
+            place.lend(targets.get(name))
+        for name, scale in self._scales.items():
+            if isinstance(scale.memory, LentMemory):
+                scale.memory.lend(scales[name].memory if scales and name in scales else None)
 
     def _held_quantized(
         self, rank: int, targets: Mapping[str, TensorMemory], scales: Mapping[str, ScaleMemory]
@@ -445,6 +465,8 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
     if part.memory is None:
         return
     source, target, copy = part.memory, place_of(incoming), block.block
+    if isinstance(target, LentMemory):
+        target = target.memory
     values, of = incoming.parts[block.part]
     if (
         isinstance(target, ArrayMemory)

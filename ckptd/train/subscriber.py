@@ -37,7 +37,7 @@ from ckptd.train.device import has_streams
 from ckptd.train.fallback import RootFallback
 from ckptd.train.layout.program import LayoutSpec
 from ckptd.train.ranks import Agreement, board_of
-from ckptd.train.relayout import RelayoutSide, by_name, memories, memory_of, own_tensors
+from ckptd.train.relayout import RelayoutSide, by_name, memory_of, own_tensors
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.restore import look
 from ckptd.train.state.tensors import as_bytes, local_tensor
@@ -222,6 +222,7 @@ class Subscriber:
                 self._state, layout, self._agreement, range(self._board.world), quantized=True
             )
         )
+        self._side.leaves = Leaves()  # an engine may free its tensors between updates
         every(lambda: self._scales(look(self._state)))
         self._fallback = (
             None
@@ -327,7 +328,8 @@ class Subscriber:
         held, begun = self._version, time.monotonic()
         above = -1 if held is None or older else held.step
         side = self._side
-        names = frozenset(side.names[n] for n in memories(side, side.leaves, {""}))
+        own = own_tensors(side, look(self._state), {""})
+        names = frozenset(side.names[x.laid.name] for x in own)
         try:
             report = self._fallback.load(self._state, names, above)
         except CkptdError as error:
@@ -516,14 +518,16 @@ class Subscriber:
         for x in own:
             more = [local_tensor(found[n].tensor) for n in (x.laid.name,) if n in found]
             self._tensors[x.laid.name] = (x.local, *more)
-        where = {n: (m.region(), m.dtype) for n, m in memory.items()}
-        where |= {x.name: (x.memory.region(), x.memory.dtype) for x in scales.values()}
+        where = {n: (m.numel, m.dtype) for n, m in memory.items()}
+        where |= {x.name: (x.memory.numel, x.memory.dtype) for x in scales.values()}
         if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
             about = leader.ask(AskAbout(), PublishedAbout)
             self._plan = PullPlan(
                 about, side.form.bound, side.laid.rank or 0, self._board.world, memory, scales
             )
             self._where = where
+        else:
+            self._plan.lend(memory, scales)
         return self._plan
 
     def _apply(self, staged: StagedPull, version: WeightVersion) -> None:
@@ -556,6 +560,8 @@ class Subscriber:
     def _let_go(self, wait_s: float = _ANSWER_S) -> None:
         """Let the version's slot be filled again; its memory is left where that is not answered."""
         self._tensors = {}
+        if self._plan is not None:
+            self._plan.lend({})
         if self._leader is not None:
             with suppress(CkptdError):
                 self._leader.ask(AskRelease(), HoldAnswer, min(wait_s, self._answer_s))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -660,3 +663,30 @@ def test_what_globs_stand_for_is_checked_against_the_program() -> None:
         with pytest.raises(UsageError) as caught:
             with_globs(resolved, [wrong])
         assert caught.value.kind == "lay-use"
+
+
+def test_a_subscriber_keeps_no_tensor_that_its_engine_has_freed(tmp_path: Path) -> None:
+    layout = "mesh O = x:1\nspace s { A[a b] }\nlayout one of s on O { a.weight = A[a b] }\n"
+    full = {"a.weight": torch.randn(64, 32)}
+    state: dict[str, torch.Tensor] = {}
+
+    def wake() -> weakref.ref[Any]:
+        memory = np.zeros((64, 32), np.float32)
+        state["a.weight"] = torch.from_numpy(memory)
+        return weakref.ref(memory)
+
+    first = wake()
+    with (
+        ckptd.Publisher(layout, tmp_path / "at") as publisher,
+        ckptd.Subscriber(layout, {"m": state}, tmp_path / "at") as subscriber,
+    ):
+        for step in (1, 2, 3):
+            publisher.publish(step, {"model": full}).wait(30)
+            assert subscriber.update(wait_s=30) is not None
+            assert torch.equal(state["a.weight"], full["a.weight"])
+            plan = subscriber._plan
+            state.clear()  # as an engine that sleeps
+            gc.collect()
+            assert first() is None
+            first = wake()
+            assert subscriber._plan is plan  # other memory needs no other plan
