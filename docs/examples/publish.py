@@ -1,9 +1,10 @@
 """A trainer of two ranks publishes its weights at every step; a rollout of two ranks uses them.
 
-    torchrun --nproc-per-node 2 --master-port 29500 docs/examples/publish.py train
     torchrun --nproc-per-node 2 --master-port 29501 docs/examples/publish.py sample
+    torchrun --nproc-per-node 2 --master-port 29500 docs/examples/publish.py train
 
-On CPUs, in two terminals, in any order. The guide is docs/guide/publish.md.
+On CPUs, in two terminals; the trainer takes a few seconds and waits for nobody. The guide is
+docs/guide/publish.md.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def sample() -> None:
     words = torch.arange(8)
     layout, group = f"{LAYOUTS}:rollout", dist.group.WORLD
     with ckptd.Subscriber(layout, model, PLACE, group=group) as subscriber:
-        while (update := subscriber.update(wait_s=30)) is not None:
+        if dist.get_rank() == 0:
+            print("waiting for a trainer", flush=True)
+        while (update := subscriber.update(wait_s=120)) is not None:
             with torch.no_grad():
                 logits = model(words)
             if dist.get_rank() == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from ckptd.testing.ranks import run_ranks
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -45,8 +46,15 @@ def models(module: ModuleType) -> list[torch.nn.Module]:
 
 
 def train(folder: str) -> dict[str, Any]:
+    """Train, and in place of the pauses between steps wait until the rollout has printed each."""
     module = example(folder)
     made = models(module)
+    steps = count(1)
+
+    def pause(_: float) -> None:
+        until(Path(folder, f"step.{next(steps)}").exists)
+
+    module.__dict__["time"] = SimpleNamespace(sleep=pause)
     module.train()
     parameters: Iterable[tuple[str, Any]] = made[0].named_parameters()
     return {name: p.full_tensor().detach().numpy() for name, p in parameters}
@@ -55,6 +63,12 @@ def train(folder: str) -> dict[str, Any]:
 def sample(folder: str) -> dict[str, Any]:
     module = example(folder)
     made = models(module)
+
+    def note(line: str, **_: Any) -> None:
+        if line.startswith("step"):
+            Path(folder, f"step.{int(line[4:].partition(':')[0])}").touch()
+
+    module.__dict__["print"] = note
     module.sample()
     return {name: p.detach().numpy() for name, p in made[0].named_parameters()}
 

@@ -13,7 +13,8 @@ from tests.cli.running import Cli
 from tests.interop import worlds
 from tests.interop.models import answer
 
-pytestmark = pytest.mark.plugins
+# The first test of a fixture pays for its worlds, each of which may take 280 s.
+pytestmark = [pytest.mark.plugins, pytest.mark.timeout(900)]
 
 PROGRAMS = Path(__file__).parent / "programs.lay"
 
