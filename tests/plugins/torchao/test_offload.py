@@ -62,9 +62,9 @@ def goes_on(root: str) -> None:
         try:
             with pytest.raises(DeadlineError):
                 handle.staged(0.0)
-            sources = ck._saver._sources[1]  # type: ignore[index]
+            form = ck._saver._form[1]  # type: ignore[index]
             # The moments lie on the host and are copied there, while the device is held up.
-            hosted = {n for n, x in sources.late.items() if x.device.type == "cpu"}
+            hosted = set(form.watched) - form.on_device
             assert hosted == {f"optim.{i}.weight.{k}" for i in (0, 2) for k in MOMENTS}
         finally:
             # A step comes before the copies are done: it has to wait for them.
