@@ -31,7 +31,7 @@ from tests.processes import kill, lives, until
 from tests.publish.jobs import TRAINER, WORKER, worker_part
 from tests.train.layout.jobs import Tree, chunks, differing, whole
 
-__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd"]
+__all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd", "slots_of"]
 
 PARTIES = tuple(f"{kind}-{i}" for kind in ("trainer", "server", "worker") for i in (0, 1))
 TIMEOUT_S = 10.0
@@ -200,7 +200,7 @@ def trainer(place: str, spec: Kill) -> list[int]:
     return done
 
 
-def _slots(pid: int) -> set[int]:
+def slots_of(pid: int) -> set[int]:
     """Return the memory files of slots that a process has."""
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -333,7 +333,7 @@ class KillWorld:
         for party in ("trainer-0", "trainer-1", "server-0", "server-1"):
             if self._alive(party):
                 pid = int((self.folder / party).read_text())
-                until(lambda: len(_slots(pid)) <= 2, f"slots of {party}", within_s=10.0)  # noqa: B023
+                until(lambda: len(slots_of(pid)) <= 2, f"slots of {party}", within_s=10.0)  # noqa: B023
 
     def _alive(self, party: str) -> bool:
         return (self.folder / party).exists() and lives(int((self.folder / party).read_text()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +22,8 @@ from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
 from ckptd.train.copy import Snapshot
 from ckptd.train.saver import wait_for_copying
+from tests.processes import until
+from tests.publish.kills import slots_of
 from tests.train.layout.jobs import Tree, differing, whole
 from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
@@ -140,6 +145,66 @@ def test_a_publisher_is_abandoned_without_waits(
         publication.wait(30)
     report = subscriber.update(10.0)
     assert report is None or report.version.step == 1  # whole, while its server is there
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+import ckptd
+from ckptd.publish import pull
+from ckptd.publish.link import ServerLink
+from tests.train.layout.jobs import Tree, differing, whole
+from tests.train.layout.test_binder import FUSED, fused
+at, pulling, last = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+pull._MESSAGE_BYTES = 1 << 10
+read, calls = ServerLink.read, 0
+def slow(*args):
+    global calls
+    calls += 1
+    if calls == 3:
+        pulling.touch()
+    time.sleep(0.1 if calls < 50 else 0.0)
+    return read(*args)
+ServerLink.read = slow
+into = Tree(fused(whole(99)))
+with ckptd.Subscriber(FUSED, into, at) as subscriber:
+    subscriber._far = True
+    steps = []
+    while last not in steps:
+        report = subscriber.update(5.0)
+        if report is not None:
+            steps.append(report.version.step)
+            assert not differing(dict(into.state_dict()), fused(whole(steps[-1])))
+print(steps)
+"""
+
+
+def test_a_worker_that_is_stopped_in_a_pull_holds_up_nothing_and_goes_on_with_the_newest(
+    tmp_path: Path,
+) -> None:
+    lease_s, last = 1.0, 8
+    pulling = tmp_path / "pulling"
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "at"), str(pulling), str(last)]
+    with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
+        assert publisher.publish(1, STATE).wait(30)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            try:
+                until(pulling.exists, "the worker pulls")
+                with stopped(worker.pid):
+                    begun = time.monotonic()
+                    for step in range(2, last + 1):
+                        # The other slot is filled again and again, and after the lease this one.
+                        publication = publisher.publish(step, {"model": whole(step)})
+                        assert publication.wait(30)
+                        time.sleep(2 * lease_s / last)
+                    assert time.monotonic() - begun > lease_s
+                    assert len(slots_of(publisher.server_pid)) <= 2  # what it held is its own
+                out, _ = worker.communicate(timeout=60)
+            finally:
+                worker.kill()
+    steps = ast.literal_eval(out)
+    assert steps[-1] == last
+    assert set(steps) <= {1, last}
 
 
 def test_the_lease_of_a_pull_that_gets_on_is_renewed(
