@@ -38,9 +38,15 @@ Make = Callable[[Sequence[int]], WeightCarrier]
 _LAYOUT = """
 mesh A = t:2
 mesh B = t:1
-space s { w{i}[n m] }
-layout rows of s on A { w.{i} = w{i}[n@t m] }
-layout turned of s on B { w.{i} = w{i}[m n] cast(bf16) }
+space s { w{i}[n m] v[n m] }
+layout rows of s on A {
+  w.{i} = w{i}[n@t m]
+  v = v[n@t m]
+}
+layout turned of s on B {
+  w.{i} = w{i}[m n] cast(bf16)
+  v = v[n m] q(float8_e4m3fn, [64 100], scale={name}_scale)
+}
 """
 _ROWS, _COLUMNS, _COUNT = 96, 3000, 3
 _PATIENCE_S = 60.0
@@ -59,7 +65,7 @@ class CarrierContract:
         )
 
     @pytest.mark.timeout(300)
-    def test_weights_arrive_cut_turned_and_cast(self, tmp_path: Path) -> None:
+    def test_weights_arrive_cut_turned_cast_and_quantized(self, tmp_path: Path) -> None:
         """Two ranks publish two versions, another one has each of them."""
         done = result_of(self._outcomes(3, _versions, tmp_path), 200.0)
         assert done[2] == [True, True]
@@ -87,18 +93,34 @@ def _weights(step: int, rank: int | None) -> dict[str, Any]:
         for i in range(1, _COUNT + 1)
     ]
     parts = whole if rank is None else [w.chunk(2)[rank].contiguous() for w in whole]
-    return {f"w.{i}": w for i, w in enumerate(parts)}
+    return {f"w.{i}": w for i, w in enumerate(parts)} | {"v": parts[0].clone()}
 
 
 def _holds(into: dict[str, Any], step: int) -> bool:
     import torch
 
     wanted = _weights(step, None)
+    whole = wanted.pop("v")
+    for at in range(0, _ROWS, 64):  # a block lies on both ranks of the publisher
+        blocks = whole[at : at + 64].view(-1, _COLUMNS // 100, 100)
+        scales = blocks.abs().amax((0, 2)) / 448
+        values = (blocks / scales[:, None]).to(torch.float8_e4m3fn).view(-1, _COLUMNS)
+        same = torch.equal(into["v"][at : at + 64].view(torch.uint8), values.view(torch.uint8))
+        if not same or not torch.equal(into["v_scale"][at // 64], scales):
+            return False
     return all(torch.equal(into[n], w.t().bfloat16()) for n, w in wanted.items())
 
 
-def _versions(make: Make, at: str) -> list[bool]:
+def _empty() -> dict[str, Any]:
     import torch
+
+    into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    into["v"] = torch.zeros(_ROWS, _COLUMNS, dtype=torch.float8_e4m3fn)
+    into["v_scale"] = torch.zeros(-(-_ROWS // 64), _COLUMNS // 100)
+    return into
+
+
+def _versions(make: Make, at: str) -> list[bool]:
     import torch.distributed as dist
 
     import ckptd
@@ -116,7 +138,7 @@ def _versions(make: Make, at: str) -> list[bool]:
                 dist.barrier()
                 dist.barrier()
     else:
-        into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+        into = _empty()
         layout = f"# layout turned\n{_LAYOUT}"
         with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
             for step in (1, 2):
@@ -160,7 +182,6 @@ class _FatalCarrier:
 
 
 def _killed_worker(make: Make, at: str) -> list[bool]:
-    import torch
     import torch.distributed as dist
 
     import ckptd
@@ -180,7 +201,7 @@ def _killed_worker(make: Make, at: str) -> list[bool]:
                 store.set(f"published {step} {rank}", "")
                 store.wait([f"had {step}"])
         return found
-    into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    into = _empty()
     used: Any = _FatalCarrier(carrier) if rank == 2 else carrier
     with ckptd.Subscriber(f"# layout turned\n{_LAYOUT}", {"m": into}, at, carrier=used) as to:
         for step in (1, 2):
@@ -207,7 +228,6 @@ def _gone_with(pid: int) -> None:
 
 
 def _killed(make: Make, at: str) -> list[bool]:
-    import torch
     import torch.distributed as dist
 
     import ckptd
@@ -228,7 +248,7 @@ def _killed(make: Make, at: str) -> list[bool]:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3.0)
         os._exit(0)
-    into = {f"w.{i}": torch.zeros(_COLUMNS, _ROWS, dtype=torch.bfloat16) for i in range(_COUNT)}
+    into = _empty()
     layout = f"# layout turned\n{_LAYOUT}"
     with ckptd.Subscriber(layout, {"m": into}, at, carrier=carrier) as subscriber:
         dist.barrier()
