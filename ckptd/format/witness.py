@@ -250,7 +250,8 @@ def check_elements(elements: I64, count: int) -> None:
     UsageError
         kind ``bad-region``.
     """
-    if len(elements) and (int(elements.min()) < 0 or int(elements.max()) >= count):
+    # As unsigned numbers those below 0 are the largest.
+    if len(elements) and int(elements.view(np.uint64).max()) >= count:
         raise UsageError(
             "a region does not lie in its buffer",
             kind="bad-region",

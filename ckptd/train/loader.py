@@ -433,12 +433,17 @@ def check_witness(
         for (_, target), entry, (_, elements) in zip(filling.filled, entries, places, strict=True)
     ]
     values = filling.values(picked)
-    for entry, (slots, _), found in zip(entries, places, values, strict=True):
-        wanted = words[slots]
-        good = (found.view(np.uint64).reshape(-1) == wanted) | (witness.present[slots] == 0)
-        if not good.all():
-            wrong.append(f"{entry.name} ({int((~good).sum())} of {len(slots)} values)")
-    if wrong:
+    if not values:
+        return
+    # All at once: thousands of small tensors have a few values each.
+    every = np.concatenate([slots for slots, _ in places])
+    found = np.concatenate(values).view(np.uint64).reshape(-1)
+    good = (found == words[every]) | (witness.present[every] == 0)
+    if not good.all():
+        ends = np.cumsum([len(slots) for slots, _ in places])
+        for entry, own in zip(entries, np.split(good, ends[:-1]), strict=True):
+            if not own.all():
+                wrong.append(f"{entry.name} ({int((~own).sum())} of {len(own)} values)")
         error = CorruptError(
             "values arrived at the wrong places",
             kind="witness",
