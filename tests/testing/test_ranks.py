@@ -76,11 +76,14 @@ def one_is_killed(rank: int) -> int:
     return distributed.get_rank()
 
 
-def one_is_killed_and_others_finish(rank: int) -> int:
+def one_is_killed_and_others_finish(rank: int, folder: str) -> int:
     from torch import distributed
 
     me = distributed.get_rank()
+    Path(folder, str(me)).touch()
     if me == rank:
+        # Ranks that still connect to one another would fail with it.
+        until(lambda: len(os.listdir(folder)) == distributed.get_world_size())
         os.kill(os.getpid(), signal.SIGKILL)
     return me
 
@@ -191,8 +194,8 @@ def test_a_killed_rank_is_the_cause_and_the_others_are_told_by_gloo() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_outcomes_tell_how_each_rank_ended(rank: int) -> None:
-    outcomes = rank_outcomes(3, one_is_killed_and_others_finish, rank)
+def test_outcomes_tell_how_each_rank_ended(rank: int, tmp_path: Path) -> None:
+    outcomes = rank_outcomes(3, one_is_killed_and_others_finish, rank, str(tmp_path))
     assert [o.rank for o in outcomes] == [0, 1, 2]
     for outcome in outcomes:
         if outcome.rank == rank:
