@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -39,7 +40,10 @@ def test_rollouts_have_what_the_actors_have(tmp_path: Path) -> None:
     rollout_config = base.RolloutConfig(name="vllm", checkpoint_engine=config)
     # Ray's processes find modules as this one does.
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    # Its own folder, so that nothing is left behind; of a short name, for it has sockets.
+    place = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
     ray.init(
+        _temp_dir=place.name,
         num_cpus=5,  # one for each worker; it starts as many processes at once
         include_dashboard=False,
         log_to_driver=False,
@@ -74,3 +78,4 @@ def test_rollouts_have_what_the_actors_have(tmp_path: Path) -> None:
         assert all(share < 0.6 for share in actors.kept())  # no actor keeps the model whole
     finally:
         ray.shutdown()
+        place.cleanup()
