@@ -87,7 +87,7 @@ class _Look:
             for slots in (module._modules, module._parameters, module._buffers):
                 facts.append(len(slots))
                 if slots:
-                    facts += slots
+                    facts += slots.keys()  # a scripted module's slots are no dicts
                     things += slots.values()
             if module._buffers:
                 facts.append(frozenset(module._non_persistent_buffers_set))

@@ -253,6 +253,23 @@ def test_the_form_of_memory_is_looked_at() -> None:
     assert torch.equal(found, state["w"])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_recalled_like_any_other() -> None:
+    """Its slots look like dicts, and are none: a save failed of a state with one."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    state, flattener = {"model": model, "optim": torch.optim.Adam(model.parameters())}, Flattener()
+    known = flattener.flatten(state).known
+    assert flattener.flatten(state).known is known is not None
+    model(torch.ones(4, 2)).sum().backward()
+    state["optim"].step()
+    found, wanted = flattener.flatten(state), flatten(state)
+    assert found.known is not known
+    assert {n: x.tensor.tolist() for n, x in found.tensors.items()} == {
+        n: x.tensor.tolist() for n, x in wanted.tensors.items()
+    }
+    assert "optim.0.weight.exp_avg" in found.tensors
+
+
 class Sometimes(nn.Linear):
     """Keeps state outside its parameters once it has been used."""
 
