@@ -218,8 +218,8 @@ class Connection:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def send(self, message: msgspec.Struct, bulk: memoryview | None = None) -> None:
-        """Send one frame, with `bulk` behind its message."""
+    def send(self, message: msgspec.Struct | bytes, bulk: memoryview | None = None) -> None:
+        """Send one frame of a message, or of an encoded one, with `bulk` behind it."""
         frame = self.codec.pack(message, 0 if bulk is None else len(bulk))
         with self._guarded():
             if bulk is not None and len(bulk) <= _JOINED_BYTES:

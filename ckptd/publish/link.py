@@ -22,6 +22,7 @@ from ckptd.net.connection import Connection, greet_server
 from ckptd.publish.blocks import incoming_digest
 from ckptd.publish.messages import (
     ANSWER,
+    MOST_BODY,
     MOST_READ_BYTES,
     PURPOSE,
     AskHold,
@@ -41,13 +42,11 @@ from ckptd.publish.messages import (
 from ckptd.runtime.host import host_id
 from ckptd.save.arena import CONTROL_BYTES
 
-__all__ = ["MOST_BODY", "MappedVersion", "ServerLink", "VersionHold"]
+__all__ = ["MappedVersion", "ServerLink", "VersionHold"]
 
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
 
-MOST_BODY = 16 << 20
-"""Largest message in bytes: the names of a large model's tensors."""
 _CONNECT_S = 10.0
 _LEAST_S = 0.05
 _RENEWALS = 4
@@ -55,6 +54,8 @@ _RENEWALS = 4
 _RENEW_S = 5.0
 _SEALED = slice(0, 24)
 _AHEAD = 1
+_AHEAD_BYTES = 32 << 10
+"""Largest question that is asked ahead: it fits the buffers of a socket whose other end sends."""
 
 
 class ServerLink:
@@ -182,14 +183,18 @@ class ServerLink:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
 
         Tensors are those that were asked after last. The next parts are asked for already: the
-        server looks at its digests while this end takes what it sent.
+        server looks at its digests while this end takes what it sent. A long question waits for
+        the answers before it, else both ends might send and neither receive.
         After an error, or where the caller stops early, this link is lost.
         """
         waiting: deque[tuple[U8, tuple[BlockRead, ...]]] = deque()
         with self._lock:
             try:
                 for blocks, into in requests:
-                    self._connection.send(AskRead(number, blocks))
+                    question = msgspec.msgpack.encode(AskRead(number, blocks))
+                    while waiting and len(question) > _AHEAD_BYTES:
+                        yield self.read(*waiting.popleft())
+                    self._connection.send(question)
                     waiting.append((into, blocks))
                     if len(waiting) > _AHEAD:
                         yield self.read(*waiting.popleft())

@@ -12,10 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from ckptd.decoding import json_decoder, msgpack_decoder
+from ckptd.errors import UsageError
 
 __all__ = [
     "ANSWER",
     "DIRECTORY",
+    "MOST_BODY",
     "MOST_READ_BYTES",
     "ORDER",
     "PURPOSE",
@@ -59,11 +61,14 @@ __all__ = [
     "VersionSealed",
     "VersionSettled",
     "VersionWhole",
+    "check_about",
     "most_listen_s",
 ]
 
 PURPOSE = "ckptd publish 2"
 """Of connections; its number rises with messages that older programs do not know."""
+MOST_BODY = 16 << 20
+"""Largest message in bytes: the names of a large model's tensors."""
 MOST_READ_BYTES = 64 << 20
 """Most raw bytes of one answer."""
 
@@ -400,7 +405,7 @@ class PublishedAbout(_Answer, frozen=True, tag="about"):
     world: Annotated[int, Meta(ge=1, lt=1 << 24)]
     layout: Annotated[str, Meta(max_length=1 << 20)]
     sizes: Annotated[dict[_Name, _Number], Meta(max_length=4096)]
-    globs: Annotated[tuple[_Globs, ...], Meta(max_length=1 << 14)] = ()
+    globs: Annotated[tuple[_Globs, ...], Meta(max_length=1 << 17)] = ()
 
 
 class ServerList(_Answer, frozen=True, tag="found"):
@@ -470,6 +475,25 @@ ANSWER = msgpack_decoder(
     | ReadBytes
     | PublishRefusal
 )
+
+
+def check_about(about: PublishedAbout) -> None:
+    """Raise `UsageError` (``lay-use``) for what workers would not take."""
+    raw = msgspec.msgpack.encode(about)
+    problem = f"{len(raw)} bytes" if len(raw) > MOST_BODY else ""
+    try:
+        ANSWER.decode(raw)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    if problem:
+        raise UsageError(
+            "a layout is too large to be published",
+            kind="lay-use",
+            wanted=f"a program with fewer names, at most {MOST_BODY} bytes",
+            found=problem,
+            hint="rules with indexes in place of globs",
+        )
+
 
 DIRECTORY = json_decoder(ServerEntry)
 """Of the file through which workers find rank 0's server."""

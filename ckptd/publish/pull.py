@@ -61,7 +61,16 @@ _MESSAGE_BYTES = 2 << 20
 """Of what is asked for at a time: two fit the buffers of a socket, so both ends work at once."""
 _LEAST_MESSAGE_BYTES = 4096
 _MOST_BLOCKS = 4096
-_NARROW = frozenset({"float16", "float8_e4m3fn", "float8_e5m2"})
+_NARROW = frozenset(
+    {
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    }
+)
 """Types that a value of another one may be too large for."""
 _SCRATCH_BYTES = 4 << 20
 _LOOKED_AT_BYTES = 16 << 20
@@ -505,15 +514,26 @@ class _Share:
 def _try(part: _Part) -> None:
     """Raise `UsageError` (``overflow``) where a value is too large: now, and not half applied."""
     incoming, target = part.incoming, place_of(part.incoming)
+    if target.dtype.name not in _NARROW or part.quantized is not None:
+        return
     values, of = incoming.parts[part.block.part]
     change = change_between(part.dtype, target, values, incoming.tensor.name)
-    if change is None or of > 1 or part.memory is None or part.quantized is not None:
+    if change is None or of > 1:
         return
-    size = part.dtype.itemsize
-    for cut in cut_block(part.block.block, max(1, _SCRATCH_BYTES // size)):
-        data = np.empty(cut.numel * size, np.uint8)
-        part.memory.take(cut.source_start, cut.shape, cut.source_strides, data)
-        change.apply(np.empty(cut.numel, target.dtype.numpy), data.view(part.dtype.numpy))
+    for data in _values(part):
+        change.apply(np.empty(len(data), target.dtype.numpy), data)
+
+
+def _values(part: _Part) -> Iterator[NDArray[np.generic]]:
+    """Yield the values of a part, a bounded number at a time."""
+    if part.data is not None:
+        yield part.data.view(part.dtype.numpy)  # of one message
+    elif part.memory is not None:
+        size = part.dtype.itemsize
+        for cut in cut_block(part.block.block, max(1, _SCRATCH_BYTES // size)):
+            data = np.empty(cut.numel * size, np.uint8)
+            part.memory.take(cut.source_start, cut.shape, cut.source_strides, data)
+            yield data.view(part.dtype.numpy)
 
 
 class _Giver:
@@ -723,6 +743,8 @@ class _Giver:
             for found in self._received(number, _MESSAGE_BYTES, into):
                 if stop.is_set():
                     raise _stopped()
+                for part in found.parts:
+                    _try(part)  # cast by the sender are those that get smaller alone
                 share.parts += found.parts
                 share.report += found.report
             share.report += PullReport(staged_bytes=self._bytes)
@@ -765,7 +787,7 @@ class _Giver:
                 _Part(incoming, piece, memory.dtype, memory=memory, quantized=quantized)
                 for piece in pieces
             ]
-            for part in parts if place_of(incoming).dtype.name in _NARROW else ():
+            for part in parts:
                 _try(part)
             share.parts += parts
         share.report += PullReport(bytes_mapped=self._bytes)

@@ -33,8 +33,9 @@ from ckptd.errors import CkptdError, NotFoundError, StoreError, WorkerError
 from ckptd.net.address import Address, UnixAddress, listen_at, same_user
 from ckptd.net.connection import Connection, greet_client
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
-from ckptd.publish.link import MOST_BODY, ServerLink
+from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
+    MOST_BODY,
     ORDER,
     PURPOSE,
     QUESTION,

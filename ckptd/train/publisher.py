@@ -36,6 +36,7 @@ from ckptd.publish.meeting import MeetingPlace
 from ckptd.publish.messages import (
     BlockRead,
     Opening,
+    PublishedAbout,
     PublishedTensor,
     ServerEntry,
     SetDirectory,
@@ -46,6 +47,7 @@ from ckptd.publish.messages import (
     VersionDropped,
     VersionSealed,
     VersionWhole,
+    check_about,
 )
 from ckptd.runtime.agentlink import run_folder
 from ckptd.runtime.ranks import Board
@@ -295,6 +297,8 @@ class Publisher:
         # Workers bind it from this alone: what they would miss is missed here.
         bound = side.form.bound
         bind_sizes(with_globs(side.laid.resolved, side.globs), bound.sizes)
+        text, world = side.laid.program.text, self._board.world
+        check_about(PublishedAbout(self.epoch, world, text, dict(bound.sizes), side.globs))
         tensors: list[PublishedTensor] = []
         starts: dict[str, int] = {}
         steps: list[CopyStep] = []

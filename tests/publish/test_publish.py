@@ -34,11 +34,13 @@ from ckptd.publish.messages import (
     ChangedBlocks,
     HoldAnswer,
     Opening,
+    PublishedAbout,
     PublishedTensor,
     SetTensors,
     SlotMemory,
     VersionSealed,
     VersionWhole,
+    check_about,
 )
 from ckptd.publish.pull import _MOST_UNKNOWN, _Giver
 from ckptd.publish.server import PublishServer
@@ -554,6 +556,36 @@ def test_a_value_that_does_not_fit_its_type_is_found_before_anything_is_written(
         assert differing(dict(into.state_dict()), cast(whole(2))) == []
 
 
+SAME_SIZE = """
+mesh O = x:1
+space s { A[a b] B[a b] }
+layout trainer of s on O {
+  a = A[a b]
+  b = B[a b]
+}
+layout rollout of s on O {
+  a = A[a b] cast(f16)
+  b = B[a b] cast(f16)
+}
+"""
+
+
+def test_a_value_that_does_not_fit_is_found_where_the_sender_does_not_cast(tmp_path: Path) -> None:
+    full = {n: torch.ones(8, 8, dtype=torch.bfloat16) for n in "ab"}
+    into = {n: torch.zeros(8, 8, dtype=torch.float16) for n in "ab"}
+    full["b"][3, 3] = 1e6
+    with (
+        ckptd.Publisher(f"# layout trainer\n{SAME_SIZE}", tmp_path / "at") as publisher,
+        ckptd.Subscriber(f"# layout rollout\n{SAME_SIZE}", {"m": into}, tmp_path / "at") as to,
+    ):
+        to._far = True
+        publisher.publish(1, {"m": full}).wait(30)
+        with pytest.raises(UsageError) as caught:
+            to.update(wait_s=30)
+    assert (caught.value.kind, caught.value.poisoned) == ("overflow", False)
+    assert not into["a"].any()
+
+
 TIED = """
 mesh A = t:1
 mesh B = t:1
@@ -662,6 +694,20 @@ def test_what_globs_stand_for_is_checked_against_the_program() -> None:
     for wrong in (good._replace(rule=9), good._replace(texts=()), good._replace(texts=("a", "b"))):
         with pytest.raises(UsageError) as caught:
             with_globs(resolved, [wrong])
+        assert caught.value.kind == "lay-use"
+
+
+def test_what_workers_would_not_take_is_refused_where_it_is_published() -> None:
+    about = PublishedAbout("", 1, "", {}, tuple((0, (f"m.{i}",), {}) for i in range(50_000)))
+    check_about(about)  # as many names as experts have
+    many, long = (0, ("m",), {}), (0, ("m" * 4000,), {})
+    for wrong in (
+        {"globs": (many,) * (1 << 18)},
+        {"globs": (long,) * 5000},
+        {"layout": "m" * 2**21},
+    ):
+        with pytest.raises(UsageError) as caught:
+            check_about(msgspec.structs.replace(about, **wrong))
         assert caught.value.kind == "lay-use"
 
 
