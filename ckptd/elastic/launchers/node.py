@@ -528,13 +528,12 @@ class NodeLauncher:
             return
         worker.failed = True
         worked = worker.generation == self._node.started and self._progress.works(worker.seat.rank)
-        place = worker.local_rank
-        slot = self._slots.failed(place, why, fresh=worker.fresh, worked=worked)
-        if slot is None:
+        slot = worker.slot
+        if slot is None or not self._slots.failed(slot, why, fresh=worker.fresh, worked=worked):
             return
         self._say(f"slot {slot} is out of use, its device fails each process: {why}")
         # The local rank of those behind it names another device from now on.
-        for other in self._pool.workers.live(lambda w: w.local_rank > place):
+        for other in self._pool.workers.live(lambda w: w.slot is None or w.slot > slot):
             other.kill()
         self._refresh()
 

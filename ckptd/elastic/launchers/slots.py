@@ -31,7 +31,8 @@ class NodeSlots:
     An error of a device ends the process that meets it, and another process is mostly rid of it:
     the program may be what was wrong. A device that fails a new process as well, before that has
     loaded its state, is taken out of use; the last one is not, since a node without slots is the
-    controller's to leave out. It stays out for as long as the launcher lives.
+    controller's to leave out. Nor is one where more than half of the slots fail new processes: that
+    is the program, or the node. It stays out for as long as the launcher lives.
 
     Parameters
     ----------
@@ -52,6 +53,7 @@ class NodeSlots:
         self.in_use = list(range(count))
         self.out: dict[int, str] = {}
         self._failures: dict[int, int] = {}
+        self._failed_new: set[int] = set()
         self._variable, self._devices = _given(count, environ)
 
     @property
@@ -59,11 +61,17 @@ class NodeSlots:
         """Sentences for people on the slots that are out of use."""
         return tuple(f"slot {number}: {why}" for number, why in sorted(self.out.items()))
 
-    def failed(self, local_rank: int, why: str, *, fresh: bool, worked: bool) -> int | None:
-        """Count a failure of the device of a local rank.
+    def of(self, local_rank: int) -> int | None:
+        """Return the slot of a process that is made now; None where there are not so many."""
+        return self.in_use[local_rank] if local_rank < len(self.in_use) else None
+
+    def failed(self, slot: int, why: str, *, fresh: bool, worked: bool) -> bool:
+        """Count a failure of the device of a slot.
 
         Parameters
         ----------
+        slot
+            That the process was made for: local ranks may name other slots since.
         fresh
             The process that met it was made for this generation.
         worked
@@ -71,17 +79,21 @@ class NodeSlots:
 
         Returns
         -------
-        int
-            The slot that is out of use from now on because of it; None for none.
+        bool
+            Whether the slot is out of use from now on because of it.
         """
-        slot = self.in_use[local_rank]
         self._failures[slot] = 1 if worked else self._failures.get(slot, 0) + 1
+        if worked:
+            self._failed_new.discard(slot)
+        elif fresh:
+            self._failed_new.add(slot)
         sure = fresh and not worked and self._failures[slot] >= _MOST
-        if not sure or len(self.in_use) == 1 or not self._devices:
-            return None
+        most = 2 * len(self._failed_new.intersection(self.in_use)) > len(self.in_use)
+        if not sure or most or slot not in self.in_use or not self._devices:
+            return False
         self.in_use.remove(slot)
         self.out[slot] = why[:_MOST_TEXT]
-        return slot
+        return True
 
     def environ(self) -> dict[str, str]:
         """Return what lets a process see the devices in use alone; nothing while all are."""

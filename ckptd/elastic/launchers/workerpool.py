@@ -177,6 +177,7 @@ class WorkerPool:
 
     def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
         worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
+        worker.slot = self.slots.of(local_rank)
         worker.out = worker.fresh = False
         self._ready(worker)
 
@@ -187,6 +188,7 @@ class WorkerPool:
         environ = {**self._program.environ, **of_seat(begin, seat, local_rank)}
         environ |= self.slots.environ()
         worker = Worker(self._number(), begin.generation, seat, local_rank)
+        worker.slot = self.slots.of(local_rank)
         worker.error_file = files.error_file
         order = Fork(
             number=worker.number,

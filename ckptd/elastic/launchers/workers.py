@@ -27,6 +27,8 @@ class Worker:
         Its name between launcher and zygote.
     generation, seat, local_rank
         What it runs, or ran last.
+    slot
+        Of its node, by which its local rank names a device; None where there are not so many.
     pid, pidfd
         0 and -1 until the zygote has forked it.
     gate
@@ -57,6 +59,7 @@ class Worker:
     generation: int
     seat: Seat
     local_rank: int
+    slot: int | None = None
     pid: int = 0
     pidfd: int = -1
     gate: int = -1

@@ -206,6 +206,19 @@ def test_a_slot_whose_device_fails_each_process_is_out_of_use(tmp_path: Path) ->
         assert "slot 0 is out of use" in one.said[-2]
 
 
+def test_two_that_end_together_are_each_counted_for_their_own_device(tmp_path: Path) -> None:
+    """The second one has ended, and how is not known yet, when the first one's slot goes."""
+    with alone(tmp_path) as one:
+        first, second = one.started()
+        one.pool.slots.failed(0, "before", fresh=True, worked=False)
+        first.dead = second.dead = True
+        one.launcher._device_failed(first, "CUDA error: lost")
+        assert one.pool.slots.in_use == [1]
+        one.launcher._device_failed(second, "CUDA error: lost")
+        assert not second.killed
+        assert one.pool.slots.sick == ("slot 0: CUDA error: lost",)
+
+
 def test_a_node_whose_workers_have_died_does_not_cost_others_their_sessions(tmp_path: Path) -> None:
     with alone(tmp_path) as one:
         workers = one.started()
