@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -301,8 +302,11 @@ class PullPlan:
             # Digests of a new version take a moment: waited for where something may be left out,
             # and now and then to see what has come to rest.
             waits = bool(held.names) or self._unknown == _MOST_UNKNOWN
+            # Servers digest at the same time, so all of them together are waited for so long.
+            end = time.monotonic() + (_DIGESTS_S if waits else 0.0)
             for giver in givers:
-                giver.look(number, held, _DIGESTS_S if waits else 0.0)
+                giver.look(number, held, max(0.0, end - time.monotonic()))
+                step()
             known = all(g.compared for g in givers)
             self._unknown = 0 if known or waits else self._unknown + 1
             if known:

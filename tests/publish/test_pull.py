@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +14,13 @@ from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.publish import pull
-from ckptd.publish.blocks import gather_blocks, read_bytes
+from ckptd.publish.blocks import BLOCK_BYTES, gather_blocks, read_bytes
 from ckptd.publish.link import MappedVersion
 from ckptd.publish.messages import (
+    AskChanged,
     AskTensors,
     BlockRead,
+    ChangedBlocks,
     PublishedAbout,
     PublishedTensor,
     TensorPlaces,
@@ -164,3 +167,39 @@ def test_what_is_asked_for_is_checked_before_it_is_read() -> None:
             gather_blocks(slot, tensors, (BlockRead(1, 0, (1,), (1,)),), np.empty(4, np.uint8))
     finally:
         slot.close()
+
+
+class LateServer(ArrayServer):
+    """One that has no digests yet, and waits for them as long as it is asked to."""
+
+    def ask(self, question: Any, kind: Any, wait_s: float | None = None) -> Any:
+        if isinstance(question, AskChanged):
+            time.sleep(question.wait_s)
+            return ChangedBlocks(False, BLOCK_BYTES, ())
+        return super().ask(question, kind, wait_s)
+
+
+def test_late_digests_of_many_servers_are_waited_for_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    composition = pair("t:4;a = a[n@t m]", "t:1;a = a[n m]", n=8, m=4)
+    source, target, values = composition.source, composition.target, Values()
+    servers = {
+        r: LateServer(parameters(values, source, r), local=False) for r in range(source.mesh.world)
+    }
+    monkeypatch.setattr(pull, "published_layout", lambda about: source.bound)
+    monkeypatch.setattr(pull, "_DIGESTS_S", 0.3)
+    wanted = parameters(values, target, 0)
+    found = {n: np.zeros_like(a) for n, a in wanted.items()}
+    about = PublishedAbout("epoch", source.mesh.world, "", {})
+    plan = pull.PullPlan(about, target.bound, 0, 1, memories(found, KIND))
+    steps: list[float] = []
+    begun = time.monotonic()
+    try:
+        held = pull.HeldTensors(1, frozenset(found))
+        plan.stage(1, servers, None, held, step=lambda: steps.append(time.monotonic())).apply()
+    finally:
+        for server in servers.values():
+            server.slot.close()
+    assert 0.3 <= steps[0] - begun <= steps[3] - begun < 1.1  # not one after the other
+    assert all((found[n] == a).all() for n, a in wanted.items())
