@@ -151,6 +151,12 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
 
 
+def _bare(error: CkptdError) -> CkptdError:
+    """Return an error without the frames that it came through: they hold what was pulled."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
 class Subscriber:
     """Fills the tensors of an inference worker with the newest published version.
 
@@ -277,6 +283,7 @@ class Subscriber:
             `poisoned`: the tensors are of no version, and `version` is None.
         """
         end = time.monotonic() + wait_s
+        self.last_error = None
         while True:
             found = self._newest(max(0.0, end - time.monotonic()))
             if not isinstance(found, tuple):
@@ -290,7 +297,7 @@ class Subscriber:
                 self._let_go(_RELEASE_S)
                 if error.kind not in _NOT_THERE:
                     raise
-                self.last_error = error
+                self.last_error = _bare(error)
                 self._disconnect()
                 _log.warning("the weights of step %d are not had: %s", version.step, error.message)
                 # Ranks that came at other times would part here.
@@ -299,6 +306,7 @@ class Subscriber:
                 time.sleep(_POLL_S)
                 continue
             self._apply(staged, version)
+            self.last_error = None
             seconds = time.monotonic() - begun
             report = UpdateReport(
                 version=version, **asdict(staged.report), seconds=seconds, lag_s=age_s + seconds
@@ -379,7 +387,7 @@ class Subscriber:
                 self._disconnect()
                 if error.kind not in _NOT_THERE:
                     raise
-                found, self.last_error = None, error
+                found, self.last_error = None, _bare(error)
             if found is not None:
                 return found
             if left <= 0:

@@ -42,7 +42,7 @@ from ckptd.publish.messages import (
     VersionWhole,
     check_about,
 )
-from ckptd.publish.pull import _MOST_UNKNOWN, _Giver
+from ckptd.publish.pull import _MOST_UNKNOWN, StagedPull, _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.reshard.layouts import read_text
 from ckptd.runtime.channel import SocketChannel
@@ -736,3 +736,34 @@ def test_a_subscriber_keeps_no_tensor_that_its_engine_has_freed(tmp_path: Path) 
             assert first() is None
             first = wake()
             assert subscriber._plan is plan  # other memory needs no other plan
+
+
+def test_why_an_update_failed_keeps_nothing_of_what_was_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(tmp_path / "at", far=True)
+    staged: list[weakref.ref[StagedPull]] = []
+    room, read = StagedPull.room, ServerLink.read
+
+    def noted(pull: StagedPull, size: int) -> Any:
+        staged.append(weakref.ref(pull))
+        return room(pull, size)
+
+    def breaks(link: ServerLink, *more: Any) -> Any:
+        link._connection.close()
+        return read(link, *more)
+
+    monkeypatch.setattr(StagedPull, "room", noted)
+    try:
+        pair.publish()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServerLink, "read", breaks)
+            assert pair.subscriber.update() is None
+        assert pair.subscriber.last_error is not None
+        assert pair.subscriber.last_error.kind == "link-lost"
+        gc.collect()
+        assert [r() for r in staged] == [None]
+        pair.update()
+        assert pair.subscriber.last_error is None
+    finally:
+        pair.close()
