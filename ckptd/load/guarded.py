@@ -128,9 +128,8 @@ class GuardedMapping:
     def _populate(self, start: int, end: int) -> bool:
         if map_pages(*self._pages(start, end)):
             return True
-        self._refused_until = (
-            math.inf
-        )  # an older kernel, or a read says what is wrong with the disk
+        # An older kernel, or a disk with an error, which a read will name.
+        self._refused_until = math.inf
         return False
 
     def _pages(self, start: int, end: int) -> tuple[int, int]:

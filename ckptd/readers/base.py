@@ -47,6 +47,8 @@ MAX_VALUES = 1 << 14
 _MAX_CHARS = 1 << 16
 _LOOKING = 8
 _STALL_S = 300.0
+_MAKE_UP_INODES = ("fuse", "cifs", "smb")
+"""File systems that give a file another inode once the kernel has forgotten it."""
 _STEP = re.compile(r"(?:^|[_.-])(?:global_?step|step|iter|checkpoint)[_=-]?([0-9]{1,12})(?![0-9])")
 CODES = {d.safetensors: d.name for d in DTYPES.values() if d.safetensors}
 """Types by their code in a safetensors header."""
@@ -177,7 +179,7 @@ class SeenFiles:
                 wanted=f"{before.size} bytes",
                 found=f"{now.size} bytes",
             )
-        if now.modified != before.modified or (now.tag != before.tag and self._tells(key)):
+        if self._is_another(key, before, now):
             raise CorruptError(
                 "a file was written anew while it was read",
                 kind="replaced",
@@ -205,13 +207,20 @@ class SeenFiles:
         except NotFoundError:
             raise missing(key) from None
 
+    def _is_another(self, key: str, before: ObjectInfo, now: ObjectInfo) -> bool:
+        # A tag that is the same says more than a time that is not: object stores move what is read
+        # to another class of storage, and Google's counts that as a change of the object.
+        if before.tag and now.tag == before.tag:
+            return False
+        return now.modified != before.modified or (now.tag != before.tag and self._tells(key))
+
     def _tells(self, key: str) -> bool:
-        """Whether another tag is another file: FUSE gives a file another inode at any time."""
+        """Whether another tag is another file: some file systems make inodes up as they go."""
         path = self.store.local_path(key)
         if path is None:
             return True
         kind = filesystem_of(os.stat(path).st_dev) or ""
-        return not kind.startswith("fuse")
+        return not kind.startswith(_MAKE_UP_INODES)
 
 
 class Listing:

@@ -50,7 +50,8 @@ _OBJECT_STORES = {"abfs", "abfss", "adl", "az", "gcs", "gs", "s3", "s3a"}
 # Of these, where fsspec's mode="create" is one conditional request that the server decides.
 _CREATE_ONLY = {"abfs", "abfss", "az", "gcs", "gs"}
 _IN_THIS_PROCESS = {"memory"}
-_TAGS = ("ETag", "etag", "generation")
+# Google's ETag is another one when only what is said of an object changes, as where it is stored.
+_TAGS = ("generation", "ETag", "etag")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 

@@ -13,6 +13,7 @@ from ckptd.errors import CkptdError, CorruptError
 from ckptd.readers import base
 from ckptd.readers.base import SeenFiles
 from ckptd.readers.find import find_foreign
+from ckptd.store.generic import FsspecStore
 from ckptd.store.local import LocalStore
 from ckptd.types import ByteRange
 from tests.readers.opening import open_reader
@@ -166,5 +167,23 @@ def test_an_inode_tells_nothing_where_a_file_system_makes_them_up(
         (tmp_path / "b").replace(tmp_path / "a")
         with pytest.raises(CorruptError):
             seen.check_read()
-        monkeypatch.setattr(base, "filesystem_of", lambda device: "fuse.gcsfuse")
+        for kind in ("fuse.gcsfuse", "cifs"):
+            monkeypatch.setattr(base, "filesystem_of", lambda device, kind=kind: kind)
+            seen.check_read()
+
+
+def test_an_object_that_only_was_moved_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google's store moves what is read to another class, with another ETag and time."""
+    (tmp_path / "a").write_bytes(b"123")
+    with FsspecStore(f"file://{tmp_path}") as store:
+        found = {"type": "file", "size": 3, "generation": "17", "etag": "x", "updated": 1.0}
+        monkeypatch.setattr(store._fs, "info", lambda path: found)
+        seen = SeenFiles(store)
+        seen.get("a", 0, 3)
+        found |= {"etag": "y", "updated": 2.0}
         seen.check_read()
+        found["generation"] = "18"
+        with pytest.raises(CorruptError, match="written anew"):
+            seen.check_read()
