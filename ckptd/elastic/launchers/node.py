@@ -439,7 +439,7 @@ class NodeLauncher:
         if code and not any(other.code for other in self._ends):
             self._say(end.sentence)
         if code > 0 and is_device_error(end.text):
-            self._device_failed(worker, end.text)
+            self._device_failed(worker, end.text, stepped)
         self._ends.append(end)
         self._tell_ends(time.monotonic())
 
@@ -506,7 +506,7 @@ class NodeLauncher:
             return  # sent by another program than the worker; see `_attached`
         elif isinstance(message, Out) and message.unfit:
             if message.device:
-                self._device_failed(worker, message.unfit)
+                self._device_failed(worker, message.unfit, self._has_stepped(worker))
             self._not_again(worker, message.unfit)
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
@@ -522,12 +522,20 @@ class NodeLauncher:
             self._say(f"{rank} is not used again, another process takes its place: {why}")
             worker.kill()
 
-    def _device_failed(self, worker: Worker, why: str) -> None:
-        """Take a slot out of use whose device fails one process after the other."""
+    def _has_stepped(self, worker: Worker) -> bool:
+        return last_words_of(self._ends_folder, worker.pid)[1]
+
+    def _device_failed(self, worker: Worker, why: str, stepped: bool) -> None:
+        """Take a slot out of use whose device fails one process after the other.
+
+        `stepped`: an optimizer of the process has made a step, also where nothing was loaded yet
+        and nothing is committed.
+        """
         if worker.killed or worker.failed:
             return
         worker.failed = True
-        worked = worker.generation == self._node.started and self._progress.works(worker.seat.rank)
+        current = worker.generation == self._node.started
+        worked = stepped or (current and self._progress.works(worker.seat.rank))
         slot = worker.slot
         if slot is None or not self._slots.failed(slot, why, fresh=worker.fresh, worked=worked):
             return
@@ -549,7 +557,7 @@ class NodeLauncher:
         """Take what a worker of the running generation reports."""
         if isinstance(message, Broken):
             if is_device_error(message.reason):  # it may be killed before it can look itself
-                self._device_failed(worker, message.reason)
+                self._device_failed(worker, message.reason, self._has_stepped(worker))
             self._link.tell(msgspec.structs.replace(message, node=self._s.node))
             return
         self._progress.take(worker.seat.rank, message)

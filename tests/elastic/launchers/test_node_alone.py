@@ -212,11 +212,30 @@ def test_two_that_end_together_are_each_counted_for_their_own_device(tmp_path: P
         first, second = one.started()
         one.pool.slots.failed(0, "before", fresh=True, worked=False)
         first.dead = second.dead = True
-        one.launcher._device_failed(first, "CUDA error: lost")
+        one.launcher._device_failed(first, "CUDA error: lost", stepped=False)
         assert one.pool.slots.in_use == [1]
-        one.launcher._device_failed(second, "CUDA error: lost")
+        one.launcher._device_failed(second, "CUDA error: lost", stepped=False)
         assert not second.killed
         assert one.pool.slots.sick == ("slot 0: CUDA error: lost",)
+
+
+def test_a_device_on_which_steps_were_made_is_not_out_of_use(tmp_path: Path) -> None:
+    """Nothing was loaded, since the job is new, and nothing is committed yet."""
+    with alone(tmp_path) as one:
+        for generation in (1, 2):
+            one.begin(generation)
+            one.until(
+                lambda g=generation: [w.generation for w in one.pool.workers if w.pid] == [g] * 2
+            )
+            worker, _ = one.pool.workers
+            (one.launcher._ends_folder / f"{worker.pid}.stepped").touch()
+            error = tmp_path / f"error{generation}.json"
+            error.write_text('{"message": {"message": "CUDA error: device-side assert"}}')
+            worker.error_file = str(error)
+            one.pool._gone(worker, 1)
+            assert worker.failed
+            one.launcher._ordered(FenceNow(generation=generation, level=1))
+        assert one.pool.slots.in_use == [0, 1]
 
 
 def test_a_node_whose_workers_have_died_does_not_cost_others_their_sessions(tmp_path: Path) -> None:
