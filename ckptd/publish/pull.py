@@ -518,7 +518,8 @@ class _Share:
 def _try(part: _Part) -> None:
     """Raise `UsageError` (``overflow``) where a value is too large: now, and not half applied."""
     incoming, target = part.incoming, place_of(part.incoming)
-    if target.dtype.name not in _NARROW or part.quantized is not None:
+    narrow = target.dtype.name in _NARROW or target.dtype.numpy.kind in "iu"
+    if not narrow or part.quantized is not None:
         return
     values, of = incoming.parts[part.block.part]
     change = change_between(part.dtype, target, values, incoming.tensor.name)

@@ -60,7 +60,7 @@ class Linear:
         self.apply(target, source)
 
     def apply(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Write the values; one that overflows to infinity is an error.
+        """Write the values; one that overflows is an error, and no other number.
 
         Raises
         ------
@@ -72,13 +72,25 @@ class Linear:
             values = source.astype(np.float64) * self.scale + self.shift
         with np.errstate(over="ignore", invalid="ignore"):
             target[...] = values.astype(target.dtype)
-        if _is_float(target.dtype) and bool(np.any(_infinite(target) & ~_infinite(values))):
+        if _overflows(target, values):
             raise UsageError(
                 "a value does not fit the type it is cast to",
                 kind="overflow",
                 where=self.tensor,
                 wanted=f"values of {target.dtype}",
             )
+
+
+def _overflows(target: NDArray[Any], values: NDArray[Any]) -> bool:
+    """Whether some of the values, which were cast to `target`, are no numbers of its type."""
+    if target.dtype.kind in "iu" and values.size:
+        # Towards zero, as a cast does; the limits are exact in double precision.
+        found = values if values.dtype.kind in "iub" else np.trunc(values.astype(np.float64))
+        info = np.iinfo(target.dtype)
+        if found.dtype.kind == "f":
+            return not bool(np.all((found >= float(info.min)) & (found < float(info.max + 1))))
+        return int(found.min()) < info.min or int(found.max()) > info.max
+    return _is_float(target.dtype) and bool(np.any(_infinite(target) & ~_infinite(values)))
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:

@@ -570,13 +570,19 @@ layout rollout of s on O {
 """
 
 
-def test_a_value_that_does_not_fit_is_found_where_the_sender_does_not_cast(tmp_path: Path) -> None:
-    full = {n: torch.ones(8, 8, dtype=torch.bfloat16) for n in "ab"}
-    into = {n: torch.zeros(8, 8, dtype=torch.float16) for n in "ab"}
-    full["b"][3, 3] = 1e6
+@pytest.mark.parametrize(
+    ("kind", "to_kind"), [(torch.bfloat16, torch.float16), (torch.float32, torch.int32)]
+)
+def test_a_value_that_does_not_fit_is_found_where_the_sender_does_not_cast(
+    tmp_path: Path, kind: torch.dtype, to_kind: torch.dtype
+) -> None:
+    full = {n: torch.ones(8, 8, dtype=kind) for n in "ab"}
+    into = {n: torch.zeros(8, 8, dtype=to_kind) for n in "ab"}
+    full["b"][3, 3] = 1e10
+    program = SAME_SIZE.replace("f16", str(to_kind).removeprefix("torch."))
     with (
-        ckptd.Publisher(f"# layout trainer\n{SAME_SIZE}", tmp_path / "at") as publisher,
-        ckptd.Subscriber(f"# layout rollout\n{SAME_SIZE}", {"m": into}, tmp_path / "at") as to,
+        ckptd.Publisher(f"# layout trainer\n{program}", tmp_path / "at") as publisher,
+        ckptd.Subscriber(f"# layout rollout\n{program}", {"m": into}, tmp_path / "at") as to,
     ):
         to._far = True
         publisher.publish(1, {"m": full}).wait(30)
