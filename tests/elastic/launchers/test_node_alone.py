@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -222,11 +223,13 @@ def test_two_that_end_together_are_each_counted_for_their_own_device(tmp_path: P
 def test_a_device_on_which_steps_were_made_is_not_out_of_use(tmp_path: Path) -> None:
     """Nothing was loaded, since the job is new, and nothing is committed yet."""
     with alone(tmp_path) as one:
+
+        def runs(generation: int) -> bool:
+            return [w.generation for w in one.pool.workers if w.pid] == [generation] * 2
+
         for generation in (1, 2):
             one.begin(generation)
-            one.until(
-                lambda g=generation: [w.generation for w in one.pool.workers if w.pid] == [g] * 2
-            )
+            one.until(partial(runs, generation))
             worker, _ = one.pool.workers
             (one.launcher._ends_folder / f"{worker.pid}.stepped").touch()
             error = tmp_path / f"error{generation}.json"
