@@ -257,7 +257,8 @@ def test_the_form_of_memory_is_looked_at() -> None:
 def test_a_scripted_module_is_recalled_like_any_other() -> None:
     """Its slots look like dicts, and are none: a save failed of a state with one."""
     model = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    state, flattener = {"model": model, "optim": torch.optim.Adam(model.parameters())}, Flattener()
+    state: State = {"model": model, "optim": torch.optim.Adam(model.parameters())}
+    flattener = Flattener()
     known = flattener.flatten(state).known
     assert flattener.flatten(state).known is known is not None
     model(torch.ones(4, 2)).sum().backward()
