@@ -277,7 +277,7 @@ class CopySources:
         flat: dict[str, torch.Tensor] = {}
         for number in numbers:
             step, local = self.form.steps[number], self.local(number)
-            if local.data_ptr() != self.form.addresses[number]:
+            if not self._is_there(number):
                 raise _mutated([step.name])
             if isinstance(step.part, StridedWindow):
                 if step.name not in flat:
@@ -297,10 +297,19 @@ class CopySources:
         step, plain = self.form.steps[number], self.form.plain[number]
         if plain is None:
             _copy(self.source(number), slot.place(step.start, step.end))
-        elif self.local(number).data_ptr() == self.form.addresses[number]:
-            slot.put(step.start, plain)
-        else:
-            raise _mutated([step.name])
+            return
+        if self._is_there(number):
+            try:
+                slot.put(step.start, plain)
+                return
+            except SaveError:
+                # The kernel copies, and says so where memory is freed under it.
+                if self._is_there(number):
+                    raise
+        raise _mutated([step.name])
+
+    def _is_there(self, number: int) -> bool:
+        return self.local(number).data_ptr() == self.form.addresses[number]
 
     def is_copied(self, number: int, slot: Slot) -> bool:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""

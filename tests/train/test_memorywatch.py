@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptd
 from ckptd.errors import SaveError
+from ckptd.save.arena import Slot
 from ckptd.testing.ranks import run_ranks
 from ckptd.train import copy as copying
 from ckptd.train.memorywatch import (
@@ -417,6 +418,26 @@ def test_storages_stay_resizable(tmp_path: Path) -> None:
         ck.load(state, 4)
         assert all(t.untyped_storage().resizable() for t in held)
     assert bool((model[0].weight == 3).all())
+
+
+def test_memory_that_is_freed_while_the_kernel_copies_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel finds no memory there, and not none to put it into."""
+    state = {"w": torch.ones(10 << 20)}
+    put = Slot.put
+
+    def late(slot: Slot, start: int, source: Any) -> None:
+        state["w"].untyped_storage().resize_(0)
+        put(slot, start, source)
+
+    monkeypatch.setattr(Slot, "put", late)
+    with ckptd.Checkpointer(str(tmp_path), lazy="all", when_failed="warn") as ck:
+        handle = ck.save(1, state)
+        assert handle is not None
+        with pytest.raises(SaveError) as caught:
+            handle.durable(60.0)
+    assert (caught.value.kind, caught.value.where) == ("mutated", "w")
 
 
 def test_resizes_are_found_from_the_look_on() -> None:
