@@ -46,8 +46,8 @@ def every_kill() -> list[Kill]:
     for point, (kind, *_) in POINTS.items():
         mine = [Kill(point, rank, f"{kind}-{rank}") for rank in (0, 1)]
         others = [p for p in ("trainer", "server", "worker") if p != kind]
-        if point == "trainer starts its server":
-            others.remove("worker")  # none has begun
+        if point in ("trainer starts its server", "trainer closes"):
+            others.remove("worker")  # none has begun, or all have ended
         mine += [Kill(point, 0, f"{party}-{rank}") for party in others for rank in (0, 1)]
         calls = (1, 2, 9) if point in ("worker pulls", "worker writes a part") else (1,)
         ways = (True,) if point == "worker pulls" else (False, True) if point in WAYS else (False,)
