@@ -44,7 +44,9 @@ def every_kill() -> list[Kill]:
     """Return all lives of the campaign."""
     out = []
     for point, (kind, *_) in POINTS.items():
-        mine = [Kill(point, rank, f"{kind}-{rank}") for rank in (0, 1)]
+        # The leader asks for its rollout.
+        callers = (0, 0) if point == "worker asks for the newest" else (0, 1)
+        mine = [Kill(point, c, f"{kind}-{rank}") for rank, c in enumerate(callers)]
         others = [p for p in ("trainer", "server", "worker") if p != kind]
         if point in ("trainer starts its server", "trainer closes"):
             others.remove("worker")  # none has begun, or all have ended
