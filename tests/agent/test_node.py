@@ -136,7 +136,7 @@ def test_visitors_and_trainers_that_cannot_begin_do_not_end_what_is_kept(
     client.close(PATIENCE_S)
     job = NearJob(root)
     assert job.agent == pid
-    until(lambda: job.snapshots() == [2])  # the one before goes after the commit
+    assert 2 in job.snapshots()  # the one before may be there as well: see above
     job.close()
     until(lambda: not lives(pid))
 

@@ -210,8 +210,9 @@ HERE = [
 class TestOnASimulatedDevice:
     pytestmark = ON_SIMULATED_DEVICES
 
+    @pytest.mark.timeout(600)
     def test_checks_run(self, tmp_path: Path) -> None:
-        found = run(called, str(tmp_path), HERE, deadline_s=200.0)
+        found = run(called, str(tmp_path), HERE, deadline_s=550.0)
         assert not [row for rows in found.values() for row in rows if "figures" not in row]
         figures = collect(tmp_path).figures
         assert figures["probe"]["lacking"] == []

@@ -25,7 +25,7 @@ from ckptd.errors import DeadlineError
 from ckptd.monitor.job import CallFlag, Phase, RankView, join
 from ckptd.monitor.ring import read
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import HangLimits, Learned
+from ckptd.monitor.rules.limits import HangLimits, Learned, learn
 from ckptd.testing.simdevice import installed, run, run_simulated_ranks
 from ckptd.train.recorder.native import build
 from ckptd.train.state.rng import OwnStreams
@@ -273,25 +273,33 @@ def test_the_end_of_a_captured_call_is_not_known_and_replays_leave_nothing(
     assert found == [(False, True), (False, False)]
 
 
-def hung(folder: str, late: int) -> RankView:
-    """Make a call that does not end; the device of rank `late` does not come to it."""
+def hung(folder: str, late: int) -> tuple[RankView, RankView]:
+    """Make a call that does not end; the device of rank `late` does not come to it.
+
+    Return how it looks after one of the kind that ended, and then.
+    """
     os.environ["CKPTD_RECORDER"] = "python"
     device, backend = installed(), StreamBackend(installed(), "CUDA")
     tensor = torch.ones(8, device="cuda")
     with backend.installed():
         recorder = ckptd.monitor.attach(folder)
-        ends = [device.hold()] if dist.get_rank() == late else []
-        backend.hold = True
-        dist.all_reduce(tensor)
+        views, ends = [], []
+        for backend.hold in (False, True):
+            if backend.hold and dist.get_rank() == late:
+                ends.append(device.hold())
+            dist.all_reduce(tensor)
+            if not backend.hold:
+                until(lambda: not np.isnan(read(recorder.ring.path).calls["end"]).any())
+                views.append(read(recorder.ring.path))
         ends += backend.ends
         time.sleep(1.0)  # for longer than anything may take by the limits of the test
-        view = read(recorder.ring.path)
+        views.append(read(recorder.ring.path))
         dist.monitored_barrier()  # both have looked
         for end in ends:
             end()
         assert recorder.on
         ckptd.monitor.detach()
-    return view
+    return views[0], views[1]
 
 
 @pytest.mark.dist
@@ -303,9 +311,10 @@ def hung(folder: str, late: int) -> RankView:
 def test_a_hang_before_a_call_is_told_from_one_inside_it(
     late: int, kind: str, tmp_path: Path
 ) -> None:
-    views = run_simulated_ranks(2, hung, str(tmp_path), late, deadline_s=60.0)
-    limits = HangLimits(floors=dict.fromkeys(Phase, 0.2), warm_steps=0)
-    [verdict] = hangs(join(views), limits, Learned(), np.zeros(2, bool))
+    found = run_simulated_ranks(2, hung, str(tmp_path), late, deadline_s=120.0)
+    before, views = zip(*found, strict=True)
+    limits = HangLimits(floors=dict.fromkeys(Phase, 0.2), factor=0.0, warm_steps=0)
+    [verdict] = hangs(join(views), limits, learn(Learned(), join(before)), np.zeros(2, bool))
     assert verdict.kind == kind
     assert verdict.names() == (("1",) if late == 1 else ("0", "1"))
     assert verdict.numbers["since last arrival s"] < 30
