@@ -30,6 +30,13 @@ State = dict[str, Any]
 WIDTH = 128
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Collect what other tests have left once, and not with each of these."""
+    gc.collect()
+    gc.freeze()
+
+
 def make() -> State:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
