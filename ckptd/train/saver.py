@@ -162,9 +162,20 @@ def wait_for_copying(until: float) -> bool:
         False: one still copies, and keeps its slot and what it copies from.
     """
     threads = [t for t in threading.enumerate() if t.name.startswith(_COPIER)]
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    return all(_has_ended(thread, until) for thread in threads)
+
+
+def _has_ended(thread: threading.Thread, until: float) -> bool:
+    while True:
+        try:
+            thread.join(max(0.0, until - time.monotonic()))
+        except RuntimeError:
+            # An interrupt ended the call that starts it, before it had begun: it does so by itself.
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.001)
+        else:
+            return not thread.is_alive()
 
 
 class Saver:

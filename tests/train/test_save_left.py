@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 import ckptd
 from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
+from ckptd.train.saver import wait_for_copying
 
 
 class Unsavable:
@@ -58,3 +61,17 @@ def left_by_one(root: str) -> None:
 
 def test_ranks_meet_again_after_one_of_them_could_not_begin(tmp_path: Path) -> None:
     run_ranks(2, left_by_one, str(tmp_path / "root"), deadline_s=180.0)
+
+
+def test_a_copying_thread_whose_start_was_interrupted_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stands among the threads before it can be joined, which raised in a session's leave."""
+    copying = threading.Thread(target=time.sleep, args=(0.1,), name="ckptd-copy_0")
+    monkeypatch.setattr(threading, "enumerate", lambda: [copying])
+    assert not wait_for_copying(time.monotonic())
+    later = threading.Timer(0.1, copying.start)
+    later.start()
+    assert wait_for_copying(time.monotonic() + 60.0)
+    assert not copying.is_alive()
+    later.join()
