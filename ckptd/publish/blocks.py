@@ -241,15 +241,18 @@ def outgoing(
     """
     runs = [run_of(tensors[b.tensor], b) for b in blocks]
     gathered = [b for b, run in zip(blocks, runs, strict=True) if run is None]
-    room = scratch(read_bytes(tensors, gathered)) if gathered else np.empty(0, np.uint8)
+    sizes = [read_bytes(tensors, [b]) for b in gathered]
+    room = scratch(sum(sizes)) if gathered else np.empty(0, np.uint8)
     gather_blocks(slot, tensors, gathered, room)
+    ends = iter(np.cumsum(sizes).tolist())
+    at = 0
     parts: list[memoryview] = []
     found: list[bytes] = []
     for block, run in zip(blocks, runs, strict=True):
         tensor = tensors[block.tensor]
         if run is None:
-            size = read_bytes(tensors, [block])
-            part, room = room[:size], room[size:]
+            end = next(ends)
+            part, at = room[at:end], end
             found.append(digest(part.data))
         else:
             data = tensor_bytes(slot, tensor)

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.publish.link import MappedVersion
+from ckptd.publish.link import MappedVersion, ServerLink
 from ckptd.publish.messages import BlockRead, PublishedTensor
 from ckptd.save.arena import Slot
 
-__all__ = ["PartsReader", "SlotReader", "WeightCarrier"]
+__all__ = ["LinkedReader", "PartsReader", "SlotReader", "WeightCarrier"]
 
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
@@ -45,6 +45,29 @@ class SlotReader(Protocol):
         self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
     ) -> Iterator[U8]:
         """Fill each buffer with parts of the tensors that were asked after last, and yield it."""
+
+
+class LinkedReader:
+    """A `SlotReader` but for `reads`: asks the server of a rank all else.
+
+    Parameters
+    ----------
+    link
+        To that server.
+    """
+
+    local = False
+
+    def __init__(self, link: ServerLink) -> None:
+        self._link = link
+
+    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
+        """See `SlotReader`."""
+        return self._link.ask(question, kind, wait_s)
+
+    def map(self, number: int) -> MappedVersion:
+        """See `SlotReader`."""
+        return self._link.map(number)
 
 
 class WeightCarrier(Protocol):

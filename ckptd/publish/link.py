@@ -67,6 +67,8 @@ class ServerLink:
         Whether it is a Unix socket: memory can be mapped.
     ending
         Whether the rank of the server was gone already.
+    places
+        Of the tensors that were asked after last.
     """
 
     ending = False
@@ -76,7 +78,7 @@ class ServerLink:
         self.local = connection.local
         self._connection = connection
         self._wait_s = wait_s
-        self._places: tuple[PublishedTensor, ...] = ()
+        self.places: tuple[PublishedTensor, ...] = ()
         self._lock = threading.Lock()
 
     @staticmethod
@@ -151,7 +153,7 @@ class ServerLink:
             answer, _ = self._connection.receive(ANSWER, self._wait_s if wait_s is None else wait_s)
             found = self._checked(answer, kind)
         if isinstance(found, TensorPlaces):
-            self._places = found.places
+            self.places = found.places
         return found
 
     def newest(self, than: int, wait_s: float, answer_s: float | None = None) -> Newest:
@@ -213,7 +215,7 @@ class ServerLink:
                 "other bytes came than were asked for", kind="link-protocol", found=nbytes
             )
         self._connection.fill(into.data, self._wait_s)
-        if incoming_digest(self._places, blocks, into) != found.digest:
+        if incoming_digest(self.places, blocks, into) != found.digest:
             raise CorruptError(
                 "bytes changed on their way from a publisher",
                 kind="transport",

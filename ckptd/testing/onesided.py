@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.publish.blocks import gather_blocks
-from ckptd.publish.carrier import PartsReader, SlotReader
-from ckptd.publish.link import MappedVersion, ServerLink
-from ckptd.publish.messages import AskTensors, BlockRead, PublishedTensor, TensorPlaces
+from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
+from ckptd.publish.link import ServerLink
+from ckptd.publish.messages import BlockRead, PublishedTensor
 from ckptd.save.arena import CONTROL_BYTES, Slot
 from ckptd.types import dtype_of
 
@@ -35,7 +35,6 @@ __all__ = ["Completion", "OneSidedCarrier", "QueuePair", "RegionTable", "RemoteR
 
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
-T = TypeVar("T")
 
 _MOST_REGIONS = 64
 _MOST_RUNS = 1024
@@ -293,26 +292,14 @@ class _Read(NamedTuple):
     data: memoryview
 
 
-class _OneSidedReader:
+class _OneSidedReader(LinkedReader):
     """Reads from one rank, and asks its server what is to be known of tensors."""
-
-    local = False
 
     def __init__(self, pair: QueuePair, giver: int, link: ServerLink, timeout_s: float) -> None:
         self._pair = pair
         self._where = f"rank {giver}"
-        self._link = link
+        super().__init__(link)
         self._timeout_s = timeout_s
-        self._tensors: tuple[PublishedTensor, ...] = ()
-
-    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
-        answer = self._link.ask(question, kind, wait_s)
-        if isinstance(question, AskTensors) and isinstance(answer, TensorPlaces):
-            self._tensors = answer.places
-        return answer
-
-    def map(self, number: int) -> MappedVersion:
-        return self._link.map(number)
 
     def reads(
         self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
@@ -325,7 +312,7 @@ class _OneSidedReader:
         parts: list[_Part] = []
         at = 0
         for k, block in enumerate(blocks):
-            parts.append(_part(block, self._tensors[block.tensor], k, at))
+            parts.append(_part(block, self._link.places[block.tensor], k, at))
             at += -(-parts[-1].total // 16) * 16
         data = np.empty(at, np.uint8)
         key = self._key(number)

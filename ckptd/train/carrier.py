@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,14 +16,12 @@ from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.format.digest import digest
 from ckptd.live.transport import PendingMessage
-from ckptd.publish.carrier import PartsReader, SlotReader
-from ckptd.publish.link import MappedVersion, ServerLink
+from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
+from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     MOST_READ_BYTES,
-    AskTensors,
     BlockRead,
     PublishedTensor,
-    TensorPlaces,
 )
 from ckptd.save.arena import Slot
 from ckptd.train.transport import TorchTransport
@@ -31,7 +29,6 @@ from ckptd.train.transport import TorchTransport
 __all__ = ["GroupCarrier"]
 
 U8 = NDArray[np.uint8]
-T = TypeVar("T")
 
 _MOST_REQUEST_BYTES = 16 << 20
 _HEAD_BYTES = 17
@@ -235,25 +232,13 @@ class GroupCarrier:
         self._transport.close()
 
 
-class _GroupReader:
+class _GroupReader(LinkedReader):
     """Reads from one rank over the group, and asks its server everything else."""
-
-    local = False
 
     def __init__(self, carrier: GroupCarrier, peer: int, link: ServerLink) -> None:
         self._carrier = carrier
         self._peer = peer
-        self._link = link
-        self._tensors: tuple[PublishedTensor, ...] = ()
-
-    def ask(self, question: msgspec.Struct, kind: type[T], wait_s: float | None = None) -> T:
-        answer = self._link.ask(question, kind, wait_s)
-        if isinstance(question, AskTensors) and isinstance(answer, TensorPlaces):
-            self._tensors = answer.places
-        return answer
-
-    def map(self, number: int) -> MappedVersion:
-        return self._link.map(number)
+        super().__init__(link)
 
     def reads(
         self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
@@ -262,7 +247,7 @@ class _GroupReader:
             used = {n: i for i, n in enumerate(dict.fromkeys(b.tensor for b in blocks))}
             asked = _GroupRead(
                 number,
-                tuple(self._tensors[n] for n in used),
+                tuple(self._link.places[n] for n in used),
                 tuple(msgspec.structs.replace(b, tensor=used[b.tensor]) for b in blocks),
             )
             self._carrier.ask(self._peer, asked, into)

@@ -232,6 +232,11 @@ class Saver:
         self._copier = ThreadPoolExecutor(1, _COPIER)
 
     @property
+    def form(self) -> CopyForm | None:
+        """How the last save was copied; None before the first."""
+        return None if self._form is None else self._form[1]
+
+    @property
     def gate(self) -> Gate:
         """What holds mutations back."""
         return self._gate
