@@ -40,7 +40,7 @@ from ckptd.train.ranks import Agreement, board_of
 from ckptd.train.relayout import RelayoutSide, by_name, memory_of, own_tensors
 from ckptd.train.state.leaves import Leaves, TensorLeaf
 from ckptd.train.state.restore import look
-from ckptd.train.state.tensors import as_bytes, local_tensor
+from ckptd.train.state.tensors import as_bytes
 
 __all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
 
@@ -149,12 +149,6 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
         found += torch.stack([part.sum(), (part * places).sum()])
     rest = bytes(flat[4 * words :].cpu().tolist())
     return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
-
-
-def _bare(error: CkptdError) -> CkptdError:
-    """Return an error without the frames that it came through: they hold what was pulled."""
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    return error
 
 
 class Subscriber:
@@ -297,7 +291,7 @@ class Subscriber:
                 self._let_go(_RELEASE_S)
                 if error.kind not in _NOT_THERE:
                     raise
-                self.last_error = _bare(error)
+                self.last_error = error.without_frames()  # they hold what was pulled
                 self._disconnect()
                 _log.warning("the weights of step %d are not had: %s", version.step, error.message)
                 # Ranks that came at other times would part here.
@@ -387,7 +381,7 @@ class Subscriber:
                 self._disconnect()
                 if error.kind not in _NOT_THERE:
                     raise
-                found, self.last_error = None, _bare(error)
+                found, self.last_error = None, error.without_frames()
             if found is not None:
                 return found
             if left <= 0:
@@ -520,12 +514,11 @@ class Subscriber:
         memory = {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
         found = self._scales(leaves)
         scales = {
-            n: ScaleMemory(x.name, memory_of(local_tensor(x.tensor), x.name), x.shape)
-            for n, x in found.items()
+            n: ScaleMemory(x.name, memory_of(x.local, x.name), x.shape) for n, x in found.items()
         }
         for x in own:
-            more = [local_tensor(found[n].tensor) for n in (x.laid.name,) if n in found]
-            self._tensors[x.laid.name] = (x.local, *more)
+            name = x.laid.name
+            self._tensors[name] = (x.local, found[name].local) if name in found else (x.local,)
         where = {n: (m.numel, m.dtype) for n, m in memory.items()}
         where |= {x.name: (x.memory.numel, x.memory.dtype) for x in scales.values()}
         if self._plan is None or self._plan.epoch != version.epoch or self._where != where:

@@ -219,6 +219,22 @@ TELLING = [
 ]
 
 
+def refused_copy(store: Overwritten, folder: Path) -> CorruptError:
+    """Copy a checkpoint that is written anew meanwhile; return why that was refused."""
+    with LocalStore(folder) as copy:
+        root = find_foreign(store)
+        assert root is not None
+        source = Catalogue(root)
+        source.open()
+        transfer = Transfer(source, Catalogue(copy))
+        store.reads_left = 3
+        with pytest.raises(CorruptError) as caught:
+            transfer.copy(source.commit(root.name))
+        transfer.close()
+        assert not Catalogue(copy).line()
+    return caught.value
+
+
 @pytest.mark.parametrize(("write", "file"), TELLING)
 def test_a_file_that_says_where_tensors_lie_is_looked_at_again(
     tmp_path: Path, write: Callable[[Path], None], file: str
@@ -232,25 +248,15 @@ def test_a_file_that_says_where_tensors_lie_is_looked_at_again(
         store.overwrite()
         with pytest.raises(CorruptError) as loaded:
             reader.tensors(reader.names)
-        with LocalStore(tmp_path / "copy") as copy:
-            root = find_foreign(store)
-            assert root is not None
-            source = Catalogue(root)
-            source.open()
-            transfer = Transfer(source, Catalogue(copy))
-            store.reads_left = 3
-            with pytest.raises(CorruptError) as copied:
-                transfer.copy(source.commit(root.name))
-            transfer.close()
-            assert not Catalogue(copy).line()
+        copied = refused_copy(store, tmp_path / "copy")
         stock = foreign_stock(store)
         found = prepare(stock, source_program(stock, None), program("names.dcp"))
         job = FolderJob(stock.source, to_dcp(found), tmp_path / "out", identity=found.identity)
         store.reads_left = 3
         with pytest.raises(CorruptError) as converted:
             job.run(ReshardShare(), Budget.of(64 << 20, store))
-    for caught in (loaded, copied, converted):
-        assert (caught.value.kind, caught.value.where) == ("replaced", file)
+    for error in (loaded.value, copied, converted.value):
+        assert (error.kind, error.where) == ("replaced", file)
     assert not (tmp_path / "out" / ".metadata").exists()
 
 
@@ -273,18 +279,8 @@ def test_a_source_that_is_written_anew_is_not_copied(tmp_path: Path) -> None:
     """A copy has digests: of bytes of two checkpoints they would say that all is well."""
     (tmp_path / "source").mkdir()
     write_torch(tmp_path / "source")
-    with Overwritten(tmp_path / "source") as store, LocalStore(tmp_path / "copy") as copy:
-        root = find_foreign(store)
-        assert root is not None
-        source = Catalogue(root)
-        source.open()
-        transfer = Transfer(source, Catalogue(copy))
-        store.reads_left = 3
-        with pytest.raises(CorruptError) as caught:
-            transfer.copy(source.commit(root.name))
-        transfer.close()
-        assert not Catalogue(copy).line()
-    assert caught.value.kind == "replaced"
+    with Overwritten(tmp_path / "source") as store:
+        assert refused_copy(store, tmp_path / "copy").kind == "replaced"
 
 
 def read_directly(reader: CkptdReader, name: str) -> Array:
