@@ -159,7 +159,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(runs: list[dict[str, Any]]) -> None:
-    from ckptd.root.auto import Auto, Cost, Mtbf, choose
+    from ckptd.checkpoint.root.auto import Auto, Cost, Mtbf, choose
 
     found = middle(runs)
     measured = Cost(**found["cost"])
@@ -192,7 +192,7 @@ def draw(found: dict[str, Any]) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from ckptd.root.auto import Auto, Cost, Mtbf, choose, waste
+    from ckptd.checkpoint.root.auto import Auto, Cost, Mtbf, choose, waste
 
     matplotlib.rcParams["svg.hashsalt"] = "ckptd"  # the same file for the same figures
     measured = Cost(**found["cost"])

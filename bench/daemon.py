@@ -30,10 +30,10 @@ import common
 import msgspec
 import numpy as np
 
-from ckptd.daemon.client import DaemonClient
+from ckptd.base.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
+from ckptd.monitor.daemon.client import DaemonClient
 from ckptd.monitor.report import NodeReport, merge, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
 from ckptd_simulated.feed import Simulation, mesh_for
 
 RANKS = (16, 128, 1024, 4096, 10240)

@@ -1,8 +1,8 @@
 """The model of `elastic_month.py`: a month of a large job, with the real decisions in made-up time.
 
 What is real: `StateMachine`, `choose` (the layout), the cadence of
-`ckptd.root.auto`, and the accounts of `Goodput`. What is assumed is in `ASSUMED`, each with its
-source.
+`ckptd.checkpoint.root.auto`, and the accounts of `Goodput`. What is assumed is in `ASSUMED`, each
+with its source.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckptd.checkpoint.root.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
 from ckptd.elastic.control.history import Goodput
 from ckptd.elastic.control.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.messages import (
@@ -33,7 +34,6 @@ from ckptd.elastic.messages import (
     Tick,
 )
 from ckptd.elastic.policy import JobSpec, Shape
-from ckptd.root.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
 
 __all__ = ["ASSUMED", "KINDS", "SYSTEMS", "System", "month"]
 

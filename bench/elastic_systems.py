@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
+from ckptd.base.net.signing import job_secret
 from ckptd.elastic.leader import LeaderRecord
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
-from ckptd.net.signing import job_secret
 
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "elastic_worker.py")

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptd.layout.lay.agree import agreed
-from ckptd.layout.lay.bind import bind_sizes
-from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.live import Transfers
-from ckptd.live.placement import ExpertPlacement, place_experts
-from ckptd.live.plan import Roles, make_plan
+from ckptd.lay.agree import agreed
+from ckptd.lay.bind import bind_sizes
+from ckptd.lay.copies import Composition
+from ckptd.lay.live import Transfers
 from ckptd.reshard.layouts import read_text
+from ckptd.reshard.live.placement import ExpertPlacement, place_experts
+from ckptd.reshard.live.plan import Roles, make_plan
 
 RANKS = (16, 64, 256, 1024, 4096, 16384)
 LAYERS, EXPERTS, INNER, HIDDEN = 61, 256, 2048, 7168

@@ -1,11 +1,12 @@
 """Whom the monitor names when real ranks fail, and after how long.
 
     python bench/faults.py                        # 5 seeds of each kind; table, results, picture
-    python bench/faults.py --out FILE...          # publish what `python -m tests.faults.run` wrote
+    python bench/faults.py --out FILE...          # publish what `python -m
+    tests.monitor.faults.run` wrote
 
 Four gloo ranks, the real agent and daemon, a fault at a random rank, step and place in the step;
-what is planted and what counts as right: `tests.faults.kinds`. Times are from the fault to the
-incident, of hangs less the floor. Beside the ranks two processes compute.
+what is planted and what counts as right: `tests.monitor.faults.kinds`. Times are from the fault to
+the incident, of hangs less the floor. Beside the ranks two processes compute.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.faults.judge import NOTHING, Outcome, table  # noqa: E402
-from tests.faults.kinds import KINDS  # noqa: E402
+from tests.monitor.faults.judge import NOTHING, Outcome, table  # noqa: E402
+from tests.monitor.faults.kinds import KINDS  # noqa: E402
 
 PICTURE = ROOT / "docs/guide/faults.svg"
 LATENCY = ("crash", "mismatch", "non-communication hang", "deadlock", "communication hang")
 
 
 class Run(msgspec.Struct):
-    """What ``python -m tests.faults.run --out`` writes."""
+    """What ``python -m tests.monitor.faults.run --out`` writes."""
 
     summary: dict[str, Any]
     outcomes: list[Outcome]
@@ -41,7 +42,7 @@ class Run(msgspec.Struct):
 def measure(seeds: int, first: int) -> Path:
     """Run the campaign; return its output."""
     out = Path(tempfile.mkdtemp(prefix="ckptd-bench-")) / "faults.json"
-    command = [sys.executable, "-m", "tests.faults.run", "--seeds", str(seeds)]
+    command = [sys.executable, "-m", "tests.monitor.faults.run", "--seeds", str(seeds)]
     command += ["--first", str(first), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=False)  # 1 says that some case was not right
     return out

@@ -119,9 +119,9 @@ def probe(run: Run) -> None:
     import torch
 
     import ckptd
-    import ckptd.train.session.session  # noqa: F401 - whether it is imported with this torch
+    import ckptd.elastic.torch.session.session  # noqa: F401 - whether it is imported with this torch
+    from ckptd.base.torch.device import accelerator, kind_of
     from ckptd.elastic.nccl import installed_version, too_old
-    from ckptd.train.device import accelerator, kind_of
 
     run.report(torch=torch.__version__, cuda=torch.version.cuda, nccl=installed_version())
     run.report(host_free_gb=psutil.virtual_memory().available / GB)
@@ -159,7 +159,7 @@ class LockedMemory:
         import numpy as np
         import torch
 
-        from ckptd.train.device import kind_of
+        from ckptd.base.torch.device import kind_of
 
         fd = os.memfd_create("gpu-check")
         begin = time.perf_counter()
@@ -242,7 +242,7 @@ def remap(run: Run) -> None:
     """F1: what a driver makes of memory that was unmapped locked, and of what is mapped there."""
     import torch
 
-    from ckptd.train.device import kind_of
+    from ckptd.base.torch.device import kind_of
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -280,15 +280,15 @@ def _pins() -> int:
 def promises(run: Run, chunk_bytes: int | None = None) -> None:
     import torch
 
-    from ckptd.train import ondevice
-    from tests.train import cuda_checks
-    from tests.train.recorder import cuda_checks as recorder_checks
+    from ckptd.checkpoint.torch import ondevice
+    from tests.checkpoint.torch import cuda_checks
+    from tests.monitor.torch.recorder import cuda_checks as recorder_checks
 
     if chunk_bytes is not None:
         ondevice.CHUNK_BYTES = chunk_bytes
     checks = dict(cuda_checks.CHECKS)
     if run.simulated:
-        # tests/train/device calls all of them, under each schedule.
+        # tests/checkpoint/torch/device calls all of them, under each schedule.
         cuda_checks.make_small()
         checks = dict(list(checks.items())[:2])
         run.report(recorder="needs hardware: NCCL")
@@ -448,7 +448,7 @@ def make_engine(name: str, folder: str, training: Training) -> Any:
 
 def settle(ck: Any) -> None:
     """Return when a save has left nothing to do: its slot is locked by a thread of its own."""
-    from tests.train import cuda_checks
+    from tests.checkpoint.torch import cuda_checks
 
     cuda_checks.settle(ck)
 
@@ -702,11 +702,11 @@ def abort_by(run: Run, way: str, **environ: str) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    from ckptd.train.session.groups import GroupAborts, destroy_groups
+    from ckptd.elastic.torch.session.groups import GroupAborts, destroy_groups
 
     backend, device = "nccl", DEVICE
     if run.simulated:
-        from tests.train.session import waiting_group
+        from tests.elastic.torch.session import waiting_group
 
         waiting_group.register()
         backend, device = waiting_group.NAME, "cpu"
@@ -835,7 +835,7 @@ def recorder(run: Run) -> None:
     import torch.distributed as dist
 
     import ckptd.monitor
-    from ckptd.train.recorder.native import build, built
+    from ckptd.monitor.torch.recorder.native import build, built
 
     if not run.simulated:
         begin = time.perf_counter()
@@ -900,7 +900,7 @@ def zygote(run: Run) -> None:
 
 def forking(run: Run) -> None:
     """Be a zygote, and print what a fork of it finds."""
-    from ckptd.train.session import zygote as module
+    from ckptd.elastic.torch.session import zygote as module
 
     begin = time.perf_counter()
     unsafe = module._preload()
@@ -1136,8 +1136,8 @@ def memory(run: Run) -> None:
     import torch
 
     import ckptd
-    from ckptd.train import ondevice
-    from ckptd.train.ondevice import Pins
+    from ckptd.checkpoint.torch import ondevice
+    from ckptd.checkpoint.torch.ondevice import Pins
 
     ondevice.CLONE_ALWAYS = 0  # so that what is free is asked after
     count = 1 << 18 if run.simulated else 1 << 30

@@ -23,10 +23,10 @@ from typing import Any
 
 from common import arguments, in_fresh_process, median, publish, table
 
-from ckptd.layout.lay.copies import compose
-from ckptd.layout.lay.resolve import Bound, resolve
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import parse
+from ckptd.lay.copies import compose
+from ckptd.lay.resolve import Bound, resolve
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import parse
 
 RANKS = (16, 256, 1024, 4096, 16384)
 

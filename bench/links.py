@@ -24,8 +24,8 @@ import common
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.cluster.mesh import PLANTS, Mesh, plant
-from tests.cluster.namespaces import kernel_lacks
+from tests.monitor.cluster.mesh import PLANTS, Mesh, plant
+from tests.monitor.cluster.namespaces import kernel_lacks
 
 NODES = 4
 ROUNDS = 2

@@ -40,8 +40,8 @@ from ckptd.elastic import (
     scale_gradients,
 )
 from ckptd.testing.ranks import run_ranks
+from tests.elastic.torch.session.minilauncher import MiniJob
 from tests.processes import until
-from tests.train.session.minilauncher import MiniJob
 
 WAYS = ("all-reduce", "canonical", "kept")
 SCHEDULE = Schedule(size=512, microbatch=64, microbatches=8)

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout import dimcut, plan, sharding
-from ckptd.layout.grid import Grid
-from ckptd.layout.owners import Owners
-from ckptd.layout.sharding import Placement
+from ckptd.base.grids import dimcut, plan, sharding
+from ckptd.base.grids.grid import Grid
+from ckptd.base.grids.owners import Owners
+from ckptd.base.grids.sharding import Placement
 
 RANKS = (16, 256, 4096, 16384)
 STATES = ("", "exp_avg", "exp_avg_sq")

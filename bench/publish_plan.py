@@ -25,13 +25,13 @@ import lay_plan
 import numpy as np
 from common import arguments, in_fresh_process, median, publish, table
 
-from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.resolve import Bound, resolve
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import parse
-from ckptd.live.memory import ArrayMemory
+from ckptd.lay.local import local_tensors
+from ckptd.lay.resolve import Bound, resolve
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import parse
 from ckptd.publish.messages import PublishedAbout
 from ckptd.publish.pull import PullPlan
+from ckptd.reshard.live.memory import ArrayMemory
 from ckptd.types import dtype_of
 
 TRAINERS = (16, 64, 256, 1024, 4096, 16384)

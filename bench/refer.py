@@ -24,7 +24,7 @@ CASES = ("frozen refer", "frozen all", "dense refer", "dense all")
 def measure(folder: str, case: str, mib: int) -> dict[str, Any]:
     """Return seconds until durable and bytes written of each save."""
     import ckptd
-    from ckptd.root.catalogue import Catalogue
+    from ckptd.checkpoint.root.catalogue import Catalogue
     from ckptd.store import open_store
 
     kind, how = case.split()

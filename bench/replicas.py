@@ -16,11 +16,17 @@ import time
 import common
 import planning
 
-from ckptd.format.digest import digest_hex
-from ckptd.format.manifest import TensorEntry
-from ckptd.save.commit import differing_groups
-from ckptd.save.messages import RankPart
-from ckptd.save.structure import RankGroup, ReplicaHolders, Structure, TensorCut, build_plan
+from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.format.manifest import TensorEntry
+from ckptd.checkpoint.save.commit import differing_groups
+from ckptd.checkpoint.save.messages import RankPart
+from ckptd.checkpoint.save.structure import (
+    RankGroup,
+    ReplicaHolders,
+    Structure,
+    TensorCut,
+    build_plan,
+)
 
 COMMON = 200
 

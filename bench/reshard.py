@@ -69,7 +69,7 @@ def write_folder(folder: Path, layers: int) -> None:
     """Write whole tensors of noise as safetensors, one file a state."""
     import numpy as np
 
-    from ckptd.format.container import build_header
+    from ckptd.checkpoint.format.container import build_header
     from ckptd.types import DTYPES
 
     folder.mkdir(parents=True)
@@ -91,10 +91,10 @@ def write_folder(folder: Path, layers: int) -> None:
 
 def build(root: Path, layers: int, budget: int) -> None:
     """Make the source: noise as a folder, then a checkpoint of TP4 PP2."""
-    from ckptd.load.reader import CkptdReader
+    from ckptd.checkpoint.load.reader import CkptdReader
+    from ckptd.checkpoint.root.index import Index
     from ckptd.readers.find import find_foreign
     from ckptd.reshard.source import open_own
-    from ckptd.root.index import Index
     from ckptd.store import open_store
 
     plain = root.with_name("plain")
@@ -111,10 +111,10 @@ def build(root: Path, layers: int, budget: int) -> None:
 
 
 def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str, Any]:
+    from ckptd.checkpoint.root.catalogue import Catalogue
     from ckptd.reshard.execute import Budget
     from ckptd.reshard.job import ReshardJob, ReshardShare
     from ckptd.reshard.prepare import prepare
-    from ckptd.root.catalogue import Catalogue
 
     begun = time.perf_counter()
     prepared = prepare(stock, source, target)
@@ -155,10 +155,10 @@ def peak() -> int:
 
 def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
     """Reshard once, with nothing cached."""
-    from ckptd.load.reader import CkptdReader
+    from ckptd.checkpoint.load.reader import CkptdReader
+    from ckptd.checkpoint.root.catalogue import Catalogue
     from ckptd.reshard.prepare import source_program
     from ckptd.reshard.source import open_own
-    from ckptd.root.catalogue import Catalogue
     from ckptd.store import open_store
 
     target = folder / "target"

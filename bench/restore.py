@@ -277,7 +277,7 @@ def other_process(folder: str, options: argparse.Namespace) -> Iterator[dict[str
 def be_node(folder: str, layers: int, width: int) -> None:
     """Save into the memory of a node's agent and tell where it is read, until stdin ends."""
     import ckptd
-    from ckptd.train import nearby
+    from ckptd.checkpoint.torch import nearby
 
     os.environ |= {
         "CKPTD_RUN_DIR": folder + "/run",
@@ -297,12 +297,12 @@ def from_node(
     root: str, state: State, url: str, secret: str | None, tier: str, timeout_s: float = 300.0
 ) -> Callable[[], Any]:
     """Return a load of one rank whose only near tier is what an agent serves."""
-    from ckptd.load.union import UnionSource
-    from ckptd.root.catalogue import Catalogue
-    from ckptd.runtime.ranks import LocalBoard
+    from ckptd.base.runtime.ranks import LocalBoard
+    from ckptd.base.torch.ranks import Agreement
+    from ckptd.checkpoint.load.union import UnionSource
+    from ckptd.checkpoint.root.catalogue import Catalogue
+    from ckptd.checkpoint.torch.loader import Loader
     from ckptd.store import StoreSpec, open_store
-    from ckptd.train.loader import Loader
-    from ckptd.train.ranks import Agreement
 
     source = UnionSource(StoreSpec(url, {"secret": secret} if secret else {}).open(), tier)
     agreement = Agreement(LocalBoard(), timeout_s)

@@ -20,7 +20,7 @@ import common
 import torch
 from torch import nn
 
-from ckptd.train.hooks.robust import RULES
+from ckptd.elastic.torch.hooks.robust import RULES
 
 WORKERS, CLASSES, SIZE, BATCH = 8, 10, 32, 32
 Wrong = Callable[[torch.Tensor], torch.Tensor]

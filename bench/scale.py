@@ -17,19 +17,26 @@ import common
 import numpy as np
 import planning
 
-from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import (
+from ckptd.base.grids import sharding
+from ckptd.checkpoint.format.invariants import check_manifest
+from ckptd.checkpoint.format.manifest import (
     Manifest,
     MeshEntry,
     TensorEntry,
     decode_manifest,
     encode_manifest,
 )
-from ckptd.layout import sharding
-from ckptd.load.plan import Want, read_plan
-from ckptd.save.commit import assemble
-from ckptd.save.messages import RankPart, SaveRequest
-from ckptd.save.structure import RankGroup, RankPlan, SavePlan, Structure, TensorCut, build_plan
+from ckptd.checkpoint.load.plan import Want, read_plan
+from ckptd.checkpoint.save.commit import assemble
+from ckptd.checkpoint.save.messages import RankPart, SaveRequest
+from ckptd.checkpoint.save.structure import (
+    RankGroup,
+    RankPlan,
+    SavePlan,
+    Structure,
+    TensorCut,
+    build_plan,
+)
 
 
 def groups(layout: planning.Layout) -> list[RankGroup]:

@@ -88,7 +88,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
 
 
 def package_of(path: Path) -> str:
-    """Return the package of a file: ``ckptd/save``, ``plugins/ckptd_x``, ``tests``."""
+    """Return the package of a file: ``ckptd/checkpoint/save``, ``plugins/ckptd_x``, ``tests``."""
     top, *folders = path.parts[:-1]
     if top in ("tests", "bench"):
         return top

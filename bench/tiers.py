@@ -7,9 +7,9 @@ Two ranks train alike, a core each, as two nodes of one machine (``CKPTD_NODE``)
 goes over loopback. Blocks of steps with saves and without alternate. What a save costs is the
 difference in time of processors, of the rank and of the process that writes for it: what the loop
 loses where no core is idle, and an upper bound elsewhere; unlike the time that passes it hardly
-depends on what else the machine does. The curves are Daly's model (`ckptd.root.auto`) with that
-cost, for what kills a process, a node's processes, a node and the job; how often that happens is an
-assumption, in `KINDS`.
+depends on what else the machine does. The curves are Daly's model (`ckptd.checkpoint.root.auto`)
+with that cost, for what kills a process, a node's processes, a node and the job; how often that
+happens is an assumption, in `KINDS`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def report(runs: dict[str, list[Any]]) -> None:
-    from ckptd.root.auto import Auto, Cost, Mtbf, choose, waste
+    from ckptd.checkpoint.root.auto import Auto, Cost, Mtbf, choose, waste
 
     figures = ("cost_s", "call_s", "complete_s", "step_s", "bytes")
     data = {case: {k: common.median(found, k) for k in figures} for case, found in runs.items()}
@@ -215,7 +215,7 @@ def draw(data: dict[str, Any]) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from ckptd.root.auto import Auto, Cost, Mtbf, choose, waste
+    from ckptd.checkpoint.root.auto import Auto, Cost, Mtbf, choose, waste
 
     matplotlib.rcParams["svg.hashsalt"] = "ckptd"  # the same file for the same figures
     figure = Figure(figsize=(8, 4.8), layout="constrained")

@@ -20,12 +20,19 @@ import numpy as np
 import planning
 from scale import Clock, groups, parts
 
-from ckptd.format.names import DATA, CommitName, data_folder, digests_key, file_key, part_key
-from ckptd.load.union import UnionSource, UnionStore
-from ckptd.save.commit import plan_key, witness_plan
-from ckptd.save.peers import Distant, partners
-from ckptd.save.recover import complete_snapshots, finished_files, unpacked
-from ckptd.save.structure import SavePlan, build_plan
+from ckptd.checkpoint.format.names import (
+    DATA,
+    CommitName,
+    data_folder,
+    digests_key,
+    file_key,
+    part_key,
+)
+from ckptd.checkpoint.load.union import UnionSource, UnionStore
+from ckptd.checkpoint.save.commit import plan_key, witness_plan
+from ckptd.checkpoint.save.peers import Distant, partners
+from ckptd.checkpoint.save.recover import complete_snapshots, finished_files, unpacked
+from ckptd.checkpoint.save.structure import SavePlan, build_plan
 from ckptd.store.base import MeterSpec, Store
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.wrap import Meter

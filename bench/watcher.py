@@ -21,8 +21,8 @@ import common
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ckptd.monitor.report import AgentOrders
-from tests.agent.daemons import SECRET, Daemon
-from tests.agent.writers import writers
+from tests.monitor.agent.daemons import SECRET, Daemon
+from tests.monitor.agent.writers import writers
 
 RATES = (0, 100, 300, 1000)
 PERIODS = (0.25, 1.0)
@@ -53,7 +53,15 @@ def measure(ranks: int, rate: float, period_s: float, seconds: float) -> tuple[f
     daemon.period_s = period_s
     folder = Path(tempfile.mkdtemp())
     env = os.environ | {"CKPTD_SECRET": SECRET.decode(), "CKPTD_RUN_DIR": tempfile.mkdtemp()}
-    command = [sys.executable, "-m", "ckptd.agent.watched", "--job", "j", "--daemon", daemon.url]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd.monitor.agent.watched",
+        "--job",
+        "j",
+        "--daemon",
+        daemon.url,
+    ]
     with writers(folder, ranks, rate=float(rate)):
         watcher = subprocess.Popen(
             [*command, "--rings", str(folder)], env=env, stdin=subprocess.PIPE

@@ -26,10 +26,10 @@ from ckptd.errors import (
 from ckptd.version import __version__
 
 if TYPE_CHECKING:
-    from ckptd.format.codec import register
-    from ckptd.save.tiers import Local, Memory, Peer
-    from ckptd.tools.zarrview import zarr_store
-    from ckptd.train import (
+    from ckptd.checkpoint.format.codec import register
+    from ckptd.checkpoint.save.tiers import Local, Memory, Peer
+    from ckptd.checkpoint.tools.zarrview import zarr_store
+    from ckptd.checkpoint.torch import (
         Auto,
         Batches,
         Checkpointer,
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
         Rng,
         SaveHandle,
     )
-    from ckptd.train.experts import ExpertMove, ExpertPrice, move_experts, placed
-    from ckptd.train.publisher import Publisher
-    from ckptd.train.relayout import relayout
-    from ckptd.train.subscriber import Subscriber
+    from ckptd.publish.torch.publisher import Publisher
+    from ckptd.publish.torch.subscriber import Subscriber
+    from ckptd.reshard.torch.experts import ExpertMove, ExpertPrice, move_experts, placed
+    from ckptd.reshard.torch.relayout import relayout
 
 
 __all__ = [
@@ -97,19 +97,19 @@ _TRAIN = frozenset(
     },
 )
 # numpy comes with this one, so it too is imported on first use.
-_HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
-    "ExpertMove": "ckptd.train.experts",
-    "ExpertPrice": "ckptd.train.experts",
-    "Local": "ckptd.save.tiers",
-    "Memory": "ckptd.save.tiers",
-    "Peer": "ckptd.save.tiers",
-    "Publisher": "ckptd.train.publisher",
-    "Subscriber": "ckptd.train.subscriber",
-    "move_experts": "ckptd.train.experts",
-    "placed": "ckptd.train.experts",
-    "register": "ckptd.format.codec",
-    "relayout": "ckptd.train.relayout",
-    "zarr_store": "ckptd.tools.zarrview",
+_HOMES = dict.fromkeys(_TRAIN, "ckptd.checkpoint.torch") | {
+    "ExpertMove": "ckptd.reshard.torch.experts",
+    "ExpertPrice": "ckptd.reshard.torch.experts",
+    "Local": "ckptd.checkpoint.save.tiers",
+    "Memory": "ckptd.checkpoint.save.tiers",
+    "Peer": "ckptd.checkpoint.save.tiers",
+    "Publisher": "ckptd.publish.torch.publisher",
+    "Subscriber": "ckptd.publish.torch.subscriber",
+    "move_experts": "ckptd.reshard.torch.experts",
+    "placed": "ckptd.reshard.torch.experts",
+    "register": "ckptd.checkpoint.format.codec",
+    "relayout": "ckptd.reshard.torch.relayout",
+    "zarr_store": "ckptd.checkpoint.tools.zarrview",
 }
 _EXTRAS = {"torch": ("PyTorch", "train"), "zarr": ("zarr", "zarr")}
 

@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
     # What most ranks of tests import: up to half a second of CPU in each.
-    PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.layout.lay.bind"])
-    PRELOADED.extend(["ckptd.train.checkpointer", "ckptd.train.session"])
+    PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.lay.bind"])
+    PRELOADED.extend(["ckptd.checkpoint.torch.checkpointer", "ckptd.elastic.torch.session"])
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
     # the tests start and interrupt.
     if threading.current_thread() is threading.main_thread():

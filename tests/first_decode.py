@@ -18,14 +18,14 @@ from functools import partial
 
 import msgspec
 
-from ckptd.agent import node  # noqa: F401 - imports what an agent does
+from ckptd.base.runtime.channel import SocketChannel
+from ckptd.checkpoint.agent import node  # noqa: F401 - imports what an agent does
+from ckptd.checkpoint.format.manifest import ObjectEntry, TensorEntry
+from ckptd.checkpoint.format.records import Generation, Parent, decode_record, encode_record
+from ckptd.checkpoint.save.commit import decode_plan
+from ckptd.checkpoint.save.messages import RankPart, Request, SaveRequest
+from ckptd.checkpoint.save.structure import SavePlan, Structure
 from ckptd.decoding import msgpack_decoder
-from ckptd.format.manifest import ObjectEntry, TensorEntry
-from ckptd.format.records import Generation, Parent, decode_record, encode_record
-from ckptd.runtime.channel import SocketChannel
-from ckptd.save.commit import decode_plan
-from ckptd.save.messages import RankPart, Request, SaveRequest
-from ckptd.save.structure import SavePlan, Structure
 from ckptd.store import StoreSpec
 
 THREADS = 8

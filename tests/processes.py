@@ -111,7 +111,7 @@ def _state(task: Path) -> str:
 
 def agents_in(folder: Path) -> list[int]:
     """Return the node agents whose sockets lie in `folder`."""
-    wanted = [b"ckptd.agent", str(folder).encode()]
+    wanted = [b"ckptd.checkpoint.agent", str(folder).encode()]
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and lives(int(name)):

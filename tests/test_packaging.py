@@ -58,11 +58,11 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info} | plugins
     assert {
         "ckptd/py.typed",
-        "ckptd/layout/lay/shipped/hf.llama.lay",
-        "ckptd/train/recorder/recorder.cpp",
+        "ckptd/lay/shipped/hf.llama.lay",
+        "ckptd/monitor/torch/recorder/recorder.cpp",
     } <= set(names)
     assert {
-        f"ckptd/daemon/page/{n}" for n in ("index.html", "js/main.js", "fonts/inter.woff2")
+        f"ckptd/monitor/daemon/page/{n}" for n in ("index.html", "js/main.js", "fonts/inter.woff2")
     } <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()

@@ -67,24 +67,24 @@ FROM_TRAIN = [
 
 TORCH_FREE = [
     "ckptd",
-    "ckptd.agent",
+    "ckptd.checkpoint.agent",
     "ckptd.cli.main",
     "ckptd.errors",
     "ckptd.events",
-    "ckptd.format",
-    "ckptd.layout",
-    "ckptd.load",
+    "ckptd.checkpoint.format",
+    "ckptd.base.grids",
+    "ckptd.checkpoint.load",
     "ckptd.monitor",
     "ckptd.readers",
-    "ckptd.live",
+    "ckptd.reshard.live",
     "ckptd.publish.server",
     "ckptd.reshard",
-    "ckptd.root",
-    "ckptd.runtime",
-    "ckptd.save",
+    "ckptd.checkpoint.root",
+    "ckptd.base.runtime",
+    "ckptd.checkpoint.save",
     "ckptd.store",
     "ckptd.testing",
-    "ckptd.tools",
+    "ckptd.checkpoint.tools",
     "ckptd.types",
 ]
 
@@ -107,7 +107,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", FROM_TRAIN)
 def test_names_that_need_torch_are_those_of_train(name: str) -> None:
-    assert getattr(ckptd, name) is getattr(importlib.import_module("ckptd.train"), name)
+    assert getattr(ckptd, name) is getattr(importlib.import_module("ckptd.checkpoint.torch"), name)
 
 
 def test_unknown_name() -> None:
@@ -127,9 +127,9 @@ def test_what_most_programs_do_without_is_not_imported() -> None:
     code = "import sys, torch; old = {*sys.modules}; import ckptd; ckptd.Checkpointer; "
     done = python(code + "print(*sorted({*sys.modules} - old))")
     brought = done.stdout.split()
-    assert "ckptd.train.loader" in brought, done.stderr
+    assert "ckptd.checkpoint.torch.loader" in brought, done.stderr
     # DTensor takes longer than all of ckptd; Lay is a quarter of it; the worker is a process.
-    for name in ("torch.distributed.", "ckptd.layout.lay", "ckptd.save.writer", "sympy"):
+    for name in ("torch.distributed.", "ckptd.lay", "ckptd.checkpoint.save.writer", "sympy"):
         assert not [b for b in brought if b.startswith(name)]
 
 

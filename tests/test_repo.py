@@ -243,7 +243,7 @@ def test_decoders_in_passing_are_found(tmp_path: Path) -> None:
 def test_processes_of_ours_report_their_crashes() -> None:
     """A writing process that was ended by SIGSEGV had said nothing: its log was empty."""
     mains = [p for p in python_files(*SHIPPED) if '__name__ == "__main__"' in p.read_text()]
-    mains += [ROOT / "ckptd/cli/main.py", ROOT / "ckptd/train/session/zygote.py"]
+    mains += [ROOT / "ckptd/cli/main.py", ROOT / "ckptd/elastic/torch/session/zygote.py"]
     assert len(mains) > 8
     silent = [
         shown(p)

@@ -113,5 +113,5 @@ def test_no_public_class_has_the_name_of_another() -> None:
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/design").glob("*.md")), ids=lambda p: p.stem)
 def test_modules_that_a_design_page_names_are_there(page: Path) -> None:
     named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page.read_text())
-    bases = [ROOT, ROOT / "ckptd", *([ROOT / "ckptd/layout/lay"] if page.stem == "lay" else [])]
+    bases = [ROOT, ROOT / "ckptd", *([ROOT / "ckptd/lay"] if page.stem == "lay" else [])]
     assert [n for n in named if not any((base / n).exists() for base in bases)] == []

@@ -17,23 +17,17 @@ if TYPE_CHECKING:
         print_table,
         shorten,
     )
-    from ckptd.cli.run import controller_settings, separated, slots_of
-    from ckptd.cli.watch_parts import DaemonSupervisor
 
 __all__ = [
-    "DaemonSupervisor",
     "Document",
     "Json",
     "app",
-    "controller_settings",
     "flag",
     "json_text",
     "note",
     "print_document",
     "print_table",
-    "separated",
     "shorten",
-    "slots_of",
 ]
 
 _MODULES = {
@@ -48,8 +42,6 @@ _MODULES = {
         "print_table",
         "shorten",
     ),
-    "run": ("controller_settings", "separated", "slots_of"),
-    "watch_parts": ("DaemonSupervisor",),
 }
 
 

@@ -91,13 +91,20 @@ VERBS = {
     " started once per node before a job, and names nodes and links that are not well.",
     "recorder": "Build the native recorder of collectives.",
 }
-_MODULES = {
-    **{verb: f"roots.{verb}" for verb in ("ls", "inspect", "verify", "diff", "cp", "export")},
-    **{verb: f"roots.{verb}" for verb in ("rollback", "pin", "gc", "doctor")},
-    **{verb: f"layouts.{verb}" for verb in ("reshard", "lay", "relayout")},
-    **dict.fromkeys(("unpin", "pins"), "roots.pin"),
+_SLICES = {
+    "checkpoint": "ls inspect verify diff cp rollback pin unpin pins gc doctor trace agent",
+    "reshard": "reshard export lay relayout",
+    "elastic": "run controller ctl",
+    "monitor": "watch serve incidents top replay recorder",
 }
+"""Whose verbs: each is a module in the folder ``cli`` of its slice."""
+_SHARED = {"unpin": "pin", "pins": "pin"}
 """Where a verb is, if not in the module of its name."""
+_HOMES = {
+    verb: f"ckptd.{owner}.cli.{_SHARED.get(verb, verb)}"
+    for owner, verbs in _SLICES.items()
+    for verb in verbs.split()
+}
 
 app = App(
     name="ckptd",
@@ -109,8 +116,7 @@ app = App(
     default_parameter=Parameter(negative=()),
 )
 for _number, (_verb, _help) in enumerate(VERBS.items()):
-    _module = _MODULES.get(_verb, _verb)
-    app.command(f"ckptd.cli.{_module}:{_verb}", name=_verb, help=_help, sort_key=_number)
+    app.command(f"{_HOMES[_verb]}:{_verb}", name=_verb, help=_help, sort_key=_number)
 app.command(
     "ckptd.cli.completion:install_completion",
     name="--install-completion",
@@ -169,7 +175,7 @@ def run(argv: Sequence[str]) -> int:
     """
     argv = list(argv)
     if argv[:1] == ["run"]:
-        from ckptd.cli.run import separated
+        from ckptd.elastic.cli.run import separated
 
         argv = ["run", *separated(argv[1:])]
     if argv[:1] not in [[verb] for verb in VERBS]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptd.elastic.schedule import Schedule
+from ckptd.checkpoint.data.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ckptd.train.data.keyed import keyed_generator, keyed_rng, keyed_seed
-    from ckptd.train.data.sampler import ElasticSampler
-    from ckptd.train.data.tokens import global_tokens, scale_gradients
-    from ckptd.train.hooks.canonical import CanonicalGradients
-    from ckptd.train.hooks.kept import KeptGradients
-    from ckptd.train.session.session import session
-    from ckptd.train.session.world import World
+    from ckptd.checkpoint.torch.data.keyed import keyed_generator, keyed_rng, keyed_seed
+    from ckptd.checkpoint.torch.data.sampler import ElasticSampler
+    from ckptd.checkpoint.torch.data.tokens import global_tokens, scale_gradients
+    from ckptd.elastic.torch.hooks.canonical import CanonicalGradients
+    from ckptd.elastic.torch.hooks.kept import KeptGradients
+    from ckptd.elastic.torch.session.session import session
+    from ckptd.elastic.torch.session.world import World
 
 __all__ = [
     "CanonicalGradients",
@@ -35,22 +35,22 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CanonicalGradients": "hooks.canonical",
-    "ElasticSampler": "data.sampler",
-    "KeptGradients": "hooks.kept",
-    "World": "session.world",
-    "global_tokens": "data.tokens",
-    "keyed_generator": "data.keyed",
-    "keyed_rng": "data.keyed",
-    "keyed_seed": "data.keyed",
-    "scale_gradients": "data.tokens",
-    "session": "session.session",
+    "CanonicalGradients": "elastic.torch.hooks.canonical",
+    "ElasticSampler": "checkpoint.torch.data.sampler",
+    "KeptGradients": "elastic.torch.hooks.kept",
+    "World": "elastic.torch.session.world",
+    "global_tokens": "checkpoint.torch.data.tokens",
+    "keyed_generator": "checkpoint.torch.data.keyed",
+    "keyed_rng": "checkpoint.torch.data.keyed",
+    "keyed_seed": "checkpoint.torch.data.keyed",
+    "scale_gradients": "checkpoint.torch.data.tokens",
+    "session": "elastic.torch.session.session",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"ckptd.train.{_MODULES[name]}"), name)
+    value: object = getattr(importlib.import_module(f"ckptd.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Protocol, cast
 
 import msgspec
 
+from ckptd.base.net.connection import Codec, Greeting, Refusal, tune
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.messages import FromNode, FromOperator
 from ckptd.errors import CkptdError, CorruptError, RefusedError
-from ckptd.net.connection import Codec, Greeting, Refusal, tune
 
 __all__ = ["Door", "Listener", "PeerConnection"]
 

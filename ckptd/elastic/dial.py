@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from ckptd.base.net.address import parse_address
+from ckptd.base.net.connection import Challenge, Connection, greet_server
 from ckptd.decoding import msgpack_decoder
-from ckptd.net.address import parse_address
-from ckptd.net.connection import Challenge, Connection, greet_server
 
 __all__ = ["MOST_FRAME_BYTES", "PURPOSE", "await_greeting", "dial"]
 
 PURPOSE = "controller"
-"""Of the connections to a controller, see `ckptd.net.connection.Greeting`."""
+"""Of the connections to a controller, see `ckptd.base.net.connection.Greeting`."""
 MOST_FRAME_BYTES = 4 << 20
 """Largest message between a controller and its peers."""
 _SEND_S = 2.0

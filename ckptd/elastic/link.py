@@ -11,6 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from ckptd.base.net.connection import Connection
+from ckptd.base.net.signing import SECRET_VARIABLE, secret_path
+from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import (
@@ -29,9 +32,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.net.connection import Connection
-from ckptd.net.signing import SECRET_VARIABLE, secret_path
-from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["NodeLink", "OperatorLink"]
 
@@ -61,7 +61,7 @@ class NodeLink:
         Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
         before each attempt to connect.
     job, secret
-        Name of the job and its secret, see `ckptd.net.signing.job_secret`.
+        Name of the job and its secret, see `ckptd.base.net.signing.job_secret`.
     up
         Returns what the node is now; called before each beat.
     orders

@@ -1,9 +1,10 @@
 """The messages of a job that restarts, declared once: plain data.
 
 Events are what a controller is told, by nodes, operators and its own clock; actions are what it has
-others do. Nodes and operators speak with the controller over a `ckptd.net.connection.Connection`,
-workers with the launcher of their node over a Unix socket; what a launcher only passes on has one
-message on both. Both ends ignore fields that they do not know.
+others do. Nodes and operators speak with the controller over a
+`ckptd.base.net.connection.Connection`, workers with the launcher of their node over a Unix socket;
+what a launcher only passes on has one message on both. Both ends ignore fields that they do not
+know.
 """
 
 from __future__ import annotations

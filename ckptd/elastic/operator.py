@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import (
@@ -23,7 +24,6 @@ from ckptd.elastic.messages import (
     ToOperator,
 )
 from ckptd.errors import CkptdError, NotFoundError
-from ckptd.net.connection import Connection
 
 __all__ = ["OperatorLink"]
 
@@ -42,7 +42,7 @@ class OperatorLink:
         Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
         before each attempt to connect.
     job, secret
-        Name of the job and its secret, see `ckptd.net.signing.job_secret`.
+        Name of the job and its secret, see `ckptd.base.net.signing.job_secret`.
     name
         Who the operator is, for the controller's records.
     timeout_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
+from ckptd.base.runtime.agentlink import run_folder
 from ckptd.elastic.leader import LeaderRecord
 from ckptd.elastic.log import MembershipLog
-from ckptd.runtime.agentlink import run_folder
 from ckptd.store import open_store
 
 __all__ = ["JobPlaces", "open_places", "own_log"]

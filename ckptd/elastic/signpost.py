@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import json_decoder
-from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["Signpost", "put_up", "signposts"]
 

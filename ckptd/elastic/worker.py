@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import (
     LAUNCHER_VARIABLE,
@@ -34,7 +35,6 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.errors import WorkerError
-from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["WorkerLink"]
 

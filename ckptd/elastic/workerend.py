@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.runtime.agentlink import peer_of
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
 from ckptd.errors import WorkerError
-from ckptd.runtime.agentlink import peer_of
-from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["LauncherEnd", "WorkerEnd"]
 

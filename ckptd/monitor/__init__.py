@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ckptd.monitor.ring import text_hash
     from ckptd.monitor.rules.diagnose import diagnose
     from ckptd.monitor.rules.limits import HangLimits
+    from ckptd.monitor.torch.recorder.recorder import attach, detach, phase, step
+    from ckptd.monitor.torch.recorder.replicas import check_replicas, watch_gradients
     from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
-    from ckptd.train.recorder.recorder import attach, detach, phase, step
-    from ckptd.train.recorder.replicas import check_replicas, watch_gradients
 
 __all__ = [
     "CALL",
@@ -46,8 +46,8 @@ _MODULES = {
     "monitor.rules.diagnose": ("diagnose",),
     "monitor.rules.limits": ("HangLimits",),
     "monitor.verdict": ("Suspect", "SuspectKind", "Verdict", "VerdictKind"),
-    "train.recorder.recorder": ("attach", "detach", "phase", "step"),
-    "train.recorder.replicas": ("check_replicas", "watch_gradients"),
+    "monitor.torch.recorder.recorder": ("attach", "detach", "phase", "step"),
+    "monitor.torch.recorder.replicas": ("check_replicas", "watch_gradients"),
 }
 
 

@@ -82,9 +82,9 @@ def attach_now() -> None:
         return
     try:
         if _importing():
-            importlib.import_module("ckptd.train.recorder.recorder").attach_when_joined()
+            importlib.import_module("ckptd.monitor.torch.recorder.recorder").attach_when_joined()
         else:
-            importlib.import_module("ckptd.train.recorder.recorder").attach_when_known()
+            importlib.import_module("ckptd.monitor.torch.recorder.recorder").attach_when_known()
     except Exception as error:  # noqa: BLE001 - the watched program must not notice
         _log.warning("collectives are not recorded: %r", error, exc_info=error)
 
@@ -93,8 +93,10 @@ def _guard() -> None:
     """Where a launcher leases the node to its ranks, let no optimizer step without the lease."""
     if os.environ.get("CKPTD_LEASE") and not _importing():
         try:
-            importlib.import_module("ckptd.train.session.leaseguard").guard_steps()
-            if "ckptd.train.session.zygote_child" not in sys.modules:  # which sees to that itself
+            importlib.import_module("ckptd.elastic.torch.session.leaseguard").guard_steps()
+            if (
+                "ckptd.elastic.torch.session.zygote_child" not in sys.modules
+            ):  # which sees to that itself
                 importlib.import_module("ckptd.elastic.lastwords").note_uncaught()
         except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
             _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)

@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.digest import digest
 from ckptd.errors import UsageError
-from ckptd.format.digest import digest
-from ckptd.live.memory import ArrayMemory
 from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
 from ckptd.publish.tiles import quantize_tiles, tile_counts, tile_maxima
 from ckptd.reshard.changes import Linear, largest
+from ckptd.reshard.live.memory import ArrayMemory
 from ckptd.types import dtype_of
 
 __all__ = [

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.publish.link import MappedVersion, ServerLink
 from ckptd.publish.messages import BlockRead, PublishedTensor
-from ckptd.save.arena import Slot
 
 __all__ = ["LinkedReader", "PartsReader", "SlotReader", "WeightCarrier"]
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.base.runtime.channel import SocketChannel
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.publish.messages import (
     REPLY,
@@ -29,8 +31,6 @@ from ckptd.publish.messages import (
     VersionWhole,
     most_listen_s,
 )
-from ckptd.runtime.channel import SocketChannel
-from ckptd.save.arena import Slot
 
 __all__ = ["PublishClient"]
 

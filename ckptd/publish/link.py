@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.net.address import Address, UnixAddress, parse_address
+from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.runtime.host import host_id
+from ckptd.checkpoint.save.arena import CONTROL_BYTES
 from ckptd.errors import CkptdError, CorruptError, TransientStoreError
-from ckptd.net.address import Address, UnixAddress, parse_address
-from ckptd.net.connection import Connection, greet_server
 from ckptd.publish.blocks import incoming_digest
 from ckptd.publish.messages import (
     ANSWER,
@@ -39,8 +41,6 @@ from ckptd.publish.messages import (
     ServerEntry,
     TensorPlaces,
 )
-from ckptd.runtime.host import host_id
-from ckptd.save.arena import CONTROL_BYTES
 
 __all__ = ["MappedVersion", "ServerLink", "VersionHold"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.address import Address, is_loopback, parse_address
+from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret, given_secret, secret_of
 from ckptd.errors import UsageError
-from ckptd.net.address import Address, is_loopback, parse_address
-from ckptd.net.signing import SECRET_VARIABLE, checked_secret, given_secret, secret_of
 from ckptd.publish.messages import DIRECTORY, ServerEntry
 
 __all__ = ["MeetingPlace"]

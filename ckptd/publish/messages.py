@@ -398,7 +398,7 @@ _Globs = tuple[
 class PublishedAbout(_Answer, frozen=True, tag="about"):
     """The publisher: its epoch, its ranks, its layout as a program, and the length of each axis.
 
-    `globs` has what those in names of its rules stand for (`ckptd.layout.lay.bind.FilledGlobs`).
+    `globs` has what those in names of its rules stand for (`ckptd.lay.bind.FilledGlobs`).
     """
 
     epoch: str

@@ -23,20 +23,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import Block
+from ckptd.checkpoint.load.copier import copy_values
+from ckptd.checkpoint.load.spare import SPARE
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
-from ckptd.layout.block import Block
-from ckptd.layout.lay.agree import agreed
-from ckptd.layout.lay.bind import FilledGlobs, bind_sizes, with_globs
-from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.resolve import Bound
-from ckptd.layout.lay.values import Values
-from ckptd.live.memory import ArrayMemory, LentMemory, TensorMemory
-from ckptd.live.move import Arrivals, change_between, no_place, place_of, put_fills
-from ckptd.live.plan import Incoming, PartBlock, Takings, TensorFills
-from ckptd.load.copier import copy_values
-from ckptd.load.spare import SPARE
+from ckptd.lay.agree import agreed
+from ckptd.lay.bind import FilledGlobs, bind_sizes, with_globs
+from ckptd.lay.copies import Composition
+from ckptd.lay.live import Transfers
+from ckptd.lay.local import local_tensors
+from ckptd.lay.resolve import Bound
+from ckptd.lay.values import Values
 from ckptd.publish.carrier import SlotReader
 from ckptd.publish.link import MappedVersion
 from ckptd.publish.messages import (
@@ -51,6 +48,9 @@ from ckptd.publish.messages import (
 from ckptd.publish.quantized import QuantizedTensor, ScaleMemory, quantized_tensors
 from ckptd.publish.tiles import tile_counts
 from ckptd.reshard.layouts import read_text
+from ckptd.reshard.live.memory import ArrayMemory, LentMemory, TensorMemory
+from ckptd.reshard.live.move import Arrivals, change_between, no_place, place_of, put_fills
+from ckptd.reshard.live.plan import Incoming, PartBlock, Takings, TensorFills
 from ckptd.types import DType, dtype_of
 
 __all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "published_layout"]

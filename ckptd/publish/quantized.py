@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import Block
+from ckptd.base.grids.grid import strides_of
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.block import Block
-from ckptd.layout.grid import strides_of
-from ckptd.layout.lay.local import LaidTensor
-from ckptd.layout.lay.scales import local_scales, quantized_as
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import Affine, Quantized
-from ckptd.layout.lay.values import Values
-from ckptd.live.memory import TensorMemory
+from ckptd.lay.local import LaidTensor
+from ckptd.lay.scales import local_scales, quantized_as
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import Affine, Quantized
+from ckptd.lay.values import Values
 from ckptd.publish.messages import TileSteps
 from ckptd.publish.tiles import along_axes, quantize_tiles, tile_cuts, tile_maxima, tiles_of
 from ckptd.reshard.changes import largest, quantized, scale_shape, scales_of
+from ckptd.reshard.live.memory import TensorMemory
 from ckptd.types import DType
 
 __all__ = ["QuantizedTensor", "ScaleMemory", "quantized_tensors"]

@@ -28,10 +28,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.net.address import Address, UnixAddress, listen_at, same_user
+from ckptd.base.net.connection import Connection, greet_client
+from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.host import host_id, many_files
+from ckptd.base.runtime.priority import LAST, LATER, step_back
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, NotFoundError, StoreError, WorkerError
-from ckptd.net.address import Address, UnixAddress, listen_at, same_user
-from ckptd.net.connection import Connection, greet_client
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -79,10 +83,6 @@ from ckptd.publish.messages import (
     most_listen_s,
 )
 from ckptd.publish.versions import VersionBook
-from ckptd.runtime.channel import SocketChannel
-from ckptd.runtime.host import host_id, many_files
-from ckptd.runtime.priority import LAST, LATER, step_back
-from ckptd.save.arena import Slot
 
 __all__ = ["PublishServer"]
 

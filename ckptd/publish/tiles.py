@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout.block import Block
-from ckptd.layout.grid import strides_of
+from ckptd.base.grids.block import Block
+from ckptd.base.grids.grid import strides_of
 from ckptd.publish.messages import TileSteps
 from ckptd.reshard.changes import scale_down
 

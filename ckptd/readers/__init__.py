@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.checkpoint.load.source import CheckpointReader, batches
     from ckptd.readers.base import Foreign, ForeignPiece, FormatReader, Listing
-    from ckptd.readers.reader import CheckpointReader, batches
 
 __all__ = ["CheckpointReader", "Foreign", "ForeignPiece", "FormatReader", "Listing", "batches"]
 
@@ -19,5 +19,6 @@ __all__ = ["CheckpointReader", "Foreign", "ForeignPiece", "FormatReader", "Listi
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "reader" if name in ("CheckpointReader", "batches") else "base"
-    return getattr(importlib.import_module(f"ckptd.readers.{module}"), name)
+    ours = name in ("CheckpointReader", "batches")
+    module = "ckptd.checkpoint.load.source" if ours else "ckptd.readers.base"
+    return getattr(importlib.import_module(module), name)

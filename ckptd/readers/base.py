@@ -15,14 +15,14 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Protocol
 
+from ckptd.base.runtime.host import filesystem_of
+from ckptd.base.runtime.pool import run_all
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.container import Chunk, header_bytes, parse_header
+from ckptd.checkpoint.format.names import MAX_STEP
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.format import codec
-from ckptd.format.container import Chunk, header_bytes, parse_header
-from ckptd.format.names import MAX_STEP
 from ckptd.readers.pickles import PickledObject, walk_values
 from ckptd.readers.zips import Extent, ReadRange
-from ckptd.runtime.host import filesystem_of
-from ckptd.runtime.pool import run_all
 from ckptd.store.base import ObjectInfo, Store
 from ckptd.types import DTYPES, Box, ByteRange
 

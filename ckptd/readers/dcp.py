@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ckptd.checkpoint.format.container import Chunk
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.format.container import Chunk
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, json_value, step_of
 from ckptd.readers.pickles import (
     MAX_PICKLE_BYTES,

@@ -21,8 +21,8 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from ckptd.base.grids.grid import strides_of
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.layout.grid import strides_of
 from ckptd.readers.base import (
     MAX_NAMES,
     Foreign,

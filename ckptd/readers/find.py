@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
+from ckptd.base.runtime.pauses import no_collection
 from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, FormatReader, Listing, damaged
@@ -16,7 +17,6 @@ from ckptd.readers.hubcache import follow_cache
 from ckptd.readers.megatron import open_buckets
 from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
-from ckptd.runtime.pauses import no_collection
 from ckptd.store.base import Store
 
 __all__ = ["bucket_root", "find_foreign", "format_of", "rank_files", "readers", "split_file"]

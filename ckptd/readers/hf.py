@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptd.checkpoint.format.container import Chunk
+from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.errors import CorruptError
-from ckptd.format.container import Chunk
-from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, damaged, missing, step_of
 from ckptd.readers.hints import config_hints
 from ckptd.readers.torchfiles import PART, candidates, check_shards, file_index

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.errors import CorruptError
-from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Listing
 from ckptd.readers.pickles import PickledObject
 

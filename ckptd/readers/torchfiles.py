@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.errors import CorruptError, MismatchError, RefusedError
-from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import (
     Foreign,
     ForeignPiece,

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.format.container import build_header
-from ckptd.format.digest import digest_hex
-from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import (
+from ckptd.base.digest import digest_hex
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.manifest import (
     FOREIGN,
     UNDIGESTED,
     FileEntry,
@@ -36,7 +37,7 @@ from ckptd.format.manifest import (
     TensorEntry,
     encode_manifest,
 )
-from ckptd.format.names import (
+from ckptd.checkpoint.format.names import (
     ROOT_MARKER,
     CommitName,
     check_name,
@@ -44,9 +45,8 @@ from ckptd.format.names import (
     data_folder,
     generation_key,
 )
-from ckptd.format.records import Commit, Generation, RootMarker, encode_record
-from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.owners import Owners
+from ckptd.checkpoint.format.records import Commit, Generation, RootMarker, encode_record
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.readers.base import Foreign, ForeignPiece, SeenFiles, time_text
 from ckptd.readers.zips import Extent
 from ckptd.store.base import (

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptd.base.grids.grid import is_packed
+from ckptd.checkpoint.format.container import foreign_start
 from ckptd.errors import CorruptError, RefusedError
-from ckptd.format.container import foreign_start
-from ckptd.layout.grid import is_packed
 from ckptd.readers.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from ckptd.types import DTYPES
 

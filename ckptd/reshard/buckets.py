@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ckptd.base.grids.grid import Grid
 from ckptd.errors import CorruptError, MismatchError
-from ckptd.layout.grid import Grid
-from ckptd.layout.lay.local import LocalPiece
+from ckptd.lay.local import LocalPiece
 
 __all__ = ["Bucket", "check_bounds", "join_buckets", "place_pieces"]
 

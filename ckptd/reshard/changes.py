@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import Block, flat_regions
+from ckptd.base.grids.grid import coordinates_of, strides_of
 from ckptd.errors import CorruptError, MismatchError, UsageError
-from ckptd.layout.block import Block, flat_regions
-from ckptd.layout.grid import coordinates_of, strides_of
-from ckptd.layout.lay.promise import PROMISES, Promise, promise
-from ckptd.layout.lay.resolve import Equation
-from ckptd.layout.lay.syntax import Affine, Cast, Modifier, Quantized
-from ckptd.layout.lay.values import Values
+from ckptd.lay.promise import PROMISES, Promise, promise
+from ckptd.lay.resolve import Equation
+from ckptd.lay.syntax import Affine, Cast, Modifier, Quantized
+from ckptd.lay.values import Values
 from ckptd.types import Box, DType, dtype_of
 
 __all__ = [

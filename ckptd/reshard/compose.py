@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.grid import Grid, Piece, whole
+from ckptd.checkpoint.load.plan import Change
 from ckptd.errors import MismatchError
-from ckptd.layout.grid import Grid, Piece, whole
-from ckptd.layout.lay.bind import bind_sizes, bind_stored, from_stored
-from ckptd.layout.lay.check import check, check_bound
-from ckptd.layout.lay.copies import Composition, Copy, compose
-from ckptd.layout.lay.local import LaidTensor
-from ckptd.layout.lay.matching import Matcher, NameTemplates
-from ckptd.layout.lay.promise import PROMISES, Promise
-from ckptd.layout.lay.regions import box_parts
-from ckptd.layout.lay.resolve import Bound, Equation, Resolved, raise_first
-from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.scales import scale_tensor
-from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
-from ckptd.layout.lay.syntax import Affine, Alias
-from ckptd.layout.lay.values import Values
-from ckptd.load.plan import Change
+from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
+from ckptd.lay.check import check, check_bound
+from ckptd.lay.copies import Composition, Copy, compose
+from ckptd.lay.local import LaidTensor
+from ckptd.lay.matching import Matcher, NameTemplates
+from ckptd.lay.promise import PROMISES, Promise
+from ckptd.lay.regions import box_parts
+from ckptd.lay.resolve import Bound, Equation, Resolved, raise_first
+from ckptd.lay.ruleform import RuleForm
+from ckptd.lay.scales import scale_tensor
+from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey
+from ckptd.lay.syntax import Affine, Alias
+from ckptd.lay.values import Values
 from ckptd.reshard.changes import (
     Scaled,
     block_maxima,

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
-from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.syntax import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
+from ckptd.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
+from ckptd.lay.ruleform import RuleForm
+from ckptd.lay.syntax import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
 __all__ = [
     "At",

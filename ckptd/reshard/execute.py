@@ -20,10 +20,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.digest import BLOCK_BYTES, Digester, DigestIndex
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.plan import BlockLine, put_fill
 from ckptd.errors import UsageError
-from ckptd.format.digest import BLOCK_BYTES, Digester, DigestIndex
-from ckptd.load.files import PieceLocations
-from ckptd.load.plan import BlockLine, put_fill
 from ckptd.reshard.plan import RoundPlan, RoundPlanner, Stretch, Target, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.verify import ExpectedValues, FileSamples

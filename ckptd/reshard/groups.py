@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, ObjectEntry
 from ckptd.errors import MismatchError
-from ckptd.format.manifest import OPTIMIZER_CLASS, ObjectEntry
 
 __all__ = [
     "Renames",

@@ -15,22 +15,34 @@ from typing import Protocol
 
 import msgspec
 
+from ckptd.base.digest import DigestIndex, digest_hex
+from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.manifest import FileEntry, Manifest, WitnessEntry
+from ckptd.checkpoint.format.names import (
+    PARTS,
+    ROOT_MARKER,
+    CommitName,
+    data_folder,
+    digests_key,
+    file_key,
+)
+from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.opening import begin_root
+from ckptd.checkpoint.root.catalogue import (
+    Catalogue,
+    publish_manifest,
+    remove_parts,
+    write_witness,
+)
+from ckptd.checkpoint.root.working import Working, refuse_behind
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
-from ckptd.format.container import build_header
-from ckptd.format.digest import DigestIndex, digest_hex
-from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import FileEntry, Manifest, WitnessEntry
-from ckptd.format.names import PARTS, ROOT_MARKER, CommitName, data_folder, digests_key, file_key
-from ckptd.format.records import Commit
-from ckptd.load.files import PieceLocations
-from ckptd.load.opening import begin_root
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.plan import Target, share
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.verify import ExpectedValues, FileSamples
-from ckptd.root.catalogue import Catalogue, publish_manifest, remove_parts, write_witness
-from ckptd.root.working import Working, refuse_behind
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import DType

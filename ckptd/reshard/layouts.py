@@ -12,15 +12,16 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.words import TITLE
 from ckptd.errors import MismatchError, NotFoundError, UsageError
-from ckptd.format.manifest import ObjectEntry
-from ckptd.layout.lay.closed import found_sizes
-from ckptd.layout.lay.matching import state_pattern
-from ckptd.layout.lay.regions import box_parts
-from ckptd.layout.lay.resolve import Bound, Resolved, is_recipe, resolve
-from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.stored import StoredForm, TensorKey
-from ckptd.layout.lay.syntax import (
+from ckptd.lay.closed import found_sizes
+from ckptd.lay.matching import state_pattern
+from ckptd.lay.regions import box_parts
+from ckptd.lay.resolve import Bound, Resolved, is_recipe, resolve
+from ckptd.lay.ruleform import RuleForm
+from ckptd.lay.stored import StoredForm, TensorKey
+from ckptd.lay.syntax import (
     Arithmetic,
     Atom,
     Drop,
@@ -54,7 +55,6 @@ from ckptd.layout.lay.syntax import (
     read_toml,
     show,
 )
-from ckptd.readers.words import TITLE
 from ckptd.reshard.elements import find
 from ckptd.reshard.groups import groups_name, params_of, settings_above
 from ckptd.types import Box
@@ -261,7 +261,7 @@ class LayoutProgram:
     own: bool = False
 
     def resolve(self) -> Resolved:
-        """Look the layout up, once; raises as `ckptd.layout.lay.resolve.resolve`."""
+        """Look the layout up, once; raises as `ckptd.lay.resolve.resolve`."""
         return self._resolved
 
     @cached_property

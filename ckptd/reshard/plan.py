@@ -15,19 +15,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.errors import MismatchError
-from ckptd.format.digest import BLOCK_BYTES
-from ckptd.format.filemap import ChunkRef, FileMap
-from ckptd.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
-from ckptd.format.witness import WitnessPlan
-from ckptd.layout.block import Block, Fill, piece_regions
-from ckptd.layout.clip import clip, clip_fill
-from ckptd.layout.grid import Grid
-from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.owners import ABSENT, Owners
-from ckptd.layout.plan import plan_once
-from ckptd.load.files import PieceLocations
-from ckptd.load.plan import (
+from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.grids.block import Block, Fill, piece_regions
+from ckptd.base.grids.clip import clip, clip_fill
+from ckptd.base.grids.grid import Grid
+from ckptd.base.grids.owners import ABSENT, Owners
+from ckptd.base.grids.plan import plan_once
+from ckptd.checkpoint.format.filemap import ChunkRef, FileMap
+from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
+from ckptd.checkpoint.format.witness import WitnessPlan
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.plan import (
     BlockLine,
     Change,
     Conversion,
@@ -38,6 +36,8 @@ from ckptd.load.plan import (
     needed_blocks,
     no_runs,
 )
+from ckptd.errors import MismatchError
+from ckptd.lay.copies import TargetPlan
 from ckptd.types import DType
 
 __all__ = [

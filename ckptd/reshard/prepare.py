@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from ckptd.base.digest import BLOCK_BYTES
+from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.manifest import UNORDERED
+from ckptd.checkpoint.format.words import hint_text
+from ckptd.checkpoint.load.plan import BlockLine, count
 from ckptd.errors import CkptdError, MismatchError, RefusedError
-from ckptd.format.digest import BLOCK_BYTES
-from ckptd.format.filemap import ChunkRef
-from ckptd.format.manifest import UNORDERED
-from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.lay.promise import PROMISES
-from ckptd.layout.lay.proving import prove
-from ckptd.layout.lay.resolve import Bound, Resolved
-from ckptd.layout.lay.syntax import show
-from ckptd.load.plan import BlockLine, count
-from ckptd.readers.words import hint_text
+from ckptd.lay.copies import TargetPlan
+from ckptd.lay.promise import PROMISES
+from ckptd.lay.proving import prove
+from ckptd.lay.resolve import Bound, Resolved
+from ckptd.lay.syntax import show
 from ckptd.reshard.compose import Composed, TensorLink, apart_of, bind_to, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.layouts import (

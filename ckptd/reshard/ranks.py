@@ -17,23 +17,24 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import Block, flat_regions
+from ckptd.base.grids.clip import clip, restride
+from ckptd.base.grids.grid import Axis, Grid, strides_of
+from ckptd.checkpoint.format.manifest import UNORDERED, foreign_sizes
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.format.manifest import UNORDERED, foreign_sizes
-from ckptd.layout.block import Block, flat_regions
-from ckptd.layout.clip import clip, restride
-from ckptd.layout.grid import Axis, Grid, strides_of
-from ckptd.layout.lay.bind import bind_ranks
-from ckptd.layout.lay.check import order_findings
-from ckptd.layout.lay.indexes import write_name
-from ckptd.layout.lay.local import LocalPiece, local_tensors
-from ckptd.layout.lay.matching import Matcher, NameTemplates
-from ckptd.layout.lay.replicated import ReplicatedPart, ReplicatedParts
-from ckptd.layout.lay.resolve import MeshShape, Resolved
-from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
-from ckptd.layout.lay.syntax import Average, NameIndex, Text, show_name
-from ckptd.load.files import PieceLocations
-from ckptd.load.reader import CkptdReader
+from ckptd.lay.bind import bind_ranks
+from ckptd.lay.check import order_findings
+from ckptd.lay.indexes import write_name
+from ckptd.lay.local import LocalPiece, local_tensors
+from ckptd.lay.matching import Matcher, NameTemplates
+from ckptd.lay.replicated import ReplicatedPart, ReplicatedParts
+from ckptd.lay.resolve import MeshShape, Resolved
+from ckptd.lay.ruleform import RuleForm
+from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
+from ckptd.lay.syntax import Average, NameIndex, Text, show_name
 from ckptd.readers.base import Listing
 from ckptd.readers.find import bucket_root, rank_files
 from ckptd.readers.hints import config_hints
@@ -41,7 +42,6 @@ from ckptd.reshard.buckets import Bucket, check_bounds, join_buckets, place_piec
 from ckptd.reshard.plan import ChunkFeed, Take
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
-from ckptd.root.index import Index
 from ckptd.store.base import Store
 from ckptd.types import DType
 

@@ -20,17 +20,17 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.grids.clip import clip
+from ckptd.base.grids.grid import Grid
+from ckptd.base.runtime.pool import run_all
+from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put
+from ckptd.checkpoint.load.read import FAR_BYTES, Fetcher
 from ckptd.errors import DeadlineError
-from ckptd.format.digest import BLOCK_BYTES
-from ckptd.format.filemap import ChunkRef
-from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
-from ckptd.layout.clip import clip
-from ckptd.layout.grid import Grid
-from ckptd.load.files import PieceLocations
-from ckptd.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put
-from ckptd.load.read import FAR_BYTES, Fetcher
 from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
-from ckptd.runtime.pool import run_all
 from ckptd.store.osio import pages
 
 __all__ = ["BlockCache", "Ledger", "Reading", "ValueReader", "bytes_wanted"]

@@ -11,14 +11,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.format.manifest import FOREIGN, UNDIGESTED, ObjectEntry, about_foreign, foreign_sizes
-from ckptd.format.witness import Witness, WitnessPlan
-from ckptd.layout.block import Block
-from ckptd.layout.grid import Grid
-from ckptd.load.files import PieceLocations
-from ckptd.load.reader import CkptdReader
-from ckptd.load.witnesses import read_witness
-from ckptd.readers.reader import PerRankValues
+from ckptd.base.grids.block import Block
+from ckptd.base.grids.grid import Grid
+from ckptd.checkpoint.format.manifest import (
+    FOREIGN,
+    UNDIGESTED,
+    ObjectEntry,
+    about_foreign,
+    foreign_sizes,
+)
+from ckptd.checkpoint.format.witness import Witness, WitnessPlan
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.load.source import PerRankValues
+from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 

@@ -17,14 +17,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.base.grids.grid import Axis, Grid, whole
+from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.manifest import (
+    GridEntry,
+    ManifestTables,
+    MeshEntry,
+    ObjectEntry,
+    TensorEntry,
+)
+from ckptd.checkpoint.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
 from ckptd.errors import CorruptError, MismatchError, UsageError
-from ckptd.format.manifest import GridEntry, ManifestTables, MeshEntry, ObjectEntry, TensorEntry
-from ckptd.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
-from ckptd.layout.grid import Axis, Grid, whole
-from ckptd.layout.lay.matching import NameTemplates
-from ckptd.layout.lay.resolve import Resolved
-from ckptd.layout.lay.scales import scale_tensor
-from ckptd.layout.owners import Owners
+from ckptd.lay.matching import NameTemplates
+from ckptd.lay.resolve import Resolved
+from ckptd.lay.scales import scale_tensor
 from ckptd.reshard.compose import Composed, TensorLink
 from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, renamed
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.grids.block import piece_regions
+from ckptd.base.grids.grid import Grid
+from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
 from ckptd.errors import CorruptError
-from ckptd.format.filemap import ChunkRef
-from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
-from ckptd.layout.block import piece_regions
-from ckptd.layout.grid import Grid
-from ckptd.layout.lay.stored import TensorKey
-from ckptd.layout.lay.values import Values
+from ckptd.lay.stored import TensorKey
+from ckptd.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
 from ckptd.reshard.compose import Composed, Duplicate, TensorLink
 from ckptd.reshard.elements import follow

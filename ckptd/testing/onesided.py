@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.checkpoint.save.arena import CONTROL_BYTES, Slot
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.publish.blocks import gather_blocks
 from ckptd.publish.carrier import LinkedReader, PartsReader, SlotReader
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import BlockRead, PublishedTensor
-from ckptd.save.arena import CONTROL_BYTES, Slot
 from ckptd.types import dtype_of
 
 __all__ = ["Completion", "OneSidedCarrier", "QueuePair", "RegionTable", "RemoteRead"]

@@ -26,7 +26,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, UsageError
-from ckptd.live.transport import PendingMessage, Transport
+from ckptd.reshard.live.transport import PendingMessage, Transport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 
 __all__ = ["TransportContract"]

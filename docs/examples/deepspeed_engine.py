@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ckptd.save import BoxRoot
+from ckptd.checkpoint.save import BoxRoot
 from ckptd.types import Box
 from ckptd_dcp import CkptdWriter
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import ckptd
+from ckptd.checkpoint.data.schedule import share
 from ckptd.elastic import ElasticSampler, Schedule, World, session
-from ckptd.elastic.schedule import share
 
 STEPS = int(os.environ.get("STEPS", "200"))
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))

@@ -37,7 +37,7 @@ FIRST, SECOND = Cut(2, 2), Cut(3)
 _KILLED = 1
 _END_S = 20.0
 _TAIL_LINES = 25
-_PRELOADED = ["ckptd_demo.policyjob", "ckptd.train", "torch._dynamo"]
+_PRELOADED = ["ckptd_demo.policyjob", "ckptd.checkpoint.torch", "torch._dynamo"]
 
 
 class PolicyRows(msgspec.Struct, frozen=True):

@@ -148,7 +148,7 @@ class AppliedRow(msgspec.Struct, frozen=True):
     logits
         Digest of its part.
     bytes_needed, bytes_moved, bytes_unchanged, lag_s
-        See `ckptd.train.subscriber.UpdateReport`.
+        See `ckptd.publish.torch.subscriber.UpdateReport`.
     """
 
     step: int

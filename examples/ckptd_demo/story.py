@@ -15,15 +15,15 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from ckptd.decoding import json_decoder
-from ckptd.errors import CkptdError, DeadlineError, RefusedError
-from ckptd.format.names import (
+from ckptd.checkpoint.format.names import (
     CommitName,
     commit_key,
     file_key,
     parse_commit_name,
     parse_data_folder,
 )
+from ckptd.decoding import json_decoder
+from ckptd.errors import CkptdError, DeadlineError, RefusedError
 from ckptd_demo.judge import largest_gap, same_samples, state_differences
 from ckptd_demo.processes import Life, read_rows, run_ckptd, started, wait_until
 from ckptd_demo.report import Kill, LifeReport, Pace, Relaid

@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckptd.checkpoint.save import BoxRoot
 from ckptd.errors import UsageError
-from ckptd.save import BoxRoot
 from ckptd.store import open_store
 
 __all__ = ["AtRoot"]

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckptd.checkpoint.save import BoxSave, BoxTensor
 from ckptd.errors import UsageError
-from ckptd.save import BoxSave, BoxTensor
 from ckptd.types import Box
 from ckptd_dcp.atroot import AtRoot
 

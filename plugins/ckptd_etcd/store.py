@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.base.net import Address, HttpClient
 from ckptd.decoding import json_decoder
 from ckptd.errors import (
     ConflictError,
@@ -24,7 +25,6 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.net import Address, HttpClient
 from ckptd.store import (
     Capabilities,
     Names,

@@ -16,9 +16,9 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
+from ckptd.base.net import HttpAnswer, HttpClient
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError, StoreError, TransientStoreError, UsageError
-from ckptd.net import HttpAnswer, HttpClient
 
 __all__ = ["Api", "ApiError", "Json", "in_cluster"]
 

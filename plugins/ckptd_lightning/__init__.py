@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import _pytree as pytree
 
 import ckptd
+from ckptd.checkpoint.format import codec
 from ckptd.errors import UsageError
-from ckptd.format import codec
 
 _log = logging.getLogger(__name__)
 

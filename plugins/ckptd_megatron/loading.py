@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from ckptd.checkpoint.save import BoxRoot
 from ckptd.errors import MismatchError, NotFoundError
-from ckptd.save import BoxRoot
 from ckptd_dcp import CkptdReader
 from ckptd_megatron.agreed import agreed
 from ckptd_megatron.parts import Part, is_shard, objects_of, parts_of

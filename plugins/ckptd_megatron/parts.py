@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import ckptd
+from ckptd.base.grids import flat_regions
 from ckptd.errors import UsageError
-from ckptd.layout import flat_regions
 from ckptd.types import Box
 
 __all__ = ["Part", "is_shard", "objects_of", "parts_of", "storable"]

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ckptd.checkpoint.torch import sample_digest
 from ckptd.errors import UsageError
-from ckptd.train import sample_digest
 from ckptd_dcp import CkptdWriter
 from ckptd_megatron.agreed import agreed
 from ckptd_megatron.parts import Part, is_shard, objects_of, parts_of, storable

@@ -29,8 +29,8 @@ from ckptd.elastic.launchers import (
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from ckptd.cli import DaemonSupervisor
     from ckptd.elastic.launchers import ControllerSupervisor, OperatorLink, Outcome, Supervisor
+    from ckptd.monitor.cli import DaemonSupervisor
     from ckptd_slurm.launcher import SlurmLauncher
 
 __all__ = ["Plan", "SlurmDocument", "plan_of", "slurm"]
@@ -142,7 +142,7 @@ def slurm(
 
 def _without_json(command: Sequence[str]) -> tuple[list[str], bool]:
     """Return the words without a ``--json`` among the options: it is not for the nodes."""
-    from ckptd.cli import separated
+    from ckptd.elastic.cli import separated
 
     words = separated(command)
     first = words.index("--")
@@ -183,7 +183,7 @@ def plan_of(
     UsageError
         kind ``bad-argument``: an option belongs to each node, or is given here.
     """
-    from ckptd.cli import separated
+    from ckptd.elastic.cli import separated
 
     words = separated(command)
     given = {word.partition("=")[0] for word in words[: words.index("--")]}
@@ -234,7 +234,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
-    from ckptd.cli import controller_settings, slots_of
+    from ckptd.elastic.cli import controller_settings, slots_of
 
     out = ["--job", options["job"], "--log", options["log"], "--nodes", options["nnodes"]]
     out += ["--slots", str(slots_of(options["nproc_per_node"]))]
@@ -271,7 +271,7 @@ def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
     Raises
     ------
     RefusedError
-        kind ``not-ours``: as of `ckptd.net.signing.secret_of`.
+        kind ``not-ours``: as of `ckptd.base.net.signing.secret_of`.
     """
     folder = plan.folder
     if folder is not None:
@@ -292,7 +292,6 @@ class _Batch:
 
     def run(self, parts: Path) -> SlurmDocument:
         """Train; return how it ended."""
-        from ckptd.cli import DaemonSupervisor
         from ckptd.elastic.launchers import (
             ControllerSupervisor,
             OperatorLink,
@@ -300,6 +299,7 @@ class _Batch:
             open_places,
             parse_address,
         )
+        from ckptd.monitor.cli import DaemonSupervisor
 
         plan, secret = self._plan, self._environ[SECRET_VARIABLE].encode()
         host, _ = parse_address(plan.endpoint)

@@ -26,7 +26,11 @@ TOKEN_VARIABLE = "CKPTD_TORCHRUN"
 _LOOK_S = 0.05
 _AFTER_S = (0.0, 0.02, 0.05, 0.1, 0.3)
 """Pauses between looks for workers that were being started when their agent died."""
-_OURS = (b"-m\0ckptd.agent", b"-m\0ckptd.save.writer")
+_OURS = (
+    b"-m\0ckptd.checkpoint.agent",
+    b"-m\0ckptd.monitor.agent.watched",
+    b"-m\0ckptd.checkpoint.save.writer",
+)
 """Keepers of snapshots, and writers of what was handed over, must outlive a trainer."""
 
 

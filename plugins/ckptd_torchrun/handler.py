@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from ckptd.elastic.torch.session import host_store
 from ckptd.errors import NotFoundError
-from ckptd.train.session import host_store
 from ckptd_torchrun.node import JobOver, Joined
 from ckptd_torchrun.side import Side, SideSettings
 from ckptd_torchrun.store import GenerationStore, connect_store

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptd.runtime.agentlink import reach
-from ckptd.save.messages import AgentContents, AskStatus, visit
+from ckptd.base.runtime.agentlink import reach
+from ckptd.checkpoint.save.messages import AgentContents, AskStatus, visit
 from tests.cli.running import COMMAND
 from tests.processes import PATIENCE_S, wait_for_end
 

@@ -10,16 +10,16 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from ckptd.format.digest import digest_hex
-from ckptd.format.manifest import MeshEntry, ObjectEntry, encode_manifest
-from ckptd.format.names import CommitName
-from ckptd.format.records import Commit
-from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.owners import ABSENT
-from ckptd.root.catalogue import Catalogue
+from ckptd.base.digest import digest_hex
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import ABSENT
+from ckptd.checkpoint.format.manifest import MeshEntry, ObjectEntry, encode_manifest
+from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
-from tests.load.builder import Array, Built, Saved, build
+from tests.checkpoint.load.builder import Array, Built, Saved, build
 
 LAYERS = 3
 TIED = {"model.embed.weight": ("model.head.weight",)}

@@ -79,7 +79,9 @@ def test_help_imports_neither_numpy_nor_verbs() -> None:
     found = modules_after(["--help"], ["--version"])
     assert not found & {*HEAVY, "numpy", "msgspec", "zstandard"}
     assert not {
-        m for m in found if m.startswith(("ckptd.cli.roots.ls", "ckptd.save", "ckptd.store"))
+        m
+        for m in found
+        if m.startswith(("ckptd.checkpoint.cli.ls", "ckptd.checkpoint.save", "ckptd.store"))
     }
 
 

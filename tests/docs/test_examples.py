@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ckptd.cli.main import app, installed_verbs
-from ckptd.cli.run import separated
+from ckptd.elastic.cli.run import separated
 from tests.processes import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"

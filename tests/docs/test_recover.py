@@ -13,13 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptd.format import manifest as manifest_module
-from ckptd.format.manifest import FileEntry, GridEntry, Manifest, ObjectEntry, TensorEntry
-from ckptd.format.names import CommitName, data_folder, file_key
+from ckptd.checkpoint.format import manifest as manifest_module
+from ckptd.checkpoint.format.manifest import (
+    FileEntry,
+    GridEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+)
+from ckptd.checkpoint.format.names import CommitName, data_folder, file_key
 from ckptd.types import DTYPES
-from tests.format import handmade
-from tests.format.strategies import Sample, manifests, walk, with_sizes
-from tests.layout.strategies import Cut
+from tests.base.grids.strategies import Cut
+from tests.checkpoint.format import handmade
+from tests.checkpoint.format.strategies import Sample, manifests, walk, with_sizes
 from tests.processes import PATIENCE_S
 
 SCRIPT = Path(__file__).parents[2] / "docs/recover.py"
@@ -121,7 +127,7 @@ def test_a_compressed_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def save_sharded(root: str) -> dict[str, np.ndarray]:
     """One rank of a job that saves a network under FSDP2 and tensor parallelism."""
     import ckptd
-    from tests.train.networks import build, step, whole
+    from tests.checkpoint.torch.networks import build, step, whole
 
     model, optim = build("fsdp+tp", seed=1)
     step(model, optim)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.format import codec, container, digest, invariants, manifest, names, records, witness
-from ckptd.format.invariants import check_coverage, check_files, check_manifest
-from ckptd.format.manifest import decode_manifest
-from ckptd.layout import grid
+from ckptd.base import digest
+from ckptd.base.grids import grid
+from ckptd.checkpoint.format import codec, container, invariants, manifest, names, records, witness
+from ckptd.checkpoint.format.invariants import check_coverage, check_files, check_manifest
+from ckptd.checkpoint.format.manifest import decode_manifest
 from ckptd.types import DTYPES
 
 ROOT = Path(__file__).parents[2]

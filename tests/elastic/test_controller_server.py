@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ckptd.base.net.address import parse_address
+from ckptd.base.net.connection import Connection, greet_server
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE, dial
 from ckptd.elastic.messages import Beat, Echo, Left, NodeUp, Said, ToNode
 from ckptd.errors import RefusedError, StoreError
-from ckptd.net.address import parse_address
-from ckptd.net.connection import Connection, greet_server
 from tests.elastic.controlled import SECRET, ControllerProcess, controlled, pretended, status_when
 from tests.processes import PATIENCE_S, until
 

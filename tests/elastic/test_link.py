@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.base.net.address import parse_address
+from ckptd.base.net.connection import Connection
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
 from ckptd.errors import RefusedError
-from ckptd.net.address import parse_address
-from ckptd.net.connection import Connection
 from tests.elastic.controlled import SECRET, controlled, pretended
 from tests.processes import until
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.elastic.schedule import share
+from ckptd.checkpoint.data.schedule import share
 from ckptd.elastic.treesum import TreeNode, TreeSum, cover
 from ckptd.errors import UsageError
 

@@ -27,7 +27,7 @@ from ckptd.events import metrics as module
 from ckptd.events.metrics import BUCKETS_S, NAMES, Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
-PAGE = PAGE.partition("## Of a daemon")[0]  # tests.daemon.test_metrics.py has the rest
+PAGE = PAGE.partition("## Of a daemon")[0]  # tests.monitor.daemon.test_metrics.py has the rest
 ROWS = {
     name: (kind, set(re.findall(r"`(\w+)`", labels)))
     for name, kind, labels in re.findall(

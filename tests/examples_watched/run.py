@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.net.signing import access_token
+from ckptd.base.net.signing import access_token
 from tests.examples_watched.standin import environment
 
 __all__ = ["EXAMPLES", "Example", "Row", "code_of", "main", "run"]

@@ -399,8 +399,8 @@ def sources() -> list[Source]:
 
 def read_root(folder: Path) -> Content:
     """Read a root of ckptd, every block compared with its digest, under a Checkpointer's names."""
-    from ckptd.load.reader import CkptdReader
-    from ckptd.root.index import Index
+    from ckptd.checkpoint.load.reader import CkptdReader
+    from ckptd.checkpoint.root.index import Index
     from ckptd.store import open_store
 
     index = Index(open_store(str(folder)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptd.load.reader import CkptdReader
+from ckptd.checkpoint.load.reader import CkptdReader
 
 __all__ = ["MODELS", "answer", "bits", "blank", "build", "check", "load", "save"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.load.reader import CkptdReader
+from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.testing.ranks import run_ranks
 from tests.interop.made_zero import TAG, train_and_save
 from tests.interop.models import check

@@ -6,8 +6,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from ckptd.cli.layouts.reshard import reshard
 from ckptd.readers.find import readers
+from ckptd.reshard.cli.reshard import reshard
 from tests.interop import matrix
 
 SOURCES, TARGETS = matrix.sources(), matrix.targets()

@@ -1,19 +1,10 @@
-"""The model of `tests.train.layout.jobs`: a trainer of two ranks, and a rollout of two."""
+"""The model of `tests.reshard.torch.layout.jobs`: a trainer of two ranks, and a rollout of two."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.train.layout.jobs import (
-    HD,
-    HIDDEN,
-    KV,
-    LAYERS,
-    PROGRAM,
-    REP,
-    WIDTH,
-    Tensors,
-)
+from tests.reshard.torch.layout.jobs import HD, HIDDEN, KV, LAYERS, PROGRAM, REP, WIDTH, Tensors
 
 __all__ = ["TRAINER", "WORKER", "worker_part"]
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch.distributed as dist
 
 import ckptd
+from ckptd.checkpoint.save.arena import Slot
+from ckptd.checkpoint.torch.copy import Snapshot
 from ckptd.errors import CkptdError
 from ckptd.publish import pull
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
-from ckptd.save.arena import Slot
 from ckptd.testing.ranks import RankOutcome, rank_outcomes
-from ckptd.train.copy import Snapshot
 from tests.processes import kill, lives, until
 from tests.publish.jobs import TRAINER, WORKER, worker_part
-from tests.train.layout.jobs import Tree, chunks, differing, whole
+from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
 
 __all__ = ["PARTIES", "POINTS", "Kill", "KillWorld", "WorkerEnd", "slots_of"]
 

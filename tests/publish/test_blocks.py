@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.publish.blocks import (
     BLOCK_BYTES,
     BlockDigests,
@@ -19,7 +20,6 @@ from ckptd.publish.blocks import (
     run_of,
 )
 from ckptd.publish.messages import BlockRead, PublishedTensor
-from ckptd.save.arena import Slot
 
 ROWS, COLUMNS = 700, 300
 TENSORS = (

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import ckptd
+from ckptd.checkpoint.save.arena import CONTROL_BYTES, Slot
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.publish.blocks import gather_blocks, read_bytes
 from ckptd.publish.carrier import WeightCarrier
 from ckptd.publish.messages import BlockRead, PublishedTensor
-from ckptd.save.arena import CONTROL_BYTES, Slot
+from ckptd.publish.torch.carrier import GroupCarrier, _GroupRead
 from ckptd.testing.carrier import CarrierContract
 from ckptd.testing.onesided import (
     OneSidedCarrier,
@@ -30,7 +31,6 @@ from ckptd.testing.onesided import (
     _Read,
 )
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.carrier import GroupCarrier, _GroupRead
 
 pytestmark = pytest.mark.dist
 

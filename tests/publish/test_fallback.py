@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import ckptd
 from ckptd.errors import MismatchError
+from ckptd.publish.torch.subscriber import WeightVersion
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.subscriber import WeightVersion
 from tests.processes import PATIENCE_S
 from tests.publish.jobs import TRAINER, WORKER, worker_part
-from tests.train.layout.jobs import PROGRAM, Tree, chunks, differing, whole
+from tests.reshard.torch.layout.jobs import PROGRAM, Tree, chunks, differing, whole
 
 ALONE = WORKER.replace("mesh T = tp:2", "mesh T = tp:1")
 WHOLE = f"# layout hf\n{PROGRAM}"

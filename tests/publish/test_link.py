@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.net.connection import Connection
+from ckptd.base.net.connection import Connection
 from ckptd.publish.blocks import incoming_digest, read_bytes
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (

@@ -20,9 +20,12 @@ import torch
 
 import ckptd
 from ckptd import events
+from ckptd.base.digest import digest
+from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.priority import LAST
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import CkptdError, MismatchError, StoreError, UsageError
-from ckptd.format.digest import digest
-from ckptd.layout.lay.bind import FilledGlobs, with_globs
+from ckptd.lay.bind import FilledGlobs, with_globs
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -45,12 +48,9 @@ from ckptd.publish.messages import (
 from ckptd.publish.pull import _MOST_UNKNOWN, StagedPull, _Giver
 from ckptd.publish.server import PublishServer
 from ckptd.reshard.layouts import read_text
-from ckptd.runtime.channel import SocketChannel
-from ckptd.runtime.priority import LAST
-from ckptd.save.arena import Slot
 from tests.processes import lives, until
-from tests.train.layout.jobs import PROGRAM, Tree, differing, whole
-from tests.train.layout.test_binder import FUSED, WHOLE, fused
+from tests.reshard.torch.layout.jobs import PROGRAM, Tree, differing, whole
+from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
 
 CHANGED = "layers.1.o.weight"
 
@@ -640,7 +640,7 @@ def test_a_publisher_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Mo
             super().__init__(*options)
             made.append(self)
 
-    monkeypatch.setattr("ckptd.train.publisher.PublishClient", Noted)
+    monkeypatch.setattr("ckptd.publish.torch.publisher.PublishClient", Noted)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(StoreError) as caught:

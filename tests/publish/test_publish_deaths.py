@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import ckptd
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.errors import CkptdError
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
@@ -32,12 +33,11 @@ from ckptd.publish.messages import (
     VersionWhole,
 )
 from ckptd.publish.server import PublishServer
-from ckptd.runtime.channel import SocketChannel
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S, kill, lives, until, wait_for_end
 from tests.publish.jobs import TRAINER
-from tests.train.layout.jobs import Tree, chunks, differing, whole
-from tests.train.layout.test_binder import FUSED, fused
+from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
+from tests.reshard.torch.layout.test_binder import FUSED, fused
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -46,8 +46,8 @@ SECRET = b"s" * 32
 SCRIPT = """
 import sys, time
 import ckptd
-from tests.train.layout.jobs import whole
-from tests.train.layout.test_binder import WHOLE
+from tests.reshard.torch.layout.jobs import whole
+from tests.reshard.torch.layout.test_binder import WHOLE
 publisher = ckptd.Publisher(WHOLE, sys.argv[1], linger_s=float(sys.argv[2]))
 publisher.publish(1, {"model": whole(1)}).wait(30)
 print(publisher.server_pid, flush=True)

@@ -13,9 +13,9 @@ import ckptd
 from ckptd.publish.carrier import WeightCarrier
 from ckptd.testing.carrier import CarrierContract
 from ckptd.testing.simdevice import installed, run, run_simulated_ranks, simulated_play
+from tests.reshard.torch.layout.jobs import Tree, differing, whole
+from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
 from tests.simulated import ON_SIMULATED_DEVICES
-from tests.train.layout.jobs import Tree, differing, whole
-from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
 pytestmark = ON_SIMULATED_DEVICES
 

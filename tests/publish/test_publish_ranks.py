@@ -12,7 +12,7 @@ from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 from tests.publish.jobs import TRAINER, WORKER, worker_part
-from tests.train.layout.jobs import Tree, chunks, differing, whole
+from tests.reshard.torch.layout.jobs import Tree, chunks, differing, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 

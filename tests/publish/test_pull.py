@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import UsageError
-from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.stored import StoredForm
+from ckptd.lay.copies import Composition
+from ckptd.lay.local import local_tensors
+from ckptd.lay.stored import StoredForm
 from ckptd.publish import pull
 from ckptd.publish.blocks import BLOCK_BYTES, gather_blocks, read_bytes
 from ckptd.publish.link import MappedVersion
@@ -25,12 +26,11 @@ from ckptd.publish.messages import (
     PublishedTensor,
     TensorPlaces,
 )
-from ckptd.save.arena import Slot
 from ckptd.types import dtype_of
-from tests.layout.lay.test_copies import composed
-from tests.layout.lay.test_live import PAIRS
-from tests.live.test_move import CASES, pair
-from tests.live.world import Values, memories
+from tests.lay.test_copies import composed
+from tests.lay.test_live import PAIRS
+from tests.reshard.live.test_move import CASES, pair
+from tests.reshard.live.world import Values, memories
 
 KIND = "float32"
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 import ckptd
+from ckptd.base.grids.block import Block
+from ckptd.checkpoint.save.arena import Slot
+from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import CkptdError, MismatchError, UsageError
-from ckptd.layout.block import Block
-from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.local import local_tensors
+from ckptd.lay.copies import Composition
+from ckptd.lay.local import local_tensors
 from ckptd.publish import pull
 from ckptd.publish.blocks import gather_blocks, read_bytes
 from ckptd.publish.messages import BlockRead, PublishedAbout, PublishedTensor, TileSteps
 from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.publish.tiles import along_axes
-from ckptd.save.arena import Slot
-from ckptd.train.state.tensors import as_bytes
 from ckptd.types import dtype_of
-from tests.live.test_move import pair
-from tests.live.world import Values, memories
 from tests.publish.test_pull import ArrayServer
+from tests.reshard.live.test_move import pair
+from tests.reshard.live.world import Values, memories
 
 FP8, INT8, POWERS = torch.float8_e4m3fn, torch.int8, torch.float8_e8m0fnu
 Sizes = tuple[int, ...]

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 import ckptd
+from ckptd.checkpoint.torch.copy import Snapshot
+from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.errors import CkptdError
 from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
-from ckptd.train.copy import Snapshot
-from ckptd.train.saver import wait_for_copying
 from tests.processes import until
 from tests.publish.kills import slots_of
-from tests.train.layout.jobs import Tree, differing, whole
-from tests.train.layout.test_binder import FUSED, WHOLE, fused
+from tests.reshard.torch.layout.jobs import Tree, differing, whole
+from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -153,8 +153,8 @@ from pathlib import Path
 import ckptd
 from ckptd.publish import pull
 from ckptd.publish.link import ServerLink
-from tests.train.layout.jobs import Tree, differing, whole
-from tests.train.layout.test_binder import FUSED, fused
+from tests.reshard.torch.layout.jobs import Tree, differing, whole
+from tests.reshard.torch.layout.test_binder import FUSED, fused
 at, pulling, last = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 pull._MESSAGE_BYTES = 1 << 10
 read, calls = ServerLink.read, 0

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ckptd.base.net.address import parse_address
+from ckptd.base.net.connection import ClientProof, Connection
+from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import CkptdError, StoreError
-from ckptd.net.address import parse_address
-from ckptd.net.connection import ClientProof, Connection
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -32,7 +33,6 @@ from ckptd.publish.messages import (
     TensorPlaces,
     VersionSealed,
 )
-from ckptd.save.arena import Slot
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CkptdError, NotFoundError
-from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import find_foreign
 from ckptd.reshard.source import Stock, open_own
-from ckptd.root.index import Index
 from ckptd.store import Store, open_store
 
 SAMPLES = Path(__file__).parent / "samples"

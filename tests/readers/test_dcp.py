@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from ckptd.base.digest import BLOCK_BYTES
 from ckptd.errors import CkptdError
-from ckptd.format.digest import BLOCK_BYTES
 from ckptd.store.local import LocalStore
 from ckptd.types import ByteRange
 from tests.processes import PATIENCE_S

@@ -14,7 +14,7 @@ import torch
 from ml_dtypes import bfloat16
 
 from ckptd.errors import CkptdError
-from ckptd.tools.export import plan_export
+from ckptd.reshard.export import plan_export
 from tests.readers.opening import fails, open_reader
 
 TAG = "global_step2"

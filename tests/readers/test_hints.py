@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckptd.layout.lay.syntax import library
+from ckptd.lay.syntax import library
 from ckptd.readers.hints import LAYOUTS, megatron_hints
 from ckptd.readers.pickles import PickledObject
 from ckptd.store import open_store

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.words import TensorLayout
+from ckptd.checkpoint.load.source import Array, CheckpointReader, TensorInfo, batches
+from ckptd.checkpoint.tools.diff import diff
 from ckptd.errors import NotFoundError
-from ckptd.format.manifest import ObjectEntry
-from ckptd.layout.grid import Axis, Grid
-from ckptd.readers.reader import Array, CheckpointReader, TensorInfo, batches
-from ckptd.readers.words import TensorLayout
-from ckptd.tools.diff import diff
-from ckptd.tools.export import plan_export, run_export
+from ckptd.reshard.export import plan_export, run_export
 from ckptd.types import DTYPES, Box
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CkptdError, UsageError
-from ckptd.load.reader import CkptdReader
 from ckptd.readers.base import Foreign, ForeignPiece
 from ckptd.readers.twin import ForeignRoot
 from ckptd.readers.zips import Extent
-from ckptd.root.index import Index
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.types import Box, ByteRange
 

@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.format.digest import digest_hex
-from ckptd.format.manifest import ObjectEntry, encode_manifest
-from ckptd.layout.grid import Axis, Grid
-from ckptd.load.reader import CkptdReader
+from ckptd.base.digest import digest_hex
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.checkpoint.format.manifest import ObjectEntry, encode_manifest
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardJob, ReshardShare
 from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.prepare import Prepared, prepare, source_program
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.source import open_own
-from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
-from tests.load.builder import Array, Saved, build
+from tests.checkpoint.load.builder import Array, Saved, build
 
 LAYERS, VOCABULARY, WIDTH, KV, REP, HEAD, HIDDEN = 4, 250, 16, 4, 2, 8, 24
 SIZES = (f"let kv = {KV}", f"let v = {VOCABULARY}")

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from ckptd.base.grids.grid import Axis, Grid
 from ckptd.errors import CkptdError
-from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.lay.local import LocalPiece
+from ckptd.lay.local import LocalPiece
 from ckptd.reshard.buckets import Bucket, check_bounds, join_buckets, place_pieces
 
 

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckptd.base.grids.grid import Axis, Grid
 from ckptd.errors import MismatchError, RefusedError
-from ckptd.layout.grid import Axis, Grid
 from ckptd.reshard.job import ReshardShare
 from ckptd.store import open_store
-from tests.load.builder import Array, Saved
+from tests.checkpoint.load.builder import Array, Saved
 from tests.reshard.llama import everything, latest, program, resharded, save
 
 ROWS, COLUMNS, BLOCK = 50, 42, (16, 8)

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.manifest import FileEntry, GridEntry, ManifestTables, TensorEntry
+from ckptd.checkpoint.load import read
+from ckptd.checkpoint.load.files import PieceLocations, check_size
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import CorruptError
-from ckptd.format.manifest import FileEntry, GridEntry, ManifestTables, TensorEntry
-from ckptd.layout.owners import Owners
-from ckptd.load import read
-from ckptd.load.files import PieceLocations, check_size
-from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.job import ReshardJob, ReshardShare
 from ckptd.reshard.plan import Feed, Target, recut, share
 from ckptd.reshard.reading import ValueReader
-from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
-from tests.load.builder import Built, Saved, build, random_grid, random_saved
+from tests.checkpoint.load.builder import Built, Saved, build, random_grid, random_saved
 
 MIB = 1 << 20
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptd.checkpoint.format.names import LEASES
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.tools.verify import verify
 from ckptd.errors import ConflictError, RefusedError, StoreError
-from ckptd.format.names import LEASES
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.plan import Target
 from ckptd.reshard.reports import Resharded
-from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
-from ckptd.tools.verify import verify
-from tests.load.builder import Built, build, random_saved
+from tests.checkpoint.load.builder import Built, build, random_saved
 from tests.reshard.test_execute import MIB, check, job, recut_at_random, values
 from tests.sampling import sampled
 

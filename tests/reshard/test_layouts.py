@@ -9,17 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.load.source import PerRankValues
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.tools.verify import verify
 from ckptd.errors import CorruptError, MismatchError, RefusedError, UsageError
-from ckptd.format.manifest import ObjectEntry
-from ckptd.readers.reader import PerRankValues
 from ckptd.reshard.compose import Composed
 from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.prepare import prove_target, rules_of
-from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
-from ckptd.tools.verify import verify
+from tests.checkpoint.load.builder import Array
 from tests.cli.roots import make_root
-from tests.load.builder import Array
 from tests.reshard.llama import (
     HEAD,
     HF,

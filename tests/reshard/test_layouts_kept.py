@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CkptdError, MismatchError
-from ckptd.layout.lay.bind import bind_sizes, bind_stored
-from ckptd.layout.lay.resolve import Bound, resolve
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import Reshard, load, parse
+from ckptd.lay.bind import bind_sizes, bind_stored
+from ckptd.lay.resolve import Bound, resolve
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import Reshard, load, parse
 from ckptd.reshard.elements import find
 from ckptd.reshard.layouts import LayoutComparison, compare, read_text
 from ckptd.store import open_store
-from tests.layout.lay.agreement.mutations import mutants
-from tests.layout.lay.agreement.test_mutations import PROGRAMS, SIZES
+from tests.lay.agreement.mutations import mutants
+from tests.lay.agreement.test_mutations import PROGRAMS, SIZES
 from tests.reshard.llama import (
     HF,
     MEGATRON,

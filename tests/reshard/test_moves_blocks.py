@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from ckptd.layout.block import Block, Fill
-from ckptd.layout.clip import clip, clip_fill, restride
-from ckptd.layout.grid import strides_of
+from ckptd.base.grids.block import Block, Fill
+from ckptd.base.grids.clip import clip, clip_fill, restride
+from ckptd.base.grids.grid import strides_of
 
 
 def pairs(block: Block) -> list[tuple[int, int]]:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptd
-from ckptd.format.manifest import ObjectEntry
-from ckptd.layout.lay.bind import bind_stored
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import File, Layout, Stored, library
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.lay.bind import bind_stored
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import File, Layout, Stored, library
 from ckptd.reshard.groups import gathered, groups_name
 from ckptd.reshard.layouts import LayoutProgram, infer, wrapped
 from tests.cli.running import Cli

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CorruptError, MismatchError, UsageError
-from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import rank_files
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.prepare import prepare
 from ckptd.reshard.ranks import open_ranks
-from ckptd.root.index import Index
 from ckptd.store import open_store
+from tests.checkpoint.load.builder import Array
 from tests.cli.running import Cli
-from tests.load.builder import Array
 from tests.reshard.llama import everything, job_into, latest
 
 LAYERS, KV, REP, HEAD, WIDTH, HIDDEN = 4, 4, 2, 3, 6, 10

@@ -11,14 +11,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptd.errors import CkptdError
-from ckptd.layout.lay.resolve import Bound, MeshShape, Resolved, resolve
-from ckptd.layout.lay.stored import StoredForm
-from ckptd.layout.lay.syntax import Name, NameIndex, Text, parse
+from ckptd.lay.resolve import Bound, MeshShape, Resolved, resolve
+from ckptd.lay.stored import StoredForm
+from ckptd.lay.syntax import Name, NameIndex, Text, parse
 from ckptd.reshard.ranks import open_ranks
 from ckptd.store import open_store
-from tests.layout.lay.agreement.brute import Brute
-from tests.layout.lay.agreement.brute_holders import drawn_layouts
-from tests.load.builder import Array
+from tests.checkpoint.load.builder import Array
+from tests.lay.agreement.brute import Brute
+from tests.lay.agreement.brute_holders import drawn_layouts
 
 PROGRAMS = 12
 

@@ -14,10 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
+from ckptd.base.grids.grid import strides_of
+from ckptd.checkpoint.load.direct import DirectReader
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.tools.copy import Transfer
 from ckptd.errors import CorruptError
-from ckptd.layout.grid import strides_of
-from ckptd.load.direct import DirectReader
-from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import find_foreign
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
@@ -25,11 +27,9 @@ from ckptd.reshard.prepare import costs_of, prepare, source_program
 from ckptd.reshard.writers.dcp import DcpPlace
 from ckptd.reshard.writers.folder import FolderJob, FolderPlace
 from ckptd.reshard.writers.hf import HfPlace
-from ckptd.root.catalogue import Catalogue
 from ckptd.store.local import LocalStore
-from ckptd.tools.copy import Transfer
 from ckptd.types import Box, ByteRange
-from tests.load.builder import Array
+from tests.checkpoint.load.builder import Array
 from tests.readers.opening import foreign_stock, open_reader, reader_in
 from tests.reshard.llama import program
 

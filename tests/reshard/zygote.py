@@ -10,8 +10,10 @@ import json
 import os
 import sys
 
-from ckptd.cli.layouts import reshard as _reshard  # noqa: F401 - so that a child begins to work at once
 from ckptd.cli.main import run
+from ckptd.reshard.cli import (  # noqa: F401 - so that a child begins to work at once
+    reshard as _reshard,
+)
 
 
 def main() -> None:

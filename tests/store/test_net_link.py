@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.base.net import address
 from ckptd.errors import ConflictError, StoreError, TransientStoreError
-from ckptd.net import address
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import NetStore, StoreServer, link, new_secret

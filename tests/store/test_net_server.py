@@ -16,10 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
-from ckptd.net.address import Address, parse_server
-from ckptd.net.connection import (
+from ckptd.base.net.address import Address, parse_server
+from ckptd.base.net.connection import (
     VERSION,
     Challenge,
     ClientProof,
@@ -27,6 +25,8 @@ from ckptd.net.connection import (
     ServerProof,
     greet_server,
 )
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret

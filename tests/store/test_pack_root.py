@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import ckptd
+from ckptd.checkpoint.root.opening import root_spec
 from ckptd.cli.main import run
 from ckptd.errors import CorruptError, UsageError
-from ckptd.root.opening import root_spec
 from ckptd.store import Store, StoreSpec
 from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_url
@@ -169,7 +169,7 @@ _KILLED = """
 import sys, ckptd, torch
 from ckptd.store.base import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
-from ckptd.train import checkpointer as module
+from ckptd.checkpoint.torch import checkpointer as module
 plain = module.root_spec
 def faulty(url, options, throttle, compress):
     found = plain(url, options, throttle, compress)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ckptd
 from ckptd.elastic import keyed_generator
-from tests.train.bridge import give, take
+from tests.checkpoint.torch.bridge import give, take
 
 pytestmark = [pytest.mark.filterwarnings("default")]
 
@@ -59,7 +59,9 @@ class Flow(IterableDataset[float]):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_it_goes_on_where_it_was(workers: int, data: str, ahead: int) -> None:
     if data == "drawing" and workers:
-        pytest.skip("workers that draw are told of, see tests/train/data/test_batches.py")
+        pytest.skip(
+            "workers that draw are told of, see tests/checkpoint/torch/data/test_batches.py"
+        )
     from torchdata import stateful_dataloader
 
     def program(seed: int) -> ckptd.Batches:

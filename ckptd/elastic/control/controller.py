@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ckptd.base.net.address import is_loopback
 from ckptd.elastic.control.appending import Appender
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.parts import Parts
@@ -63,7 +64,6 @@ from ckptd.elastic.messages import (
     exit_code,
 )
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.net.address import is_loopback
 
 __all__ = ["Controller", "ControllerEnding"]
 

@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.base.net.address import Address, is_here, is_loopback, parse_address
+    from ckptd.base.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
+    from ckptd.base.runtime.agentlink import run_folder
+    from ckptd.base.runtime.host import address_towards
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
     from ckptd.elastic.launchers.nodename import claim_name
     from ckptd.elastic.launchers.nodestate import NO_ORDER, NodeState
@@ -45,10 +49,6 @@ if TYPE_CHECKING:
     from ckptd.elastic.places import open_places
     from ckptd.elastic.supervisor import Outcome, Supervisor
     from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-    from ckptd.net.address import Address, is_here, is_loopback, parse_address
-    from ckptd.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
-    from ckptd.runtime.agentlink import run_folder
-    from ckptd.runtime.host import address_towards
 
 __all__ = [
     "CKPTD",
@@ -164,20 +164,20 @@ _MODULES = {
         "LauncherEnd",
         "WorkerEnd",
     ),
-    "net.address": (
+    "base.net.address": (
         "Address",
         "is_here",
         "is_loopback",
         "parse_address",
     ),
-    "net.signing": (
+    "base.net.signing": (
         "SECRET_VARIABLE",
         "check_folder",
         "job_secret",
         "secret_of",
     ),
-    "runtime.agentlink": ("run_folder",),
-    "runtime.host": ("address_towards",),
+    "base.runtime.agentlink": ("run_folder",),
+    "base.runtime.host": ("address_towards",),
 }
 
 

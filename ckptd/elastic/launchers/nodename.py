@@ -7,8 +7,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from ckptd.base.runtime.agentlink import run_folder
 from ckptd.errors import UsageError
-from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["claim_name", "name_lock"]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.address import Address, any_address, is_here, is_loopback, parse_address
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.leader import Outlook, stand_in_pause_s
@@ -30,7 +31,6 @@ from ckptd.errors import (
     UsageError,
     WorkerError,
 )
-from ckptd.net.address import Address, any_address, is_here, is_loopback, parse_address
 
 __all__ = [
     "CKPTD",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckptd.runtime.accelerators import accelerators_here, gpus_here
+from ckptd.base.runtime.accelerators import accelerators_here, gpus_here
 
 __all__ = ["NodeSlots", "is_device_error"]
 

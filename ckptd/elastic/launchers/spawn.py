@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import msgspec
 
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, Ready, ToZygote
 from ckptd.errors import WorkerError
-from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["Spawner", "tell_broken"]
 
@@ -26,7 +26,7 @@ import sys
 if sys.path and not sys.path[0]:
     sys.path.append(sys.path.pop(0))
 try:
-    from ckptd.train.session.zygote import main
+    from ckptd.elastic.torch.session.zygote import main
 except ImportError as error:
     from ckptd.elastic.launchers.spawn import tell_broken
     tell_broken(int(sys.argv[1]), error)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ckptd.base.net.address import LOCALHOST
+from ckptd.base.runtime.accelerators import accelerators_here
 from ckptd.decoding import converter
 from ckptd.elastic.launchers.environ import of_seat, of_store
 from ckptd.elastic.launchers.output import Output, Streams
@@ -29,8 +31,6 @@ from ckptd.elastic.launchers.zygotewire import (
     Reap,
 )
 from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
-from ckptd.net.address import LOCALHOST
-from ckptd.runtime.accelerators import accelerators_here
 
 __all__ = ["Program", "WorkerPool", "programs"]
 

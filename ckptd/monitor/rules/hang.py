@@ -241,7 +241,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
 _RUNS = ("Python runs", "the GIL is held", "nothing is known")
 """Of these it is the program that stands still, as far as anybody knows, and not the process."""
 _BUSY = b"R"
-"""State of a process that does something; see `ckptd.agent.processes`."""
+"""State of a process that does something; see `ckptd.monitor.agent.processes`."""
 
 
 def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:

@@ -28,6 +28,15 @@ from typing import Protocol
 
 import msgspec
 
+from ckptd.base.digest import digest_hex
+from ckptd.base.grids.grid import Grid, whole
+from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
+from ckptd.checkpoint.format.names import ROOT_MARKER, CommitName
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.working import Working, at_work
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import (
     ConflictError,
@@ -37,13 +46,6 @@ from ckptd.errors import (
     StoreError,
     UsageError,
 )
-from ckptd.format.digest import digest_hex
-from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
-from ckptd.format.names import ROOT_MARKER, CommitName
-from ckptd.layout.grid import Grid, whole
-from ckptd.layout.owners import Owners
-from ckptd.load.files import PieceLocations
 from ckptd.readers.twin import ForeignRoot
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.job import ReshardShare, Work, complete_files
@@ -51,8 +53,6 @@ from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import FolderNote, Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected, ExpectedValues
-from ckptd.root.catalogue import Catalogue
-from ckptd.root.working import Working, at_work
 from ckptd.store.base import check_key, is_segment
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import reading, writing

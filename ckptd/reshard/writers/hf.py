@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from ckptd.base.grids.owners import single_owner
+from ckptd.checkpoint.format.filemap import FileMap
 from ckptd.errors import UsageError
-from ckptd.format.filemap import FileMap
-from ckptd.layout.owners import single_owner
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft
 from ckptd.reshard.layouts import moment

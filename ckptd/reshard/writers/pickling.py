@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from ckptd.base.grids.grid import strides_of
 from ckptd.errors import UsageError
-from ckptd.layout.grid import strides_of
 from ckptd.types import DTYPES
 
 __all__ = ["Global", "Made", "StorageTensor", "as_plain", "dump", "is_plain"]

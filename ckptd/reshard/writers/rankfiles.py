@@ -13,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
+from ckptd.base.grids.block import Region
+from ckptd.base.grids.grid import strides_of, whole
+from ckptd.base.grids.owners import single_owner
+from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.witness import select
 from ckptd.errors import MismatchError, UsageError
-from ckptd.format.container import build_header
-from ckptd.format.filemap import FileMap
-from ckptd.format.witness import select
-from ckptd.layout.block import Region
-from ckptd.layout.grid import strides_of, whole
-from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.lay.indexes import write_name
-from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
-from ckptd.layout.lay.stored import StoredForm, TensorKey, local_cells
-from ckptd.layout.owners import single_owner
+from ckptd.lay.copies import TargetPlan
+from ckptd.lay.indexes import write_name
+from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.stored import StoredForm, TensorKey, local_cells
 from ckptd.reshard.compose import TensorLink, link_of
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.manifest import ObjectEntry, about_foreign
+from ckptd.checkpoint.format.names import unescape_fqn, unescape_key
 from ckptd.errors import CorruptError, UsageError
-from ckptd.format import codec
-from ckptd.format.manifest import ObjectEntry, about_foreign
-from ckptd.format.names import unescape_fqn, unescape_key
-from ckptd.layout.lay.resolve import Resolved
+from ckptd.lay.resolve import Resolved
 from ckptd.reshard.groups import keys_above
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain, is_plain

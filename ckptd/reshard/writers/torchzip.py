@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from ckptd.format.digest import digest
+from ckptd.base.digest import digest
 from ckptd.reshard.writers.pickling import StorageTensor, dump
 from ckptd.types import DTYPES, Box
 

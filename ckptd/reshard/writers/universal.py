@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from ckptd.base.grids.grid import whole
+from ckptd.base.grids.owners import single_owner
+from ckptd.checkpoint.format.filemap import FileMap
 from ckptd.errors import UsageError
-from ckptd.format.filemap import FileMap
-from ckptd.layout.grid import whole
-from ckptd.layout.lay.matching import NameTemplates
-from ckptd.layout.owners import single_owner
+from ckptd.lay.matching import NameTemplates
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.plan import ChunkFeed
 from ckptd.reshard.reports import FolderNote

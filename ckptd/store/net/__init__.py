@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.net.signing import new_secret
+from ckptd.base.net.signing import new_secret
 from ckptd.store.net.client import NetOptions, NetStore, open_net
 from ckptd.store.net.server import Counts, StoreServer
 from ckptd.store.net.session import Limits

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.base.net.address import parse_server
+from ckptd.base.net.signing import check_secret
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
-from ckptd.net.address import parse_server
-from ckptd.net.signing import check_secret
 from ckptd.store.base import (
     Capabilities,
     Names,
@@ -80,8 +80,8 @@ class NetStore(Store):
     ``read-only``.
 
     Over TCP, `get`, `put` and every message between the two are protected against change by
-    others, the bytes of `read_into` and `writer` are not (`ckptd.net.connection` says why): they
-    need digests of their own. Nothing is encrypted.
+    others, the bytes of `read_into` and `writer` are not (`ckptd.base.net.connection` says why):
+    they need digests of their own. Nothing is encrypted.
 
     Parameters
     ----------

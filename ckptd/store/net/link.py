@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.base.net.address import Address, UnixAddress, same_user
+from ckptd.base.net.connection import Connection, greet_server
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.net.address import Address, UnixAddress, same_user
-from ckptd.net.connection import Connection, greet_server
 from ckptd.store.base import Capabilities
 from ckptd.store.net.messages import (
     MOST_PIECE_BYTES,

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 PURPOSE = "store"
-"""Of these connections, see `ckptd.net.connection.Greeting`."""
+"""Of these connections, see `ckptd.base.net.connection.Greeting`."""
 PIECE_BYTES = 4 << 20
 """Bytes behind one `ObjectPiece`, as they are sent."""
 MOST_PIECE_BYTES = 8 << 20

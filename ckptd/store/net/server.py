@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import msgspec
 
+from ckptd.base.net.address import UnixAddress, parse_server, same_user
+from ckptd.base.net.connection import Connection, Refusal, greet_client
+from ckptd.base.net.signing import check_secret
 from ckptd.errors import CkptdError, DeadlineError
-from ckptd.net.address import UnixAddress, parse_server, same_user
-from ckptd.net.connection import Connection, Refusal, greet_client
-from ckptd.net.signing import check_secret
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.net.messages import PURPOSE
 from ckptd.store.net.rules import Allow, Rules

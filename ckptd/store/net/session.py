@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.base.net.connection import Connection
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError
-from ckptd.net.connection import Connection
 from ckptd.store.base import Store, Writer, check_end
 from ckptd.store.net import messages
 from ckptd.store.net.messages import Complete, Failed, ObjectPiece, Page, Request, Writing

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ckptd.checkpoint.save.arena import anonymous_file
 from ckptd.errors import TransientStoreError
 from ckptd.publish.messages import MOST_READ_BYTES
-from ckptd.save.arena import anonymous_file
+from ckptd.publish.torch.carrier import GroupCarrier
 from ckptd.testing.simdevice.loading import installed
 from ckptd.testing.simdevice.tensors import DeviceMemory, SimTensor
-from ckptd.train.carrier import GroupCarrier
 
 __all__ = ["IpcBlock", "IpcCarrier", "IpcHandle"]
 
@@ -92,7 +92,7 @@ class IpcCarrier(GroupCarrier):
     Parameters
     ----------
     process_group, publishers, timeout_s
-        As of `ckptd.train.carrier.GroupCarrier`.
+        As of `ckptd.publish.torch.carrier.GroupCarrier`.
     device
         Where the blocks are.
     """
@@ -123,7 +123,7 @@ class IpcCarrier(GroupCarrier):
         }
 
     def _give(self, peer: int, head: U8, data: U8) -> None:
-        """See `ckptd.train.carrier.GroupCarrier`: what is in the block is there before the head."""
+        """See `ckptd.publish.torch.carrier.GroupCarrier`: the block is there before its head."""
         # The worker has asked again, and so it has what was in the block.
         with self._module.stream(self._stream):
             self._blocks[peer].tensor[: len(data)].copy_(torch.from_numpy(data.copy()))
@@ -131,7 +131,7 @@ class IpcCarrier(GroupCarrier):
         self._send(peer, head)
 
     def _take(self, peer: int, into: U8) -> None:
-        """See `ckptd.train.carrier.GroupCarrier`."""
+        """See `ckptd.publish.torch.carrier.GroupCarrier`."""
         block = self._blocks.get(peer)
         if block is None:
             try:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckptd.base.runtime.torchextension import TorchExtension
 from ckptd.errors import UsageError
-from ckptd.runtime.torchextension import TorchExtension
 from ckptd.testing.simdevice.simulator import Moment, Simulator
 
 __all__ = ["GUARD", "install", "installed", "lacking"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from ckptd.checkpoint.data.schedule import Schedule
 from ckptd.elastic.control.statemachine import State, StateMachine
 from ckptd.elastic.leader import may_stand_in
 from ckptd.elastic.membership import Record, decode_record, encode_record
@@ -40,7 +41,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.messages import Ended as EndedEvent
 from ckptd.elastic.policy import JobSpec, Shape
-from ckptd.elastic.schedule import Schedule
 from ckptd.errors import CorruptError
 from tests.elastic.control.simulation_judge import Line, Violation
 from tests.elastic.control.simulation_nodes import LEASE_S, SETTINGS, Boss, Nodes, SimNode

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckptd.checkpoint.data.schedule import Schedule
 from ckptd.elastic.membership import Record
-from ckptd.elastic.schedule import Schedule
 
 
 class Violation(AssertionError):

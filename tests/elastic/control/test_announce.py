@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd.daemon.controller import ControllerLink
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import Announce, Answer, DaemonAt, ToOperator
+from ckptd.monitor.daemon.controller import ControllerLink
 from tests.elastic.controlled import (
     SECRET,
     ControllerProcess,

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ckptd.base.net.address import parse_address
+from ckptd.base.net.connection import Challenge, ClientProof, Codec, Greeting, ServerProof, _proof
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import PURPOSE
 from ckptd.elastic.messages import (
@@ -28,8 +30,6 @@ from ckptd.elastic.messages import (
     StoreAt,
     ToNode,
 )
-from ckptd.net.address import parse_address
-from ckptd.net.connection import Challenge, ClientProof, Codec, Greeting, ServerProof, _proof
 from tests.elastic.controlled import SECRET, controlled
 from tests.processes import PATIENCE_S
 

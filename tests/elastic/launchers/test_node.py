@@ -128,10 +128,12 @@ def test_what_helps_the_ranks_is_killed(tmp_path: Path, who: str) -> None:
     launched = Launched(tmp_path, "n", "--nproc-per-node", "2", "--set", "broken_s=0")
     first = trains(launched, 2)
     if who == "job store":
-        zygote = psutil.Process(launched.child("ckptd.train.session.zygote"))
+        zygote = psutil.Process(launched.child("ckptd.elastic.torch.session.zygote"))
         victim = next(p.pid for p in zygote.children() if p.pid not in first)
     else:
-        victim = launched.child({"zygote": "ckptd.train.session.zygote"}.get(who, "controller"))
+        victim = launched.child(
+            {"zygote": "ckptd.elastic.torch.session.zygote"}.get(who, "controller")
+        )
     os.kill(victim, signal.SIGKILL)
     if who == "controller":
         until(lambda: "another one is started" in launched.text(), launched.text)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
@@ -30,7 +31,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
-from ckptd.runtime.channel import SocketChannel
 from tests.elastic.controlled import SECRET, PretendedNode, controlled
 from tests.processes import until
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.launchers import workerpool as module
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.slots import NodeSlots
@@ -22,7 +23,6 @@ from ckptd.elastic.launchers.workers import Worker
 from ckptd.elastic.messages import MOST_BYTES, Attach, Begin, FromWorker, Seat
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
-from ckptd.runtime.channel import SocketChannel
 from tests.processes import until
 
 
@@ -58,7 +58,7 @@ def zygote() -> psutil.Process:
         p
         for p in psutil.Process().children()
         if p.status() != psutil.STATUS_ZOMBIE
-        and any("ckptd.train.session.zygote" in word for word in p.cmdline())
+        and any("ckptd.elastic.torch.session.zygote" in word for word in p.cmdline())
     ]
     return found
 

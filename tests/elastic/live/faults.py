@@ -104,13 +104,13 @@ class _Faults:
         return ""
 
     def kill_zygote(self) -> str:
-        found = self._job.processes("ckptd.train.session.zygote")
+        found = self._job.processes("ckptd.elastic.torch.session.zygote")
         if found:
             send(self._rng.choice(found), signal.SIGKILL)
         return ""
 
     def kill_agent(self) -> str:
-        found = self._job.processes("-m ckptd.agent ")
+        found = self._job.processes("-m ckptd.checkpoint.agent ")
         if not found:
             return ""
         victim = self._rng.choice(found)

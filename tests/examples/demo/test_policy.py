@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ckptd.layout.lay.bind import bind_sizes
-from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.stored import StoredForm
+from ckptd.lay.bind import bind_sizes
+from ckptd.lay.local import local_tensors
+from ckptd.lay.stored import StoredForm
 from ckptd.reshard.layouts import read_text
 from ckptd_demo.model import Gpt, build
 from ckptd_demo.plot import draw_policy

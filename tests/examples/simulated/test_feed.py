@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.daemon.lifetime import RecordedSaves
-from ckptd.daemon.trace import calls_of
+from ckptd.monitor.daemon.lifetime import RecordedSaves
+from ckptd.monitor.daemon.trace import calls_of
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.report import EvidenceReport, NodeReport, unpack_evidence, unpack_report
 from ckptd.monitor.settings import WatchSettings

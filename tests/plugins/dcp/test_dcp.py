@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptd
+from ckptd.checkpoint.save import BoxRoot
 from ckptd.errors import CkptdError
-from ckptd.save import BoxRoot
 from ckptd_dcp import CkptdReader, CkptdWriter, atroot
 from tests.cli.running import Cli
 

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import psutil
 
+from ckptd.base.net.signing import job_secret
 from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
-from ckptd.net.signing import job_secret
 from tests.processes import LEASE_S, PATIENCE_S, free_port, until
 
 __all__ = ["TorchrunJob"]

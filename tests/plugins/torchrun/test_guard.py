@@ -106,7 +106,7 @@ def test_what_must_outlive_a_trainer_is_not_marked(tmp_path: Path) -> None:
     environ = os.environ | {TOKEN_VARIABLE: token}
     pipe = {"stdin": subprocess.PIPE, "env": environ, "cwd": tmp_path}
     plain = subprocess.Popen([sys.executable, "-c", "input()"], **pipe)  # type: ignore[call-overload]
-    keeper = subprocess.Popen([sys.executable, "-m", "ckptd.agent"], **pipe)  # type: ignore[call-overload]
+    keeper = subprocess.Popen([sys.executable, "-m", "ckptd.checkpoint.agent"], **pipe)  # type: ignore[call-overload]
     try:
         until(lambda: plain.pid in marked(token))
         assert marked(token) == {plain.pid}

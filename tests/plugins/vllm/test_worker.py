@@ -58,7 +58,7 @@ def test_ranks_give_up_after_the_same_looks_whatever_their_clocks_say(
     monkeypatch.delitem(sys.modules, "ckptd_vllm.worker", raising=False)
     worker = importlib.import_module("ckptd_vllm.worker")
     monkeypatch.delitem(sys.modules, "ckptd_vllm.worker")
-    version = importlib.import_module("ckptd.train.subscriber").WeightVersion
+    version = importlib.import_module("ckptd.publish.torch.subscriber").WeightVersion
     wanted = worker.CkptdUpdateInfo(number=3, epoch="e")
 
     engine = worker.CkptdWeightTransferEngine()

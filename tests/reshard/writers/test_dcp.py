@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptd
-from ckptd.cli.address import opened
+from ckptd.checkpoint.cli.address import opened
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.names import escape_fqn
+from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.errors import UsageError
-from ckptd.format import codec
-from ckptd.format.manifest import ObjectEntry
-from ckptd.format.names import escape_fqn
-from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.groups import gathered
 from ckptd.reshard.job import ReshardShare

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.cli.address import CheckpointAddress, held, opened
+from ckptd.checkpoint.cli.address import CheckpointAddress, held, opened
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.root.working import Working
 from ckptd.errors import (
     CkptdError,
     ConflictError,
@@ -22,7 +24,6 @@ from ckptd.errors import (
     StoreError,
     UsageError,
 )
-from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
@@ -35,12 +36,11 @@ from ckptd.reshard.writers.hf import HfPlace
 from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.reshard.writers.torchdist import TorchDistPlace
 from ckptd.reshard.writers.universal import UniversalPlace
-from ckptd.root.working import Working
 from ckptd.store import open_store
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from tests.load.builder import Array
+from tests.checkpoint.load.builder import Array
 from tests.readers.opening import open_reader
 from tests.reshard.llama import prepared, program, save
 from tests.sampling import sampled

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ckptd.checkpoint.load.files import check_size
 from ckptd.errors import CorruptError, NotFoundError, UsageError
-from ckptd.load.files import check_size
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
@@ -20,7 +20,7 @@ from ckptd.reshard.reports import Resharded
 from ckptd.reshard.writers.folder import FolderJob
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.store import open_store
-from tests.load.builder import Array
+from tests.checkpoint.load.builder import Array
 from tests.readers.opening import foreign_stock
 from tests.reshard.llama import (
     HF,

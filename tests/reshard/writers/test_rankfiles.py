@@ -22,7 +22,7 @@ from ckptd.reshard.reports import Resharded
 from ckptd.reshard.writers.folder import FolderJob
 from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.store import open_store
-from tests.load.builder import Array
+from tests.checkpoint.load.builder import Array
 from tests.reshard import test_ranks as by_hand
 from tests.reshard.llama import (
     HF,

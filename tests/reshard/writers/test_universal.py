@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.errors import UsageError
-from ckptd.format.manifest import ObjectEntry
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.writers.folder import FolderJob
 from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.store import open_store
+from tests.checkpoint.load.builder import Array
 from tests.cli.running import Cli
-from tests.load.builder import Array
 from tests.readers.opening import open_reader
 from tests.reshard.llama import groups, prepared, program, save, shapes, values
 

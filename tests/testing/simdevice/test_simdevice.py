@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.base.runtime import torchextension
 from ckptd.errors import DeadlineError, UsageError
-from ckptd.runtime import torchextension
 from ckptd.testing.simdevice import install, run, run_simulated_ranks
 from ckptd.testing.simdevice.loading import GUARD
 from tests.simulated import ON_SIMULATED_DEVICES, failing

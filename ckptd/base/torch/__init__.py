@@ -1,0 +1,1 @@
+"""What every slice that imports torch uses: devices, the board of ranks."""

@@ -1,0 +1,426 @@
+"""The board of a distributed job: the store that `init_process_group` already made."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from ckptd.base.digest import digest_hex
+from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
+from ckptd.base.runtime.host import address_towards, host_id
+from ckptd.base.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, Pulse, agree, wait
+from ckptd.decoding import json_decoder
+from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
+
+__all__ = [
+    "Agreement",
+    "JobBoard",
+    "bind_address",
+    "board_of",
+    "forget_boards",
+    "global_ranks",
+    "host_count",
+    "host_id",
+    "host_members",
+]
+
+
+T = TypeVar("T")
+
+
+_BLOCK = 64
+"""Rounds after which ranks count themselves, so that rank 0 may delete what it posted before."""
+
+
+class Agreement:
+    """Numbered rounds on a board: every rank makes the same calls in the same order.
+
+    A rank of this host that died is noticed at once, by `ckptd.base.runtime.ranks`. What is posted
+    is deleted some rounds later, when every rank has read it.
+
+    Parameters
+    ----------
+    timeout_s
+        For one round, in seconds: how far behind the slowest rank may be.
+    """
+
+    def __init__(self, board: Board, timeout_s: float) -> None:
+        self.board = board
+        self._timeout_s = timeout_s
+        self._peers = Peers(board, "agree")
+        self._round = 0
+        self._posted: dict[int, list[str]] = {}
+
+    def _key(self, name: str) -> str:
+        if self._round % _BLOCK == 0 and self._round and self.board.world > 1:
+            self._forget(self._round // _BLOCK)
+        self._round += 1
+        return f"agree/{self._round}/{name}"
+
+    def _forget(self, block: int) -> None:
+        """Note that this rank is done with a block of rounds; rank 0 deletes those that all are."""
+        if self.board.rank:
+            self.board.add(f"agree/done/{block}")
+            return
+        for old in sorted(self._posted):
+            if old > block or self.board.count(f"agree/done/{old}") < self.board.world - 1:
+                return
+            for key in (*self._posted.pop(old), f"agree/done/{old}"):
+                self.board.delete(key)
+
+    def _note(self, key: str) -> None:
+        """Note what rank 0 posts in this round, unless the round has a name of its own."""
+        if not key.startswith(f"agree/{self._round}/"):
+            return
+        self._posted.setdefault((self._round - 1) // _BLOCK + 1, []).append(key)
+
+    def on_rank_zero(self, name: str, function: Callable[[], Any], more_s: float = 0.0) -> Any:
+        """Run `function` on rank 0 and return its JSON-able result on every rank.
+
+        Parameters
+        ----------
+        more_s
+            How much longer than `timeout_s` that may take, in seconds.
+
+        Raises
+        ------
+        CkptdError
+            What `function` raised, on every rank; kind ``rank-died`` when rank 0 is gone;
+            `DeadlineError` when it does not answer.
+        """
+        if self.board.world == 1:
+            return function()
+        key = self._key(name)
+        wait_s = self._timeout_s + more_s
+        raw = self._answer(key, lambda: msgspec.json.encode(function()), wait_s)
+        return msgspec.json.decode(raw)
+
+    def all_reports(
+        self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes], round_of: str = ""
+    ) -> bytes:
+        """Bring every rank's value to rank 0, which turns the list into one value for all.
+
+        Parameters
+        ----------
+        round_of
+            Names the round where not every rank takes part in each: a number that only some of them
+            raise would keep them apart for ever.
+
+        Raises
+        ------
+        CkptdError
+            What `digest` raised, on every rank; kind ``rank-died`` when a rank is gone;
+            `DeadlineError` naming the ranks that are missing.
+        """
+        if self.board.world == 1:
+            return digest([value])
+        key = f"agree/{round_of}/{name}" if round_of else self._key(name)
+        if self.board.rank != 0:
+            self.board.set(f"{key}/{self.board.rank}", value)
+        # Rank 0 may have waited its whole time for a straggler before it answers.
+        patience = 2 * self._timeout_s
+        return self._answer(f"{key}/answer", lambda: digest(self._reports(key, value)), patience)
+
+    def no_errors(self, error: Exception | None, pulse: Pulse | None = None) -> None:
+        """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
+
+        One that is not of ckptd, as of a function of the program, is raised as it is where it was
+        brought; the other ranks raise kind ``crashed``. With a pulse a rank may be late as long as
+        it gets on.
+        """
+        key = self._key("errors")
+        if self.board.rank == 0 and self.board.world > 1:
+            self._note(f"{key}/all")
+        own = None if error is None else _reported(error)
+        try:
+            agree(
+                self.board,
+                key,
+                own,
+                pulse=pulse,
+                runs=self._peers.runs,
+                stall_s=self._timeout_s,
+            )
+        except CkptdError:
+            if error is not None and own is not error:
+                raise error from error.__cause__
+            raise
+
+    def on_every_rank(self, function: Callable[[], T], pulse: Pulse | None = None) -> T:
+        """Return what `function` returns here, if it raises nothing on any rank.
+
+        Parameters
+        ----------
+        pulse
+            Beaten by `function`, where it may take longer than `timeout_s`.
+
+        Raises
+        ------
+        CkptdError
+            On every rank, when it raises on one; see `no_errors`.
+        """
+        error: Exception | None = None
+        found: list[T] = []
+        try:
+            found.append(function())
+        except Exception as caught:  # noqa: BLE001 - no_errors raises it
+            error = caught
+        self.no_errors(error, pulse)
+        return found[0]
+
+    def wait(self, key: str, rank: int, timeout_s: float) -> bytes:
+        """Return what `rank` publishes under `key`; see `ckptd.base.runtime.ranks.wait`."""
+        runs = partial(self._peers.runs, rank)
+        return wait(self.board, key, rank, alive=runs, stall_s=timeout_s)
+
+    def _answer(self, key: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
+        """Rank 0 makes the answer; its error is everybody's."""
+        if self.board.rank == 0:
+            self._note(key)
+            try:
+                value = make()
+            except Exception as error:
+                self.board.set(key, b"-" + msgspec.json.encode(_reported(error).to_dict()))
+                raise
+            self.board.set(key, b"+" + value)
+            return value
+        raw = self.wait(key, 0, timeout_s)
+        if raw.startswith(b"-"):
+            raise CkptdError.from_dict(msgspec.json.decode(raw[1:]))
+        return raw[1:]
+
+    def _reports(self, key: str, own: bytes) -> list[bytes]:
+        """Collect on rank 0, by rank."""
+        out = [own]
+        end = time.monotonic() + self._timeout_s
+        for rank in range(1, self.board.world):
+            try:
+                left = max(0.01, end - time.monotonic())
+                out.append(self.wait(f"{key}/{rank}", rank, left))
+                self.board.delete(f"{key}/{rank}")
+            except DeadlineError as error:
+                raise self._missing(key, rank) from error
+        return out
+
+    def _missing(self, key: str, first: int) -> DeadlineError:
+        world = self.board.world
+        missing = [r for r in range(first, world) if self.board.peek(f"{key}/{r}") is None]
+        return DeadlineError(
+            "ranks did not report in time",
+            kind="board",
+            where=key,
+            wanted=f"all {world} ranks within {self._timeout_s:.0f} s",
+            found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+            hint=EVERY_RANK,
+        )
+
+
+def _reported(error: Exception) -> CkptdError:
+    """Return what other ranks raise for an error."""
+    if isinstance(error, CkptdError):
+        return error
+    return CkptdError(
+        "a rank was left by an error of its program",
+        kind="crashed",
+        found=repr(error)[:500],
+        hint="the output of that rank has the traceback",
+    )
+
+
+_members = json_decoder(dict[str, tuple[int, ...]])
+
+
+def host_members(agreement: Agreement) -> tuple[int, ...]:
+    """Return the group ranks on this rank's host, rising. One round on the board."""
+    return _hosts(agreement)[host_id()]
+
+
+def host_count(agreement: Agreement) -> int:
+    """Return the number of hosts of the group. One round on the board."""
+    return len(_hosts(agreement))
+
+
+def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
+    own = host_id()
+
+    def tabulate(ids: list[bytes]) -> bytes:
+        table: dict[str, list[int]] = {}
+        for rank, name in enumerate(ids):
+            table.setdefault(name.decode(), []).append(rank)
+        return msgspec.json.encode(table)
+
+    raw = agreement.all_reports("hosts", own.encode(), tabulate)
+    return _members.decode(raw)
+
+
+def bind_address() -> str:
+    """Return the address by which other nodes of the job reach this one; see `address_towards`."""
+    return address_towards(os.environ.get("MASTER_ADDR", "localhost"))
+
+
+_FIRST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.05
+_MAC_BYTES = 16
+_boards_made: dict[str, int] = {}
+
+
+class JobBoard:
+    """A board over torch's own store, with every key below one prefix.
+
+    The connection is a clone of the job's: a wait in one thread does not hold up another.
+
+    torch's store accepts whatever reaches its port. So where the job has a secret, every value
+    carries a MAC over its key and itself, and one without is refused: a stranger can end the job
+    there, as it can end its rendezvous, and cannot make ranks believe what no rank has posted.
+    Counters have none: the store itself adds.
+
+    Parameters
+    ----------
+    store
+        A ``torch.distributed.Store``.
+    rank, world
+        Position in, and size of, the process group that the board belongs to.
+    prefix
+        Of all keys.
+    secret
+        The job's; None: values are believed as they are.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world: int, prefix: str, secret: bytes | None = None
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._secret = None if secret is None else derived_key(secret, "board")
+        self.rank = rank
+        self.world = world
+
+    def clone(self) -> JobBoard:
+        """Return the same board on a connection of its own, for another thread."""
+        twin = JobBoard(_clone(self._store), self.rank, self.world, self._prefix)
+        twin._secret = self._secret
+        return twin
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        name = self._prefix + key
+        self._call(self._store.set, name, self._mac(name, value) + value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        end = time.monotonic() + timeout_s
+        pause = _FIRST_POLL_S
+        while (value := self.peek(key)) is None:
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    "no rank published a value in time",
+                    kind="board",
+                    where=key,
+                    wanted=f"within {timeout_s:.0f} s",
+                    hint=EVERY_RANK,
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+        return value
+
+    def peek(self, key: str) -> bytes | None:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        name = self._prefix + key
+        if not self._call(self._store.check, [name]):
+            return None
+        raw: bytes = self._call(self._store.get, name)
+        if self._secret is None:
+            return raw
+        mac, value = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(name, value)):
+            raise RefusedError(
+                "a value in the job's store was not written by a rank of this job",
+                kind="bad-mac",
+                where=name,
+                wanted=f"a MAC with the job's secret ({SECRET_VARIABLE})",
+                hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
+                "if it is, another program writes to the job's store: keep its port from others",
+            )
+        return value
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        return int(self._call(self._store.add, self._prefix + key, amount))
+
+    def count(self, key: str) -> int:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        # Adding nothing makes the key: a store must not fill with counters that were looked for.
+        return self.add(key, 0) if self._call(self._store.check, [self._prefix + key]) else 0
+
+    def delete(self, key: str) -> None:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        self._call(self._store.delete_key, self._prefix + key)
+
+    def _mac(self, name: str, value: bytes) -> bytes:
+        if self._secret is None:
+            return b""
+        key = name.encode()
+        signed = b"".join((len(key).to_bytes(8, "little"), key, value))
+        return hmac.digest(self._secret, signed, "sha256")[:_MAC_BYTES]
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (RuntimeError, dist.DistError) as error:
+            raise CkptdError(
+                "the job's store is gone",
+                kind="board-lost",
+                found=str(error).splitlines()[0][:200],
+                hint="rank 0 or the launcher has ended; see their logs",
+            ) from error
+
+
+def _clone(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError):
+        return store  # stores without connections (FileStore, HashStore) need no second one
+
+
+def global_ranks(process_group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group by group rank; ``(0,)`` without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise UsageError(
+                "a process group was given, but torch.distributed is not initialised",
+                kind="no-process-group",
+                hint="call torch.distributed.init_process_group first",
+            )
+        return (0,)
+    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def forget_boards() -> None:
+    """Count boards anew: this process joins another store, with ranks that have made none."""
+    _boards_made.clear()
+
+
+def board_of(process_group: Any, timeout_s: float) -> Board:
+    """Return a board for the ranks of a process group; the default group when None.
+
+    Every rank of the group calls this equally often: the count keeps boards apart.
+    """
+    ranks = global_ranks(process_group)
+    if len(ranks) == 1:
+        return LocalBoard()
+    own = digest_hex(repr(ranks).encode())[:12]
+    _boards_made[own] = _boards_made.get(own, 0) + 1
+    store = dist.distributed_c10d._get_default_store()
+    store = _clone(store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    rank = ranks.index(dist.get_rank())
+    prefix = f"ckptd/{own}/{_boards_made[own]}/"
+    return JobBoard(store, rank, len(ranks), prefix, given_secret())

@@ -1,0 +1,69 @@
+"""The agent's own ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptd.base.net.address import Address, parse_address
+from ckptd.errors import StoreError, UsageError
+from ckptd.events.metrics import Metrics
+
+__all__ = ["serve_metrics"]
+
+
+@contextmanager
+def serve_metrics(address: str, where: str) -> Iterator[str]:
+    """Serve what this process counts from now on, while the block runs.
+
+    Parameters
+    ----------
+    address
+        ``HOST:PORT``; port 0 takes any that is free.
+    where
+        Which option or variable gave it, for the error.
+
+    Yields
+    ------
+    str
+        The URL.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: it is no address. Kind ``missing-package``: the extra ``metrics``
+        is not installed.
+    StoreError
+        kind ``listen``: the address cannot be had.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "metrics need prometheus-client, which is not installed",
+            kind="missing-package",
+            hint="pip install 'ckptd[metrics]'",
+        ) from error
+    host, port = parse_address(
+        address, "an address", where=where, kind="bad-argument", any_port=True
+    )
+    metrics = Metrics()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        metrics.close()
+        raise StoreError(
+            "metrics cannot be served here",
+            kind="listen",
+            where=str(Address(host, port)),
+            found=error.strerror or str(error),
+        ) from error
+    try:
+        yield f"http://{Address(host, server.server_port)}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        metrics.close()

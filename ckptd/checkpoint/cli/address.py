@@ -1,0 +1,152 @@
+"""How the command line names a checkpoint, and how it opens one.
+
+``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line, and
+``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line. ``ROOT@latest`` says
+the first explicitly, for a root whose own name ends like a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.leases import hold_or_read, reading
+from ckptd.cli.output import warn
+from ckptd.errors import NotFoundError, UsageError
+from ckptd.readers.find import split_file
+from ckptd.readers.torchfiles import SHARD
+from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
+
+__all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
+
+Root = Annotated[str, Parameter(help="Path or URL of a root.")]
+Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
+
+_PATIENCE_S = 30.0
+"""How long a call that may heal is tried again: somebody sits there and waits."""
+
+_ADDRESS = re.compile(r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAddress:
+    """A root and, unless the newest checkpoint is meant, a step and perhaps a generation."""
+
+    root: str
+    step: int | None = None
+    generation: int | None = None
+
+    @staticmethod
+    def of(text: str) -> CheckpointAddress:
+        """Parse what a user gave."""
+        found = _ADDRESS.fullmatch(text)
+        if not found:
+            return CheckpointAddress(text)
+        root, step, generation = found.groups()
+        return CheckpointAddress(
+            root, int(step) if step else None, int(generation) if generation else None
+        )
+
+    def find(self, catalogue: Catalogue, *, everywhere: bool = False) -> CommitName:
+        """Return the commit that is meant.
+
+        Raises
+        ------
+        NotFoundError
+            There is none.
+        """
+        if self.step is not None:
+            lost = everywhere or self.generation is not None
+            return catalogue.find(self.step, all=lost, generation=self.generation)
+        latest = catalogue.latest()
+        if latest is None:
+            raise NotFoundError(
+                "no checkpoint counts here",
+                kind="no-commit",
+                where=self.root,
+                hint=f"ckptd ls {self.root} --all shows abandoned lines",
+            )
+        return latest
+
+
+def needs_step(text: str) -> CheckpointAddress:
+    """Parse an address that must name a step, for verbs where "the newest" is not obvious."""
+    address = CheckpointAddress.of(text)
+    if address.step is None:
+        raise UsageError(
+            "say which step",
+            where=text,
+            wanted="ROOT@STEP or ROOT@STEP-gGENERATION",
+            hint=f"ckptd ls {address.root}",
+        )
+    return address
+
+
+def spec_of(root: str) -> StoreSpec:
+    """Return the store of a root, with tries that fit a person's patience."""
+    return StoreSpec(root).wrapped(PackSpec(level=None), RetrySpec(deadline_s=_PATIENCE_S))
+
+
+@contextmanager
+def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalogue]:
+    """Open an existing root, or a foreign checkpoint as a root that is only read.
+
+    Parameters
+    ----------
+    step
+        Of a foreign checkpoint that does not say its own.
+    foreign
+        Whether there may be a foreign checkpoint.
+
+    Raises
+    ------
+    NotFoundError
+        There is neither.
+    MismatchError, CorruptError, RefusedError
+        As `ckptd.readers.find.find_foreign`.
+    """
+    folder, file = split_file(root)
+    with spec_of(folder).open() as store:
+        try:
+            catalogue = open_catalogue(store, root, file, step, foreign=foreign)
+        except NotFoundError as error:
+            if "@" in root.rpartition("/")[2] and error.hint:
+                error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")
+            raise
+        found = foreign_format(catalogue)
+        suspect = None if found else catalogue.suspect()
+        if suspect is not None:
+            warn(f"{suspect.message} ({suspect.where})")
+        yield catalogue
+        if found:
+            # Last: an error in JSON is alone on standard error.
+            shard = SHARD.search(file)
+            if shard and int(shard[2]) > 1:
+                warn(
+                    f"{file} alone was read, which is one of {int(shard[2])} files of a model;"
+                    " name the folder to read all"
+                )
+            warn(
+                f"{root} was read as {found}, which has no digests: sizes are checked,"
+                " bytes are not"
+            )
+
+
+@contextmanager
+def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit]:
+    """Keep a checkpoint from being deleted while the block runs, however long that takes.
+
+    Where no lease can be written (a full disk, a root that is read-only), it is read without one,
+    and the user is warned.
+    """
+    with reading(hold_or_read(catalogue, name, holder=holder), warn) as commit:
+        yield commit

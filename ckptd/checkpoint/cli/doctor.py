@@ -1,0 +1,184 @@
+"""``ckptd doctor``: what this machine and this store can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.base.runtime.host import environment, versions
+from ckptd.checkpoint.tools.doctor import CREATE_ONLY, StoreCheck, probe
+from ckptd.cli.output import Document, Json, Reply, flag, option
+from ckptd.elastic.nccl import (
+    LEAST_TORCH,
+    SETTINGS,
+    installed_version,
+    too_old,
+    wrong_settings,
+)
+from ckptd.errors import RefusedError, UsageError
+from ckptd.store import StoreSpec, registry_problems
+
+__all__ = ["DoctorDocument", "PluginRow", "RecoveryRow", "doctor"]
+
+
+class PluginRow(msgspec.Struct, frozen=True):
+    """An installed store that cannot be used: its URL scheme, its package, and why."""
+
+    scheme: str
+    origin: str
+    message: str
+
+
+class RecoveryRow(msgspec.Struct, frozen=True):
+    """One finding about recovery in process: ``ok``, ``info`` or ``warn``, and words for people."""
+
+    status: Literal["ok", "info", "warn"]
+    message: str
+
+
+class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
+    """What ``ckptd doctor --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL; null when none was given.
+    healthy
+        Nothing failed.
+    checks
+        Findings about the store, each with name (``root``, ``durability``, ``space``, ``files``,
+        ``write``, ``create-only``, ``listing``, ``ranges``, ``latency``, ``speed``), status
+        (``ok``, ``info``, ``warn``, ``fail``) and message.
+    plugins
+        Installed packages that do not work.
+    recovery
+        What keeps `ckptd.elastic.session` from going on in the same process on NCCL.
+    versions
+        By package; null when it is not installed.
+    environment
+        Limits and settings of this process, without secrets.
+    """
+
+    root: str | None
+    healthy: bool
+    checks: tuple[StoreCheck, ...]
+    plugins: tuple[PluginRow, ...]
+    recovery: tuple[RecoveryRow, ...]
+    versions: dict[str, str | None]
+    environment: dict[str, str]
+
+
+def doctor(
+    root: Annotated[str | None, option("Path or URL; need not exist yet.")] = None,
+    /,
+    *,
+    read_only: Annotated[bool, flag("Write nothing.")] = False,
+    quick: Annotated[bool, flag("Do not measure speed.")] = False,
+    cluster: Annotated[
+        bool, flag("Probe the nodes of a job and their links instead; start it once per node.")
+    ] = False,
+    nodes: Annotated[
+        str | None,
+        option("--cluster: how many nodes, or their names (a,b,c)."),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        option("--cluster: number of this node; 0 coordinates."),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        option("--cluster: HOST:PORT where the coordinator listens."),
+    ] = None,
+    wait_s: Annotated[
+        float, Parameter(help="--cluster: for all nodes to come, in seconds.")
+    ] = 30.0,
+    limit_s: Annotated[
+        float, Parameter(help="--cluster: for tests and probes after that, in seconds.")
+    ] = 60.0,
+    probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 4 << 20,
+    json: Json = False,
+) -> Reply | int:
+    """Probe a root's store, plugins, versions and environment, or with --cluster a job's nodes.
+
+    What it writes lies in a folder of its own below ROOT and is removed again. With --cluster it
+    is started once per node and names nodes and links that are not well; CKPTD_SECRET must be the
+    same on all.
+    """
+    if cluster:
+        from ckptd.monitor.cli.cluster import doctor_cluster
+
+        if root is not None:
+            raise UsageError(
+                "--cluster takes no root", hint="probe the root by a command of its own"
+            )
+        return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes)
+    checks: list[StoreCheck] = []
+    if root is not None:
+        for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
+            checks.append(check)
+            if not json:
+                print(f"{check.status:5} {check.name:12} {check.message}", flush=True)
+    problems = tuple(PluginRow(p.scheme, p.origin, p.message) for p in registry_problems())
+    document = DoctorDocument(
+        root=root,
+        healthy=not problems and all(c.status != "fail" for c in checks),
+        checks=tuple(checks),
+        plugins=problems,
+        recovery=tuple(_recovery(os.environ)),
+        versions=versions(),
+        environment=environment(),
+    )
+    reply = Reply(document, _show, 0 if document.healthy else 1)
+    if (refusal := _refusal(document)) is not None:
+        reply.print(as_json=json)
+        raise refusal
+    return reply
+
+
+def _recovery(environ: Mapping[str, str]) -> Iterator[RecoveryRow]:
+    """Look at what a session wants of NCCL, as far as this environment is that of a job."""
+    version = installed_version()
+    if version is None:
+        yield RecoveryRow("info", "no NCCL from a wheel here: groups of gloo need no settings")
+        return
+    name, sound = ".".join(map(str, version)), True
+    for setting in wrong_settings(environ):
+        sound = False
+        found = f"{setting.name}={environ[setting.name]}"
+        yield RecoveryRow("warn", f"{found}: {setting.consequence}; run: unset {setting.name}")
+    if old := too_old(version):
+        sound = False
+        yield RecoveryRow("warn", f"{old}; run: pip install --upgrade 'torch>={LEAST_TORCH}'")
+    if sound:
+        settings = " ".join(f"{s.name}={s.wanted}" for s in SETTINGS)
+        yield RecoveryRow("ok", f"NCCL {name}; a session sets {settings}")
+
+
+def _show(document: DoctorDocument) -> None:
+    for p in document.plugins:
+        print(f"fail  plugin       {p.scheme}:// from {p.origin}: {p.message}")
+    for row in document.recovery:
+        print(f"{row.status:5} recovery     {row.message}")
+    for name, version in document.versions.items():
+        print(f"info  version      {name} {version or '(not installed)'}")
+    for name, value in document.environment.items():
+        print(f"info  environment  {name} = {value}")
+    print("\nall is well" if document.healthy else "\nsomething does not work: see `fail` above")
+
+
+def _refusal(document: DoctorDocument) -> RefusedError | None:
+    for check in document.checks:
+        if check.name == CREATE_ONLY and check.status == "fail":
+            return RefusedError(
+                "checkpoints cannot be kept here",
+                kind="no-create-only",
+                where=document.root,
+                wanted="a store on which exactly one of several writers creates an object",
+                found=check.message,
+                hint="a local or shared file system, or S3 with If-None-Match",
+            )
+    return None

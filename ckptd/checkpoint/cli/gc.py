@@ -1,0 +1,253 @@
+"""``ckptd gc``: delete what no kept checkpoint needs; the plan first."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.checkpoint.cli.address import Root, opened
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
+from ckptd.checkpoint.root.policy import Best, Keep, metric_of
+from ckptd.cli.options import duration_s
+from ckptd.cli.output import (
+    Document,
+    Json,
+    Reply,
+    flag,
+    note,
+    print_rows,
+    size_text,
+)
+from ckptd.errors import RefusedError, UsageError
+
+__all__ = ["GcDocument", "Skipped", "gc"]
+
+
+class Skipped(GcItem, frozen=True, kw_only=True):
+    """An item that stayed, and why."""
+
+    why: str
+
+
+class GcDocument(Document, frozen=True, kw_only=True, tag="gc"):
+    """What ``ckptd gc --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL.
+    dry_run
+        Nothing was deleted.
+    planned
+        What may go: kind (``commit``, ``data``, ``leftover``, ``parts``, ``pin``, ``lease``), key,
+        reason, nbytes, objects, and modified (seconds since 1970).
+    planned_bytes
+        Bytes that this frees.
+    kept
+        Checkpoints that stay, with the reasons.
+    notes
+        What somebody should look at.
+    deleted, skipped, swept
+        Items that are gone, those that stayed because something changed meanwhile (with `why`),
+        and names of what interrupted calls had left. Empty in a dry run.
+    """
+
+    root: str
+    dry_run: bool
+    planned: tuple[GcItem, ...]
+    planned_bytes: int
+    kept: tuple[GcKept, ...]
+    notes: tuple[str, ...]
+    deleted: tuple[GcItem, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    swept: tuple[str, ...] = ()
+
+
+def gc(
+    root: Root,
+    /,
+    *,
+    keep: Annotated[
+        int | None,
+        Parameter(help="Keep the newest so many of the line; all without any --keep."),
+    ] = None,
+    keep_every_steps: Annotated[
+        int | None, Parameter(help="Keep the first at or after each multiple.")
+    ] = None,
+    keep_every: Annotated[
+        str | None, Parameter(help="Keep the first of each period: 30m, 6h, 1d.")
+    ] = None,
+    keep_best: Annotated[
+        str | None, Parameter(help="Keep the best by a metric: loss:min:3, accuracy:max:1.")
+    ] = None,
+    abandoned: Annotated[str, Parameter(help="How long commits beside the line are kept.")] = "7d",
+    leftover: Annotated[
+        str, Parameter(help="Age at which an attempt of the newest generation is given up.")
+    ] = "1d",
+    other_runs: Annotated[
+        bool,
+        flag("Delete abandoned lines of other runs too: what the newest does not descend from."),
+    ] = False,
+    dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
+    yes: Annotated[bool, flag("Do not ask.")] = False,
+    json: Json = False,
+) -> Reply:
+    """Delete what no kept checkpoint needs: leftovers, abandoned lines, and by --keep old steps.
+
+    Never deleted are the newest complete checkpoint and all after it, and what is pinned or read.
+    """
+    rule = _rule(keep, keep_every_steps, keep_every, keep_best)
+    waits = duration_s(abandoned, "--abandoned"), duration_s(leftover, "--leftover")
+    with opened(root) as catalogue:
+        if rule is not None and rule.best is not None:
+            _check_metric(catalogue, rule.best[0], root)
+        plan = plan_gc(
+            catalogue, rule, abandoned_s=waits[0], leftover_s=waits[1], other_runs=other_runs
+        )
+        if not json:
+            _show_plan(plan)
+        report = GcReport()
+        if not dry_run:
+            _confirm(plan, root, yes=yes, ask=not json)
+            report = run_gc(catalogue.store, plan)
+        url = catalogue.store.url
+    document = _document(url, plan, report, dry_run=dry_run)
+    return Reply(document, lambda _: _show_report(report))
+
+
+def _rule(
+    last: int | None, every_steps: int | None, every: str | None, best: str | None
+) -> Keep | None:
+    if (last, every_steps, every, best) == (None,) * 4:
+        return None
+    period = None if every is None else timedelta(seconds=duration_s(every, "--keep-every"))
+    # Given only, say, --keep-best, the newest alone stays besides: to keep all would make the
+    # other rules do nothing.
+    return Keep(
+        last=1 if last is None else last,
+        every_steps=every_steps,
+        every=period,
+        best=None if best is None else _best(best),
+    )
+
+
+def _check_metric(catalogue: Catalogue, metric: str, root: str) -> None:
+    """Raise where no checkpoint has the metric: the rule would keep nothing, and all would go."""
+    catalogue.open()
+    commits = [catalogue.commit(name) for name in catalogue.line()]
+    if not commits:
+        return
+    without = [c.name.step for c in commits if metric_of(c.metadata.get(metric)) is None]
+    if len(without) == len(commits):
+        known = sorted(
+            {k for c in commits for k, v in c.metadata.items() if metric_of(v) is not None}
+        )
+        raise UsageError(
+            f"no checkpoint of the line has the metric {metric!r}",
+            kind="bad-argument",
+            where=root,
+            wanted="a number in the metadata of checkpoints",
+            found=f"numbers {', '.join(known[:16])}" if known else "no numbers",
+            hint="save(step, state, metadata={...}) keeps metrics; without --keep-best other rules "
+            "decide",
+        )
+    if without:
+        steps = ", ".join(map(str, without[:8])) + (", ..." if without[8:] else "")
+        note(
+            f"{len(without)} of {len(commits)} checkpoints have no number {metric!r}, and are not "
+            f"among the best: steps {steps}"
+        )
+
+
+def _best(text: str) -> Best:
+    metric, _, mode = text.rpartition(":")[0].rpartition(":")
+    count = text.rpartition(":")[2]
+    if metric and count.isdecimal():
+        if mode == "min":
+            return metric, "min", int(count)
+        if mode == "max":
+            return metric, "max", int(count)
+    raise UsageError(
+        "not a rule for the best",
+        kind="bad-argument",
+        where="--keep-best",
+        wanted="METRIC:min:N or METRIC:max:N",
+        found=text,
+    )
+
+
+def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
+    """Ask a person; refuse where nobody can answer."""
+    if yes or not plan.items:
+        return
+    if not ask or not sys.stdin.isatty():
+        raise RefusedError(
+            f"{len(plan.items)} things would be deleted, and nobody is there to confirm it",
+            kind="unconfirmed",
+            where=root,
+            hint="--yes deletes without asking; --dry-run only shows the plan",
+        )
+    print(f"delete {len(plan.items)} things, {size_text(plan.nbytes)}? [y/N] ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RefusedError("nothing was deleted", kind="unconfirmed", where=root)
+
+
+def _document(url: str, plan: GcPlan, report: GcReport, *, dry_run: bool) -> GcDocument:
+    import msgspec
+
+    return GcDocument(
+        root=url,
+        dry_run=dry_run,
+        planned=plan.items,
+        planned_bytes=plan.nbytes,
+        kept=plan.kept,
+        notes=plan.notes,
+        deleted=report.deleted,
+        skipped=tuple(Skipped(**msgspec.structs.asdict(i), why=why) for i, why in report.skipped),
+        swept=report.swept,
+    )
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show_plan(plan: GcPlan) -> None:
+    for text in plan.notes:
+        note(text)
+    if plan.kept:
+        print_rows(
+            plan.kept,
+            {
+                ">KEEP STEP": lambda k: k.step,
+                ">GEN": lambda k: k.generation,
+                "BECAUSE": lambda k: "; ".join(k.reasons),
+            },
+        )
+        print()
+    if not plan.items:
+        print("nothing to delete")
+        return
+    print_rows(
+        plan.items,
+        {
+            "DELETE": lambda i: i.kind,
+            "KEY": lambda i: i.key,
+            ">SIZE": lambda i: size_text(i.nbytes) if i.nbytes else None,
+            "BECAUSE": lambda i: i.reason,
+        },
+    )
+    print(f"\nin all {len(plan.items)} things, {size_text(plan.nbytes)}")
+
+
+def _show_report(report: GcReport) -> None:
+    for item, why in report.skipped:
+        note(f"kept {item.key}: {why}")
+    if report.deleted:
+        freed = size_text(sum(i.nbytes for i in report.deleted))
+        print(f"deleted {len(report.deleted)} things, {freed}")
+    if report.swept:
+        print(f"removed {len(report.swept)} remains of interrupted calls")

@@ -1,0 +1,133 @@
+"""``ckptd pin``, ``unpin`` and ``pins``: checkpoints that are never deleted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ckptd.checkpoint.cli.address import CheckpointAddress, Root, Where, needs_step, opened
+from ckptd.checkpoint.format.names import CommitName, commit_key, pin_key
+from ckptd.checkpoint.format.records import Pin
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows
+from ckptd.cli.output import time_text as when
+from ckptd.errors import CorruptError, NotFoundError
+
+__all__ = ["PinDocument", "PinRow", "PinsDocument", "UnpinDocument", "pin", "pins", "unpin"]
+
+
+class PinRow(msgspec.Struct, frozen=True):
+    """One pin: the checkpoint, when and why it was pinned, and whether it still exists."""
+
+    step: int
+    generation: int
+    created: str
+    reason: str
+    exists: bool
+
+
+class PinDocument(Document, frozen=True, kw_only=True, tag="pin"):
+    """What ``ckptd pin --json`` prints: the pin as it is now (pinning twice keeps the first)."""
+
+    root: str
+    pin: PinRow
+
+
+class UnpinDocument(Document, frozen=True, kw_only=True, tag="unpin"):
+    """What ``ckptd unpin --json`` prints: the checkpoint that is no longer pinned."""
+
+    root: str
+    step: int
+    generation: int
+
+
+class PinsDocument(Document, frozen=True, kw_only=True, tag="pins"):
+    """What ``ckptd pins --json`` prints: every pin of the root, by step."""
+
+    root: str
+    pins: tuple[PinRow, ...]
+
+
+def pin(
+    where: Where,
+    /,
+    *,
+    reason: Annotated[str, option("Why, for people.")] = "",
+    json: Json = False,
+) -> Reply:
+    """Keep a checkpoint for ever: no retention and no gc deletes it."""
+    address = CheckpointAddress.of(where)
+    with opened(address.root) as catalogue:
+        name = address.find(catalogue)
+        catalogue.pin(name, reason)
+        document = PinDocument(root=catalogue.store.url, pin=_row(catalogue, name))
+    return Reply(document, lambda _: print(f"pinned {name}"))
+
+
+def unpin(where: Where, /, *, json: Json = False) -> Reply:
+    """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
+    address = needs_step(where)
+    with opened(address.root) as catalogue:
+        name = _pinned(catalogue, address)
+        catalogue.unpin(name)
+        document = UnpinDocument(
+            root=catalogue.store.url, step=name.step, generation=name.generation
+        )
+    return Reply(document, lambda _: print(f"no longer pinned: {name}"))
+
+
+def pins(root: Root, /, *, json: Json = False) -> Reply:
+    """List the pinned checkpoints."""
+    with opened(root) as catalogue:
+        rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
+        try:
+            catalogue.line()
+        except CorruptError as error:
+            if error.kind != "missing-record":  # which `opened` has said
+                note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
+        document = PinsDocument(root=catalogue.store.url, pins=rows)
+    return Reply(document, _show)
+
+
+def _show(document: PinsDocument) -> None:
+    if not document.pins:
+        print("nothing is pinned")
+        return
+    print_rows(
+        document.pins,
+        {
+            ">STEP": lambda r: r.step,
+            ">GEN": lambda r: r.generation,
+            "PINNED": lambda r: when(r.created),
+            "REASON": _reason,
+        },
+    )
+
+
+def _reason(row: PinRow) -> str:
+    return row.reason if row.exists else f"{row.reason} (the checkpoint is gone)".strip()
+
+
+def _row(catalogue: Catalogue, name: CommitName) -> PinRow:
+    record = catalogue.read(pin_key(name), Pin)
+    exists = catalogue.store.exists(commit_key(name))
+    return PinRow(name.step, name.generation, record.created, record.reason, exists)
+
+
+def _pinned(catalogue: Catalogue, address: CheckpointAddress) -> CommitName:
+    """Return the pin that is meant; its checkpoint need not exist any more."""
+    found = [
+        name
+        for name in sorted(catalogue.pins(), reverse=True)
+        if name.step == address.step and address.generation in (None, name.generation)
+    ]
+    if not found:
+        raise NotFoundError(
+            f"step {address.step} is not pinned",
+            kind="no-pin",
+            where=address.root,
+            hint=f"ckptd pins {address.root}",
+        )
+    counted = set(catalogue.line())
+    return next((name for name in found if name in counted), found[0])

@@ -1,0 +1,96 @@
+"""``ckptd rollback``: go back to an older checkpoint, by one small record."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ckptd.checkpoint.cli.address import Where, needs_step, opened
+from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.cli.output import Document, Json, Reply, flag
+from ckptd.errors import CorruptError
+
+__all__ = ["AbandonedCommit", "RollbackDocument", "rollback"]
+
+_MOST_SHOWN = 8
+
+
+class AbandonedCommit(msgspec.Struct, frozen=True, order=True):
+    """A commit that counted before and no longer does."""
+
+    step: int
+    generation: int
+
+
+class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
+    """What ``ckptd rollback --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL.
+    step, generation
+        The checkpoint that is now the newest.
+    claimed
+        The generation that says so.
+    abandoned
+        Commits that no longer count because of it. They are kept for a week, and can be taken up
+        again.
+    """
+
+    root: str
+    step: int
+    generation: int
+    claimed: int
+    abandoned: tuple[AbandonedCommit, ...]
+
+
+def rollback(
+    where: Where,
+    /,
+    *,
+    all: Annotated[
+        bool, flag("Look for the step on abandoned lines too, the newest generation first.")
+    ] = False,
+    json: Json = False,
+) -> Reply:
+    """Make an older checkpoint the newest that counts; moves and deletes nothing.
+
+    Later checkpoints no longer count. A job that still writes here is told so at its next save.
+    """
+    address = needs_step(where)
+    with opened(address.root) as catalogue:
+        name = address.find(catalogue, everywhere=all)
+        before = _line(catalogue)
+        claimed = catalogue.rollback(name.step, all=True, generation=name.generation)
+        left = before - _line(catalogue)
+        document = RollbackDocument(
+            root=catalogue.store.url,
+            step=name.step,
+            generation=name.generation,
+            claimed=claimed.generation,
+            abandoned=tuple(sorted(AbandonedCommit(n.step, n.generation) for n in left)),
+        )
+    return Reply(document, _show)
+
+
+def _line(catalogue: Catalogue) -> set[CommitName]:
+    """Return what counts; nothing where a root has lost records, which is what this verb mends."""
+    try:
+        return set(catalogue.line())
+    except CorruptError:
+        return set()
+
+
+def _show(document: RollbackDocument) -> None:
+    d = document
+    print(f"step {d.step} is now the newest (generation {d.claimed})")
+    if not d.abandoned:
+        return
+    steps = ", ".join(str(a.step) for a in d.abandoned[:_MOST_SHOWN])
+    more = f" and {len(d.abandoned) - _MOST_SHOWN} more" if len(d.abandoned) > _MOST_SHOWN else ""
+    last = d.abandoned[-1]
+    print(f"no longer counted: {steps}{more}")
+    print(f"to undo: ckptd rollback {d.root}@{last.step}-g{last.generation}")

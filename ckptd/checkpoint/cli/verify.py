@@ -1,0 +1,158 @@
+"""``ckptd verify``: is everything as it was written? Names what is not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
+from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.load.witnesses import VerifyFinding, VerifyReport
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.tools.verify import check_records
+from ckptd.checkpoint.tools.verify import verify as verify_one
+from ckptd.cli.output import (
+    Document,
+    Json,
+    Reply,
+    flag,
+    print_rows,
+    progress_bar,
+    shorten,
+    size_text,
+)
+from ckptd.errors import CorruptError, StoreError, UsageError
+
+__all__ = ["VerifyDocument", "verify"]
+
+_MOST_SHOWN = 100
+_DETAIL_WIDTH = 100
+_NOT_CORRUPT = frozenset({"permission", "no-space", "store", "store-transient", "stalled"})
+"""Kinds that tell of a store that failed, and not of bytes that are wrong."""
+
+
+class VerifyDocument(Document, frozen=True, kw_only=True, tag="verify"):
+    """What ``ckptd verify --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL.
+    ok
+        Nothing is wrong with any of them.
+    checkpoints
+        One report each, oldest first: step, generation, deep (data was read), files, tensors,
+        chunks, data_bytes, read_bytes, absent (tensors that are incomplete on purpose), blind
+        (tensors for which the witness can say nothing), findings, and more (the number of findings
+        left out). A finding has kind, message, file, rank, tensor, chunk, where, wanted, found.
+    records
+        Findings about the root's own records: generations, and what was lost of them.
+    """
+
+    root: str
+    ok: bool
+    checkpoints: tuple[VerifyReport, ...]
+    records: tuple[VerifyFinding, ...] = ()
+
+
+def verify(
+    where: Where,
+    /,
+    *,
+    quick: Annotated[bool, flag("Sizes and headers only; read no data.")] = False,
+    all: Annotated[bool, flag("Every checkpoint that counts.")] = False,
+    json: Json = False,
+) -> Reply:
+    """Check every byte of a checkpoint; name tensor, chunk, file and rank of what is bad.
+
+    The exit code is 3 when something is.
+    """
+    address = CheckpointAddress.of(where)
+    if all and address.step is not None:
+        raise UsageError("--all checks every step", where=where, wanted="ROOT without @STEP")
+    with opened(address.root) as catalogue:
+        findings = check_records(catalogue)
+        names = catalogue.line() if all else [address.find(catalogue)]
+        reports = []
+        for name in names:
+            reports.append(_verify(catalogue, name, quick=quick))
+            if not json:
+                _show_report(reports[-1])
+        document = VerifyDocument(
+            root=catalogue.store.url,
+            ok=not findings and not any(r.findings for r in reports),
+            checkpoints=tuple(reports),
+            records=findings,
+        )
+    return Reply(document, _show_rest, _exit_code(reports, findings))
+
+
+def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyReport:
+    try:
+        with held(catalogue, name, "verify"):
+            with progress_bar(f"step {name.step}") as bar:
+                return verify_one(catalogue, name, deep=not quick, progress=bar)
+    except CorruptError as error:
+        # The commit record itself is damaged, so that no lease could be taken.
+        finding = VerifyFinding.of(error)
+        return VerifyReport(
+            step=name.step, generation=name.generation, deep=not quick, findings=(finding,)
+        )
+
+
+def _exit_code(reports: list[VerifyReport], records: tuple[VerifyFinding, ...]) -> int:
+    kinds = {f.kind for r in reports for f in r.findings} | {f.kind for f in records}
+    if not kinds:
+        return 0
+    return StoreError.exit_code if kinds <= _NOT_CORRUPT else CorruptError.exit_code
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show_rest(document: VerifyDocument) -> None:
+    """Show what is not shown yet: reports come as checkpoints are verified."""
+    if not document.checkpoints:
+        print("no checkpoint counts here: nothing to check")
+        return
+    for finding in document.records:
+        print(f"BAD: {finding.message} ({finding.where})")
+
+
+def _show_report(report: VerifyReport) -> None:
+    r = report
+    title = f"step {r.step} of generation {r.generation}"
+    count = len(r.findings) + r.more
+    if not count:
+        did = f"{size_text(r.read_bytes)} read" if r.deep else "sizes and headers only"
+        print(f"{title}: good; {r.tensors} tensors in {r.files} files, {did}")
+    else:
+        print(f"{title}: BAD, {count} finding{'s' * (count != 1)}")
+        _show_findings(report)
+    if r.absent:
+        print(f"  {len(r.absent)} tensors are incomplete on purpose")
+
+
+def _show_findings(report: VerifyReport) -> None:
+    print_rows(
+        report.findings[:_MOST_SHOWN],
+        {
+            "KIND": lambda f: f.kind,
+            "TENSOR": lambda f: f.tensor,
+            "CHUNK": lambda f: f.chunk if f.chunk != f.tensor else None,
+            ">RANK": lambda f: f.rank,
+            "FILE": lambda f: f.file,
+            "WHAT": lambda f: shorten(_detail(f), _DETAIL_WIDTH),
+        },
+    )
+    left = len(report.findings) - _MOST_SHOWN + report.more
+    if left > 0:
+        print(f"... and {left} more; --json lists up to {len(report.findings)}")
+
+
+def _detail(finding: VerifyFinding) -> str:
+    text = finding.message
+    if finding.where:
+        text += f" ({finding.where})"
+    if finding.wanted or finding.found:
+        text += f": wanted {finding.wanted or 'nothing'}, found {finding.found or 'nothing'}"
+    return text

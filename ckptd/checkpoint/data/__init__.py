@@ -1,0 +1,1 @@
+"""Which sample belongs to which step, whatever the world is. No torch."""

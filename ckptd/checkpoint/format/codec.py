@@ -1,0 +1,470 @@
+"""Objects without pickle: plain values as tagged JSON (spec section 7).
+
+JSON values stand for themselves. Everything else is ``{"$": tag, ...}``: tuples, bytes, sets,
+numpy arrays and scalars, complex numbers, huge integers, non-finite floats, dicts with keys that
+JSON lacks, dates, paths and other values of the standard library, enums and dataclasses that were
+registered. Anything else is an error that says how to register it.
+
+Decoding imports nothing that a file names and runs no code that was not registered. Enums and
+named tuples that are not registered are made again where their class is loaded already; elsewhere
+they come back as their plain value.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime as dt
+import enum
+import fractions
+import logging
+import math
+import pathlib
+import sys
+import types
+import uuid
+import zoneinfo
+from collections import Counter
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ckptd.checkpoint.format.strictjson import unique_keys
+from ckptd.errors import CkptdError, CorruptError, UsageError
+from ckptd.types import DTYPES, dtype_of
+
+__all__ = ["decode", "encode", "is_named_tuple", "register"]
+
+MAX_DEPTH = 64
+MAX_ALIKE = 32
+"""Most members of a set, or keys, with one hash."""
+MAX_DIMS = 32
+"""What numpy before 2.0 can hold."""
+_ENUM, _NAMED = "ckptd.Enum", "ckptd.NamedTuple"
+_log = logging.getLogger("ckptd")
+_PLAIN = (bool, int, float, str, type(None))
+_by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
+_by_tag: dict[str, Callable[[Any], Any]] = {}
+
+
+def register(
+    cls: type,
+    *,
+    name: str | None = None,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+) -> type:
+    """Let values of `cls` be saved; usable as a decorator on dataclasses and enums.
+
+    Parameters
+    ----------
+    cls
+        The type. Enums and dataclasses need no functions.
+    name
+        Name in checkpoints; the qualified class name when left out. It must not change later.
+    encode, decode
+        To and from values that are savable already.
+
+    Raises
+    ------
+    UsageError
+        The type needs functions, or the name is taken by another type.
+    """
+    name = name or f"{cls.__module__}.{cls.__qualname__}"
+    if encode is None or decode is None:
+        if issubclass(cls, enum.Enum):
+            encode, decode = (lambda v: v.name), (lambda raw: cls[raw])
+        elif dataclasses.is_dataclass(cls):
+            encode, decode = _dataclass_fields, partial(_make_dataclass, cls)
+        else:
+            raise UsageError(
+                f"{name} is neither an enum nor a dataclass",
+                kind="unsavable",
+                hint="ckptd.register(cls, encode=..., decode=...)",
+            )
+    taken = next((t for t, (n, _) in _by_type.items() if n == name), None)
+    if taken is not None and taken is not cls:
+        raise UsageError("name is registered for another type", kind="registered", where=name)
+    _by_type[cls] = (name, encode)
+    _by_tag[name] = decode
+    return cls
+
+
+def _dataclass_fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _make_dataclass(cls: type, raw: dict[str, Any]) -> Any:
+    """Make an instance; fields that ``__init__`` does not take are set afterwards."""
+    late = {f.name for f in dataclasses.fields(cls) if not f.init}
+    value = cls(**{k: v for k, v in raw.items() if k not in late})
+    for name in late & raw.keys():
+        object.__setattr__(value, name, raw[name])
+    return value
+
+
+def encode(value: Any, where: str = "value") -> Any:
+    """Return JSON data that stands for `value`.
+
+    Raises
+    ------
+    UsageError
+        kind ``unsavable``: a type that is not registered, or nesting beyond 64 levels.
+    """
+    return _encode(value, where, 0)
+
+
+def _encode(value: Any, where: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise UsageError("nested too deeply", kind="unsavable", where=where)
+    kind = type(value)
+    if kind in _PLAIN:
+        return _encode_plain(value)
+    if kind in _by_type:
+        name, function = _by_type[kind]
+        return {"$": "type", "name": name, "v": _encode(function(value), where, depth + 1)}
+    if kind is list:
+        return [_encode(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, enum.Enum):
+        return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth)}
+    if isinstance(value, tuple) and is_named_tuple(kind):
+        content = [_class_name(kind), list(kind._fields), tuple(value)]
+        return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1)}
+    if kind in (tuple, set, frozenset):
+        items = sorted(value, key=repr) if kind is not tuple else value
+        return {"$": kind.__name__, "v": [_encode(v, where, depth + 1) for v in items]}
+    if isinstance(value, dict):
+        return _encode_dict(value, where, depth)
+    return _encode_bytes_and_numbers(value, where)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Return whether `kind` is a class as `collections.namedtuple` makes them."""
+    fields = getattr(kind, "_fields", None)
+    plain = isinstance(fields, tuple) and all(type(f) is str for f in fields)
+    return plain and issubclass(kind, tuple) and hasattr(kind, "_make")
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _encode_enum(value: enum.Enum, where: str, depth: int) -> Any:
+    try:
+        plain = _encode(value.value, where, depth + 2)
+    except UsageError:
+        plain = None  # only what loads it without its class needs the value
+    return [_class_name(type(value)), value.name, plain]
+
+
+def _loaded(name: str, base: type) -> Any:
+    """Return a class that is loaded already, or None; never imports, asks no module's code."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        try:
+            found = vars(found).get(part)
+        except TypeError:
+            return None
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def _decode_enum(raw: Any) -> Any:
+    name, member, plain = raw
+    known = _by_name(str(name)) or _loaded(str(name), enum.Enum)
+    if known is None:
+        _log.warning("%s is not loaded here: a member of it is loaded as its value", name)
+        return plain
+    if member in known.__members__:
+        return known.__members__[member]
+    if issubclass(known, enum.Flag):
+        return known(plain)
+    raise ValueError(f"{name} has no member {member!r}")
+
+
+def _decode_named(raw: Any) -> Any:
+    name, fields, values = raw
+    known = _by_name(str(name)) or _loaded(str(name), tuple)
+    if not isinstance(values, tuple) or len(fields) != len(values):
+        raise ValueError("not a named tuple")
+    if known is None or not is_named_tuple(known) or list(known._fields) != list(fields):
+        _log.warning("%s is not loaded here with these fields: loaded as a plain tuple", name)
+        return values
+    return tuple.__new__(known, values)
+
+
+def _by_name(name: str) -> Any:
+    """Return a registered type, also where it was not yet registered when it was saved."""
+    return next((t for t in _by_type if _class_name(t) == name), None)
+
+
+_by_tag[_ENUM] = _decode_enum
+_by_tag[_NAMED] = _decode_named
+
+
+def _encode_plain(value: Any) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        return {"$": "float", "v": repr(value)}
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return {"$": "int", "v": hex(value)}
+    if type(value) is str and not _is_text(value):
+        raw = value.encode("utf-8", "surrogatepass")
+        return {"$": "str", "v": base64.b64encode(raw).decode()}
+    return value
+
+
+def _is_text(value: str) -> bool:
+    """Lone surrogates, as in undecodable file names, are no JSON."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
+    if all(type(k) is str and _is_text(k) for k in value) and "$" not in value:
+        return {k: _encode(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    pairs = [
+        [_encode(k, where, depth + 1), _encode(v, f"{where}.{k}", depth + 1)]
+        for k, v in value.items()
+    ]
+    return {"$": "dict", "v": pairs}
+
+
+def _encode_bytes_and_numbers(value: Any, where: str) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"$": "bytes", "v": base64.b64encode(bytes(value)).decode()}
+    if isinstance(value, complex) and not isinstance(value, np.generic):
+        return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, np.ndarray | np.generic):
+        name = value.dtype.name
+        if name not in DTYPES:
+            raise _unsavable(value, where, f"numpy dtype {value.dtype}")
+        raw = np.asarray(value, dtype=value.dtype.newbyteorder("<")).tobytes()
+        tag = "array" if isinstance(value, np.ndarray) else "scalar"
+        text = base64.b64encode(raw).decode()
+        return {"$": tag, "dtype": name, "shape": list(np.shape(value)), "v": text}
+    raise _unsavable(value, where, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _unsavable(value: object, where: str, found: str) -> UsageError:
+    return UsageError(
+        "a value of this type cannot be saved",
+        kind="unsavable",
+        where=where,
+        wanted="JSON values, bytes, numpy arrays, tensors, tuples, sets, registered types",
+        found=found,
+        hint=_way_out(value),
+    )
+
+
+def _way_out(value: object) -> str:
+    """Say what to do with a value that cannot be saved."""
+    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial, type)
+    if isinstance(value, code):
+        return (
+            "functions and classes are code, which a checkpoint does not hold: take it out of the "
+            "state, make it anew in the program, and save the values that it is made of"
+        )
+    if isinstance(value, Iterator):
+        return (
+            "an iterator has a position that cannot be read: take it out of the state, and save "
+            "how far it is; a loader with state_dict() can stand in the state itself"
+        )
+    name = type(value).__name__
+    return (
+        f"ckptd.register({name}), with encode= and decode= unless it is an enum or a dataclass; "
+        "or take the value out of the state"
+    )
+
+
+def decode(raw: Any, where: str = "value") -> Any:
+    """Return the value that `encode` was given.
+
+    Raises
+    ------
+    CorruptError
+        Unknown tag, wrong lengths, nesting beyond 64 levels.
+    UsageError
+        kind ``unregistered``: the type's name is not registered in this process.
+    """
+    return _decode(raw, where, 0)
+
+
+def _decode(raw: Any, where: str, depth: int) -> Any:
+    if depth > MAX_DEPTH + 2:
+        raise CorruptError("object nested too deeply", kind="bad-object", where=where)
+    if isinstance(raw, list):
+        return [_decode(v, where, depth + 1) for v in raw]
+    if not isinstance(raw, dict):
+        return raw
+    if "$" not in raw:
+        return {k: _decode(v, where, depth + 1) for k, v in raw.items()}
+    try:
+        return _decode_tagged(raw, where, depth)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CorruptError(
+            "object does not decode", kind="bad-object", where=where, found=repr(error)[:200]
+        ) from None
+
+
+def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
+    tag, v = raw["$"], raw["v"]
+    simple: dict[str, Callable[[], Any]] = {
+        "tuple": lambda: tuple(_decode(x, where, depth + 1) for x in v),
+        "set": lambda: set(_apart([_decode(x, where, depth + 1) for x in v])),
+        "frozenset": lambda: frozenset(_apart([_decode(x, where, depth + 1) for x in v])),
+        "dict": lambda: unique_keys(
+            list(
+                zip(
+                    _apart([_decode(k, where, depth + 1) for k, _ in v]),
+                    [_decode(x, where, depth + 1) for _, x in v],
+                    strict=True,
+                )
+            )
+        ),
+        "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
+        "bytes": lambda: base64.b64decode(v, validate=True),
+        "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
+        "int": lambda: int(v, 16),
+        "complex": lambda: complex(float(v[0]), float(v[1])),
+        "array": lambda: _decode_array(raw, where),
+        "scalar": lambda: _decode_array(raw, where)[()],
+        "type": lambda: _decode_type(raw["name"], v, where, depth),
+    }
+    return simple[tag]()
+
+
+def _apart(values: list[Any]) -> list[Any]:
+    """Return values that become a set or keys, unless they were chosen to have one hash.
+
+    Of integers without bounds anybody can name as many with one hash as they like, and putting
+    them into a set takes the square of their number.
+    """
+    alike = Counter(map(hash, values))
+    if max(alike.values(), default=0) > MAX_ALIKE:
+        raise ValueError(f"more than {MAX_ALIKE} values of one hash")
+    return values
+
+
+def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
+    dtype = dtype_of(raw["dtype"], where)
+    data = base64.b64decode(raw["v"], validate=True)
+    shape = tuple(raw["shape"])
+    if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("not a shape")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError("array length and shape disagree")
+    return np.frombuffer(data, dtype=dtype.numpy).reshape(shape).copy()
+
+
+def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
+    function = _by_tag.get(name)
+    if function is None:
+        raise UsageError(
+            "the checkpoint holds a value of a type that this program did not register",
+            kind="unregistered",
+            where=where,
+            found=str(name)[:200],
+            hint="import the module that defines it and call ckptd.register(cls) before load",
+        )
+    value = _decode(v, where, depth + 1)
+    try:
+        return function(value)
+    except CkptdError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's code, given data from a file
+        raise ValueError(f"{name} was not made: {error!r}") from None
+
+
+# --- values of the standard library ---------------------------------------------------------------
+
+
+def _delta(value: dt.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+def _made_delta(raw: list[int]) -> dt.timedelta:
+    return dt.timedelta(*raw)
+
+
+def _zone(value: dt.timezone) -> list[Any]:
+    offset = _delta(value.utcoffset(None))
+    # A name that was given is part of the value; the one that follows from the offset is not.
+    named = value.tzname(None) != dt.timezone(value.utcoffset(None)).tzname(None)
+    return [offset, value.tzname(None) if named else None]
+
+
+def _made_zone(raw: list[Any]) -> dt.timezone:
+    offset = dt.timedelta(*raw[0])
+    return dt.timezone(offset) if raw[1] is None else dt.timezone(offset, raw[1])
+
+
+def _key(value: zoneinfo.ZoneInfo) -> str:
+    if value.key is None:
+        raise UsageError(
+            "a time zone without a name cannot be saved",
+            kind="unsavable",
+            hint="ZoneInfo(key), or the time in UTC",
+        )
+    return value.key
+
+
+def _moment(value: dt.datetime | dt.time) -> list[Any]:
+    return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
+
+
+def _made_datetime(raw: list[Any]) -> dt.datetime:
+    return dt.datetime.fromisoformat(raw[0]).replace(tzinfo=_tz(raw[1]), fold=int(raw[2]))
+
+
+def _made_time(raw: list[Any]) -> dt.time:
+    return dt.time.fromisoformat(raw[0]).replace(tzinfo=_tz(raw[1]), fold=int(raw[2]))
+
+
+def _tz(value: Any) -> dt.tzinfo | None:
+    if value is not None and not isinstance(value, dt.tzinfo):
+        raise TypeError("not a time zone")
+    return value
+
+
+def _bounds(value: range | slice) -> list[Any]:
+    return [value.start, value.stop, value.step]
+
+
+def _made_range(raw: list[int]) -> range:
+    return range(*raw)
+
+
+def _made_slice(raw: list[Any]) -> slice:
+    return slice(*raw)
+
+
+def _register() -> None:
+    register(dt.datetime, name="datetime.datetime", encode=_moment, decode=_made_datetime)
+    register(dt.date, name="datetime.date", encode=dt.date.isoformat, decode=dt.date.fromisoformat)
+    register(dt.time, name="datetime.time", encode=_moment, decode=_made_time)
+    register(dt.timedelta, name="datetime.timedelta", encode=_delta, decode=_made_delta)
+    register(dt.timezone, name="datetime.timezone", encode=_zone, decode=_made_zone)
+    register(zoneinfo.ZoneInfo, name="zoneinfo.ZoneInfo", encode=_key, decode=zoneinfo.ZoneInfo)
+    # A path of this system is one of the system that loads it.
+    register(type(pathlib.Path()), name="pathlib.Path", encode=str, decode=pathlib.Path)
+    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        register(kind, name=f"pathlib.{kind.__name__}", encode=str, decode=kind)
+    register(uuid.UUID, name="uuid.UUID", encode=str, decode=uuid.UUID)
+    register(Decimal, name="decimal.Decimal", encode=str, decode=Decimal)
+    register(
+        fractions.Fraction,
+        name="fractions.Fraction",
+        encode=lambda f: [f.numerator, f.denominator],
+        decode=lambda raw: fractions.Fraction(*raw),
+    )
+    register(range, name="range", encode=_bounds, decode=_made_range)
+    register(slice, name="slice", encode=_bounds, decode=_made_slice)
+
+
+_register()

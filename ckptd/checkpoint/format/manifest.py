@@ -1,0 +1,343 @@
+"""The manifest: what a checkpoint holds and where (spec section 3).
+
+Tables are shared: grids and owner maps are stored once and tensors name them by number, so that
+the manifest grows with tensors plus files and never with their product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import zstandard
+
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.names import CommitName, data_folder
+from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.decoding import converter
+from ckptd.errors import CorruptError
+
+__all__ = [
+    "FOREIGN",
+    "FORMAT",
+    "OPTIMIZER_CLASS",
+    "UNDIGESTED",
+    "UNORDERED",
+    "VERSION",
+    "FileEntry",
+    "GridEntry",
+    "Manifest",
+    "ManifestTables",
+    "MeshEntry",
+    "ObjectEntry",
+    "TensorEntry",
+    "WitnessEntry",
+    "about_foreign",
+    "decode_json",
+    "decode_manifest",
+    "encode_manifest",
+    "foreign_sizes",
+]
+
+T = TypeVar("T")
+
+FORMAT = "ckptd"
+VERSION = 1
+OPTIMIZER_CLASS = "ckptd.class"
+"""Key of a group of an object of the kind ``groups`` that says whose groups they are."""
+UNDIGESTED = "undigested"
+"""Feature of a manifest that stands for foreign files: of them no digests are known."""
+SUPPORTED = frozenset({UNDIGESTED})
+"""Features of ``requires`` that this reader knows."""
+FOREIGN = "ckptd.foreign"
+"""Key of the metadata under which a manifest says what it was made from."""
+UNORDERED = "ckptd.order"
+"""Key of the metadata of what was read out of buffers that do not say which tensor lies where."""
+
+COMPRESS_ABOVE_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_RATIO = 64
+"""Largest compression of a manifest; one that shrinks more is stored as it is, so that a file that
+does is a decompression bomb."""
+
+Runs2 = tuple[tuple[int, int], ...]
+Runs3 = tuple[tuple[int, int, int], ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One data file. Its number in the table is what owner maps speak of.
+
+    Attributes
+    ----------
+    path
+        Relative to the root; in a folder below ``data/``, possibly an older checkpoint's.
+    rank
+        The rank that wrote it.
+    data_start
+        Length of the header; a multiple of 4096. Zero: this rank wrote no file.
+    data_bytes
+        Length of the data section.
+    index
+        XXH3-128 of the digest index file, as hexadecimal digits. Empty: nobody wrote digests, and
+        only the file's size can be checked (see `UNDIGESTED`).
+    """
+
+    path: str
+    rank: int
+    data_start: int = 0
+    data_bytes: int = 0
+    index: str = ""
+
+    @property
+    def folder(self) -> str:
+        """The folder in which it lies, with a slash at its end."""
+        return self.path.rpartition("/")[0] + "/"
+
+
+class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Runs ``[cell size, count]`` per dimension; `flat` likewise: none, one, or one a cell."""
+
+    axes: tuple[Runs2, ...]
+    flat: tuple[Runs2, ...] = ()
+
+    @staticmethod
+    def of(grid: Grid) -> GridEntry:
+        """Return the entry that stands for `grid`."""
+        return GridEntry(tuple(a.runs for a in grid.axes), tuple(a.runs for a in grid.flat))
+
+    def grid(self) -> Grid:
+        """Return the grid; raises ValueError when it breaks a rule."""
+        return Grid(tuple(Axis(r) for r in self.axes), tuple(Axis(r) for r in self.flat))
+
+
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One logical tensor: `grid` and `owners` number into the tables, `base` shifts the owners."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: int
+    owners: int
+    base: int = 0
+    aliases: tuple[str, ...] = ()
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One object: a replicated value inline, or encoded bytes in the uint8 tensor `tensor`.
+
+    `per_rank` is the declared behaviour when the world changes; each cell of the tensor is then
+    one rank's value, and the rank is that of the file that holds the cell. `kind` is ``value``,
+    or ``groups`` for optimizer groups.
+    """
+
+    name: str
+    value: Any = None
+    tensor: str = ""
+    per_rank: str = ""
+    kind: str = "value"
+
+
+class MeshEntry(msgspec.Struct, frozen=True):
+    """A device mesh of the writer: documentation, never needed to read."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: Runs3
+
+
+class WitnessEntry(msgspec.Struct, frozen=True):
+    """The witness file: its `kind` and the XXH3-128 of its bytes."""
+
+    kind: str
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything a reader needs, besides the bytes."""
+
+    step: int
+    generation: int
+    attempt: str
+    world_size: int
+    files: tuple[FileEntry, ...]
+    grids: tuple[GridEntry, ...]
+    owners: tuple[Runs3, ...]
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...] = ()
+    meshes: tuple[MeshEntry, ...] = ()
+    witness: WitnessEntry | None = None
+    metadata: dict[str, Any] = {}
+    lay: str = ""
+    requires: tuple[str, ...] = ()
+    format: str = msgspec.field(default="")
+    version: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The manifest's own data folder; ends in "/". Only for a checked step and generation."""
+        return data_folder(CommitName(self.step, self.generation), self.attempt)
+
+    def grid_table(self) -> list[Grid]:
+        """Return the grids as objects; raises ValueError when one breaks a rule."""
+        return [g.grid() for g in self.grids]
+
+    def owner_table(self) -> list[Owners]:
+        """Return the owner maps as objects; raises ValueError when one breaks a rule."""
+        return [Owners(r) for r in self.owners]
+
+
+class ManifestTables:
+    """Grids and owner maps under construction, each stored once."""
+
+    def __init__(self) -> None:
+        self._grids: dict[GridEntry, int] = {}
+        self._owners: dict[Runs3, int] = {}
+
+    def grid(self, grid: GridEntry) -> int:
+        """Return the number of a grid."""
+        return self._grids.setdefault(grid, len(self._grids))
+
+    def owner(self, owners: Runs3) -> int:
+        """Return the number of an owner map."""
+        return self._owners.setdefault(owners, len(self._owners))
+
+    @property
+    def grids(self) -> tuple[GridEntry, ...]:
+        """All grids."""
+        return tuple(self._grids)
+
+    @property
+    def owners(self) -> tuple[Runs3, ...]:
+        """All owner maps."""
+        return tuple(self._owners)
+
+
+converter(Manifest)  # now, and not by the first thread that reads one
+
+
+def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
+    """Return ``(file name, bytes)``: JSON, or zstd of it when that is large. Deterministic."""
+    stamped = msgspec.structs.replace(manifest, format=FORMAT, version=VERSION)
+    raw = msgspec.json.encode(stamped)
+    if len(raw) <= COMPRESS_ABOVE_BYTES:
+        return "manifest.json", msgspec.json.format(raw, indent=1) if len(raw) < 1 << 18 else raw
+    packed = zstandard.ZstdCompressor(level=3).compress(raw)
+    if len(raw) > _justified(len(packed)):
+        return "manifest.json", raw
+    return "manifest.json.zst", packed
+
+
+def _justified(stored: int) -> int:
+    """Return how much a compressed manifest of `stored` bytes may become."""
+    return min(MAX_MANIFEST_BYTES, stored * MAX_RATIO + (1 << 16))
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """Parse a manifest; `where` names it in errors and its suffix tells compression.
+
+    Cross-references are checked by `ckptd.checkpoint.format.invariants.check_manifest`, not here.
+
+    Raises
+    ------
+    CorruptError
+        Not JSON, duplicate keys, wrong types, wrong version, or a decompression bomb.
+    """
+    if where.endswith(".zst"):
+        raw = _decompress(raw, where)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise CorruptError("manifest too large", kind="limits", where=where)
+    document = decode_json(raw, where)
+    _check_version(document, where)
+    return convert(document, Manifest, where)
+
+
+def decode_json(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-json``: something else, a repeated key, NaN, infinity, a lone surrogate, or
+        nesting without end.
+    """
+    try:
+        document = parse_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            "not JSON", kind="bad-json", where=where, found=str(error)[:200]
+        ) from None
+    if not isinstance(document, dict):
+        raise CorruptError("not a JSON object", kind="bad-json", where=where)
+    return document
+
+
+def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
+    """Turn parsed JSON into a struct, or raise `CorruptError` naming the field."""
+    try:
+        return converter(kind)(document)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise CorruptError(
+            f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]
+        ) from None
+
+
+def _check_version(document: dict[str, Any], where: str) -> None:
+    version = document.get("version")
+    if document.get("format") != FORMAT or type(version) is not int or version < 1:
+        raise CorruptError("not a ckptd manifest", kind="bad-record", where=where)
+    requires = document.get("requires", [])
+    unknown = (
+        sorted(str(r)[:80] for r in requires if not isinstance(r, str) or r not in SUPPORTED)
+        if isinstance(requires, list)
+        else ["?"]
+    )
+    if version > VERSION or unknown:
+        raise CorruptError(
+            "written by a newer ckptd",
+            kind="version",
+            where=where,
+            wanted=f"version {VERSION}",
+            found=f"version {version}, requires {unknown[:8]}",
+            hint="pip install --upgrade ckptd",
+        )
+
+
+def _content_size(raw: bytes, where: str) -> int:
+    try:
+        size = zstandard.get_frame_parameters(raw).content_size
+    except zstandard.ZstdError as error:
+        raise _not_zstd(where, error) from None
+    if size == zstandard.CONTENTSIZE_UNKNOWN or size > _justified(len(raw)):
+        raise CorruptError("manifest decompresses to too much", kind="limits", where=where)
+    return size
+
+
+def _decompress(raw: bytes, where: str) -> bytes:
+    size = _content_size(raw, where)
+    try:
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            raw, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise _not_zstd(where, error) from None
+
+
+def _not_zstd(where: str, error: Exception) -> CorruptError:
+    return CorruptError("not zstd", kind="bad-record", where=where, found=str(error)[:200])
+
+
+def about_foreign(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says of the foreign checkpoint whose tensors it has; or {}.
+
+    A copy has them as they were. What is made from it under other names has none of this.
+    """
+    found = manifest.metadata.get(FOREIGN)
+    return found if isinstance(found, dict) else {}
+
+
+def foreign_sizes(manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of axes that a foreign checkpoint hints at; metadata is anybody's."""
+    found = about_foreign(manifest).get("sizes")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(k): v for k, v in pairs if type(v) is int and v > 0}

@@ -1,0 +1,395 @@
+"""The witness: a few values of every tensor at fixed logical positions (spec section 8).
+
+Digests catch flipped bits. The witness catches a wrong layout of the right shape (swapped QKV
+order, experts off by one): its values are taken at logical positions that depend on the tensor's
+name alone, so every holder of the tensor, in whatever layout, must find the same values there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptd.base.grids.block import Region
+from ckptd.base.grids.grid import is_packed, reach_of, strides_of
+from ckptd.checkpoint.format.container import Chunk, build_header, header_bytes, parse_header
+from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
+from ckptd.errors import CorruptError, UsageError
+from ckptd.types import DType, dtype_of
+
+__all__ = [
+    "FULL",
+    "KINDS",
+    "SAMPLE",
+    "Difference",
+    "Witness",
+    "WitnessPlan",
+    "blind",
+    "check_elements",
+    "compare",
+    "gather",
+    "read_parts",
+    "select",
+    "splitmix64",
+    "words_of",
+]
+
+SAMPLE = "sample-1"
+FULL = "full-1"
+KINDS = frozenset({SAMPLE, FULL})
+
+MAX_VALUES = 1_000_000
+MAX_VALUES_PER_TENSOR = 1024
+VALUE_BYTES = 8
+
+U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
+
+
+def splitmix64(x: U64) -> U64:
+    """Return the output of the SplitMix64 generator for each state in `x`.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators (OOPSLA 2014), with
+    Stafford's "Mix13" constants, as in Vigna's public-domain ``splitmix64.c``. A bijection.
+    """
+    z = x + _GAMMA
+    z ^= z >> np.uint64(30)
+    z *= _M1
+    z ^= z >> np.uint64(27)
+    z *= _M2
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def seed_of(name: str) -> int:
+    """XXH3-64 of a tensor's name: what keys its positions."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+class WitnessPlan:
+    """Which logical positions of which tensors the witness holds.
+
+    Parameters
+    ----------
+    entries
+        ``(name, shape, itemsize, include)`` of each tensor, in manifest order. Tensors that are
+        not included have no values.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, tuple[int, ...], int, bool]]) -> None:
+        self.names = [e[0] for e in entries]
+        self.shapes = [e[1] for e in entries]
+        self.itemsizes = [e[2] for e in entries]
+        numels = [math.prod(shape) if include else 0 for _, shape, _, include in entries]
+        taking_part = sum(1 for e in entries if e[3])
+        quota = max(1, min(MAX_VALUES_PER_TENSOR, MAX_VALUES // max(1, taking_part)))
+        self.numels: I64 = np.array(numels, dtype=np.int64)
+        self.counts: I64 = np.minimum(self.numels, quota)
+        """Number of values of each tensor."""
+        self.starts: I64 = np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64)
+        """First slot of each tensor's values; one more entry: `total`."""
+        self.total = int(self.starts[-1])
+
+    @staticmethod
+    def of(manifest: Manifest) -> WitnessPlan:
+        """Return the plan of a checkpoint."""
+        return WitnessPlan.over(manifest.tensors, manifest.objects)
+
+    @staticmethod
+    def over(tensors: Iterable[TensorEntry], objects: Iterable[ObjectEntry] = ()) -> WitnessPlan:
+        """Return the plan over tables: tensors that hold encoded objects are left out."""
+        left_out = {o.tensor for o in objects if o.tensor}
+        return WitnessPlan(
+            [
+                (t.name, t.shape, dtype_of(t.dtype, t.name).itemsize, t.name not in left_out)
+                for t in tensors
+            ]
+        )
+
+    @cached_property
+    def _positions(self) -> I64:
+        """Row-major positions of all values, rising within each tensor."""
+        quota = int(self.counts.max()) if len(self.counts) else 0
+        ramp = np.arange(self.total, dtype=np.int64) - np.repeat(self.starts[:-1], self.counts)
+        whole = np.repeat(self.numels <= quota, self.counts)
+        seeds = np.array([seed_of(n) for n in self.names], dtype=np.uint64)
+        drawn = splitmix64(np.repeat(seeds, self.counts) + ramp.astype(np.uint64))
+        drawn %= np.repeat(self.numels.astype(np.uint64), self.counts)
+        out = np.where(whole, ramp, drawn.astype(np.int64))
+        for i in np.flatnonzero(self.numels > quota):
+            out[self.starts[i] : self.starts[i + 1]].sort()
+        return out
+
+    def positions(self, tensor: int) -> I64:
+        """Return the row-major positions of tensor number `tensor`, rising; do not write to it."""
+        return self._positions[self.starts[tensor] : self.starts[tensor + 1]]
+
+    def select(self, tensor: int, regions: Iterable[Region]) -> tuple[I64, I64]:
+        """Find the values that lie in a buffer.
+
+        Parameters
+        ----------
+        tensor
+            Number of the tensor.
+        regions
+            What the buffer holds of it.
+
+        Returns
+        -------
+        slots
+            Their places among all values of the witness (rows of `Witness.values`).
+        elements
+            Where each lies in the buffer, in elements.
+        """
+        positions = self.positions(tensor)
+        shape, first = self.shapes[tensor], int(self.starts[tensor])
+        found = [select(positions, shape, region, first) for region in regions]
+        if len(found) == 1:
+            return found[0]
+        empty = np.empty(0, dtype=np.int64)
+        slots, elements = zip(*found, strict=True) if found else ((empty,), (empty,))
+        return np.concatenate(slots), np.concatenate(elements)
+
+
+def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -> tuple[I64, I64]:
+    """`WitnessPlan.select` for one region and any rising positions of a tensor.
+
+    `slot` is the number of the first position.
+    """
+    box, strides = region.box, strides_of(shape)
+    lo = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    reach = reach_of(box.shape, strides)
+    if not box.numel:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    i, j = map(int, positions.searchsorted((lo, lo + reach)))
+    rest = positions[i:j] - lo
+    slots = np.arange(slot + i, slot + j, dtype=np.int64)
+    if reach == box.numel and is_packed(box.shape, region.strides):
+        return slots, rest + region.start
+    rest = positions[i:j]
+    none = np.zeros(len(rest), dtype=np.int64)
+    elements = np.full(len(rest), region.start, dtype=np.int64)
+    inside = np.ones(len(rest), dtype=np.bool_)
+    for o, n, extent, stride, step in zip(
+        box.offset, box.shape, shape, strides, region.strides, strict=True
+    ):
+        coordinate, rest = np.divmod(rest, stride) if stride > 1 else (rest, none)
+        if n != extent:
+            coordinate = coordinate - o
+            inside &= (coordinate >= 0) & (coordinate < n)
+        elements += coordinate * step
+    return slots[inside], elements[inside]
+
+
+def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:
+    """View a buffer as unsigned words, one an element; 16-byte elements are rows of two.
+
+    Raises
+    ------
+    UsageError
+        The item size is not one of the format's.
+    """
+    if itemsize not in _WORDS:
+        raise UsageError("not an item size", kind="bad-region", found=itemsize)
+    words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
+    return words.reshape(-1, 2) if itemsize == 16 else words
+
+
+def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
+    """Return the values of `elements` of a buffer.
+
+    Parameters
+    ----------
+    buffer
+        Raw little-endian bytes, 1-d.
+    itemsize
+        Bytes of one element.
+    elements
+        Element numbers, as `WitnessPlan.select` gives them.
+
+    Returns
+    -------
+    values
+        ``(n, 8)`` bytes: each element padded with zeros; the two halves of a 16-byte element are
+        XORed.
+
+    Raises
+    ------
+    UsageError
+        An element lies outside the buffer.
+    """
+    words = words_of(buffer, itemsize)
+    check_elements(elements, len(words))
+    taken = words[elements]
+    if itemsize == 16:
+        taken = taken[:, 0] ^ taken[:, 1]
+    out = np.zeros((len(elements), VALUE_BYTES), dtype=np.uint8)
+    width = min(itemsize, VALUE_BYTES)
+    out[:, :width] = taken.view(np.uint8).reshape(-1, width)
+    return out
+
+
+def check_elements(elements: I64, count: int) -> None:
+    """Raise where an element does not lie in a buffer of `count` elements.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-region``.
+    """
+    # As unsigned numbers those below 0 are the largest.
+    if len(elements) and int(elements.view(np.uint64).max()) >= count:
+        raise UsageError(
+            "a region does not lie in its buffer",
+            kind="bad-region",
+            wanted=f"elements below {count}",
+            found=f"{elements.min()} to {elements.max()}",
+        )
+
+
+@dataclass(frozen=True)
+class Witness:
+    """The values of a checkpoint, kind ``sample-1``.
+
+    Attributes
+    ----------
+    values
+        ``(total, 8)`` bytes, one row a slot of the plan.
+    present
+        ``(total,)`` ones and zeros; zero where the position lies in an absent piece.
+    """
+
+    values: U8
+    present: U8
+
+    @staticmethod
+    def empty(plan: WitnessPlan) -> Witness:
+        """Return a witness in which nothing is present yet."""
+        total = plan.total
+        return Witness(np.zeros((total, VALUE_BYTES), np.uint8), np.zeros(total, np.uint8))
+
+    def put(self, slots: I64, values: U8) -> None:
+        """Fill in values."""
+        self.values[slots] = values
+        self.present[slots] = 1
+
+    def encode(self) -> bytes:
+        """Return the witness file: safetensors with the tensors ``values`` and ``present``."""
+        return write_parts(SAMPLE, {"values": self.values, "present": self.present})
+
+    @staticmethod
+    def decode(raw: bytes, where: str, plan: WitnessPlan) -> Witness:
+        """Parse a witness file.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-header``: not a safetensors file. Kind ``bad-witness``: not the tensors,
+            shapes or values that the plan asks for.
+        """
+        shapes = {"values": ("U8", (plan.total, VALUE_BYTES)), "present": ("U8", (plan.total,))}
+        parts = read_parts(raw, where, SAMPLE, shapes)
+        values, present = parts["values"].reshape(-1, VALUE_BYTES), parts["present"]
+        if present.size and (int(present.max()) > 1 or values[present == 0].any()):
+            raise CorruptError(
+                "presence marks are not 0 and 1, or an absent value is not zero",
+                kind="bad-witness",
+                where=where,
+            )
+        return Witness(values.copy(), present.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor whose values are not the witness's: `wrong` of `checked` values differ."""
+
+    tensor: str
+    wrong: int
+    checked: int
+
+
+def compare(plan: WitnessPlan, wanted: Witness, found: Witness) -> list[Difference]:
+    """Name the tensors that differ, in manifest order; only values present in both count."""
+    both = (wanted.present & found.present).astype(np.bool_)
+    wrong = both & (wanted.values != found.values).any(axis=1)
+    checked, bad = _per_tensor(plan, both), _per_tensor(plan, wrong)
+    return [Difference(plan.names[i], int(bad[i]), int(checked[i])) for i in np.flatnonzero(bad)]
+
+
+def blind(plan: WitnessPlan, witness: Witness) -> list[str]:
+    """Name the tensors whose values are all equal: a wrong layout cannot be seen there.
+
+    Tensors of one element have no layout, and such without a value have no witness; neither is
+    named.
+    """
+    present = witness.present.astype(np.bool_)
+    words = witness.values.view(np.uint64).reshape(-1)
+    tensor = np.repeat(np.arange(len(plan.names)), plan.counts)[present]
+    words = words[present]
+    count = _per_tensor(plan, present)
+    same = np.ones(len(words), dtype=np.bool_)
+    same[1:] = (words[1:] == words[:-1]) | (tensor[1:] != tensor[:-1])
+    varied = np.bincount(tensor[~same], minlength=len(plan.names))
+    named = (count > 0) & (varied == 0) & (plan.numels > 1)
+    return [plan.names[i] for i in np.flatnonzero(named)]
+
+
+def _per_tensor(plan: WitnessPlan, marks: NDArray[np.bool_]) -> I64:
+    """Count the marked slots of each tensor."""
+    sums = np.concatenate(([0], np.cumsum(marks, dtype=np.int64)))
+    return sums[plan.starts[1:]] - sums[plan.starts[:-1]]
+
+
+_CODES = {"U8": "uint8", "U64": "uint64"}
+
+
+def write_parts(kind: str, parts: dict[str, NDArray[Any]]) -> bytes:
+    """Return a safetensors file of a witness: `parts` in order, item size descending."""
+    entries: list[tuple[str, DType, tuple[int, ...]]] = [
+        (name, dtype_of(part.dtype.name), part.shape) for name, part in parts.items()
+    ]
+    header, _ = build_header(entries, {"kind": kind})
+    return header + b"".join(np.ascontiguousarray(p).tobytes() for p in parts.values())
+
+
+def read_parts(
+    raw: bytes, where: str, kind: str, shapes: dict[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, NDArray[Any]]:
+    """Return the parts of a witness file, 1-d and read-only, when they are exactly `shapes`.
+
+    Raises
+    ------
+    CorruptError
+        Not a safetensors file, another kind, or other parts than ``{name: (code, shape)}``.
+    """
+    head = header_bytes(raw[:8], where, len(raw))
+    chunks, metadata = parse_header(raw[:head], where, len(raw) - head)
+    found = {c.name: (c.code, c.shape) for c in chunks.values()}
+    if metadata != {"kind": kind} or found != shapes:
+        raise CorruptError(
+            "not the witness of this manifest",
+            kind="bad-witness",
+            where=where,
+            wanted=json.dumps({"kind": kind, **shapes})[:300],
+            found=json.dumps({**metadata, **found})[:300],
+        )
+    return {name: _part(raw, head, chunk) for name, chunk in chunks.items()}
+
+
+def _part(raw: bytes, head: int, chunk: Chunk) -> NDArray[Any]:
+    dtype = np.dtype(_CODES[chunk.code])
+    count = (chunk.end - chunk.start) // dtype.itemsize
+    return np.frombuffer(raw, dtype=dtype, count=count, offset=head + chunk.start)

@@ -1,0 +1,85 @@
+"""Copies of values in memory: past the processor's cache where a build of that is here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.base.runtime.nativebuild import PlainLibrary
+
+__all__ = ["COPIER", "LEAST_BYTES", "copies_natively", "copy_values"]
+
+_log = logging.getLogger("ckptd")
+
+COPIER = PlainLibrary(
+    "libckptd-copier",
+    Path(__file__).with_name("copier.cpp"),
+    purpose="the native copy of loads",
+    hint="numpy copies until then",
+)
+"""The build; `ckptd recorder build` makes it."""
+
+LEAST_BYTES = 256 << 10
+"""Smaller runs are left in the cache: their target may be read next, as in buffers of devices."""
+
+_Copy = Callable[[int, int, int], None]
+"""Addresses of target and source, and a number of bytes."""
+
+
+def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Write `source` into `target`, of the same shape and type; they do not overlap."""
+    at, of = target.flags, source.flags
+    # A target that is read-only is numpy's to refuse.
+    if target.nbytes >= LEAST_BYTES and at.c_contiguous and at.writeable and of.c_contiguous:
+        copy = _native()
+        if copy is not None and (target.nbytes, target.dtype) == (source.nbytes, source.dtype):
+            copy(_address(target), _address(source), target.nbytes)
+            return
+    np.copyto(target, source, casting="no")
+
+
+def copies_natively() -> bool:
+    """Tell whether runs of at least `LEAST_BYTES` are copied past the cache."""
+    return _native() is not None
+
+
+def _address(values: NDArray[Any]) -> int:
+    return int(values.__array_interface__["data"][0])
+
+
+@functools.cache
+def _native() -> _Copy | None:
+    """Return the native copy of this process; None without a build, or for another processor."""
+    path = COPIER.built()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))  # its calls release the GIL
+        library.ckptd_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        library.ckptd_copy.restype = None
+        gains = bool(library.ckptd_copier_gains())
+    except (OSError, AttributeError) as error:
+        _log.warning("numpy copies what is loaded: %s cannot be used: %s", path, error)
+        return None
+    if gains and not _is_right(library.ckptd_copy):
+        _log.error("numpy copies what is loaded: %s copies wrongly", path)
+        return None
+    return library.ckptd_copy if gains else None
+
+
+def _is_right(copy: _Copy) -> bool:
+    """Copy a few bytes that are aligned to nothing, and look around them too."""
+    size, at = 5 * 4096 * 4 + 100, 65
+    source = np.arange(size + 200, dtype=np.uint64).view(np.uint8)[: size + 200]
+    target = np.zeros(size + 200, np.uint8)
+    copy(_address(target) + at, _address(source) + 7, size)
+    right = np.zeros_like(target)
+    right[at : at + size] = source[7 : 7 + size]
+    return bool(np.array_equal(target, right))

@@ -1,0 +1,181 @@
+"""Reading one box at a time: the blocks that hold it, compared with their digests, and no plan.
+
+Of a file without digests just the bytes of the box are read.
+
+`ckptd.checkpoint.load.read.execute` reads for a whole job: it agrees with other ranks and starts
+threads. A program that reads thousands of small boxes, one after the other or from many threads,
+reads here: files stay open, and a box costs its blocks and a few dozen microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.grids.block import Region, box_region
+from ckptd.base.grids.owners import ABSENT
+from ckptd.base.grids.plan import PieceCopy, plan_once
+from ckptd.checkpoint.load.files import LocalFiles, check_size
+from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
+from ckptd.checkpoint.load.read import Fetcher
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.errors import UsageError
+from ckptd.types import Box
+
+__all__ = ["DirectReader"]
+
+_SPAN_BYTES = 8 << 20
+"""What one read spans at most, before it is rounded to whole blocks."""
+_KEPT_BLOCKS = 16
+"""Blocks that are kept: small tensors lie many in one, and are read one after the other."""
+_STALL_S = 300.0
+
+
+class DirectReader:
+    """Reads boxes of one checkpoint's tensors. Threads may share it.
+
+    Parameters
+    ----------
+    reader
+        The checkpoint.
+    stall_s
+        Longest time in seconds that the check of a file's size and digest index may take.
+    """
+
+    def __init__(self, reader: CkptdReader, *, stall_s: float = _STALL_S) -> None:
+        self._reader = reader
+        self._filemap = reader.filemap
+        store, files = reader.store, reader.manifest.files
+        self._line = BlockLine([f.data_bytes for f in files])
+        self._files = LocalFiles(store, files) if store.capabilities.local_files else None
+        self._fetcher = Fetcher(
+            store, reader.places, self._line, self._files, threads=1, stall_s=stall_s
+        )
+        self._checking = threading.Lock()
+        self._checked: set[int] = set()
+        self._scratch = threading.local()
+        self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self._keeping = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; a read that is under way ends first."""
+        self._closed = True
+        if self._files is not None:
+            self._files.__exit__()
+
+    def is_absent(self, tensor: int, box: Box) -> bool:
+        """Return whether no file holds any element of a box; an empty box is not absent."""
+        entry = self._filemap.tensors[tensor]
+        if not self._filemap.owners[entry.owners].has_absent:
+            return False
+        places = self._reader.places
+        found = [places.of(tensor, c.piece)[0] for c in self._copies(tensor, box_region(box))]
+        return bool(found) and all(file == ABSENT for file in found)
+
+    def read_into(
+        self, tensor: int, box: Box, target: NDArray[np.uint8], strides: tuple[int, ...]
+    ) -> None:
+        """Write a box of a tensor into memory; what no file holds stays as it is there.
+
+        Parameters
+        ----------
+        tensor
+            Its number in the manifest.
+        box
+            What is read, in tensor coordinates.
+        target
+            The memory: one-dimensional, writable.
+        strides
+            Of the box in `target`, in elements; its first element is the first there.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``,
+            ``replaced``.
+        UsageError
+            kind ``closed``.
+        """
+        if self._closed:
+            raise UsageError("the checkpoint was closed", kind="closed", where=self._reader.url)
+        if not box.numel:
+            return
+        size = self._filemap.dtypes[tensor].itemsize
+        loose: set[int] = set()
+        for found in self._copies(tensor, box_region(box, strides)):
+            file, start = self._reader.places.of(tensor, found.piece)
+            if file == ABSENT:
+                continue
+            self._check(file)
+            if not self._reader.places.is_digested(file):
+                loose.add(file)
+            for block in found.blocks:
+                for part in split(block, size, _SPAN_BYTES):
+                    self._read(PlannedCopy(file, start, size, part, 0), target)
+        # Other programs write theirs anew under the same name: what was read would be of two.
+        for file in loose:
+            check_size(self._reader.store, self._reader.manifest.files[file])
+
+    def _copies(self, tensor: int, region: Region) -> list[PieceCopy]:
+        # Not `plan`: boxes of this kind rarely come twice, and would push out the plans that do.
+        return plan_once(self._filemap.grid_of(tensor), [region])
+
+    def _check(self, file: int) -> None:
+        """Check the size and the digest index of a file before its first byte is read."""
+        if file in self._checked:
+            return
+        with self._checking:
+            if file not in self._checked:
+                self._fetcher.check_files([file], lambda: None, anywhere=self._files is None)
+                self._checked.add(file)
+
+    def _read(self, copy: PlannedCopy, target: NDArray[np.uint8]) -> None:
+        if not self._reader.places.is_digested(copy.file):
+            start, end = copy.span
+            window = self._window(end - start)
+            self._fetcher.bring_bytes(copy.file, start, window.data)
+            put(copy, copy.block, window, copy.start - start, target)
+            return
+        lo, hi = self._line.positions(copy.file, *copy.span)
+        start, end = self._line.byte_range(copy.file, lo, hi)
+        if hi - lo == 1:
+            window = self._block(copy.file, lo, end - start)
+        else:
+            window = self._window(end - start)
+            self._fetcher.bring(copy.file, lo, window.data)
+        put(copy, copy.block, window, copy.start - start, target)
+
+    def _block(self, file: int, position: int, size: int) -> NDArray[np.uint8]:
+        """Return one block of the line, which is good."""
+        with self._keeping:
+            found = self._kept.get(position)
+            if found is not None:
+                self._kept.move_to_end(position)
+                return found
+        found = np.empty(size, dtype=np.uint8)
+        self._fetcher.bring(file, position, found.data)
+        with self._keeping:
+            self._kept[position] = found
+            while len(self._kept) > _KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return found
+
+    def _window(self, size: int) -> NDArray[np.uint8]:
+        """Return memory of this thread's own, which stays warm from read to read."""
+        found: NDArray[np.uint8] | None = getattr(self._scratch, "window", None)
+        if found is None or len(found) < size:
+            found = np.empty(max(size, BLOCK_BYTES), dtype=np.uint8)
+            self._scratch.window = found
+        return found[:size]

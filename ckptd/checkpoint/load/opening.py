@@ -1,0 +1,156 @@
+"""From what a user names to the catalogue of its checkpoints: a root's, or a foreign folder's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptd.checkpoint.format.names import ROOT_MARKER
+from ckptd.checkpoint.format.records import RootMarker
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.opening import root_spec
+from ckptd.errors import CkptdError, NotFoundError, RefusedError
+from ckptd.readers.find import find_foreign, format_of, readers, split_file
+from ckptd.readers.twin import ForeignRoot
+from ckptd.store.base import Store, StoreSpec, scheme_of
+
+__all__ = ["begin_beside", "begin_root", "foreign_format", "open_catalogue", "opened"]
+
+_log = logging.getLogger("ckptd")
+
+
+def open_catalogue(
+    store: Store, url: str, file: str = "", step: int = 0, *, foreign: bool = True
+) -> Catalogue:
+    """Open an existing root, or a foreign checkpoint as a root that is only read.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    url
+        What the user gave, for errors.
+    file
+        The file in it that the user named (`ckptd.readers.find.split_file`); empty for none.
+    step
+        Of a foreign checkpoint that does not say its own.
+    foreign
+        Whether there may be a foreign checkpoint.
+
+    Raises
+    ------
+    NotFoundError
+        There is neither.
+    MismatchError, CorruptError, RefusedError
+        As `ckptd.readers.find.find_foreign`.
+    """
+    catalogue = Catalogue(store)
+    try:
+        if file:
+            raise NotFoundError("no root", kind="not-a-root", where=url)
+        catalogue.open()
+    except NotFoundError as error:
+        if not foreign:
+            raise
+        found = find_foreign(store, file, step)
+        if found is None:
+            raise NotFoundError(
+                error.message,
+                kind=error.kind,
+                where=error.where,
+                wanted=f"{ROOT_MARKER}, or a checkpoint of {', '.join(r.name for r in readers())}",
+                found=error.found,
+                hint=error.hint,
+            ) from None
+        return Catalogue(found)
+    return catalogue
+
+
+def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
+    """Open a root; where there is none, return the format of the foreign checkpoint, if any."""
+    try:
+        return catalogue.open()
+    except NotFoundError:
+        return format_of(catalogue.store)
+
+
+def begin_beside(catalogue: Catalogue) -> RootMarker:
+    """Open a root that a job writes into; make it, and log what it hides, where there is none.
+
+    Everything that reads takes a root, where there is one: no job that trains is stopped for that.
+    A root that is there already hides nothing anew.
+
+    Raises
+    ------
+    CkptdError
+        As of `ckptd.checkpoint.root.root.Root.create_or_open`.
+    """
+    try:
+        found = _opened_or_format(catalogue)
+    except CkptdError as error:
+        _log.warning("cannot tell whether the root hides another checkpoint: %s", error)
+        return catalogue.create_or_open()
+    if isinstance(found, RootMarker):
+        return found
+    if found:
+        _log.warning(
+            "%s holds a checkpoint of the format %s. The root that begins there hides it:"
+            " ckptd reads the root from now on, and the other one only by the names of its"
+            " files. Another folder for the root keeps both readable.",
+            catalogue.store.url,
+            found,
+        )
+    return catalogue.create_or_open()
+
+
+def begin_root(catalogue: Catalogue) -> RootMarker:
+    """Open a root that a verb writes into; make it where the folder holds no other checkpoint.
+
+    Raises
+    ------
+    RefusedError
+        kind ``exists``: a foreign checkpoint is there.
+    CkptdError
+        As of `ckptd.checkpoint.root.root.Root.create_or_open`.
+    """
+    found = _opened_or_format(catalogue)
+    if isinstance(found, RootMarker):
+        return found
+    if found:
+        raise RefusedError(
+            "a checkpoint of another format is there, which a root would hide",
+            kind="exists",
+            where=catalogue.store.url,
+            wanted="a root, or a folder without a checkpoint",
+            found=f"a checkpoint of the format {found}",
+            hint="name another folder",
+        )
+    return catalogue.create_or_open()
+
+
+@contextmanager
+def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
+    """Open what a job reads besides its root.
+
+    Parameters
+    ----------
+    url, step
+        As for `open_catalogue`; `url` may name a file.
+    like
+        The job's root: its options serve for a store of the same kind.
+
+    Raises
+    ------
+    CkptdError
+        As of `open_catalogue`.
+    """
+    folder, file = split_file(url)
+    same = scheme_of(folder) == scheme_of(like.url)
+    with root_spec(folder, like.options if same else None).open() as store:
+        yield open_catalogue(store, url, file, step)
+
+
+def foreign_format(catalogue: Catalogue) -> str:
+    """Return the name of the reader of a foreign checkpoint; empty for a root of ckptd's own."""
+    return catalogue.store.format if isinstance(catalogue.store, ForeignRoot) else ""

@@ -1,0 +1,686 @@
+"""The read plan: what one rank wants from a checkpoint, as copies from files into live buffers.
+
+The digest blocks that the copies need are sets of integers. All blocks of all files of a checkpoint
+lie on one line, file after file, so that a set is a sorted array of runs, and union, sharing and
+waves are a few numpy calls, whatever the number of files. Only `PieceLocations` does I/O, for files
+that older checkpoints wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.grids.block import Block, Fill, Region
+from ckptd.base.grids.grid import Grid, strides_of
+from ckptd.base.grids.owners import ABSENT
+from ckptd.base.grids.plan import plan
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.manifest import Manifest
+from ckptd.checkpoint.load.copier import copy_values
+from ckptd.checkpoint.load.files import PieceLocations
+from ckptd.checkpoint.load.target import DeviceTarget, Target
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.store.base import Store
+from ckptd.types import Box, DType
+
+__all__ = [
+    "BlockLine",
+    "Change",
+    "Conversion",
+    "PieceBlocks",
+    "PlannedCopy",
+    "ReadPlan",
+    "Runs",
+    "Want",
+    "clip",
+    "coalesce",
+    "count",
+    "cut_runs",
+    "decode_runs",
+    "encode_runs",
+    "merge",
+    "needed_blocks",
+    "needed_bytes",
+    "put",
+    "put_fill",
+    "read_plan",
+    "split",
+    "strided",
+    "sweep",
+    "touched",
+    "words_of",
+]
+
+
+_steps = msgpack_decoder(list[int])
+
+U8 = NDArray[np.uint8]
+
+Runs = NDArray[np.int64]
+"""Sorted, disjoint, non-touching half-open runs of line positions: shape ``(n, 2)``."""
+
+_SPACER = 4  # positions between two files: runs of two files never touch, and never coalesce
+_MAX_POSITION = 1 << 62
+
+
+def no_runs() -> Runs:
+    """Return the empty set."""
+    return np.empty((0, 2), dtype=np.int64)
+
+
+class BlockLine:
+    """Positions of the blocks of all files.
+
+    Parameters
+    ----------
+    data_bytes
+        Length of each file's data section, in file order.
+
+    Raises
+    ------
+    CorruptError
+        kind ``limits``: the sizes add up to more than a line can hold.
+    """
+
+    def __init__(self, data_bytes: Sequence[int]) -> None:
+        widths = [-(-n // BLOCK_BYTES) + _SPACER for n in data_bytes]
+        if sum(widths) > _MAX_POSITION or any(n < 0 for n in data_bytes):
+            raise CorruptError("impossible file sizes in the manifest", kind="limits")
+        self._first = np.concatenate(([0], np.cumsum(np.array(widths, dtype=np.int64))))
+        self._data_bytes = list(data_bytes)
+
+    def first(self, file: int) -> int:
+        """Position of the first block of `file`."""
+        return int(self._first[file])
+
+    def file_at(self, position: int) -> int:
+        """Return the file that `position` belongs to."""
+        return int(np.searchsorted(self._first, position, side="right")) - 1
+
+    def files_of(self, runs: Runs) -> list[int]:
+        """Return the files that a set touches, ascending."""
+        files = np.searchsorted(self._first, runs[:, 0], side="right") - 1
+        return [int(f) for f in np.unique(files)]
+
+    def byte_range(self, file: int, lo: int, hi: int) -> tuple[int, int]:
+        """Return the bytes of the data section of `file` that positions ``[lo, hi)`` stand for."""
+        first = self.first(file)
+        return (lo - first) * BLOCK_BYTES, min((hi - first) * BLOCK_BYTES, self._data_bytes[file])
+
+    def byte_count(self, runs: Runs) -> int:
+        """Bytes of a set: the last block of a file is short."""
+        total = 0
+        for lo, hi in runs.tolist():
+            start, end = self.byte_range(self.file_at(lo), lo, hi)
+            total += end - start
+        return total
+
+    def positions(self, file: int, start: int, end: int) -> tuple[int, int]:
+        """Return the positions of the blocks that hold bytes ``[start, end)`` of `file`."""
+        first = self.first(file)
+        return first + start // BLOCK_BYTES, first + -(-end // BLOCK_BYTES)
+
+    def windows(self, runs: Runs, blocks: int) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(file, lo, hi)`` pieces of a set, none longer than `blocks`, in order."""
+        for lo, hi in runs.tolist():
+            file = self.file_at(lo)
+            for at in range(lo, hi, blocks):
+                yield file, at, min(at + blocks, hi)
+
+
+def merge(pairs: NDArray[np.int64], gap: int = 0) -> Runs:
+    """Return the union of any half-open intervals; holes of at most `gap` are filled."""
+    pairs = pairs[pairs[:, 1] > pairs[:, 0]]
+    if not len(pairs):
+        return no_runs()
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(pairs[:, 1])
+    opens = np.concatenate(([True], pairs[1:, 0] > ends[:-1] + gap))
+    closes = np.concatenate((opens[1:], [True]))
+    return np.stack((pairs[opens, 0], ends[closes]), axis=1)
+
+
+def coalesce(runs: Runs, gap: int, needed: Runs) -> Runs:
+    """Fill holes of at most `gap` positions in `runs`, but never one that `needed` touches.
+
+    A hole that somebody needs is somebody else's to read: two readers of one place could undo
+    each other's check.
+    """
+    if gap <= 0 or len(runs) < 2:
+        return runs
+    lo, hi = runs[:-1, 1], runs[1:, 0]
+    at = np.searchsorted(needed[:, 1], lo, side="right")
+    starts = np.append(needed[:, 0], _MAX_POSITION)
+    fill = (hi - lo <= gap) & (starts[at] >= hi)
+    opens = np.concatenate(([True], ~fill))
+    closes = np.concatenate((~fill, [True]))
+    return np.stack((runs[opens, 0], runs[closes, 1]), axis=1)
+
+
+def clip(runs: Runs, lo: int, hi: int) -> Runs:
+    """Return the part of a set in ``[lo, hi)``."""
+    cut = np.clip(runs, lo, hi)
+    return cut[cut[:, 1] > cut[:, 0]]
+
+
+def count(runs: Runs) -> int:
+    """Number of positions in a set."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def cut_runs(runs: Runs, size: int) -> list[int]:
+    """Return positions that cut a set into parts of `size` positions: first, cuts, past the end."""
+    if not len(runs):
+        return [0, 0]
+    lengths = np.cumsum(runs[:, 1] - runs[:, 0])
+    cuts = [int(runs[0, 0])]
+    for seen in range(size, int(lengths[-1]), size):
+        i = int(np.searchsorted(lengths, seen, side="right"))
+        before = int(lengths[i - 1]) if i else 0
+        cuts.append(int(runs[i, 0]) + seen - before)
+    return [*cuts, int(runs[-1, 1])]
+
+
+def sweep(sets: Sequence[Runs]) -> tuple[Runs, NDArray[np.bool_]]:
+    """Cut the union of several sets where any of them begins or ends.
+
+    Returns
+    -------
+    segments
+        Disjoint runs in order (neighbours may touch).
+    members
+        ``members[i, s]``: set `s` holds segment `i`.
+    """
+    points = np.unique(np.concatenate([s.ravel() for s in sets])) if sets else np.empty(0)
+    if len(points) < 2:
+        return no_runs(), np.empty((0, len(sets)), dtype=np.bool_)
+    segments = np.stack((points[:-1], points[1:]), axis=1).astype(np.int64)
+    members = np.zeros((len(segments), len(sets)), dtype=np.bool_)
+    for s, runs in enumerate(sets):
+        if len(runs):
+            at = np.searchsorted(runs[:, 0], segments[:, 0], side="right") - 1
+            members[:, s] = (at >= 0) & (segments[:, 0] < runs[np.maximum(at, 0), 1])
+    held = members.any(axis=1)
+    return segments[held], members[held]
+
+
+def encode_runs(runs: Runs) -> bytes:
+    """Return a set as bytes: differences of its ends, so that most take one or two bytes."""
+    return msgspec.msgpack.encode(np.diff(runs.ravel(), prepend=0).tolist())
+
+
+def decode_runs(raw: bytes) -> Runs:
+    """Invert `encode_runs`."""
+    steps = _steps.decode(raw)
+    return np.cumsum(np.array(steps, dtype=np.int64), dtype=np.int64).reshape(-1, 2)
+
+
+# --- blocks of the planner, in bytes of a file ---------------------------------------------------
+
+
+def touched(
+    block: Block, itemsize: int, start: int, hole: int = BLOCK_BYTES
+) -> list[tuple[int, int]]:
+    """Return byte ranges that hold every source byte of `block`, its piece beginning at `start`.
+
+    Two ranges are apart by `hole` bytes or more. What lies between closer runs is read with them:
+    of digest blocks one is needed for either side anyway.
+    """
+    span = itemsize
+    loose: list[tuple[int, int]] = []
+    for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
+        if stride * itemsize - span < hole and not loose:
+            span += (n - 1) * stride * itemsize
+        else:
+            loose.append((stride * itemsize, n))
+    offsets = np.zeros(1, dtype=np.int64)
+    for stride, n in reversed(loose):
+        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
+    base = start + block.source_start * itemsize
+    return [(base + o, base + o + span) for o in np.sort(offsets).tolist()]
+
+
+def split(block: Block, itemsize: int, span_bytes: int) -> Iterator[Block]:
+    """Cut `block` into parts, each of whose sources spans at most `span_bytes` without a big hole.
+
+    So every part lies in neighbouring digest blocks that are all needed, and fits a small buffer.
+    """
+    lo, hi = block.source_span
+    hole = _has_hole(block, itemsize)
+    if not block.shape or ((hi - lo) * itemsize <= span_bytes and not hole):
+        yield block
+        return
+    d = max(range(len(block.shape)), key=lambda i: block.source_strides[i])
+    n, stride = block.shape[d], block.source_strides[d]
+    inner = (hi - lo) - (n - 1) * stride
+    step = 1 if hole else max(1, (span_bytes // itemsize - inner) // stride + 1)
+    for at in range(0, n, step):
+        yield from split(_part(block, d, at, min(step, n - at)), itemsize, span_bytes)
+
+
+def _has_hole(block: Block, itemsize: int) -> bool:
+    span = itemsize
+    for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
+        if stride * itemsize - span >= BLOCK_BYTES:
+            return True
+        span += (n - 1) * stride * itemsize
+    return False
+
+
+def _part(block: Block, d: int, at: int, n: int) -> Block:
+    """Return indices ``[at, at + n)`` of dimension `d`, in lowest terms again."""
+    kept = (d,) if n > 1 else ()
+    dims = (*range(d), *kept, *range(d + 1, len(block.shape)))
+    return Block(
+        tuple(n if i == d else block.shape[i] for i in dims),
+        block.source_start + at * block.source_strides[d],
+        tuple(block.source_strides[i] for i in dims),
+        block.target_start + at * block.target_strides[d],
+        tuple(block.target_strides[i] for i in dims),
+    )
+
+
+_MOST_NAMED = 8
+
+
+PieceBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
+"""Numbers of pieces of a grid, and the copies out of each, relative to its first element."""
+
+
+class Change(Protocol):
+    """What happens to values on their way: a cast, a scale."""
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write `source` into `target`.
+
+        Parameters
+        ----------
+        target, source
+            Views of one shape, of the tensors' types.
+        block
+            The copy: its source positions are relative to the source piece.
+        shift
+            Where the first element of the target's chunk is, as the block counts its target.
+        """
+
+
+class Conversion(NamedTuple):
+    """A change of values, and the types on both sides; `shift` is that of `Change.put`."""
+
+    change: Change
+    source: DType
+    target: DType
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """A live buffer to fill.
+
+    Attributes
+    ----------
+    tensor
+        Number of the tensor in the manifest.
+    regions
+        What the buffer holds, in tensor coordinates, and where; starts and strides in elements of
+        the tensor's dtype.
+    target
+        The buffer: writable, one-dimensional and contiguous, of the size of its items or uint8; or
+        one of a device. A strided live tensor is the contiguous buffer below it, and its strides
+        are in `regions`.
+    pieces
+        The copies, where a layout was composed with the checkpoint's; there are no `regions` then.
+        None where `read_plan` computes them from the regions.
+    conversion
+        What happens to the values on their way; None: bytes as they are.
+    """
+
+    tensor: int
+    regions: tuple[Region, ...]
+    target: NDArray[Any] | DeviceTarget
+    pieces: PieceBlocks | None = None
+    conversion: Conversion | None = None
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the buffer that is written."""
+        if self.pieces is None:
+            return max((r.span[1] for r in self.regions if r.numel), default=0)
+        return max((b.target_span[1] for _, blocks in self.pieces for b in blocks), default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedCopy:
+    """One copy of a plan: `block` of the piece that begins at byte `start` of a data section.
+
+    Attributes
+    ----------
+    file, start
+        The file, and the first byte of the piece in its data section.
+    itemsize
+        Bytes of an element of the source.
+    block
+        Which elements of the piece, and which of the buffer.
+    target
+        Number of the buffer that is written.
+    conversion
+        None: bytes as they are.
+    """
+
+    file: int
+    start: int
+    itemsize: int
+    block: Block
+    target: int
+    conversion: Conversion | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Byte range of the data section that the copy touches, holes included."""
+        lo, hi = self.block.source_span
+        return self.start + lo * self.itemsize, self.start + hi * self.itemsize
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes copied."""
+        return self.block.numel * self.itemsize
+
+    @property
+    def target_itemsize(self) -> int:
+        """Bytes of an element of the buffer."""
+        return self.itemsize if self.conversion is None else self.conversion.target.itemsize
+
+
+def needed_blocks(line: BlockLine, copies: Iterable[PlannedCopy]) -> Runs:
+    """Return the digest blocks that hold the source bytes of some copies."""
+    runs = [
+        line.positions(c.file, lo, hi)
+        for c in copies
+        for lo, hi in touched(c.block, c.itemsize, c.start)
+    ]
+    return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+
+
+def needed_bytes(copies: Iterable[PlannedCopy], hole: int) -> dict[int, Runs]:
+    """Return the byte ranges of data sections that hold the source bytes of some copies, by file.
+
+    Holes of less than `hole` bytes inside a piece are among them; what lies between two pieces is
+    not. In a foreign file that may be anything, and each piece there costs a look at its head.
+    """
+    by_piece: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for c in copies:
+        found = by_piece.setdefault((c.file, c.start), [])
+        found += touched(c.block, c.itemsize, c.start, hole)
+    by_file: dict[int, list[Runs]] = {}
+    for (file, _), ranges in by_piece.items():
+        pairs = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        by_file.setdefault(file, []).append(merge(pairs, hole - 1))
+    return {file: merge(np.concatenate(runs)) for file, runs in by_file.items()}
+
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def words_of(itemsize: int) -> np.dtype[Any]:
+    """Return a type of numpy for elements that are copied bit by bit."""
+    return np.dtype(_WORDS[itemsize])
+
+
+def strided(
+    memory: NDArray[np.uint8],
+    at: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """Return a view of elements; numpy checks that it stays inside `memory`.
+
+    Parameters
+    ----------
+    at
+        Byte of `memory` with the first element.
+    strides
+        In elements.
+    """
+    return np.ndarray(shape, dtype, memory, at, tuple(s * dtype.itemsize for s in strides))
+
+
+def put(
+    copy: PlannedCopy, block: Block, memory: U8, origin: int, target: U8, *, packed: bool = False
+) -> None:
+    """Do a copy, or a part of it.
+
+    Parameters
+    ----------
+    block
+        The part.
+    memory
+        Holds the elements that `block` takes.
+    origin
+        Where the first element of the piece is in `memory`, or would be: in bytes.
+    target
+        The buffer that is written.
+    packed
+        Write the values end to end from the first byte of `target` on, and not to their places.
+    """
+    size, wide, conversion = copy.itemsize, copy.target_itemsize, copy.conversion
+    source_kind, target_kind = words_of(size), words_of(wide)
+    if conversion is not None:
+        source_kind, target_kind = conversion.source.numpy, conversion.target.numpy
+    taken = strided(
+        memory, origin + block.source_start * size, block.shape, block.source_strides, source_kind
+    )
+    start, strides = block.target_start, block.target_strides
+    if packed:
+        start, strides = 0, strides_of(block.shape)
+    view = strided(target, start * wide, block.shape, strides, target_kind)
+    if conversion is None:
+        copy_values(view, taken)
+    else:
+        conversion.change.put(view, taken, block, conversion.shift)
+
+
+def put_fill(fill: Fill, dtype: DType, target: U8) -> None:
+    """Write what no element of a source stands for."""
+    shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
+    strided(target, fill.start * dtype.itemsize, shape, strides, dtype.numpy)[...] = fill.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Moves of a bounded span, by the line position of their first block."""
+
+    moves: list[PlannedCopy]
+    at: NDArray[np.int64]
+
+
+class ReadPlan:
+    """What `ckptd.checkpoint.load.read.execute` does for one rank.
+
+    Attributes
+    ----------
+    manifest, places
+        The checkpoint.
+    moves
+        The copies.
+    targets
+        The buffers, by their numbers in the copies.
+    absent
+        Wanted pieces that no file holds: ``(tensor number, box)``.
+    line
+        Positions of all digest blocks of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        places: PieceLocations,
+        moves: Sequence[PlannedCopy],
+        targets: Sequence[Target],
+        absent: Sequence[tuple[int, Box]] = (),
+    ) -> None:
+        self.manifest = manifest
+        self.places = places
+        self.moves = moves
+        self.targets = targets
+        self.absent = tuple(absent)
+        self.line = BlockLine([f.data_bytes for f in manifest.files])
+
+    @cached_property
+    def bytes_needed(self) -> int:
+        """Bytes that the copies take from the checkpoint."""
+        return sum(m.byte_count for m in self.moves)
+
+    @cached_property
+    def needed(self) -> Runs:
+        """The digest blocks that hold them."""
+        return needed_blocks(self.line, self.moves)
+
+    def of_files(self, files: Collection[int]) -> ReadPlan:
+        """Return the plan of the copies out of some files alone."""
+        moves = [m for m in self.moves if m.file in files]
+        return ReadPlan(self.manifest, self.places, moves, self.targets, self.absent)
+
+    @property
+    def files(self) -> list[int]:
+        """Files that are read, ascending."""
+        return sorted({m.file for m in self.moves if m.byte_count})
+
+    def parts(self, span_bytes: int) -> _Parts:
+        """Return the moves, cut to `span_bytes`, in file order."""
+        moves = [
+            PlannedCopy(m.file, m.start, m.itemsize, block, m.target, m.conversion)
+            for m in self.moves
+            for block in split(m.block, m.itemsize, span_bytes)
+        ]
+        at = np.array([self.line.positions(m.file, *m.span)[0] for m in moves], dtype=np.int64)
+        order = np.argsort(at, kind="stable")
+        return _Parts([moves[i] for i in order], at[order])
+
+
+def read_plan(
+    manifest: Manifest,
+    filemap: FileMap,
+    wants: Iterable[Want],
+    *,
+    store: Store | None = None,
+    allow_absent: bool = False,
+    places: PieceLocations | None = None,
+) -> ReadPlan:
+    """Plan the filling of `wants`. Work grows with the pieces touched; nothing is read.
+
+    Parameters
+    ----------
+    manifest, filemap
+        The checkpoint, checked already by `ckptd.checkpoint.format.invariants`.
+    wants
+        The buffers of this rank.
+    store
+        The checkpoint's root, for the headers of files that older checkpoints wrote. Needed only
+        when the manifest refers to such files.
+    allow_absent
+        Leave targets of absent pieces as they are, and list those in the plan.
+    places
+        Of an earlier plan for the same checkpoint: what it learnt of files is not read again.
+
+    Raises
+    ------
+    MismatchError
+        kind ``absent``: names every wanted piece that the checkpoint does not hold; a region does
+        not lie inside its tensor.
+    UsageError
+        A target is not a writable flat buffer of the right size.
+    CorruptError
+        The manifest or an older file's header contradicts itself.
+    """
+    places = places or PieceLocations(manifest, filemap, store)
+    moves: list[PlannedCopy] = []
+    targets: list[Target] = []
+    absent: list[tuple[int, Box]] = []
+    for want in wants:
+        _plan_one(places, want, moves, targets, absent)
+    if absent and not allow_absent:
+        raise _absent_error(filemap, absent)
+    return ReadPlan(manifest, places, moves, targets, absent)
+
+
+def _plan_one(
+    places: PieceLocations,
+    want: Want,
+    moves: list[PlannedCopy],
+    targets: list[Target],
+    absent: list[tuple[int, Box]],
+) -> None:
+    filemap, tensor = places.filemap, want.tensor
+    grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
+    name = filemap.tensors[tensor].name
+    target = len(targets)
+    wide = want.conversion.target.itemsize if want.conversion else itemsize
+    targets.append(_target(want, wide, name))
+    for piece, blocks in _copies(grid, want, name):
+        file, start = places.of(tensor, piece)
+        if file == ABSENT:
+            absent.append((tensor, grid.piece(piece).box))
+            continue
+        moves += [
+            PlannedCopy(file, start, itemsize, block, target, want.conversion) for block in blocks
+        ]
+
+
+def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:
+    """Return the copies out of each piece."""
+    if want.pieces is not None:
+        return want.pieces
+    try:
+        return [(c.piece, c.blocks) for c in plan(grid, want.regions)]
+    except MismatchError as error:
+        raise MismatchError(
+            error.message, where=f"tensor {name}", wanted=error.wanted, found=error.found
+        ) from None
+
+
+def _target(want: Want, itemsize: int, name: str) -> Target:
+    target = want.target
+    if isinstance(target, np.ndarray):
+        good = target.ndim == 1 and target.flags.c_contiguous and target.flags.writeable
+        if not good or target.dtype.itemsize not in (1, itemsize):
+            raise UsageError(
+                "a read needs a writable flat buffer",
+                where=f"tensor {name}",
+                wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
+                found=f"shape {target.shape}, dtype {target.dtype}, strides {target.strides}",
+            )
+    end = want.end
+    if end * itemsize > target.nbytes:
+        raise UsageError(
+            "a buffer is too small for its regions",
+            where=f"tensor {name}",
+            wanted=f"{end * itemsize} bytes",
+            found=f"{target.nbytes} bytes",
+        )
+    return target.view(np.uint8) if isinstance(target, np.ndarray) else target
+
+
+def _absent_error(filemap: FileMap, absent: list[tuple[int, Box]]) -> MismatchError:
+    named = [
+        f"{filemap.tensors[t].name} {list(box.shape)} at {list(box.offset)}"
+        for t, box in absent[:_MOST_NAMED]
+    ]
+    more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
+    return MismatchError(
+        "the checkpoint leaves out what the state wants",
+        kind="absent",
+        where="; ".join(named) + more,
+        wanted="pieces that some file holds",
+        found=f"{len(absent)} absent pieces",
+        hint="load with strict=False to keep the live values there",
+    )

@@ -1,0 +1,1028 @@
+"""Reading a checkpoint into live state: verify everything first, then write.
+
+`execute` runs in two passes. Pass 1 brings every digest block that is needed and compares it with
+the digest index; ranks that share a host bring each block once. Then all ranks of the job agree
+that all is well, and only then pass 2 touches live buffers. When the bytes do not fit the budget
+the passes alternate in waves; a failure after the first written wave leaves the state half
+written, and the error says so (`poisoned`).
+
+Local files are hashed where the page cache has them, and else read block by block into a small
+reusable buffer, hashed and dropped: the page cache is the buffer, and pass 2 takes the bytes from
+it again. Neither pass copies more than it must. Measured on a virtual disk: two
+buffered readers reach 2.1 GB/s cold and 30 GB/s warm, O_DIRECT readers 1.2 GB/s; threads must
+share one descriptor, because read-ahead lives in it. Should the kernel drop some of the bytes
+between the passes, they are read again, unverified: committed files never change, and a lease keeps
+them from deletion. From other stores ranges are read, several at a time, into a host buffer that
+pass 2 copies from.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.base.digest import BLOCK_BYTES, digest
+from ckptd.base.grids.block import Block
+from ckptd.base.grids.grid import is_packed, strides_of
+from ckptd.base.runtime.host import available_bytes
+from ckptd.base.runtime.pool import cores, run_all
+from ckptd.checkpoint.format.names import digests_key
+from ckptd.checkpoint.load.copier import LEAST_BYTES, copies_natively
+from ckptd.checkpoint.load.files import (
+    LocalFiles,
+    PieceLocations,
+    blame,
+    check_size,
+    load_index,
+    read_stored,
+)
+from ckptd.checkpoint.load.hostgroup import (
+    HostBuffer,
+    HostGroup,
+    Needs,
+    ReadSchedule,
+    Wave,
+    make_schedule,
+)
+from ckptd.checkpoint.load.plan import (
+    BlockLine,
+    PlannedCopy,
+    ReadPlan,
+    Runs,
+    clip,
+    coalesce,
+    count,
+    merge,
+    needed_bytes,
+    put,
+    split,
+)
+from ckptd.checkpoint.load.spare import SPARE
+from ckptd.checkpoint.load.target import DeviceBatch, DeviceWriter, Target
+from ckptd.checkpoint.load.union import UnionStore
+from ckptd.errors import CkptdError, CorruptError
+from ckptd.store.base import Store
+
+__all__ = [
+    "Fetcher",
+    "InMemory",
+    "ReadReport",
+    "copy_from_files",
+    "copy_from_memory",
+    "execute",
+]
+
+
+T = TypeVar("T")
+U8 = NDArray[np.uint8]
+
+LOCAL_WINDOW_BLOCKS = 4
+
+
+class Fetcher:
+    """Reads and checks blocks of one checkpoint.
+
+    Parameters
+    ----------
+    store
+        The checkpoint's root.
+    places
+        The checkpoint.
+    line
+        Positions of its blocks.
+    files
+        Its data files, where they are read through descriptors; None: through the store.
+    threads
+        Concurrent reads.
+    stall_s
+        Longest time without progress, in seconds.
+    verify
+        Compare digests, where there are any.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        places: PieceLocations,
+        line: BlockLine,
+        files: LocalFiles | None,
+        *,
+        threads: int,
+        stall_s: float,
+        verify: bool = True,
+    ) -> None:
+        self._store = store
+        self._places = places
+        self._line = line
+        self._files = files
+        self._threads = threads
+        self._stall_s = stall_s
+        self._verify = verify
+        self._scratch = threading.local()
+
+    def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
+        """Compare the sizes of `files` with the manifest, and read and check their indexes.
+
+        What another fetcher of this checkpoint has checked is not checked again.
+
+        Parameters
+        ----------
+        on_file
+            Called from threads after each that was checked.
+        anywhere
+            Where the store is a union, go on with the next source when one is wrong. Not where
+            files are open already: those stay what they are.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``.
+        """
+
+        def work(file: int) -> None:
+            self._check_file(file, anywhere)
+            on_file()
+
+        new = [file for file in files if not self._is_checked(file)]
+        if new:
+            run_all(
+                new,
+                work,
+                threads=min(len(new), max(self._threads, 4)),
+                stall_s=self._stall_s,
+                what="checking sizes and digest indexes",
+            )
+
+    def check_unchanged(self) -> None:
+        """Look again at the files without digests that somebody has read of this checkpoint.
+
+        Other programs write theirs anew under the same name: what was read would be of two. The
+        same goes for the files that say where things lie.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``replaced``, ``missing-file``, ``truncated``, ``bad-size``.
+        """
+        places = self._places
+        loose = [file for file in sorted(places.sized) if not places.is_digested(file)]
+        if loose:
+            self._store.check_unchanged()
+            run_all(
+                loose,
+                lambda file: check_size(self._store, places.files[file]),
+                threads=min(len(loose), max(self._threads, 4)),
+                stall_s=self._stall_s,
+                what="looking whether files have changed",
+            )
+
+    def _is_checked(self, file: int) -> bool:
+        known = self._places.indexes
+        return file in self._places.sized and (file in known or not self._verify)
+
+    def _check_file(self, file: int, anywhere: bool) -> None:
+        entry = self._places.files[file]
+        if file not in self._places.sized:
+            self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
+            self._places.sized.add(file)
+        if self._verify and file not in self._places.indexes:
+            self._places.indexes[file] = self._good(
+                digests_key(entry.path),
+                lambda: load_index(self._store, entry),
+                anywhere,
+            )
+
+    def _good(self, key: str, look: Callable[[], T], anywhere: bool = True) -> T:
+        """Return what `look` finds in the first source of a union in which `key` is good."""
+        while True:
+            store = self._store
+            served = store.serving(key) if isinstance(store, UnionStore) else None
+            try:
+                return look()
+            except CorruptError:
+                union = store if anywhere and isinstance(store, UnionStore) else None
+                if union is None or not union.distrust(key, served):
+                    raise
+
+    def check_memory(self, file: int, data: memoryview, runs: Runs) -> None:
+        """Compare blocks of a file whose data section lies in memory with their digests.
+
+        Raises
+        ------
+        CorruptError
+            kind ``digest``; what `check_files` raises for its index.
+        """
+        self.check_files([file], lambda: None, anywhere=True)
+
+        def work(window: tuple[int, int, int]) -> None:
+            _, lo, hi = window
+            start, end = self._line.byte_range(file, lo, hi)
+            self._check(file, lo, data[start:end], runs)
+
+        run_all(
+            self._line.windows(runs, LOCAL_WINDOW_BLOCKS),
+            work,
+            threads=self._threads,
+            stall_s=self._stall_s,
+            what="comparing what is in memory",
+        )
+
+    def fetch(
+        self,
+        runs: Runs,
+        everybody: Runs,
+        buffer: HostBuffer | None,
+        on_bytes: Callable[[int], None],
+        loose: Mapping[int, Runs],
+    ) -> None:
+        """Read the blocks `runs`, and check each.
+
+        Parameters
+        ----------
+        runs
+            Blocks that are this reader's to bring.
+        everybody
+            Blocks that all readers of this host want; a hole of one block that nobody wants is
+            read along to save a request.
+        buffer
+            Where the bytes go; None for local files, whose bytes stay in the page cache.
+        on_bytes
+            Called from threads with the number of bytes read.
+        loose
+            Byte ranges of data sections that are wanted of files without digests, by file: no more
+            is read of these.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``digest``, ``truncated``, ``missing-file``: names tensors, chunks, file, rank
+            and block.
+        """
+        if buffer is None:
+            size, gap = LOCAL_WINDOW_BLOCKS, 0
+        else:
+            size, gap = max(1, self._store.capabilities.block_bytes // BLOCK_BYTES), 1
+
+        def work(window: tuple[int, int, int]) -> None:
+            file, lo, hi = window
+            start, end = self._line.byte_range(file, lo, hi)
+            if file in loose:
+                view = self._window() if buffer is None else buffer.view(file, start, end)
+                for a, b in clip(loose[file], start, end).tolist():
+                    self.bring_bytes(file, a, view[a - start : b - start])
+                    on_bytes(b - a)
+                return
+            if buffer is not None:
+                self.bring(file, lo, buffer.view(file, start, end), runs)
+            elif not self._check_in_place(file, lo, start, end, runs):
+                # One block at a time: it is hashed while the core's own cache has it.
+                for block in range(lo, hi):
+                    first, past = self._line.byte_range(file, block, block + 1)
+                    self.bring(file, block, self._window()[: past - first], runs)
+            on_bytes(end - start)
+
+        run_all(
+            self._line.windows(coalesce(runs, gap, everybody), size),
+            work,
+            threads=self._threads,
+            stall_s=self._stall_s,
+            what="reading the checkpoint",
+        )
+
+    def _window(self) -> memoryview:
+        found: memoryview | None = getattr(self._scratch, "view", None)
+        if found is None:
+            found = np.empty(LOCAL_WINDOW_BLOCKS * BLOCK_BYTES, dtype=np.uint8).data
+            self._scratch.view = found
+        return found
+
+    def _check_in_place(self, file: int, lo: int, start: int, end: int, runs: Runs) -> bool:
+        """Check bytes of a local file where they lie in memory; False where they must be read."""
+        if self._files is None:
+            return False
+        with self._files.touching(file, start, end, count=True) as found:
+            if found is not None:
+                self._check(file, lo, found[start:end].data, runs)
+            return found is not None
+
+    def bring(self, file: int, lo: int, view: memoryview, runs: Runs | None = None) -> None:
+        """Fill `view` from block `lo` of the line on, and check the blocks in it.
+
+        Parameters
+        ----------
+        file
+            The file of that block.
+        view
+            Whole blocks, up to the end of the file.
+        runs
+            Blocks that are to be checked; None: all of them.
+
+        Raises
+        ------
+        CorruptError
+            See `fetch`.
+        """
+        start, _ = self._line.byte_range(file, lo, lo)
+        self._bring(file, start, view, lambda: self._check(file, lo, view, runs))
+
+    def bring_bytes(self, file: int, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start` of the data section of a file without digests.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``truncated``, ``missing-file``.
+        """
+        self._bring(file, start, view, lambda: None)
+
+    def _bring(self, file: int, start: int, view: memoryview, check: Callable[[], None]) -> None:
+        entry = self._places.files[file]
+
+        def look() -> None:
+            if self._files is not None:
+                self._files.read(file, start, view)
+            else:
+                read_stored(self._store, entry, start, view)
+            check()
+
+        # A file that is open stays what it is: no other source is asked for it.
+        self._good(entry.path, look, self._files is None)
+
+    def _check(self, file: int, lo: int, view: memoryview, runs: Runs | None) -> None:
+        if not self._verify:
+            return
+        index = self._places.indexes[file]
+        if index is None:
+            return
+        first = self._line.first(file)
+        for at in range(0, len(view), BLOCK_BYTES):
+            position = lo + at // BLOCK_BYTES
+            part = view[at : at + BLOCK_BYTES]
+            block = position - first
+            found = digest(part)
+            if found != index.block(block) and (runs is None or _holds(runs, position)):
+                raise self._mismatch(file, block, len(part), index.block(block), found)
+
+    def _mismatch(
+        self, file: int, block: int, length: int, wanted: bytes, found: bytes
+    ) -> CorruptError:
+        entry = self._places.files[file]
+        start = block * BLOCK_BYTES
+        error = CorruptError(
+            "bytes of the checkpoint are not what was written",
+            kind="digest",
+            where=f"block {block} of {entry.path}, written by rank {entry.rank}: "
+            + self._places.holders(file, start, start + length),
+            wanted=f"XXH3-128 {wanted.hex()}",
+            found=f"XXH3-128 {found.hex()}",
+            hint="ckptd verify lists everything that is bad; load an older step or another tier",
+        )
+        return blame(error, entry.path)
+
+
+def _holds(runs: Runs, position: int) -> bool:
+    at = int(np.searchsorted(runs[:, 0], position, side="right")) - 1
+    return at >= 0 and position < int(runs[at, 1])
+
+
+FAR_BYTES = 256 << 10
+"""Runs this far apart are read one by one; nearer ones as one window (measured break-even)."""
+
+_TASK_BYTES = 4 << 20
+_TASK_MOVES = 256
+_LEAVE_S = 10.0
+"""How long an interrupted read waits for writes under way, in seconds."""
+
+OnBytes = Callable[[int], None]
+
+
+def copy_from_memory(
+    moves: Sequence[PlannedCopy],
+    targets: Sequence[Target],
+    memory: U8,
+    offset: Callable[[int, int, int], int],
+    *,
+    threads: int,
+    stall_s: float,
+    on_bytes: OnBytes,
+    locked: bool = False,
+) -> None:
+    """Copy `moves` out of memory that holds all their bytes.
+
+    Parameters
+    ----------
+    offset
+        ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
+    locked
+        `memory` is page-locked, and stays as it is until all devices have settled.
+    """
+
+    def work(task: list[PlannedCopy]) -> None:
+        with _Writes(targets) as writes:
+            for move in task:
+                lo, hi = move.span
+                origin = offset(move.file, lo, hi) + move.start - lo
+                writes.put(move, memory, origin, locked=locked)
+        on_bytes(sum(m.byte_count for m in task))
+
+    _run_copies(moves, work, threads, stall_s)
+
+
+def copy_from_files(
+    moves: Sequence[PlannedCopy],
+    targets: Sequence[Target],
+    files: LocalFiles,
+    *,
+    threads: int,
+    stall_s: float,
+    on_bytes: OnBytes,
+) -> None:
+    """Copy `moves` out of local files: long runs straight into place, others through a window.
+
+    What lies in memory that can be mapped is copied from there.
+    """
+    windows = _Windows()
+
+    def work(task: list[PlannedCopy]) -> None:
+        file = task[0].file
+        with (
+            _lying(task, targets, files) as memory,
+            files.use(file) as fd,
+            _Writes(targets) as writes,
+        ):
+            for move in task:
+                if memory is None:
+                    _read_move(move, writes, files, fd, windows)
+                else:
+                    writes.put(move, memory, move.start)
+        on_bytes(sum(m.byte_count for m in task))
+
+    _run_copies(moves, work, threads, stall_s)
+
+
+def _lying(
+    task: list[PlannedCopy], targets: Sequence[Target], files: LocalFiles
+) -> AbstractContextManager[U8 | None]:
+    """Return what gives the data section of a task's file, if it should be copied from there.
+
+    A file of a disk should only where that is done natively: the kernel copies faster than numpy.
+    """
+    file, spans = task[0].file, [move.span for move in task]
+    lo, hi = min(a for a, _ in spans), max(b for _, b in spans)
+    # A device may let its writers wait, and much that is not wanted may lie between far moves.
+    short = hi - lo <= 2 * _TASK_BYTES
+    large = sum(move.byte_count for move in task) >= len(task) * LEAST_BYTES
+    on_host = all(isinstance(targets[move.target], np.ndarray) for move in task)
+    if short and large and on_host and copies_natively():
+        return files.touching(file, lo, hi)
+    return nullcontext(files.memory(file))
+
+
+def _run_copies(
+    moves: Sequence[PlannedCopy],
+    work: Callable[[list[PlannedCopy]], None],
+    threads: int,
+    stall_s: float,
+) -> None:
+    """Do moves in threads; where this one is interrupted, nothing is written after it has left.
+
+    The next load of a process that goes on would be overwritten in part.
+    """
+    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying", leave_s=_LEAVE_S)
+
+
+def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
+    """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
+    task: list[PlannedCopy] = []
+    held = 0
+    for move in moves:
+        lo, hi = move.span
+        if task and (
+            move.file != task[0].file or held + hi - lo > _TASK_BYTES or len(task) >= _TASK_MOVES
+        ):
+            yield task
+            task, held = [], 0
+        task.append(move)
+        held += hi - lo
+    if task:
+        yield task
+
+
+class _Writes:
+    """Where one task writes: targets on the host as they are, those of a device through batches."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._batch: tuple[DeviceWriter, DeviceBatch] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._batch is not None:
+            self._batch[1].close()
+
+    def _batch_of(self, writer: DeviceWriter) -> DeviceBatch:
+        """Return the batch for a device; one at a time, since batches of all share their memory."""
+        if self._batch is not None:
+            if self._batch[0] is writer:
+                return self._batch[1]
+            self._batch[1].close()
+        self._batch = writer, writer.batch()
+        return self._batch[1]
+
+    def takes_runs(self, move: PlannedCopy) -> bool:
+        """Tell whether what is a run in the file comes to one run of memory, as it is."""
+        if move.conversion is not None:
+            return False
+        target, strides = self._targets[move.target], move.block.target_strides
+        if isinstance(target, np.ndarray):
+            return not strides or strides[-1] == 1
+        return move.byte_count <= target.writer.limit
+
+    def put(self, move: PlannedCopy, memory: U8, origin: int, *, locked: bool = False) -> None:
+        """Do a move out of memory; see `ckptd.checkpoint.load.plan.put`."""
+        target = self._targets[move.target]
+        if isinstance(target, np.ndarray):
+            put(move, move.block, memory, origin, target)
+            return
+        batch, size, wide = self._batch_of(target.writer), move.itemsize, move.target_itemsize
+        span = max(1, target.writer.limit // wide) * size
+        for block in split(move.block, size, span):
+            nbytes = block.numel * wide
+            plain = move.conversion is None and is_packed(block.shape, block.source_strides)
+            if locked and plain:
+                at = origin + block.source_start * size
+                target.send(block, wide, memory[at : at + nbytes], locked=True)
+            else:
+                values = batch.room(nbytes)
+                put(move, block, memory, origin, values, packed=True)
+                target.send(block, wide, values, locked=batch.locked)
+
+    def place(self, move: PlannedCopy) -> tuple[U8, Block]:
+        """Return memory for a move without conversion, and the move's block as it counts there."""
+        target, block = self._targets[move.target], move.block
+        if isinstance(target, np.ndarray):
+            return target, block
+        room = self._batch_of(target.writer).room(move.byte_count)
+        strides = strides_of(block.shape)
+        return room, Block(block.shape, block.source_start, block.source_strides, 0, strides)
+
+    def placed(self, move: PlannedCopy, memory: U8) -> None:
+        """Send what `place` gave, which is filled now, to where it goes."""
+        target = self._targets[move.target]
+        if not isinstance(target, np.ndarray):
+            locked = self._batch_of(target.writer).locked
+            target.send(move.block, move.itemsize, memory, locked=locked)
+
+
+class _Windows(threading.local):
+    """One reusable window a thread."""
+
+    def __init__(self) -> None:
+        self._array = np.empty(0, dtype=np.uint8)
+
+    def get(self, size: int) -> NDArray[np.uint8]:
+        if len(self._array) < size:
+            self._array = np.empty(max(size, _TASK_BYTES), dtype=np.uint8)
+        return self._array[:size]
+
+
+def _read_move(
+    move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: _Windows
+) -> None:
+    if writes.takes_runs(move) and _has_far_rows(move):
+        memory, block = writes.place(move)
+        sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
+        targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
+        length = block.shape[-1] if block.shape else 1
+        for source, at in zip(sources, targets, strict=True):
+            _read_run(move, memory, files, fd, source, at, length)
+        writes.placed(move, memory)
+    else:
+        lo, hi = move.span
+        window = windows.get(hi - lo)
+        files.read_exact(fd, move.file, lo, window.data)
+        writes.put(move, window, move.start - lo)
+
+
+def _has_far_rows(move: PlannedCopy) -> bool:
+    """Tell whether a move takes one run of the file, or runs with too much between them to read."""
+    strides = move.block.source_strides
+    runs = not strides or strides[-1] == 1
+    return runs and all(s * move.itemsize >= FAR_BYTES for s in strides[:-1])
+
+
+def _read_run(
+    move: PlannedCopy, target: U8, files: LocalFiles, fd: int, source: int, at: int, numel: int
+) -> None:
+    size = move.itemsize
+    view = target.data[at * size : (at + numel) * size]
+    files.read_exact(fd, move.file, move.start + source * size, view)
+
+
+def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> list[int]:
+    if not shape:
+        return [start]
+    offsets = np.full(1, start, dtype=np.int64)
+    for n, stride in zip(shape, strides, strict=True):
+        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
+    return offsets.tolist()
+
+
+_log = logging.getLogger("ckptd")
+_MOST_THREADS = 8
+_MEMORY_SPAN = 4 << 20
+"""Bytes of what is in memory that one thread copies at a time."""
+
+
+class InMemory(NamedTuple):
+    """The data section of file number `file`, as this process still has it in memory.
+
+    With `locked` it is page-locked, and devices copy from it as it lies there.
+    """
+
+    file: int
+    data: memoryview
+    locked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one rank's read did.
+
+    Attributes
+    ----------
+    bytes_needed
+        Bytes that this rank's buffers take from the checkpoint.
+    bytes_fetched
+        Bytes that this rank brought from the store in pass 1, for itself and its host.
+    bytes_in_memory
+        Bytes that this rank needed and had in memory.
+    bytes_copied
+        Bytes written to live buffers.
+    files
+        Data files that this rank's buffers come from.
+    waves
+        1, or more when the budget did not allow all at once.
+    fetch_s, copy_s
+        Seconds in pass 1 (waiting for other ranks included) and in pass 2.
+    """
+
+    bytes_needed: int
+    bytes_fetched: int
+    bytes_in_memory: int
+    bytes_copied: int
+    files: int
+    waves: int
+    fetch_s: float
+    copy_s: float
+
+
+def execute(
+    plan: ReadPlan,
+    store: Store,
+    *,
+    in_memory: InMemory | None = None,
+    host: HostGroup | None = None,
+    budget_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    verify: bool = True,
+    threads: int | None = None,
+    stall_s: float = 300.0,
+) -> ReadReport:
+    """Fill the buffers of a plan. Every rank of the job makes this call, also with nothing to read.
+
+    Parameters
+    ----------
+    plan
+        See `read_plan`.
+    store
+        The checkpoint's root.
+    in_memory
+        A file of the checkpoint that need not be read. It is compared with its digests like any
+        other, and read where it is not what was written.
+    host
+        The ranks of this host, on the board of the job; None for a job of one rank. A rank that
+        is alone on its host is a group of one.
+    budget_bytes
+        Bytes of the checkpoint that are held at a time on this host: in the page cache where all
+        ranks of it can open all files that they need, in memory elsewhere. None takes half, or a
+        quarter, of what is available. At least 4 MiB are used.
+    progress
+        Called with ``(bytes done, bytes total)`` of this rank, both passes counted, from threads,
+        one call at a time.
+    verify
+        Compare digests. Without, only sizes are checked.
+    threads
+        Concurrent reads and copies; chosen from cores and store when left out.
+    stall_s
+        Longest time in seconds without progress of this rank's reads.
+
+    Raises
+    ------
+    CorruptError
+        kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``. With
+        ``poisoned`` False no buffer of any rank was touched; with True some were.
+    StoreError, TransientStoreError, DeadlineError
+        Likewise, `poisoned` included. When one rank fails all ranks raise.
+    """
+    run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s, in_memory)
+    with run.files:
+        return run.go(budget_bytes, progress, verify)
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: ReadPlan,
+        store: Store,
+        group: HostGroup,
+        threads: int | None,
+        stall_s: float,
+        in_memory: InMemory | None,
+    ) -> None:
+        self._whole = self._plan = plan
+        self._in_memory, self._from_memory = in_memory, plan.of_files(())
+        self._store = store
+        self._group = group
+        self._copiers = threads or _share_of(cores(), group.local_world)
+        self._threads = threads
+        self._stall_s = stall_s
+        on_read = store.count if isinstance(store, UnionStore) else None
+        self.files = LocalFiles(store, plan.manifest.files, on_read)
+        self._buffer: HostBuffer | None = None
+        self._taken: tuple[mmap.mmap, int] | None = None
+        self._schedule = ReadSchedule([], BLOCK_BYTES, 0)
+        self._fetched = self._copied = 0
+        self._fetch_s = self._copy_s = 0.0
+
+    def go(
+        self,
+        budget_bytes: int | None,
+        progress: Callable[[int, int], None] | None,
+        verify: bool,
+    ) -> ReadReport:
+        self._verify = verify
+        self._count = _Counter(progress, self._group.pulse.beat)
+        self._group.agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
+        error = self._guard(self._write)
+        try:
+            self._group.agree("written", error)
+        except CkptdError as failure:
+            failure.poisoned = True
+            raise
+        # Only now has every rank read what this one posted; after a failure posts stay, since
+        # some rank may still have to learn of it.
+        self._group.close()
+        if self._taken is not None:
+            # After a failure a thread that hangs may still write there, into what is read next.
+            SPARE.give_back(*self._taken)
+        return self._report()
+
+    def _guard(self, step: Callable[[], None]) -> CkptdError | None:
+        """Do a step; whoever waits for this rank learns of a failure at once."""
+        try:
+            step()
+        except CkptdError as error:
+            self._group.pulse.give_up(error)
+            return error
+        except BaseException as error:
+            crash = CkptdError("a rank crashed while reading", kind="crashed", found=repr(error))
+            self._group.pulse.give_up(crash)
+            raise
+        return None
+
+    def _until_first_write(self, budget_bytes: int | None) -> None:
+        begin = time.monotonic()
+        if self._in_memory is not None:
+            self._leave_out(self._in_memory)
+        self._prepare(budget_bytes)
+        mine = self._schedule.mine
+        # Files first, those of later waves too: what is missing is found before a byte is read.
+        self._fetcher = Fetcher(
+            self._store,
+            self._plan.places,
+            self._plan.line,
+            self.files if self._local else None,
+            threads=self._threads or _share_of(self._parallel(), self._group.local_world),
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        files = self._plan.line.files_of(mine)
+        self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
+        fetched = self._buffer is not None or self._verify
+        self._count.total = self._whole.bytes_needed
+        self._count.total += self._bytes_of(mine) if fetched else 0
+        if self._schedule.waves:
+            self._fetch(self._schedule.waves[0])
+        self._fetcher.check_unchanged()
+        self._fetch_s += time.monotonic() - begin
+
+    def _leave_out(self, found: InMemory) -> None:
+        """Leave out of what is read what is in memory, if that is what was written."""
+        plan = self._whole.of_files({found.file})
+        fetcher = Fetcher(
+            self._store,
+            plan.places,
+            plan.line,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        try:
+            fetcher.check_memory(found.file, found.data, plan.needed)
+        except CorruptError as error:
+            _log.warning("what this process has in memory is not read from there: %s", error)
+            return
+        others = {*range(len(plan.manifest.files))} - {found.file}
+        self._from_memory, self._plan = plan, self._whole.of_files(others)
+
+    def _prepare(self, budget_bytes: int | None) -> None:
+        """Agree with the host on who brings what when, and get the buffer for it."""
+        group, line = self._group, self._plan.line
+        needs = self._agree_on_files(budget_bytes)
+        gap = 0 if self._local else 1
+        blocks = needs.budgets[0 if self._local else 1] // BLOCK_BYTES
+        self._schedule = make_schedule(
+            line, needs.runs, group.local_rank, budget_blocks=blocks, gap=gap
+        )
+        if not self._local and self._schedule.most_blocks:
+            memory = None
+            if group.local_world > 1:
+                shared = group.share_memory(self._schedule.most_blocks * BLOCK_BYTES)
+                memory = shared.array if shared else None
+            if memory is None:
+                memory = self._go_alone(needs.runs[group.local_rank], blocks, gap)
+            self._buffer = HostBuffer(line, memory)
+        self._parts = self._plan.parts(self._schedule.span_bytes)
+
+    def _agree_on_files(self, budget_bytes: int | None) -> Needs:
+        """Tell the host what this rank needs, and agree whether descriptors are read from."""
+        group, free = self._group, available_bytes()
+        budgets = (free // 2, free // 4) if budget_bytes is None else (budget_bytes, budget_bytes)
+        own = self.files.identity(self._plan.files)
+        needs = group.needs(self._plan.needed, budgets, bool(own))
+        self._local = needs.files
+        if needs.files and group.local_world > 1:
+            files = self._plan.line.files_of(merge(np.concatenate(needs.runs)))
+            self._local = group.same_files(self.files.identity(files))
+        return needs
+
+    def _parallel(self) -> int:
+        return cores() if self._local else self._store.capabilities.parallel
+
+    def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
+        """Read for this rank only: nobody else is there, or memory cannot be shared."""
+        self._schedule = make_schedule(
+            self._plan.line, [runs], 0, budget_blocks=blocks // self._group.local_world, gap=gap
+        )
+        size = self._schedule.most_blocks * BLOCK_BYTES
+        mapping, memory = SPARE.take(size)
+        self._taken = mapping, size
+        return memory
+
+    def _fetch(self, wave: Wave) -> None:
+        if self._buffer is not None:
+            self._buffer.lay_out(wave.layout)
+        elif not self._verify:
+            return
+        loose = self._loose
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched, loose)
+
+    @cached_property
+    def _loose(self) -> dict[int, Runs]:
+        """What is wanted of files without digests, where no other rank wants more of them."""
+        if self._group.local_world > 1:
+            return {}
+        places = self._plan.places
+        moves = (m for m in self._plan.moves if not places.is_digested(m.file))
+        local = self._store.capabilities.local_files
+        return needed_bytes(moves, FAR_BYTES if local else BLOCK_BYTES)
+
+    def _bytes_of(self, runs: Runs) -> int:
+        """Return the bytes that a set of blocks costs."""
+        line, loose = self._plan.line, self._loose
+        keep = np.array([line.file_at(lo) not in loose for lo in runs[:, 0].tolist()], dtype=bool)
+        return line.byte_count(runs[keep]) + sum(map(count, loose.values()))
+
+    def _on_fetched(self, n: int) -> None:
+        with self._count.lock:
+            self._fetched += n
+        self._count.add(n)
+
+    def _on_copied(self, n: int) -> None:
+        with self._count.lock:
+            self._copied += n
+        self._count.add(n)
+
+    def _write(self) -> None:
+        if self._in_memory is not None and self._from_memory.moves:
+            begin = time.monotonic()
+            copy_from_memory(
+                self._from_memory.parts(_MEMORY_SPAN).moves,
+                self._whole.targets,
+                np.frombuffer(self._in_memory.data, np.uint8),
+                lambda file, start, end: start,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+                locked=self._in_memory.locked,
+            )
+            self._copy_s += time.monotonic() - begin
+        for number, wave in enumerate(self._schedule.waves):
+            begin = time.monotonic()
+            if number:
+                self._group.barrier(f"free{number}")
+                self._fetch(wave)
+                self._group.barrier(f"full{number}")
+            between = time.monotonic()
+            self._copy(self._moves(wave))
+            self._fetch_s += between - begin
+            self._copy_s += time.monotonic() - between
+        begin = time.monotonic()
+        self._settle()
+        self._fetcher.check_unchanged()
+        self._copy_s += time.monotonic() - begin
+
+    def _settle(self) -> None:
+        """Wait until what was sent to devices is there, before the ranks agree that all is."""
+        targets = self._whole.targets
+        for writer in {t.writer for t in targets if not isinstance(t, np.ndarray)}:
+            writer.settle(self._stall_s)
+
+    def _moves(self, wave: Wave) -> list[PlannedCopy]:
+        lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
+        return self._parts.moves[lo:hi]
+
+    def _copy(self, moves: list[PlannedCopy]) -> None:
+        if self._buffer is not None:
+            copy_from_memory(
+                moves,
+                self._whole.targets,
+                self._buffer.memory,
+                self._buffer.offset,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+            return
+        copy_from_files(
+            moves,
+            self._whole.targets,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            on_bytes=self._on_copied,
+        )
+
+    def _report(self) -> ReadReport:
+        return ReadReport(
+            bytes_needed=self._whole.bytes_needed,
+            bytes_fetched=self._fetched,
+            bytes_in_memory=self._from_memory.bytes_needed,
+            bytes_copied=self._copied,
+            files=len(self._whole.files),
+            waves=len(self._schedule.waves),
+            fetch_s=self._fetch_s,
+            copy_s=self._copy_s,
+        )
+
+
+class _Counter:
+    """Adds up progress of all threads and passes it on."""
+
+    def __init__(
+        self, progress: Callable[[int, int], None] | None, beat: Callable[[], None]
+    ) -> None:
+        self.lock = threading.Lock()
+        self.total = 0
+        self._done = 0
+        self._progress = progress
+        self._beat = beat
+
+    def add(self, n: int) -> None:
+        self._beat()
+        with self.lock:
+            self._done += n
+            if self._progress is not None:
+                # Holes that are read along are not in the total.
+                self._progress(min(self._done, self.total), self.total)
+
+
+def _share_of(parallel: int, ranks: int) -> int:
+    """Threads of one of several ranks: two at least when it is alone, so that reads overlap."""
+    if ranks == 1:
+        return max(2, min(_MOST_THREADS, parallel))
+    return max(1, min(_MOST_THREADS, parallel // ranks))

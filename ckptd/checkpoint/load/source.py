@@ -1,0 +1,232 @@
+"""A checkpoint of any format as a source of named tensors and objects.
+
+Tools (diff, export, inspect, reshard) read checkpoints through `CheckpointReader` and know no
+format. ckptd's own is `ckptd.checkpoint.load.reader.CkptdReader`; another format is one more
+subclass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from ckptd.base.grids.grid import Grid
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.words import TensorLayout
+from ckptd.errors import NotFoundError
+from ckptd.types import Box, DType
+
+__all__ = ["CheckpointReader", "PerRankValues", "TensorInfo", "batches", "cut_box"]
+
+Array = NDArray[Any]
+T = TypeVar("T")
+
+
+class PerRankValues(dict[int, Any]):
+    """The values of a per-rank object, by the rank that saved them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A logical tensor: its name, logical type and shape, and other names under which it is known.
+
+    Tied tensors are stored once; `aliases` are the other names.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CheckpointReader(ABC):
+    """Reads one checkpoint. What it returns has been verified as far as the format can.
+
+    A subclass sets the attributes and implements the abstract methods; the rest follows from them.
+
+    Attributes
+    ----------
+    url
+        Where the checkpoint is, for errors and reports.
+    title
+        What the checkpoint is called there.
+    program
+        The layout program (Lay) that the checkpoint keeps; empty if it keeps none.
+    entries
+        The objects.
+    has_sections
+        Whether names begin with a section of a state, as a job of ckptd saves it; else ``model.``
+        is a part of weights' own names.
+    """
+
+    url: str
+    title: str
+    program: str
+    entries: Sequence[ObjectEntry]
+    has_sections: bool = True
+
+    @property
+    @abstractmethod
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """The tensors by name, in the order of the checkpoint; without those that hold objects."""
+
+    @abstractmethod
+    def read(
+        self, wanted: Sequence[tuple[str, Box]], *, allow_absent: bool = False
+    ) -> Sequence[Array]:
+        """Return boxes of tensors; types that numpy lacks are those of ml_dtypes.
+
+        Raises
+        ------
+        MismatchError
+            kind ``absent``, unless `allow_absent`: then absent pieces are zeros.
+        CorruptError
+            The data is not what was written, or not there.
+        """
+
+    @abstractmethod
+    def raw_object(self, entry: ObjectEntry) -> Any:
+        """Return an object as JSON data, undecoded (spec section 7).
+
+        Per-rank objects are `PerRankValues`. Needs no type to be registered.
+        """
+
+    @abstractmethod
+    def layout(self, name: str) -> TensorLayout:
+        """Return how a tensor is cut, and which ranks wrote it."""
+
+    @abstractmethod
+    def absent_elements(self, name: str) -> int:
+        """Return the number of elements of a tensor that no file holds."""
+
+    @abstractmethod
+    def grid(self, name: str) -> Grid:
+        """Return the pieces in which a tensor is stored."""
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, in order, without aliases."""
+        return list(self.infos)
+
+    @cached_property
+    def _known(self) -> Mapping[str, TensorInfo]:
+        return {a: info for info in self.infos.values() for a in (info.name, *info.aliases)}
+
+    def find(self, *names: str) -> str:
+        """Return the name under which one of these names or aliases is stored, or ""."""
+        return next((self._known[n].name for n in names if n in self._known), "")
+
+    def info(self, name: str) -> TensorInfo:
+        """Return a tensor, by name or alias.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-tensor``.
+        """
+        if name not in self._known:
+            raise NotFoundError(
+                "the checkpoint has no such tensor", kind="no-tensor", where=name[:200]
+            )
+        return self._known[name]
+
+    def tensor(self, name: str, *, allow_absent: bool = False) -> Array:
+        """Return a whole tensor; raises as `info` and `read`."""
+        return self.tensors([name], allow_absent=allow_absent)[name]
+
+    def tensors(self, names: Iterable[str], *, allow_absent: bool = False) -> dict[str, Array]:
+        """Return several whole tensors in one read; raises as `info` and `read`."""
+        names = list(dict.fromkeys(names))
+        boxes = [(n, Box.whole(self.info(n).shape)) for n in names]
+        return dict(zip(names, self.read(boxes, allow_absent=allow_absent), strict=True))
+
+    def slabs(
+        self, name: str, max_bytes: int, *, allow_absent: bool = False
+    ) -> Iterator[tuple[Box, Array]]:
+        """Yield a tensor in parts of at most `max_bytes` bytes, row-major: ``(box, values)``.
+
+        One element is the least that a part can be. Raises as `info` and `read`.
+        """
+        info = self.info(name)
+        for box in cut_box(info.shape, max(1, max_bytes // info.dtype.itemsize)):
+            yield box, self.read([(name, box)], allow_absent=allow_absent)[0]
+
+    # -- objects -------------------------------------------------------------------------------
+
+    def raw_objects(self) -> dict[str, Any]:
+        """Return all objects by name, each as of `raw_object`."""
+        return {o.name: self.raw_object(o) for o in self.entries}
+
+    def object(self, entry: ObjectEntry) -> Any:
+        """Return an object; a per-rank object is `PerRankValues`.
+
+        Raises
+        ------
+        UsageError
+            kind ``unregistered``: this program has not registered a type that is used.
+        CorruptError
+            kind ``bad-object``.
+        """
+        raw = self.raw_object(entry)
+        if isinstance(raw, PerRankValues):
+            return PerRankValues((r, codec.decode(v, entry.name)) for r, v in raw.items())
+        return codec.decode(raw, entry.name)
+
+    def objects(self) -> dict[str, Any]:
+        """Return all objects by name; raises as `object`."""
+        return {o.name: self.object(o) for o in self.entries}
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Group neighbours up to `most` bytes, so that thousands of small ones do not cost a read each.
+
+    A larger item is a group of its own.
+    """
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        if batch and held + size(item) > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size(item)
+    if batch:
+        yield batch
+
+
+def cut_box(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `most` elements, in row-major order.
+
+    Inner dimensions stay whole as far as they fit, one dimension is cut, outer ones are single.
+    """
+    if not math.prod(shape):
+        return
+    inner, d = 1, len(shape)
+    while d and inner * shape[d - 1] <= most:
+        d -= 1
+        inner *= shape[d]
+    if not d:
+        yield Box.whole(shape)
+        return
+    step = max(1, most // inner)
+    for outer in product(*map(range, shape[: d - 1])):
+        for start in range(0, shape[d - 1], step):
+            size = min(step, shape[d - 1] - start)
+            yield Box(
+                (*outer, start, *(0,) * (len(shape) - d)), (*(1,) * (d - 1), size, *shape[d:])
+            )

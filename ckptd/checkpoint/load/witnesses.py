@@ -1,0 +1,302 @@
+"""The witness of a checkpoint, compared with values as they stream by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.base.digest import digest_hex
+from ckptd.base.grids.block import flat_regions, piece_regions
+from ckptd.base.grids.grid import Piece
+from ckptd.checkpoint.format.manifest import Manifest
+from ckptd.checkpoint.format.names import WITNESS
+from ckptd.checkpoint.format.witness import (
+    SAMPLE,
+    Difference,
+    Witness,
+    WitnessPlan,
+    blind,
+    compare,
+    gather,
+)
+from ckptd.checkpoint.format.witness_full import FullWitness, compare_full, partial_sum
+from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.store.base import Store
+
+__all__ = [
+    "ChunkWitness",
+    "Findings",
+    "VerifyFinding",
+    "VerifyReport",
+    "WitnessCheck",
+    "read_witness",
+]
+
+
+MOST = 10_000
+"""Findings kept; beyond it they are only counted."""
+
+
+class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong.
+
+    Attributes
+    ----------
+    kind
+        Stable code, as of errors: ``missing-file``, ``truncated``, ``bad-size``, ``digest``,
+        ``bad-header``, ``bad-index``, ``witness``, ``lost`` (a chunk in a missing or truncated
+        file), or the kind of the error that a record or the store gave.
+    message
+        One sentence.
+    file, rank
+        The file, relative to the root, and the rank that wrote it; "" and None where there is
+        none.
+    tensor, chunk
+        The tensor and the chunk's name in its file; "" where the finding is about more.
+    where
+        Anything more exact: bytes, blocks.
+    wanted, found
+        The two sides of the check.
+    """
+
+    kind: str
+    message: str
+    file: str = ""
+    rank: int | None = None
+    tensor: str = ""
+    chunk: str = ""
+    where: str = ""
+    wanted: str = ""
+    found: str = ""
+
+    @staticmethod
+    def of(error: CkptdError, file: str = "", rank: int | None = None) -> VerifyFinding:
+        """Return what an error says."""
+        return VerifyFinding(
+            kind=error.kind,
+            message=error.message,
+            file=file,
+            rank=rank,
+            where=error.where or "",
+            wanted=error.wanted or "",
+            found=error.found or "",
+        )
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a verification.
+
+    Attributes
+    ----------
+    step, generation
+        The checkpoint.
+    deep
+        Data was read; otherwise sizes and headers only.
+    files, tensors, chunks
+        What the checkpoint holds; zero when not even its manifest can be read.
+    data_bytes, read_bytes
+        Bytes of its chunks, and bytes of data that were read and compared.
+    absent
+        Tensors that are incomplete on purpose.
+    blind
+        Tensors for which the witness can say nothing, since all its values are equal there.
+    findings
+        What is wrong, by file.
+    more
+        Further findings that were not kept.
+    """
+
+    step: int
+    generation: int
+    deep: bool
+    files: int = 0
+    tensors: int = 0
+    chunks: int = 0
+    data_bytes: int = 0
+    read_bytes: int = 0
+    absent: tuple[str, ...] = ()
+    blind: tuple[str, ...] = ()
+    findings: tuple[VerifyFinding, ...] = ()
+    more: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+class Findings:
+    """Collects findings from threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: list[VerifyFinding] = []
+        self._seen: set[VerifyFinding] = set()
+        self.more = 0
+
+    def add(self, finding: VerifyFinding) -> None:
+        """Note a finding; the same one twice is one."""
+        with self._lock:
+            if finding in self._seen:
+                return
+            if len(self._kept) >= MOST:
+                self.more += 1
+                return
+            self._seen.add(finding)
+            self._kept.append(finding)
+
+    def extend(self, findings: Iterable[VerifyFinding]) -> None:
+        """Note several."""
+        for finding in findings:
+            self.add(finding)
+
+    def tensors(self) -> set[str]:
+        """Names of the tensors that have findings."""
+        with self._lock:
+            return {f.tensor for f in self._kept if f.tensor}
+
+    def all(self) -> tuple[VerifyFinding, ...]:
+        """Return them: those of the whole first, then by file."""
+        with self._lock:
+            return tuple(sorted(self._kept, key=lambda f: f.file))
+
+
+MAX_WITNESS_BYTES = 64 << 20
+
+
+def read_witness(
+    store: Store, manifest: Manifest, plan: WitnessPlan
+) -> Witness | FullWitness | None:
+    """Read and check the witness file of a checkpoint; None when it has none.
+
+    Raises
+    ------
+    CorruptError
+        kinds ``missing-file``, ``digest``, ``limits``, ``bad-header``, ``bad-witness``.
+    """
+    entry = manifest.witness
+    if entry is None:
+        return None
+    key = manifest.folder + WITNESS
+    try:
+        size = store.stat(key).size
+        if size > MAX_WITNESS_BYTES:
+            raise CorruptError("the witness is too large", kind="limits", where=key, found=size)
+        raw = store.get(key)
+    except NotFoundError:
+        raise CorruptError("the witness is missing", kind="missing-file", where=key) from None
+    found = digest_hex(raw)
+    if found != entry.digest:
+        raise CorruptError(
+            "the witness is not what was written",
+            kind="digest",
+            where=key,
+            wanted=entry.digest,
+            found=found,
+        )
+    if entry.kind == SAMPLE:
+        return Witness.decode(raw, key, plan)
+    return FullWitness.decode(raw, key, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWitness:
+    """What to look at in one chunk: values `slots` at its `elements`, rising."""
+
+    tensor: int
+    piece: Piece
+    slots: NDArray[np.int64]
+    elements: NDArray[np.int64]
+
+
+class WitnessCheck:
+    """Takes the values out of chunks as they are read, and compares at the end.
+
+    Parameters
+    ----------
+    deep
+        Values will come; otherwise the witness file is only read.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, findings: Findings, *, deep: bool) -> None:
+        self._findings = findings
+        self._plan = WitnessPlan.of(manifest)
+        self._lock = threading.Lock()
+        self._skipped: set[str] = set()
+        self._wanted: Witness | FullWitness | None = None
+        try:
+            self._wanted = read_witness(store, manifest, self._plan)
+        except CkptdError as error:
+            findings.add(VerifyFinding.of(error, manifest.folder + WITNESS))
+        sample = isinstance(self._wanted, Witness)
+        self._found = Witness.empty(self._plan) if sample and deep else None
+        self._sums = FullWitness.empty(self._plan) if self._wanted and not sample else None
+
+    @property
+    def blind(self) -> tuple[str, ...]:
+        """Tensors for which the witness can say nothing."""
+        return tuple(blind(self._plan, self._wanted)) if isinstance(self._wanted, Witness) else ()
+
+    def skip(self, tensors: Iterable[str]) -> None:
+        """Do not judge these tensors: not all of their values can be had."""
+        with self._lock:
+            self._skipped.update(tensors)
+
+    def begin(self, tensor: int, piece: Piece) -> ChunkWitness | None:
+        """Return what to look at in a chunk, or None."""
+        if self._wanted is None or not self._plan.counts[tensor] or not piece.numel:
+            return None
+        if self._sums is not None:
+            empty = np.empty(0, dtype=np.int64)
+            return ChunkWitness(tensor, piece, empty, empty)
+        slots, elements = self._plan.select(tensor, piece_regions(piece))
+        order = np.argsort(elements, kind="stable")
+        return ChunkWitness(tensor, piece, slots[order], elements[order])
+
+    def feed(self, chunk: ChunkWitness, at: int, data: NDArray[np.uint8]) -> None:
+        """Look at bytes ``[at, at + len(data))`` of a chunk: whole elements."""
+        itemsize = self._plan.itemsizes[chunk.tensor]
+        lo, hi = at // itemsize, (at + len(data)) // itemsize
+        if self._sums is not None:
+            self._add(chunk, lo, hi, data)
+        elif self._found is not None:
+            i, j = chunk.elements.searchsorted((lo, hi)).tolist()
+            values = gather(data, itemsize, chunk.elements[i:j] - lo)
+            self._found.put(chunk.slots[i:j], values)
+
+    def _add(self, chunk: ChunkWitness, lo: int, hi: int, data: NDArray[np.uint8]) -> None:
+        plan, tensor = self._plan, chunk.tensor
+        first = chunk.piece.flat[0] if chunk.piece.flat else 0
+        regions = flat_regions(chunk.piece.box, first + lo, first + hi)
+        total, count = partial_sum(
+            plan.names[tensor], plan.shapes[tensor], plan.itemsizes[tensor], regions, data
+        )
+        with self._lock:
+            if self._sums is not None:
+                self._sums.add(tensor, total, count)
+
+    def finish(self) -> None:
+        """Compare what came by. Tensors with other findings are not judged again."""
+        wrong: list[Difference] = []
+        if isinstance(self._wanted, Witness) and self._found is not None:
+            wrong = compare(self._plan, self._wanted, self._found)
+        elif isinstance(self._wanted, FullWitness) and self._sums is not None:
+            wrong = compare_full(self._plan, self._wanted, self._sums)
+        explained = self._skipped | self._findings.tensors()
+        for d in wrong:
+            if d.tensor not in explained:
+                self._findings.add(
+                    VerifyFinding(
+                        kind="witness",
+                        message="values are not at the positions where they were saved",
+                        tensor=d.tensor,
+                        wanted="the witness's values",
+                        found=f"{d.wrong} of {d.checked} differ",
+                    )
+                )

@@ -1,0 +1,564 @@
+"""The catalogue of a root: which checkpoints exist, which count, and how a new one comes to count.
+
+Everything is decided by three kinds of small create-only records (``ckptd.json``, generations,
+commits) and computed from their names where names are enough. Records never change, so nothing
+here needs a lock, and of two processes that disagree, the one that created a name first has it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+
+import numpy as np
+
+from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.format.invariants import check_files, check_manifest
+from ckptd.checkpoint.format.lineage import newest_on_line
+from ckptd.checkpoint.format.manifest import Manifest, WitnessEntry, encode_manifest
+from ckptd.checkpoint.format.names import (
+    COMMITS,
+    GENERATIONS,
+    MAX_GENERATION,
+    PARTS,
+    WITNESS,
+    CommitName,
+    check_step,
+    commit_key,
+    generation_key,
+    pin_key,
+)
+from ckptd.checkpoint.format.records import Commit, Generation, Parent, Pin, encode_record
+from ckptd.checkpoint.format.witness import SAMPLE, Witness, WitnessPlan
+from ckptd.checkpoint.root.index import MAX_TRIES, Index, unmarked
+from ckptd.checkpoint.root.leases import hold, relied_on
+from ckptd.checkpoint.root.root import stamp
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+)
+from ckptd.store.base import Store
+
+__all__ = ["Catalogue", "publish_manifest", "remove_parts", "write_manifest", "write_witness"]
+
+
+class Catalogue(Index):
+    """Checkpoints of one root.
+
+    Parameters
+    ----------
+    store
+        The root. Methods that create something need ``capabilities.create_only`` and raise
+        `RefusedError` (kind ``no-create-only``) without it.
+
+    Notes
+    -----
+    Thread-safe. Every method may raise the store's own errors; a record that cannot be read is a
+    `CorruptError` that names its file.
+    """
+
+    # -- generations ---------------------------------------------------------------------------
+
+    def claim(
+        self,
+        parent: CommitName | None,
+        world_size: int,
+        reason: str = "",
+        *,
+        committed: bool = True,
+    ) -> Generation:
+        """Begin a new life of the job that continues from `parent`; durable on return.
+
+        From now on only commits up to `parent` and those of the new generation count.
+
+        Parameters
+        ----------
+        parent
+            The commit that was loaded; None begins a fresh line, older commits no longer count.
+        world_size
+            Number of ranks; 0 when no job is behind the claim.
+        reason
+            For people: ``start``, ``resume``, ``rollback``.
+        committed
+            False for a parent that was loaded from a snapshot, and need not have a commit: the
+            line then has the commits up to it, none of which is deleted before the claim.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-commit``: the parent does not exist, or its generation was never claimed.
+        RefusedError
+            Kind ``behind``: a parent whose step is not later than its generation's own parent.
+        ConflictError
+            Kind ``busy``: others claimed every number that was tried.
+        """
+        self.check_root()
+        if parent is None:
+            return self._claim(None, world_size, reason)
+        # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
+        with hold(self, parent, holder="claim") if committed else self._hold_upto(parent):
+            self.ancestor(parent.generation)  # without it the line cannot be followed
+            return self._claim(Parent(parent.step, parent.generation), world_size, reason)
+
+    def _hold_upto(self, parent: CommitName) -> AbstractContextManager[object]:
+        """Hold the newest commit of the line that ends with `parent`, if there is any."""
+        self._check_parent(parent)
+        gone: set[CommitName] = set()
+        for _ in range(MAX_TRIES):
+            upto = [
+                n
+                for n in self.commits()
+                if n not in gone and (n.generation != parent.generation or n.step <= parent.step)
+            ]
+            newest = newest_on_line(parent.generation, upto, self.ancestor)
+            if newest is None:
+                return nullcontext()
+            try:
+                return hold(self, newest, holder="claim")
+            except NotFoundError:  # deleted since the listing, or just being deleted
+                gone.add(newest)
+        raise ConflictError(
+            "checkpoints are replaced faster than one can be held",
+            kind="busy",
+            where=self.store.url,
+        )
+
+    def _check_parent(self, parent: CommitName) -> None:
+        """Check that a commit of this name could be: the line must not skip, or end in nothing."""
+        try:
+            floor = self.generation(parent.generation).parent
+        except NotFoundError:
+            raise NotFoundError(
+                f"{parent} cannot be continued: its generation was never claimed here",
+                kind="no-commit",
+                where=self.where(generation_key(parent.generation)),
+            ) from None
+        if floor is not None and parent.step <= floor.step:
+            raise RefusedError(
+                f"{parent} cannot be continued: its generation began later",
+                kind="behind",
+                where=self.where(generation_key(parent.generation)),
+                wanted=f"a step after {floor.step}",
+            )
+
+    def join(self, reason: str) -> Generation:
+        """Return the newest generation if it was claimed for `reason`, else claim one for it.
+
+        For processes that work at one task and never speak to each other: the first one claims,
+        continuing the line, and the others find it. Durable on return.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``busy``: others claimed every number that was tried.
+        """
+        for _ in range(MAX_TRIES):
+            newest = self.newest_generation()
+            record = self.generation(newest) if newest else None
+            if record is not None and record.reason == reason:
+                return record
+            latest = self.latest()
+            with hold(self, latest, holder="claim") if latest else nullcontext():
+                parent = Parent(latest.step, latest.generation) if latest else None
+                # This number and no other: a faster process may be one of us.
+                found = self._try_claim(newest + 1, uuid.uuid4().hex, parent, 0, reason)
+            if found is not None:
+                return found
+        raise self._all_taken()
+
+    def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
+        claim_id = uuid.uuid4().hex
+        # After every commit too: in a root that lost records, the line is decided anew by this one.
+        number = max([self.newest_generation(), *(n.generation for n in self.commits())]) + 1
+        for _ in range(MAX_TRIES):
+            found = self._try_claim(number, claim_id, parent, world_size, reason)
+            if found is not None:
+                return found
+            number = max(number, self.newest_generation()) + 1
+        raise self._all_taken()
+
+    def _try_claim(
+        self, number: int, claim_id: str, parent: Parent | None, world_size: int, reason: str
+    ) -> Generation | None:
+        record = Generation(
+            generation=min(number, MAX_GENERATION),
+            claim_id=claim_id,
+            parent=parent,
+            created=stamp(),
+            world_size=world_size,
+            reason=reason,
+            root=self.root_id,
+        )
+        key, raw = generation_key(record.generation), encode_record(record)
+        if not self._create(key, raw):
+            return None
+        with self._taken_back(key, raw):
+            self.check_root()
+        self._generations[record.generation] = record
+        return record
+
+    @contextmanager
+    def _taken_back(self, key: str, raw: bytes) -> Iterator[None]:
+        """Take back the record that was just created when the root is another one by now."""
+        try:
+            yield
+        except (ConflictError, StoreError):
+            with suppress(CkptdError):  # the caller gets the cause
+                if self.store.get(key) == raw:  # and not what the other root has under this name
+                    self.store.delete([key])
+            raise
+
+    def _all_taken(self) -> ConflictError:
+        return ConflictError(
+            "others claimed every generation that was tried",
+            kind="busy",
+            where=self.where(GENERATIONS),
+            found=f"{MAX_TRIES} tries, up to generation {self.newest_generation()}",
+        )
+
+    def check_claim(self, generation: int, claim_id: str) -> None:
+        """Raise unless a generation is still claimed under this id, here and at this moment.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``claim-lost``: its record is gone, or is another life's.
+        """
+        key = generation_key(generation)
+        found = "nothing"
+        with suppress(NotFoundError):
+            found = self.read(key, Generation).claim_id
+        if found != claim_id:
+            raise ConflictError(
+                f"generation {generation} is not this job's any more",
+                kind="claim-lost",
+                where=self.where(key),
+                wanted=f"claim {claim_id}",
+                found=found,
+                hint="the root was made anew, or brought back from an older copy: stop this job"
+                " and start it anew",
+            )
+
+    def continue_line(self, step: int, fresh_line: bool | None = False) -> CommitName | None:
+        """Return the parent for a job that saves `step` first and has loaded nothing.
+
+        That is the newest commit that counts, or None in an empty root and for a fresh line.
+
+        Parameters
+        ----------
+        fresh_line
+            True: begin a line of its own. False: go on from a checkpoint that was not loaded. None:
+            neither was asked for.
+
+        Raises
+        ------
+        RefusedError
+            Kind ``behind``: the newest commit is not older than `step`, so going on from it
+            would hide checkpoints of another run, or overwrite its history. Kind ``not-loaded``:
+            there is one, and the caller did not ask for that.
+        """
+        check_step(step)
+        latest = None if fresh_line else self.latest()
+        if latest is None or (step > latest.step and fresh_line is False):
+            return latest
+        if step > latest.step:
+            raise RefusedError(
+                f"{latest} is here, and this job saves step {step} without having loaded it",
+                kind="not-loaded",
+                where=self.store.url,
+                wanted="a load() before the first save, or a root of its own",
+                found="a run that began from nothing, or loaded something else",
+                hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
+                " fresh_line=True (of the Checkpointer or a framework's writer) begins a line of"
+                " its own, beside which this one stays; fresh_line=False goes on from it",
+            )
+        raise RefusedError(
+            f"step {step} is not later than the newest checkpoint here",
+            kind="behind",
+            where=self.store.url,
+            wanted=f"a step after {latest.step}",
+            found=f"step {step}",
+            hint="load() first to continue that run, or say that this is a fresh line"
+            " (its older checkpoints then no longer count)",
+        )
+
+    def rollback(self, step: int, all: bool = False, generation: int | None = None) -> Generation:
+        """Make `step` the newest checkpoint that counts; moves and deletes nothing.
+
+        Parameters
+        ----------
+        step, all, generation
+            As for `find`: with `all` a commit of an abandoned line may be taken up again.
+
+        Raises
+        ------
+        NotFoundError
+            No such step.
+        CorruptError
+            Its manifest is gone or damaged.
+        """
+        with hold(self, self.find(step, all, generation), holder="rollback") as held:
+            self.manifest_of(held.commit)
+            return self.claim(held.commit.name, world_size=0, reason="rollback")
+
+    def superseded(self, generation: int) -> ConflictError | None:
+        """Return the error for a job whose generation is no longer the newest, else None."""
+        newest = self.newest_generation()
+        if newest <= generation:
+            return None
+        winner = self.generation(newest)
+        return ConflictError(
+            f"generation {generation} is superseded by generation {newest}",
+            kind="superseded",
+            where=self.where(generation_key(newest)),
+            found=f"claimed {winner.created} by {winner.world_size} ranks"
+            f" ({winner.reason or 'no reason given'})",
+            hint="this process belongs to an older life of the job: stop it",
+        )
+
+    def check_not_superseded(self, generation: int) -> None:
+        """Raise what `superseded` returns, if it returns something."""
+        error = self.superseded(generation)
+        if error is not None:
+            raise error
+
+    # -- commits -------------------------------------------------------------------------------
+
+    def publish(self, commit: Commit) -> None:
+        """Make a checkpoint exist: create its commit record, durable on return.
+
+        Two committers of one attempt make the same manifest: both succeed.
+
+        Everything the record refers to must be durable already. Other checkpoints' folders in
+        ``commit.folders`` stay only while the caller holds a lease on a commit that refers to
+        them (`ckptd.checkpoint.root.leases.hold`).
+
+        Raises
+        ------
+        ConflictError
+            Kind ``superseded``: a newer generation was claimed, before or meanwhile; in the second
+            case the commit exists, and counts only if that generation continues from it. Kind
+            ``committed``: another attempt committed this step in this generation; names it.
+        RefusedError
+            Kind ``behind``: the step is not later than the one the generation began from.
+        CorruptError
+            Kind ``missing-file``: the manifest or a folder it refers to is not there.
+        StoreError, ConflictError
+            Kinds ``root-gone``, ``other-root``, ``claim-lost``: this is not the root, or not the
+            claim, that the commit names.
+        """
+        self._check_publishable(commit)
+        key, raw = commit_key(commit.name), encode_record(commit)
+        ours = self._create(key, raw)
+        # Once more: the root may have become another one since. What a death leaves between the
+        # two does not count, by the identities in the record.
+        with self._taken_back(key, raw) if ours else nullcontext():
+            self._check_here(commit)
+        if not ours:
+            won = self.commit(commit.name)
+            same = (won.attempt, won.manifest_digest) == (commit.attempt, commit.manifest_digest)
+            if won.write_id != commit.write_id and not same:
+                # A generation has one run, so it was this one, or what is left of it.
+                raise ConflictError(
+                    f"{commit.name} was committed by this run already, in an earlier save",
+                    kind="committed",
+                    where=self.where(key),
+                    wanted=f"attempt {commit.attempt}, write id {commit.write_id}",
+                    found=f"attempt {won.attempt}, write id {won.write_id}, at {won.created}",
+                    hint="what was saved first stays; give the next save a later step, or load() "
+                    "first to begin anew from there",
+                )
+        self.store.sync(COMMITS)
+        self._known.add(commit.name)
+        self._records.pop(commit.name, None)
+        self._check_whole(commit, ours)
+        self.check_not_superseded(commit.generation)
+        with self._taken_back(key, raw) if ours else nullcontext():
+            self.check_root()  # the last thing before the caller is promised it
+
+    def _check_here(self, commit: Commit) -> None:
+        """Raise unless this is the root, and its generation the claim, that wrote a commit."""
+        if commit.root:
+            self.expect(commit.root)
+        self.check_root()
+        if commit.claim:
+            self.check_claim(commit.generation, commit.claim)
+
+    def _check_publishable(self, commit: Commit) -> None:
+        self._check_commit(commit, commit.name)
+        self._check_here(commit)
+        parent = self.generation(commit.generation).parent
+        if parent is not None and commit.step <= parent.step:
+            raise RefusedError(
+                f"{commit.name} is not later than the step this generation began from",
+                kind="behind",
+                where=self.where(commit_key(commit.name)),
+                wanted=f"a step after {parent.step}",
+                hint="roll back to an earlier step first",
+            )
+        manifest = commit.folder + commit.manifest
+        if self.size(manifest) != commit.manifest_bytes:
+            raise self._missing(commit, manifest)
+        for folder in commit.folders:
+            if not self.store.children(folder):
+                raise self._missing(commit, folder)
+        self.check_not_superseded(commit.generation)
+
+    def _check_whole(self, commit: Commit, ours: bool) -> None:
+        """Take the record back when gc took the attempt for a leftover at this very moment.
+
+        A record of another committer stays while the manifest does: its caller may
+        rely on it.
+        """
+        free = unmarked(self.store, [commit.folder])
+        there = self.size(commit.folder + commit.manifest) is not None
+        if free and there:
+            return
+        if ours or not there:
+            self.store.delete([commit_key(commit.name)])
+        raise self._missing(commit, commit.folder + commit.manifest)
+
+    def _missing(self, commit: Commit, key: str) -> CorruptError:
+        return CorruptError(
+            f"{commit.name} refers to something that is not there",
+            kind="missing-file",
+            where=self.where(key),
+            hint="ckptd gc removes attempts of older generations, and those that took too long",
+        )
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, name: CommitName, reason: str = "") -> None:
+        """Keep a checkpoint for ever; durable on return. Pinning twice is no error.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-commit``; also when it was deleted at this very moment.
+        """
+        record = Pin(name.step, name.generation, created=stamp(), reason=reason)
+        self.check_root()
+        self.commit(name)
+        self._create(pin_key(name), encode_record(record))
+        # gc marks the commit, then looks at the pins: one of the two sees the other.
+        try:
+            relied_on(self, name)
+            self.check_root()
+        except (NotFoundError, ConflictError):
+            self.store.delete([pin_key(name)])
+            raise
+
+    def unpin(self, name: CommitName) -> bool:
+        """Remove a pin; tell whether there was one."""
+        self.check_root()
+        there = self.store.exists(pin_key(name))
+        self.store.delete([pin_key(name)])
+        return there
+
+
+def write_witness(
+    store: Store, folder: str, plan: WitnessPlan, parts: Iterable[tuple[str, bytes, bytes]]
+) -> WitnessEntry | None:
+    """Write the witness of a checkpoint into its data folder; None when it has no values.
+
+    Parameters
+    ----------
+    parts
+        Where each part comes from, its slots as little-endian uint32, and 8 bytes for each.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-record``: a part is not what the plan asks for.
+    """
+    if not plan.total:
+        return None
+    witness = Witness.empty(plan)
+    for where, raw_slots, raw_values in parts:
+        slots = np.frombuffer(raw_slots, dtype="<u4").astype(np.int64)
+        rows = np.frombuffer(raw_values, dtype=np.uint8)
+        if len(rows) != 8 * len(slots) or (len(slots) and int(slots.max()) >= plan.total):
+            raise CorruptError("a part's witness is malformed", kind="bad-record", where=where)
+        witness.put(slots, rows.reshape(-1, 8))
+    raw = witness.encode()
+    store.put(folder + WITNESS, raw)
+    return WitnessEntry(SAMPLE, digest_hex(raw))
+
+
+def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
+    """Write a manifest into its data folder; return its name there and what was written.
+
+    Raises
+    ------
+    CorruptError
+        The manifest breaks a rule of the format.
+    """
+    name, raw = encode_manifest(manifest)
+    where = manifest.folder + name
+    check_files(manifest, check_manifest(manifest, where, len(raw)))
+    store.put(where, raw)
+    return name, raw
+
+
+def publish_manifest(
+    catalogue: Catalogue,
+    manifest: Manifest,
+    *,
+    write_id: str = "",
+    created: str = "",
+    root: str = "",
+    claim: str = "",
+) -> Commit:
+    """Write a manifest, and the commit record by which the checkpoint begins to exist.
+
+    All other files are durable already.
+
+    Parameters
+    ----------
+    write_id, created
+        As in the record; a new id, and now, when empty.
+    root, claim
+        As in the record: of whom it is. When empty, the root that was opened, and the claim of the
+        generation as the catalogue knows it.
+
+    Raises
+    ------
+    CorruptError
+        The manifest breaks a rule of the format.
+    ConflictError
+        See `ckptd.checkpoint.root.catalogue.Catalogue.publish`.
+    """
+    folder, store = manifest.folder, catalogue.store
+    name, raw = write_manifest(store, manifest)
+    store.sync(folder)
+    folders = {f.folder for f in manifest.files if f.data_start}
+    commit = Commit(
+        step=manifest.step,
+        generation=manifest.generation,
+        attempt=manifest.attempt,
+        folder=folder,
+        folders=tuple(sorted(folders | {folder})),
+        manifest=name,
+        manifest_digest=digest_hex(raw),
+        manifest_bytes=len(raw),
+        write_id=write_id or uuid.uuid4().hex,
+        created=created or datetime.now(UTC).isoformat(timespec="milliseconds"),
+        world_size=manifest.world_size,
+        data_bytes=sum(f.data_bytes for f in manifest.files),
+        metadata=manifest.metadata,
+        root=root or catalogue.root_id,
+        claim=claim or catalogue.generation(manifest.generation).claim_id,
+    )
+    catalogue.publish(commit)
+    return commit
+
+
+def remove_parts(store: Store, folder: str) -> None:
+    """Remove what the ranks reported; `ckptd.checkpoint.root.gc` takes what an error leaves."""
+    store.delete([info.key for info in store.list(folder + PARTS)])

@@ -1,0 +1,449 @@
+"""What a root holds: generations, commits, the line, and the records behind the names."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.format.lineage import line, newest_on_line
+from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from ckptd.checkpoint.format.names import (
+    COMMITS,
+    DATA,
+    GENERATIONS,
+    MARKS,
+    PINS,
+    CommitName,
+    check_step,
+    commit_key,
+    data_folder,
+    generation_key,
+    parse_commit_name,
+    parse_data_folder,
+    parse_generation_name,
+)
+from ckptd.checkpoint.format.records import Commit, Generation
+from ckptd.checkpoint.root.root import Root
+from ckptd.errors import ConflictError, CorruptError, NotFoundError
+from ckptd.store.base import Store
+
+__all__ = ["Index", "commit_marks", "put_mark", "unmarked"]
+
+
+WAIT_S = 5.0
+"""How long to wait for a clean-up to make up its mind, in seconds."""
+VOID_S = 3600.0
+"""Age at which a mark is that of a clean-up which died before it deleted anything, in seconds."""
+_POLL_S = 0.05
+_COMMIT = "commit-"
+"""How the name of a mark on a commit begins."""
+
+
+def put_mark(store: Store, folder: str, *, commit: bool = False) -> str:
+    """Mark a data folder, or only the `commit` that it was written for; return the mark's key."""
+    key = f"{folder}{MARKS}{_COMMIT if commit else ''}{uuid.uuid4().hex}"
+    store.put(key, b"")
+    return key
+
+
+def commit_marks(store: Store, folder: str) -> list[str]:
+    """Return the keys of the marks on the commit that a data folder was written for."""
+    names = store.children(folder + MARKS)
+    return [f"{folder}{MARKS}{name}" for name in names if name.startswith(_COMMIT)]
+
+
+def unmarked(store: Store, folders: Iterable[str], own: str = "") -> bool:
+    """Return whether no clean-up is about to delete any of the folders; waits while that is open.
+
+    Parameters
+    ----------
+    own
+        The folder of the commit that is relied on: nothing is about to delete that commit either.
+    """
+    folders = list(folders)
+    end = time.monotonic() + WAIT_S
+    while any(_is_marked(store, folder, folder == own) for folder in folders):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _is_marked(store: Store, folder: str, own: bool) -> bool:
+    marks = [m for m in store.children(folder + MARKS) if own or not m.startswith(_COMMIT)]
+    return any(_is_young(store, f"{folder}{MARKS}{mark}") for mark in marks)
+
+
+def _is_young(store: Store, mark: str) -> bool:
+    try:
+        return store.stat(mark).modified + VOID_S > time.time()
+    except NotFoundError:
+        return False  # taken away since the listing
+
+
+MAX_TRIES = 64
+"""Bound of each loop that starts again because another process was faster."""
+_THREAD_S = 0.001
+"""A read that takes longer is waited for with others, in threads of their own."""
+MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
+
+
+class Index(Root):
+    """The reading half of a catalogue. Thread-safe: records never change once they exist."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._generations: dict[int, Generation] = {}
+        self._records: dict[CommitName, Commit] = {}
+        self._known: set[CommitName] = set()
+
+    def _forget(self) -> None:
+        self._generations.clear()
+        self._records.clear()
+        self._known.clear()
+
+    # -- listing -------------------------------------------------------------------------------
+
+    def generations(self) -> list[int]:
+        """Return the numbers of all claimed generations, ascending."""
+        names = self.store.children(GENERATIONS)
+        return sorted(g for g in map(parse_generation_name, names) if g is not None)
+
+    def newest_generation(self) -> int:
+        """Return the number of the newest generation, 0 when there is none."""
+        newest = max(self.generations(), default=0)
+        if not self.store.capabilities.consistent_list:
+            # Numbers are claimed one after the other: the next name tells what a listing hides.
+            while self.store.exists(generation_key(newest + 1)):
+                newest += 1
+        return newest
+
+    def generation(self, number: int) -> Generation:
+        """Return a generation's record; `NotFoundError` when it was never claimed."""
+        if number not in self._generations:
+            key = generation_key(number)
+            record = self.read(key, Generation)
+            if record.generation != number:
+                raise self._misnamed(key, f"generation {record.generation}")
+            self._generations[number] = record
+        return self._generations[number]
+
+    def ancestor(self, number: int) -> Generation:
+        """Return the record of a generation that another names as parent: it must be there."""
+        try:
+            return self.generation(number)
+        except NotFoundError:
+            raise CorruptError(
+                "the line leads through a generation that is gone",
+                kind="missing-record",
+                where=self.where(generation_key(number)),
+            ) from None
+
+    def commits(self) -> list[CommitName]:
+        """Return every commit of the root, abandoned lines included, by step; a listing only.
+
+        On a store whose listing lags, commits that this object published or read are looked for
+        by name as well.
+        """
+        names = self.store.children(COMMITS)
+        found = {c for c in map(parse_commit_name, names) if c is not None}
+        if not self.store.capabilities.consistent_list:
+            hidden = self._known - found
+            found |= {c for c in hidden if self.store.exists(commit_key(c))}
+        for gone in self._records.keys() - found:
+            self._records.pop(gone, None)  # the name may come back with another attempt
+        return sorted(found)
+
+    def line(self) -> list[CommitName]:
+        """Return the commits that count, oldest first."""
+        newest, names = self.survey()
+        return line(newest, names, self.ancestor) if newest else []
+
+    def latest(self) -> CommitName | None:
+        """Return the newest commit that counts, or None. Reads no record beyond what it needs."""
+        newest, names = self.survey()
+        if newest:
+            self.ancestor(newest)  # a damaged record must not pass where commits came after it
+        while newest:
+            name = newest_on_line(newest, names, self.ancestor)
+            if name is None or self.counts(name):
+                return name
+            names = [n for n in names if n != name]
+        return None
+
+    def survey(self, *, suspect: bool = False) -> tuple[int, list[CommitName]]:
+        """Return the newest generation and all commits, as they were at one moment.
+
+        The two folders are listed one after the other. A generation claimed in between would let
+        a zombie's commit pass for one of the line, so the survey starts again when there is one.
+
+        Parameters
+        ----------
+        suspect
+            Also return commits that `suspect` has a reason against.
+
+        Raises
+        ------
+        CorruptError
+            Kind ``missing-record``: what `suspect` returns.
+        """
+        for _ in range(MAX_TRIES):
+            newest = self.newest_generation()
+            names = self.commits()
+            if not self.store.exists(generation_key(newest + 1)):
+                error = None if suspect else self._suspect(newest, names)
+                if error is not None:
+                    raise error
+                return newest, self._with_parent(newest, names)
+        raise ConflictError(
+            "generations are claimed faster than they can be listed",
+            kind="busy",
+            where=self.where(GENERATIONS),
+        )
+
+    def suspect(self) -> CorruptError | None:
+        """Return why it is unknown what counts here: the record of a generation is gone.
+
+        A commit is made after the record of its generation. Where there is a commit of a generation
+        that is newer than every record, records were lost, or are not copied yet; one of them may
+        say that the line goes on from an older step.
+        """
+        return self._suspect(*self.survey(suspect=True))
+
+    def _suspect(self, newest: int, names: Iterable[CommitName]) -> CorruptError | None:
+        later = max((n for n in names if n.generation > newest), default=None)
+        if later is None:
+            return None
+        return CorruptError(
+            "this root has commits of a generation whose record is gone: what counts is not known",
+            kind="missing-record",
+            where=self.where(generation_key(later.generation)),
+            wanted=f"the record of generation {later.generation}, which made step {later.step}",
+            found=f"generation {newest} is the newest" if newest else "no generation at all",
+            hint=f"bring {GENERATIONS} back (a copy under way may bring it last); or decide what"
+            f" counts: ckptd rollback {self.store.url}@STEP-gGENERATION",
+        )
+
+    def _with_parent(self, newest: int, names: list[CommitName]) -> list[CommitName]:
+        """Add the commit that a lagging listing hides although the newest generation names it."""
+        if self.store.capabilities.consistent_list or not newest:
+            return names
+        parent = self.generation(newest).parent
+        if parent and parent.name not in names and self.store.exists(commit_key(parent.name)):
+            return sorted([*names, parent.name])
+        return names
+
+    def find(self, step: int, all: bool = False, generation: int | None = None) -> CommitName:
+        """Return the commit of `step` on the line.
+
+        Parameters
+        ----------
+        step
+            The step.
+        all
+            Look at abandoned lines too; the line itself goes first, then newer generations.
+        generation
+            Only this generation's commit.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-step``: names the steps nearest to it, and says where else it exists.
+        """
+        check_step(step)
+        # A caller that names the generation too asks for one commit, whatever counts: also in a
+        # root of which that is unknown, because this is the way out of it.
+        named = all and generation is not None
+        newest, names = self.survey(suspect=named)
+        if generation is not None and named and CommitName(step, generation) in names:
+            return CommitName(step, generation)
+        counted = line(newest, names, self.ancestor) if newest else []
+        for candidates in (counted, names[::-1] if all else []):
+            for name in candidates:
+                meant = name.step == step and generation in (None, name.generation)
+                if meant and (generation is not None or self.counts(name)):
+                    return name
+        raise self._no_step(step, counted, [c for c in names if c.step == step])
+
+    def _no_step(
+        self, step: int, counted: list[CommitName], elsewhere: list[CommitName]
+    ) -> NotFoundError:
+        near = sorted(sorted(c.step for c in counted), key=lambda s: abs(s - step))[:5]
+        hint = f"ckptd ls {self.store.url}"
+        if elsewhere:
+            hint = f"it exists on an abandoned line ({elsewhere[-1]}): {hint} --all"
+        return NotFoundError(
+            f"no checkpoint of step {step}",
+            kind="no-step",
+            where=self.store.url,
+            found=f"steps {', '.join(map(str, sorted(near)))}" if near else "no checkpoint",
+            hint=hint,
+        )
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def commit(self, name: CommitName) -> Commit:
+        """Return a commit's record.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-commit``.
+        CorruptError
+            The record is damaged, or names anything outside its own root. Kind ``other-life``:
+            see `foreign`.
+        """
+        record = self._read_commit(name)
+        foreign = self.foreign(record)
+        if foreign is not None:
+            raise CorruptError(
+                f"{name} was written by another life of the job, and does not count",
+                kind="other-life",
+                where=self.where(commit_key(name)),
+                wanted="what this root, and the claim of its generation, have written",
+                found=foreign,
+            )
+        return record
+
+    def foreign(self, record: Commit) -> str | None:
+        """Say of which root or claim a commit is that came here from another life; else None.
+
+        A root may be made anew at the place of another one, whose job still writes: what it commits
+        between its last look at the root and the end of the call must never count.
+        """
+        if record.root and self.root_id and record.root != self.root_id:
+            return f"a commit of root {record.root}"
+        if record.claim:
+            with suppress(NotFoundError):
+                if self.generation(record.generation).claim_id != record.claim:
+                    return f"a commit under the claim {record.claim}"
+        return None
+
+    def counts(self, name: CommitName) -> bool:
+        """Tell whether a commit of the line is of this root and its generation, by its record.
+
+        One that cannot be read counts: the caller that takes it finds that out.
+        """
+        try:
+            return self.foreign(self._records.get(name) or self._read_commit(name)) is None
+        except (CorruptError, NotFoundError):
+            return True
+
+    def _read_commit(self, name: CommitName) -> Commit:
+        key = commit_key(name)
+        try:
+            record = self.read(key, Commit)
+        except NotFoundError:
+            raise NotFoundError(
+                f"{name} is not committed",
+                kind="no-commit",
+                where=self.where(key),
+                hint=f"ckptd ls {self.store.url} --all",
+            ) from None
+        self._check_commit(record, name)
+        self._known.add(name)
+        return record
+
+    def records(self, names: Iterable[CommitName]) -> dict[CommitName, Commit]:
+        """Return the records of commits that a listing just showed, each read once in its life.
+
+        A commit that was deleted since the listing is left out; one of another life is not (see
+        `foreign`).
+        """
+        wanted = list(names)
+        found = {n: self._records.get(n) for n in wanted}
+        missing = [n for n, r in found.items() if r is None]
+        found.update(zip(missing, self._read_all(missing), strict=True))
+        records = {n: r for n, r in found.items() if r is not None}
+        self._records.update(records)
+        return records
+
+    def _read_all(self, names: Sequence[CommitName]) -> list[Commit | None]:
+        """Read records, in threads where they are waited for: a file is there before a thread."""
+        started = time.monotonic()
+        found = [self._commit_or_none(n) for n in names[:1]]
+        rest = names[1:]
+        if time.monotonic() - started < _THREAD_S:
+            return found + [self._commit_or_none(n) for n in rest]
+        with ThreadPoolExecutor(max(1, min(len(rest), self.store.capabilities.parallel))) as pool:
+            return [*found, *pool.map(self._commit_or_none, rest)]
+
+    def _commit_or_none(self, name: CommitName) -> Commit | None:
+        try:
+            return self._read_commit(name)
+        except NotFoundError:
+            return None
+
+    def _check_commit(self, record: Commit, name: CommitName) -> None:
+        key = commit_key(name)
+        if record.name != name:
+            raise self._misnamed(key, str(record.name))
+        folders = [parse_data_folder(f.removeprefix(DATA)) for f in record.folders]
+        good = (
+            record.folder == data_folder(name, record.attempt)
+            and record.folder in record.folders
+            and all(f.startswith(DATA) and f.endswith("/") for f in record.folders)
+            and None not in folders
+            and record.manifest in MANIFEST_NAMES
+            and 0 < record.manifest_bytes <= MAX_MANIFEST_BYTES
+            and record.data_bytes >= 0
+        )
+        if not good:
+            raise CorruptError(
+                "commit record breaks a rule",
+                kind="bad-record",
+                where=self.where(key),
+                wanted=f"folders below data/, a manifest below {data_folder(name, '...')}",
+                found=f"{record.folder[:120]}{record.manifest[:40]}, {record.manifest_bytes} bytes",
+            )
+
+    def _misnamed(self, key: str, found: str) -> CorruptError:
+        return CorruptError(
+            "the record is another one's", kind="bad-record", where=self.where(key), found=found
+        )
+
+    def manifest(self, name: CommitName) -> Manifest:
+        """Return a checkpoint's manifest; size and digest are checked before it is decoded."""
+        return self.manifest_of(self.commit(name))
+
+    def manifest_of(self, commit: Commit) -> Manifest:
+        """Return the manifest of a commit whose record is at hand; as `manifest`."""
+        key = commit.folder + commit.manifest
+        where = self.where(key)
+        try:
+            size = self.store.stat(key).size
+            # The size is compared first: no terabyte is read to find that out.
+            raw = self.store.get(key) if size == commit.manifest_bytes else b""
+        except NotFoundError:
+            raise CorruptError(
+                f"the manifest of {commit.name} is gone", kind="missing-file", where=where
+            ) from None
+        if size != commit.manifest_bytes or digest_hex(raw) != commit.manifest_digest:
+            raise CorruptError(
+                "the manifest is not what was committed",
+                kind="digest",
+                where=where,
+                wanted=f"{commit.manifest_bytes} bytes, {commit.manifest_digest}",
+                found=f"{size} bytes" + (f", {digest_hex(raw)}" if raw else ""),
+                hint=f"ckptd verify {self.store.url}@{commit.step}-g{commit.generation}",
+            )
+        manifest = decode_manifest(raw, where)
+        found = (manifest.step, manifest.generation, manifest.attempt)
+        if found != (commit.step, commit.generation, commit.attempt):
+            raise CorruptError(
+                "the manifest is another checkpoint's",
+                kind="bad-manifest",
+                where=where,
+                wanted=f"{commit.name}, attempt {commit.attempt}",
+                found=f"step {found[0]} of generation {found[1]}, attempt {found[2]}",
+            )
+        return manifest
+
+    def pins(self) -> set[CommitName]:
+        """Return the commits that are never to be deleted; a listing only."""
+        names = self.store.children(PINS)
+        return {c for c in map(parse_commit_name, names) if c is not None}

@@ -1,0 +1,718 @@
+"""Committing an attempt without collectives (spec section 9).
+
+Every rank reports its part below ``parts/``. The committer (rank 0, or any survivor) waits for all
+parts, checks them against each other, writes the witness and the manifest, and creates the commit
+record, which is the one moment at which the checkpoint begins to exist. Two committers do
+no harm: both make the same bytes, and the record is create-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd import events
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import ABSENT, Owners
+from ckptd.checkpoint.format.filemap import is_home
+from ckptd.checkpoint.format.manifest import (
+    FileEntry,
+    GridEntry,
+    Manifest,
+    ObjectEntry,
+    Runs3,
+    TensorEntry,
+    WitnessEntry,
+)
+from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path, part_key
+from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
+from ckptd.checkpoint.root.leases import hold
+from ckptd.checkpoint.root.spans import saving
+from ckptd.checkpoint.save.dedup import MOST_FOLDERS, folder_of
+from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest
+from ckptd.checkpoint.save.structure import SavePlan, witness_plan
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
+from ckptd.store.base import Store
+
+__all__ = [
+    "MOST_REFERS",
+    "assemble",
+    "blob_key",
+    "check_plans",
+    "commit_attempt",
+    "decode_plan",
+    "differing_groups",
+    "finish_attempt",
+    "gather_parts",
+    "leased",
+    "merge_objects",
+    "plan_key",
+    "refer",
+]
+
+
+MOST_REFERS = 1024
+"""Files that one part may refer to."""
+
+I64 = NDArray[np.int64]
+
+
+def refer(
+    plan: SavePlan,
+    parts: Sequence[RankPart],
+    folder: str,
+    tensors: list[TensorEntry],
+    owners: dict[Runs3, int],
+) -> list[FileEntry]:
+    """Enter what the parts refer to into `tensors` and `owners`; return the files it lies in.
+
+    Their numbers come after those of the ranks' own files. Deterministic.
+
+    Parameters
+    ----------
+    folder
+        Of this attempt.
+    tensors, owners
+        The plan's tables, which are changed; owner maps with their numbers.
+
+    Raises
+    ------
+    SaveError
+        kind ``structure``: a part names chunks that the plan does not give to its rank, one of
+        them twice, too many files, or files that are no older checkpoint's.
+    """
+    files = _files(parts, folder)
+    numbers = {f.path: plan.world + i for i, f in enumerate(files)}
+    moved = _moved(plan, parts, numbers)
+    known: dict[tuple[int, int, bytes], tuple[int, int]] = {}
+    bounds = np.flatnonzero(np.diff(moved[0], prepend=-1, append=-1))
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        number = int(moved[0][start])
+        entry = tensors[number]
+        where = Owners(plan.owners[entry.owners]).array(entry.base)
+        where[moved[1][start:end]] = moved[2][start:end]
+        key = (entry.owners, entry.base, where.tobytes())
+        if key not in known:
+            held = where != ABSENT
+            base = int(where[held].min())
+            runs = Owners.from_array(np.where(held, where - base, ABSENT)).runs
+            known[key] = owners.setdefault(runs, len(owners)), base
+        tensors[number] = msgspec.structs.replace(entry, owners=known[key][0], base=known[key][1])
+    return files
+
+
+def _files(parts: Sequence[RankPart], folder: str) -> list[FileEntry]:
+    found: dict[str, FileEntry] = {}
+    for part in parts:
+        if len(part.refers) > MOST_REFERS:
+            raise _bad(part, "too many files", len(part.refers))
+        for file in (r.file for r in part.refers):
+            if not is_data_path(file.path) or is_home(file.path, folder) or not file.data_start:
+                raise _bad(part, "a file that is no older checkpoint's", file.path)
+            if found.setdefault(file.path, file) != file:
+                raise _bad(part, "another file of the same name", file.path)
+    if len({folder_of(path) for path in found}) >= MOST_FOLDERS:
+        raise SaveError("parts refer to too many folders", kind="structure", wanted=MOST_FOLDERS)
+    return [found[path] for path in sorted(found)]
+
+
+def _moved(
+    plan: SavePlan, parts: Sequence[RankPart], numbers: dict[str, int]
+) -> tuple[I64, I64, I64]:
+    """Return tensor, piece and new file of everything that is referred to, by tensor."""
+    tensors: list[I64] = []
+    pieces: list[I64] = []
+    files: list[I64] = []
+    for part in parts:
+        if not part.refers:
+            continue
+        tensor, piece = plan.filemap.chunk_numbers(part.rank)
+        seen = np.zeros(len(tensor), dtype=np.bool_)
+        for refer in part.refers:
+            numbered = _numbers(part, refer, len(tensor))
+            if seen[numbered].any():
+                raise _bad(part, "a chunk twice", refer.file.path)
+            seen[numbered] = True
+            tensors.append(tensor[numbered])
+            pieces.append(piece[numbered])
+            files.append(np.full(len(numbered), numbers[refer.file.path], dtype=np.int64))
+    joined = np.concatenate(tensors), np.concatenate(pieces), np.concatenate(files)
+    order = np.argsort(joined[0], kind="stable")
+    return joined[0][order], joined[1][order], joined[2][order]
+
+
+def _numbers(part: RankPart, refer: Refer, chunks: int) -> I64:
+    """Return the chunk numbers of runs that are in range, and rise."""
+    end = 0
+    for first, count in refer.runs:
+        if first < end or count < 1 or first + count > chunks:
+            raise _bad(part, "chunks that it does not have, or one twice", (first, count))
+        end = first + count
+    runs = np.array(refer.runs, dtype=np.int64).reshape(-1, 2)
+    counts = runs[:, 1]
+    skipped = runs[:, 0] - (np.cumsum(counts) - counts)
+    return np.repeat(skipped, counts) + np.arange(int(counts.sum()))
+
+
+def _bad(part: RankPart, what: str, found: object) -> SaveError:
+    return SaveError(
+        f"a part refers to {what}",
+        kind="structure",
+        where=f"rank {part.rank}",
+        found=str(found)[:200],
+    )
+
+
+@contextlib.contextmanager
+def leased(catalogue: Catalogue, parts: Sequence[RankPart]) -> Iterator[None]:
+    """Hold what the parts refer to while a checkpoint is published that refers to it as well.
+
+    Raises
+    ------
+    SaveError
+        kind ``base-gone``: it was deleted meanwhile. kind ``structure``: ranks refer to different
+        checkpoints, or to files that theirs does not keep.
+    """
+    bases = {p.base for p in parts if p.base is not None}
+    if len(bases) > 1:
+        raise SaveError(
+            "ranks refer to different checkpoints",
+            kind="structure",
+            found=", ".join(sorted(f"{b.name} attempt {b.attempt}" for b in bases)[:4]),
+        )
+    if not bases:
+        _check_folders(parts, ())
+        yield
+        return
+    base = bases.pop()
+    try:
+        held = hold(catalogue, base.name, holder="commit")
+    except NotFoundError:
+        raise _gone(base, "nothing") from None
+    try:
+        if held.commit.attempt != base.attempt:
+            raise _gone(base, f"attempt {held.commit.attempt}")
+        _check_folders(parts, held.commit.folders)
+        yield
+    finally:
+        held.release()
+
+
+def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
+    for part in parts:
+        strange = sorted({folder_of(r.file.path) for r in part.refers} - set(folders))
+        if strange:
+            raise SaveError(
+                "a part refers to what its checkpoint does not keep",
+                kind="structure",
+                where=f"rank {part.rank}",
+                wanted=f"one of {', '.join(folders[:8])}" if folders else "nothing",
+                found=strange[0][:200],
+            )
+
+
+def _gone(base: Base, found: str) -> SaveError:
+    return SaveError(
+        "the checkpoint that this save refers to was deleted meanwhile",
+        kind="base-gone",
+        wanted=f"{base.name}, attempt {base.attempt}",
+        found=found,
+        hint="the next save writes everything",
+    )
+
+
+def check_plans(parts: Sequence[RankPart], plan: SavePlan) -> None:
+    """Every rank must have written by the same plan.
+
+    Raises
+    ------
+    SaveError
+        kind ``structure``: names the ranks whose state has another structure.
+    """
+    others = [p.rank for p in parts if p.plan != plan.digest]
+    if others:
+        raise SaveError(
+            "ranks disagree on the structure of the state",
+            kind="structure",
+            wanted=f"plan {plan.digest} of rank 0",
+            found=f"another plan on ranks {others[:16]}{' ...' if len(others) > 16 else ''}",
+            hint="the state must gain and lose tensors on every rank at the same save; the next "
+            "save plans afresh",
+        )
+
+
+def differing_groups(parts: Sequence[RankPart]) -> dict[str, dict[str, list[int]]]:
+    """Return the replica groups whose ranks do not agree: group, then digest, then ranks."""
+    seen: dict[str, dict[str, list[int]]] = {}
+    for part in parts:
+        for group, digest in part.replicas:
+            seen.setdefault(group, {}).setdefault(digest, []).append(part.rank)
+    return {g: by_digest for g, by_digest in seen.items() if len(by_digest) > 1}
+
+
+def assemble(
+    plan: SavePlan, parts: Sequence[RankPart], save: SaveRequest, witness: WitnessEntry | None
+) -> Manifest:
+    """Return the manifest of an attempt of which every rank has reported.
+
+    Deterministic: two committers with the same parts make the same bytes.
+
+    Raises
+    ------
+    SaveError
+        kind ``replicas-differ``: groups of ranks hold different values of one object. kind
+        ``structure``: a part refers to chunks that it cannot mean.
+    """
+    grids = {g: i for i, g in enumerate(plan.grids)}
+    owners: dict[Runs3, int] = {o: i for i, o in enumerate(plan.owners)}
+    tensors = list(plan.tensors)
+    files = [
+        FileEntry(file_key(save.folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
+        for p in parts
+    ]
+    if any(p.refers for p in parts):
+        files += refer(plan, parts, save.folder, tensors, owners)
+    objects = merge_objects(parts)
+    extras = _extras(parts)
+    _check_per_rank(extras, plan, objects)
+    for name, holders in extras:
+        grid = GridEntry.of(Grid((Axis.from_sizes([n for _, n, _ in holders]),)))
+        ranks = np.array([rank for rank, _, _ in holders])
+        base = int(ranks.min())
+        runs = Owners.from_array(ranks - base).runs
+        entry = TensorEntry(
+            name,
+            "uint8",
+            (sum(n for _, n, _ in holders),),
+            grids.setdefault(grid, len(grids)),
+            owners.setdefault(runs, len(owners)),
+            base,
+        )
+        tensors.append(entry)
+        objects[name] = ObjectEntry(name, tensor=name, per_rank=holders[0][2])
+    return Manifest(
+        step=save.step,
+        generation=save.generation,
+        attempt=save.attempt,
+        world_size=plan.world,
+        files=tuple(files),
+        grids=tuple(grids),
+        owners=tuple(owners),
+        tensors=tuple(tensors),
+        objects=tuple(objects[n] for n in sorted(objects)),
+        meshes=plan.meshes,
+        witness=witness,
+        metadata=parts[0].metadata,
+        lay=plan.lay,
+    )
+
+
+def _extras(parts: Sequence[RankPart]) -> list[tuple[str, list[tuple[int, int, str]]]]:
+    """Return chunks of private size: per-rank objects by name, then large replicated ones.
+
+    This is also their order inside each file (`SaveRequest.extra` has it already).
+    """
+    found: dict[tuple[bool, str], list[tuple[int, int, str]]] = {}
+    for part in parts:
+        for extra in part.extra:
+            key = (not extra.on_change, extra.name)
+            found.setdefault(key, []).append((part.rank, extra.nbytes, extra.on_change))
+    return [(name, found[late, name]) for late, name in sorted(found)]
+
+
+def _check_per_rank(
+    extras: Sequence[tuple[str, list[tuple[int, int, str]]]],
+    plan: SavePlan,
+    objects: Mapping[str, ObjectEntry],
+) -> None:
+    """Raise where a value of each rank's own is something else on another rank.
+
+    A checkpoint could hold both, and a load would have to pick.
+    """
+    tensors = {n for t in plan.tensors for n in (t.name, *t.aliases)}
+    for name, holders in extras:
+        rank, _, declared = holders[0]
+        other = next((h for h in holders if h[2] != declared), None)
+        if other is not None:
+            found = f"{_declared(other[2])} on rank {other[0]}"
+        elif name in tensors:
+            found = "a tensor on another rank"
+        elif declared and (name in objects or name in plan.homes):
+            found = "a value that ranks have in common on another rank"
+        else:
+            continue
+        raise SaveError(
+            "a name has two meanings",
+            kind="structure",
+            where=name,
+            wanted=f"{_declared(declared)} on every rank that has it, as on rank {rank}",
+            found=found,
+            hint="declare it in the same way on every rank",
+        )
+
+
+def _declared(on_change: str) -> str:
+    return f'PerRank(on_change="{on_change}")' if on_change else "a value in common"
+
+
+def merge_objects(parts: Sequence[RankPart]) -> dict[str, ObjectEntry]:
+    """Join the objects that group leaders report; pipeline stages share some of them."""
+    merged: dict[str, ObjectEntry] = {}
+    groups: dict[str, _Groups] = {}
+    for part in parts:
+        for entry in part.objects:
+            seen = merged.setdefault(entry.name, entry)
+            if seen.kind == entry.kind == "groups":
+                if seen is not entry and entry.name not in groups and seen != entry:
+                    groups[entry.name] = _Groups(entry.name, seen.value)
+                if entry.name in groups:
+                    groups[entry.name].add(entry.value, part.rank)
+            elif seen != entry:
+                raise SaveError(
+                    "ranks hold different values of a replicated object",
+                    kind="replicas-differ",
+                    where=entry.name,
+                    found=f"{str(seen.value)[:80]} and, on rank {part.rank}, "
+                    f"{str(entry.value)[:80]}",
+                    hint="declare it per rank: ckptd.PerRank(value, on_change=...)",
+                )
+    for name, joined in groups.items():
+        merged[name] = msgspec.structs.replace(merged[name], value=joined.value())
+    return merged
+
+
+class _Groups:
+    """Optimizer groups of several stages: those with equal hyperparameters become one."""
+
+    def __init__(self, name: str, groups: list[Any]) -> None:
+        self._name = name
+        self._groups: list[tuple[dict[str, Any], set[str]]] = []
+        self._numbers: dict[bytes, list[int]] = {}
+        self._of: dict[str, int] = {}
+        for group in groups:
+            # As they stand: one rank's groups may be alike and yet be several.
+            self._numbers.setdefault(_hyper(group), []).append(len(self._groups))
+            self._put(group)
+
+    def _put(self, group: dict[str, Any]) -> None:
+        self._of.update(dict.fromkeys(group["params"], len(self._groups)))
+        self._groups.append((group, set(group["params"])))
+
+    def add(self, groups: list[Any], rank: int) -> None:
+        """Add the groups of another rank.
+
+        Raises
+        ------
+        SaveError
+            kind ``replicas-differ``: it has a parameter under other hyperparameters.
+        """
+        for group in groups:
+            same = self._numbers.setdefault(_hyper(group), [])
+            for name in group["params"]:
+                if name in self._of and self._of[name] not in same:
+                    raise self._differ(name, self._groups[self._of[name]][0], group, rank)
+            if same:
+                self._groups[same[0]][1].update(n for n in group["params"] if n not in self._of)
+                self._of.update({n: same[0] for n in group["params"] if n not in self._of})
+            else:
+                same.append(len(self._groups))
+                self._put(group)
+
+    def value(self) -> list[dict[str, Any]]:
+        """Return all groups."""
+        return [{**group, "params": sorted(names)} for group, names in self._groups]
+
+    def _differ(
+        self, param: str, one: dict[str, Any], other: dict[str, Any], rank: int
+    ) -> SaveError:
+        keys = sorted({*one, *other} - {"params"})
+        keys = [k for k in keys if one.get(k) != other.get(k)]
+        return SaveError(
+            "ranks have different hyperparameters for one parameter",
+            kind="replicas-differ",
+            where=f"{self._name}: {param}",
+            wanted=", ".join(f"{k}={str(one.get(k))[:40]}" for k in keys[:4]),
+            found=", ".join(f"{k}={str(other.get(k))[:40]}" for k in keys[:4]) + f" on rank {rank}",
+            hint="build the optimizer and its scheduler alike on every rank",
+        )
+
+
+def _hyper(group: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({k: v for k, v in group.items() if k != "params"}, order="sorted")
+
+
+_plans = msgpack_decoder(SavePlan)
+
+_FIRST_POLL_S = 0.002
+_LONGEST_POLL_S = 0.5
+_ASK_S = 1.0
+
+
+def blob_key(folder: str, digest: str) -> str:
+    """Key of a body that several parts refer to by its digest."""
+    return f"{folder}{PARTS}b-{digest}"
+
+
+def plan_key(folder: str) -> str:
+    """Key of the plan that an attempt was written by, a `SavePlan` as msgpack.
+
+    Near tiers hold it beside the parts, so that a load that finds them can finish the snapshot.
+    """
+    return f"{folder}{PARTS}plan"
+
+
+def decode_plan(raw: bytes, where: str) -> SavePlan:
+    """Return the plan that was stored under `plan_key`.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-record``: not a plan. kind ``digest``: not the one that its digest names.
+    """
+    try:
+        plan = _plans.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(
+            "not a plan", kind="bad-record", where=where, found=str(error)[:200]
+        ) from None
+    found = plan.stamped().digest
+    if found != plan.digest:
+        raise CorruptError(
+            "a plan is not what was written",
+            kind="digest",
+            where=where,
+            wanted=plan.digest,
+            found=found,
+        )
+    return plan
+
+
+def commit_attempt(
+    catalogue: Catalogue,
+    plan: SavePlan,
+    save: SaveRequest,
+    stop: Callable[[], str | None],
+    timeout_s: float,
+    rank: int = 0,
+    gathered: Callable[[Sequence[RankPart]], None] | None = None,
+) -> Commit:
+    """Wait for every rank's part, check them, and make the checkpoint exist.
+
+    Returns once the commit record is durable; `remove_parts` is left to do. Where another
+    committer of this attempt was faster, its commit is returned.
+
+    Parameters
+    ----------
+    stop
+        Asked while waiting; a text ends the wait as a `SaveError`.
+    timeout_s
+        For the missing parts, in seconds.
+    rank
+        Whose writing process this is, for the events.
+    gathered
+        Called with the parts of all ranks.
+
+    Raises
+    ------
+    SaveError
+        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``). kind
+        ``base-gone``: what ranks refer to was deleted.
+    DeadlineError
+        kind ``parts``: names the ranks that did not report.
+    ConflictError
+        kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``:
+        a newer generation runs; what this one writes is not on its line. kinds ``other-root``,
+        ``claim-lost``: the root, or the generation's record, is another life's by now.
+    StoreError
+        kind ``root-gone``: the folder is no root any more.
+    """
+    with saving(catalogue.store, save.name, save.attempt, rank):
+        with events.span("gather"):
+            try:
+                stop = _or_settled(catalogue, save, stop)
+                parts = gather_parts(catalogue.store, save.folder, plan.world, stop, timeout_s)
+            except _SettledError as other:
+                return other.commit
+        if gathered is not None:
+            gathered(parts)
+        with events.span("commit"), leased(catalogue, parts):
+            store = catalogue.store
+            manifest = finish_attempt(store, store, plan, save, parts)
+            return publish_manifest(catalogue, manifest, root=save.root_id, claim=save.claim_id)
+
+
+def finish_attempt(
+    source: Store, target: Store, plan: SavePlan, save: SaveRequest, parts: Sequence[RankPart]
+) -> Manifest:
+    """Check the parts of all ranks against each other and return the manifest that they make.
+
+    Deterministic, so that every process that has the parts may do it.
+
+    Parameters
+    ----------
+    source
+        Holds the tables that parts refer to by digest.
+    target
+        Gets the witness.
+
+    Raises
+    ------
+    SaveError
+        kinds ``structure``, ``replicas-differ``: ranks disagree.
+    CorruptError
+        kind ``bad-record``: a part's witness is not what the plan asks for.
+    """
+    check_plans(parts, plan)
+    _check_replicas(source, save.folder, parts)
+    values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
+    witness = write_witness(target, save.folder, witness_plan(plan), values)
+    return assemble(plan, parts, save, witness)
+
+
+class _SettledError(Exception):
+    """Another survivor committed this attempt, and may have removed the parts already."""
+
+    def __init__(self, commit: Commit) -> None:
+        super().__init__(str(commit.name))
+        self.commit = commit
+
+
+def _or_settled(
+    catalogue: Catalogue, save: SaveRequest, stop: Callable[[], str | None]
+) -> Callable[[], str | None]:
+    """Return `stop`, which now and then also looks whether the wait has become pointless.
+
+    That is so when the attempt is committed, or when a newer life of the job has begun: what was
+    then left without the part of a rank that is gone is refused whenever it would be complete.
+    """
+    asked = time.monotonic()
+
+    def stop_or_settled() -> str | None:
+        nonlocal asked
+        if time.monotonic() - asked >= _ASK_S:
+            asked = time.monotonic()
+            with contextlib.suppress(NotFoundError):
+                commit = catalogue.commit(save.name)
+                if commit.attempt == save.attempt:
+                    raise _SettledError(commit)
+            catalogue.check_not_superseded(save.generation)
+        return stop()
+
+    return stop_or_settled
+
+
+def gather_parts(
+    store: Store, folder: str, world: int, stop: Callable[[], str | None], timeout_s: float
+) -> list[RankPart]:
+    """Wait for the part of every rank and return them by rank.
+
+    On stores whose listing is consistent one listing finds all new parts; elsewhere the missing
+    ones are asked for by name.
+    """
+    found: dict[int, RankPart] = {}
+    end = time.monotonic() + timeout_s
+    pause = _FIRST_POLL_S
+    with ThreadPoolExecutor(store.capabilities.parallel) as pool:
+        while len(found) < world:
+            before = len(found)
+            ranks = _new(store, folder, world, found)
+            for part in pool.map(lambda r: _peek(store, folder, r), ranks):
+                if part is not None:
+                    _raise_failed(part)
+                    found[part.rank] = part
+            if len(found) == world:
+                break
+            reason = stop()
+            if reason is not None:
+                raise SaveError(reason, kind="aborted", where=folder)
+            if time.monotonic() > end:
+                raise _missing(folder, world, found, timeout_s)
+            pause = _FIRST_POLL_S if len(found) > before else min(pause * 1.5, _LONGEST_POLL_S)
+            time.sleep(pause)
+    return [found[r] for r in range(world)]
+
+
+def _new(store: Store, folder: str, world: int, found: dict[int, RankPart]) -> Iterable[int]:
+    if not store.capabilities.consistent_list:
+        return [r for r in range(world) if r not in found]
+    names = store.children(folder + PARTS)
+    ranks = (int(n[1:]) for n in names if n[:1] == "r" and n[1:].isdecimal())
+    return [r for r in ranks if r < world and r not in found]
+
+
+def _peek(store: Store, folder: str, rank: int) -> RankPart | None:
+    key = part_key(folder, rank)
+    try:
+        part = RankPart.decode(store.get(key), key)
+    except NotFoundError:
+        return None
+    if part.rank != rank:
+        raise SaveError("a part names another rank", kind="structure", where=key, found=part.rank)
+    return part
+
+
+def _raise_failed(part: RankPart) -> None:
+    if part.error is None:
+        return
+    cause = CkptdError.from_dict(part.error)
+    raise SaveError(
+        f"rank {part.rank} failed: {cause.message}",
+        kind=cause.kind,
+        where=cause.where,
+        wanted=cause.wanted,
+        found=cause.found,
+        hint=cause.hint,
+    )
+
+
+def _missing(
+    folder: str, world: int, found: dict[int, RankPart], timeout_s: float
+) -> DeadlineError:
+    missing = [r for r in range(world) if r not in found]
+    return DeadlineError(
+        "ranks did not write their part in time",
+        kind="parts",
+        where=folder,
+        wanted=f"{world} parts within {timeout_s:.0f} s",
+        found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+        hint="see why those ranks are slow or dead; the previous checkpoint is untouched",
+    )
+
+
+def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> None:
+    """Raise naming what differs between ranks that should agree."""
+    for shared, by_digest in differing_groups(parts).items():
+        hint = (
+            "what a layout names may differ on purpose, as statistics of norm layers do: write"
+            " `any` in its rule to save one rank's; otherwise the ranks have drifted apart"
+            if shared.startswith("lay:")
+            else "values that differ on purpose are declared with ckptd.PerRank(value, "
+            "on_change=...); otherwise the ranks have drifted apart"
+        )
+        tables = []
+        for digest in list(by_digest)[:8]:
+            try:
+                tables.append((by_digest[digest], json.loads(store.get(blob_key(folder, digest)))))
+            except (NotFoundError, ValueError):
+                tables.append((by_digest[digest], {}))
+        ranks, first = tables[0]
+        for others, table in tables[1:]:
+            names = sorted(k for k in first | table if first.get(k) != table.get(k))
+            raise SaveError(
+                "replicas differ between ranks",
+                kind="replicas-differ",
+                where=", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
+                wanted=f"what ranks {ranks[:8]} hold",
+                found=f"other values on ranks {others[:8]} ({len(names)} names differ)",
+                hint=hint,
+            )

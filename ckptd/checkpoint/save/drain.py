@@ -1,0 +1,614 @@
+"""One rank's share of a save, from its slot to a store: data file, digests, and the part, last.
+
+`drain` writes to the root while the slot is still filled; `stage_shard` and `put_shard` digest a
+share once and copy it to near tiers. This code runs outside the trainer: it has no torch and no
+loop. `ckptd.checkpoint.save.writer` has the loop, the process and the channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd import events
+from ckptd.base.digest import Digester, digest_hex
+from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.manifest import FileEntry
+from ckptd.checkpoint.format.names import (
+    digests_key,
+    file_key,
+    part_key,
+    ranked_chunk_name,
+    whole_name,
+)
+from ckptd.checkpoint.root.spans import saving
+from ckptd.checkpoint.save.arena import Slot, half_staged
+from ckptd.checkpoint.save.commit import blob_key, plan_key
+from ckptd.checkpoint.save.dedup import (
+    ChunkDedup,
+    Search,
+    after,
+    digest_chunks,
+    digest_table,
+    refers,
+    same_as,
+)
+from ckptd.checkpoint.save.messages import Base, Blob, RankPart, Refer, SaveRequest, Sealed
+from ckptd.checkpoint.save.structure import RankPlan
+from ckptd.errors import CkptdError, SaveError
+from ckptd.store.base import Store
+from ckptd.types import DTYPES
+
+__all__ = [
+    "DataFile",
+    "RankPlan",
+    "StagedShard",
+    "WrittenShare",
+    "data_file",
+    "drain",
+    "put_shard",
+    "remove_file",
+    "share_part",
+    "stage_shard",
+    "write_file",
+]
+
+
+SLICE_BYTES = 8 << 20
+"""Bytes digested and written at a time; a multiple of the block and of the direct-I/O unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenShare:
+    """Where a rank's share lies: in its own file, and `referred` bytes of it in older ones.
+
+    Attributes
+    ----------
+    file
+        As it will stand in the manifest.
+    digests
+        Of the chunks in it, joined.
+    base, refers
+        See `RankPart`.
+    """
+
+    file: FileEntry
+    digests: bytes = b""
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    referred: int = 0
+
+
+class _PackedRanges:
+    """Ranges of a buffer as one data section; each slice is a copy of its own, page-aligned.
+
+    Parameters
+    ----------
+    ranges
+        ``(start, end)``, rising, not empty.
+    """
+
+    def __init__(self, data: memoryview, ranges: Sequence[tuple[int, int]]) -> None:
+        self._data = data
+        self._ranges = ranges
+        self._ends = list(accumulate(end - start for start, end in ranges))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        start, end, _ = wanted.indices(len(self))
+        # Direct I/O wants aligned memory, and stores keep what they are given until the commit.
+        out = memoryview(mmap.mmap(-1, end - start))
+        at = bisect_right(self._ends, start)
+        done = 0
+        while start + done < end:
+            last = self._ranges[at][1]
+            here = last - (self._ends[at] - (start + done))
+            take = min(last - here, end - start - done)
+            out[done : done + take] = self._data[here : here + take]
+            done, at = done + take, at + 1
+        return out
+
+
+def _write_data(
+    store: Store,
+    key: str,
+    header: bytes,
+    data: memoryview | _PackedRanges,
+    digester: Digester | None,
+    wait: Callable[[int], None],
+    progress: Callable[[int], None],
+    span: str = "write",
+) -> None:
+    """Write a data file; durable on return but for its folder. None digests nothing."""
+    digesting, writing = events.Activity("digest"), events.Activity(span)
+
+    def add(part: memoryview) -> None:
+        if digester is not None:
+            with digesting.piece(len(part)):
+                digester.update(part)
+
+    error: BaseException | None = None
+    try:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
+            store.writer(key, len(header) + len(data)) as writer,
+        ):
+            with writing.piece(len(header)):
+                # Page-aligned like the data, so that it does not break direct I/O.
+                aligned = mmap.mmap(-1, len(header))
+                aligned[:] = header
+                writer.write(memoryview(aligned))
+            for start in range(0, len(data), SLICE_BYTES):
+                end = min(start + SLICE_BYTES, len(data))
+                wait(end)
+                part = data[start:end]
+                done = pool.submit(add, part)
+                with writing.piece(len(part)):
+                    writer.write(part)
+                done.result()
+                progress(end)
+            wait(len(data))
+            with events.span("sync"):
+                writer.commit()
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if digester is not None:
+            digesting.emit(error)
+        writing.emit(error)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """What a rank's whole data file is made of, besides the bytes.
+
+    Attributes
+    ----------
+    header
+        Padded; its length is where the data begins.
+    data_bytes
+        Length of the data section.
+    ends
+        End of each chunk in it, rising.
+    """
+
+    header: bytes
+    data_bytes: int
+    ends: tuple[int, ...]
+
+
+def data_file(
+    rank_plan: RankPlan, save: SaveRequest, same: NDArray[np.bool_] | None = None
+) -> DataFile | None:
+    """Return what the data file of a save is made of; None when the rank has nothing to write.
+
+    Parameters
+    ----------
+    same
+        The chunks of the plan that are left out.
+    """
+    entries, ends = list(rank_plan.entries), [c.end for c in rank_plan.chunks]
+    if same is not None:
+        left = np.flatnonzero(~same)
+        entries = [entries[i] for i in left]
+        ends = np.cumsum(rank_plan.sizes[left]).tolist()
+    if not entries and not save.extra:
+        return None
+    for e in save.extra:
+        name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
+        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
+        ends.append((ends[-1] if ends else 0) + e.nbytes)
+    metadata = {
+        "format": "pt",
+        "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
+    }
+    header, data_bytes = build_header(entries, metadata)
+    return DataFile(header, data_bytes, tuple(ends))
+
+
+def drain(
+    store: Store,
+    rank_plan: RankPlan,
+    save: SaveRequest,
+    data: memoryview,
+    wait: Callable[[int, float], None],
+    sealed: Callable[[float], Sealed],
+    progress: Callable[[int, int], None],
+    unchanged: ChunkDedup | None = None,
+) -> None:
+    """Write this rank's bytes and report its part; both are durable on return.
+
+    Parameters
+    ----------
+    data
+        The slot, at least as long as what this rank writes.
+    wait
+        ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
+    sealed
+        ``sealed(timeout_s)`` returns the seal of the whole snapshot, or raises.
+    progress
+        Called with bytes written and bytes in all.
+    unchanged
+        Finds what need not be written again; None: everything is.
+
+    A failure is reported as a part as well, when the store still takes it, so that the committer
+    finds it at once and not by a deadline.
+
+    Raises
+    ------
+    SaveError, StoreError
+        What went wrong.
+    """
+    limit = time.monotonic() + save.timeout_s
+    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
+
+    def left() -> float:
+        return max(1.0, limit - time.monotonic())
+
+    @cache
+    def whole() -> Sealed:
+        # The leader's tables go out while the last bytes are written: others then find them.
+        seal = sealed(left())
+        _put_blobs(store, save, seal.blobs, leaders=True)
+        return seal
+
+    def wait_for(upto: int) -> None:
+        wait(upto, left())
+        if upto == total:
+            whole()
+
+    with saving(store, save.name, save.attempt, rank_plan.rank):
+        try:
+            if len(data) < total:
+                raise SaveError("the slot is too small", kind="internal", wanted=total)
+            search = None
+            if unchanged is not None:
+                search = unchanged.begin(save, rank_plan, lambda: wait(0, left()))
+            writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress)
+            if unchanged is None or search is None:
+                wrote = writing.all(unchanged)
+            else:
+                wrote = writing.changed(unchanged, search)
+            seal = whole()
+            _put_blobs(store, save, seal.blobs, leaders=False)
+            seeks = unchanged is not None and unchanged.seeks(rank_plan)
+            part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks)
+        except CkptdError as error:
+            _give_up(store, rank_plan.rank, save, error)
+            raise
+        with events.span("part") as span:
+            span.referred = wrote.referred
+            store.put(part_key(save.folder, rank_plan.rank), part.encode())
+
+
+def share_part(
+    rank_plan: RankPlan,
+    save: SaveRequest,
+    data: memoryview,
+    wrote: WrittenShare,
+    seal: Sealed,
+    *,
+    seeks: bool = False,
+    root: str = "",
+) -> RankPart:
+    """Return what a rank reports of its share, which lies whole in `data`."""
+    slots, values = rank_plan.witness(data)
+    return RankPart(
+        rank=rank_plan.rank,
+        plan=save.plan,
+        data_start=wrote.file.data_start,
+        data_bytes=wrote.file.data_bytes,
+        index=wrote.file.index,
+        extra=save.extra,
+        objects=save.objects,
+        replicas=seal.replicas,
+        slots=slots,
+        values=values,
+        metadata=save.metadata,
+        base=wrote.base,
+        refers=wrote.refers,
+        seeks=seeks,
+        root=root,
+    )
+
+
+def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> None:
+    """Tell the committer, and free the space: a full disk must not fill up with failed attempts.
+
+    Nobody can commit what is removed here, since this rank has not reported its part.
+    """
+    failed = RankPart(rank=rank, plan=save.plan, error=error.to_dict())
+    remove_file(store, rank, save)
+    with contextlib.suppress(CkptdError):  # the caller gets the first error, the cause
+        store.put(part_key(save.folder, rank), failed.encode())
+
+
+def remove_file(store: Store, rank: int, save: SaveRequest) -> None:
+    """Remove what `write_file` wrote, as far as that is possible."""
+    file = file_key(save.folder, rank)
+    with contextlib.suppress(CkptdError):  # as above
+        store.delete([file, digests_key(file)])
+
+
+def _put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders: bool) -> None:
+    """Store the bodies that parts refer to: the group leader's, or those that are not there yet."""
+    for blob in blobs:
+        key = blob_key(save.folder, blob.digest)
+        if blob.leader == leaders and (leaders or not store.exists(key)):
+            store.put(key, blob.body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """The writing of a rank's data file to the root.
+
+    Attributes
+    ----------
+    data
+        The data section with every chunk of the plan, which may still be filling up.
+    wait
+        ``wait(nbytes)`` returns when that many bytes are staged, or raises.
+    progress
+        See `drain`.
+    """
+
+    store: Store
+    plan: RankPlan
+    save: SaveRequest
+    data: memoryview
+    wait: Callable[[int], None]
+    progress: Callable[[int, int], None]
+
+    def all(self, unchanged: ChunkDedup | None) -> WrittenShare:
+        """Write every chunk, and remember their digests for the saves that come."""
+        wrote = self._file()
+        if unchanged is not None and wrote.file.data_start:
+            table = digest_table(wrote.digests)[: len(self.plan.chunks)]
+            unchanged.wrote(self.save, after(self.save.plan, wrote.file, table))
+        return wrote
+
+    def changed(self, unchanged: ChunkDedup, search: Search) -> WrittenShare:
+        """Digest everything as it is staged, and write what the search does not find."""
+        digesting = events.Activity("digest")
+        table = digest_chunks(self.data, self.plan.chunks, self.wait, digesting)
+        self.wait(len(self.data))
+        digesting.emit()
+        held, plan = search.held, self.save.plan
+        same = same_as(held, table, self.plan.sizes, search.folders)
+        referred = int(self.plan.sizes[same].sum())
+        unchanged.found(referred, len(self.data))
+        wrote = self._file(same if referred else None)
+        if not referred:
+            unchanged.wrote(self.save, after(plan, wrote.file, table))
+            return wrote
+        unchanged.wrote(self.save, after(plan, wrote.file, table, held, same))
+        return WrittenShare(wrote.file, wrote.digests, search.base, refers(held, same), referred)
+
+    def _file(self, same: NDArray[np.bool_] | None = None) -> WrittenShare:
+        data, wait = self.data, self.wait
+        file = data_file(self.plan, self.save, same)
+        if file is None:
+            return WrittenShare(
+                FileEntry(file_key(self.save.folder, self.plan.rank), self.plan.rank)
+            )
+        source: memoryview | _PackedRanges = data
+        if same is not None:
+            source = _PackedRanges(data, _ranges(self.plan, same, len(data)))
+            wait = _no_wait  # the search has seen all of it
+        elsewhere = len(data) - file.data_bytes
+
+        def progress(done: int) -> None:
+            self.progress(done + elsewhere, len(data))
+
+        return write_file(self.store, self.save, self.plan.rank, file, source, wait, progress)
+
+
+def write_file(
+    store: Store,
+    save: SaveRequest,
+    rank: int,
+    file: DataFile,
+    data: memoryview | _PackedRanges,
+    wait: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> WrittenShare:
+    """Write header and data front to back, then the digest index; durable on return.
+
+    Digesting runs one slice ahead of writing in another thread, both release the interpreter
+    lock, so the digest costs nothing while the disk is the limit.
+
+    Parameters
+    ----------
+    data
+        The data section, which may still be filling up.
+    wait
+        ``wait(nbytes)`` returns when the data before that is in place, or raises.
+    progress
+        Called with the bytes written so far.
+
+    Raises
+    ------
+    StoreError, ConflictError
+        As the store says. What is written by then may stay: see `remove_file`.
+    """
+    key = file_key(save.folder, rank)
+    digester = Digester(file.ends)
+    _write_data(store, key, file.header, data, digester, wait, progress)
+    index = digester.index()
+    raw = index.encode()
+    store.put(digests_key(key), raw)
+    store.sync(save.folder)
+    entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw))
+    return WrittenShare(entry, index.chunks)
+
+
+def _no_wait(upto: int) -> None:
+    pass
+
+
+def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tuple[int, int]]:
+    """Return the byte ranges that are written: of changed chunks, and of what is not the plan's."""
+    out: list[tuple[int, int]] = []
+    pieces = [(c.start, c.end) for c, s in zip(rank_plan.chunks, same, strict=True) if not s]
+    for start, end in [*pieces, (rank_plan.data_bytes, total)]:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], end)
+        elif end > start:
+            out.append((start, end))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class StagedShard:
+    """A rank's share that lies whole in a slot: what near tiers keep, and the root is written from.
+
+    Attributes
+    ----------
+    save, plan, seal
+        What it is of, by which plan, and its seal.
+    slot
+        Where the data section lies, from the front; valid while `Slot.sealed` names the job.
+    header
+        What precedes the data section in the file; empty when the rank has nothing to write.
+    data_bytes
+        Length of the data section.
+    small
+        The other objects by key, the part last: where the part is, everything is.
+    """
+
+    save: SaveRequest
+    plan: RankPlan
+    seal: Sealed
+    slot: Slot
+    header: bytes
+    data_bytes: int
+    small: dict[str, bytes]
+
+    @property
+    def rank(self) -> int:
+        """Whose share."""
+        return self.plan.rank
+
+    @property
+    def key(self) -> str:
+        """Key of the data file."""
+        return file_key(self.save.folder, self.rank)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slot still holds this very snapshot."""
+        return self.slot.fd >= 0 and self.slot.sealed == self.save.job
+
+    def check_whole(self) -> None:
+        """Raise `SaveError`, kind ``half-staged``, where another snapshot has the slot."""
+        if not self.is_whole:
+            raise half_staged(f"the snapshot of step {self.save.step}", self.slot.staged)
+
+
+def stage_shard(
+    plan: RankPlan,
+    save: SaveRequest,
+    slot: Slot,
+    wait: Callable[[int], None],
+    sealed: Callable[[], Sealed],
+    root: str = "",
+) -> StagedShard:
+    """Digest what a slot gets as it gets it, and return the share once the slot is sealed.
+
+    Parameters
+    ----------
+    wait
+        ``wait(nbytes)`` returns when so many bytes are staged, or raises.
+    sealed
+        Returns the seal of the whole snapshot, or raises.
+    root
+        See `RankPart`.
+
+    Raises
+    ------
+    SaveError
+        The snapshot will never be whole.
+    """
+    file = data_file(plan, save) or DataFile(b"", 0, ())
+    digester = Digester(file.ends)
+    with events.span("digest", nbytes=file.data_bytes):
+        for start in range(0, file.data_bytes, SLICE_BYTES):
+            end = min(start + SLICE_BYTES, file.data_bytes)
+            wait(end)
+            digester.update(slot.data[start:end])
+    raw = digester.index().encode() if file.header else b""
+    seal = sealed()
+    key, index = file_key(save.folder, plan.rank), digest_hex(raw) if raw else ""
+    entry = FileEntry(key, plan.rank, len(file.header), file.data_bytes, index)
+    part = share_part(plan, save, slot.data, WrittenShare(entry), seal, root=root)
+    small = {digests_key(key): raw} if raw else {}
+    small[plan_key(save.folder)] = msgspec.msgpack.encode(plan.plan)
+    small |= {blob_key(save.folder, b.digest): b.body for b in seal.blobs}
+    small[part_key(save.folder, plan.rank)] = part.encode()
+    return StagedShard(save, plan, seal, slot, file.header, file.data_bytes, small)
+
+
+def put_shard(
+    store: Store, shard: StagedShard, span: str = "upload", *, may_delete: bool = True
+) -> None:
+    """Write a share to a near tier: the bytes and digests that memory has. Its part goes last.
+
+    Durable on return, where the store is. While the bytes are written, and after a failure, there
+    is no part: a snapshot counts as complete by its parts, and one that was left by an agent that
+    died would speak for bytes that are gone.
+
+    Parameters
+    ----------
+    span
+        What events call the writing of the data file.
+    may_delete
+        Whether the store lets this process delete; the memory of another node does not, and a
+        request that it refuses would keep the slot for as long as a hung node takes to answer.
+
+    Raises
+    ------
+    SaveError
+        kind ``half-staged``: the slot was taken for another snapshot meanwhile.
+    StoreError, TransientStoreError
+        As the store says. What was written of it is removed as far as that is possible.
+    """
+    shard.check_whole()
+    data = shard.slot.data[: shard.data_bytes]
+    part = part_key(shard.save.folder, shard.rank)
+    try:
+        if may_delete:
+            store.delete([part])
+        if shard.header:
+            _write_data(
+                store,
+                shard.key,
+                shard.header,
+                data,
+                None,
+                lambda _: shard.check_whole(),
+                lambda _: None,
+                span,
+            )
+            store.sync(shard.save.folder)
+        for key, body in shard.small.items():
+            store.put(key, body)
+    except CkptdError:
+        if may_delete:
+            with contextlib.suppress(CkptdError):
+                store.delete([part])
+                remove_file(store, shard.rank, shard.save)
+        raise

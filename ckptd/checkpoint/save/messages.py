@@ -1,0 +1,545 @@
+"""Messages between a trainer and the process that writes for it, and what ranks report.
+
+Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Any
+
+import msgspec
+
+from ckptd.base.digest import DIGEST_BYTES, digest
+from ckptd.base.runtime.channel import SocketChannel
+from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry
+from ckptd.checkpoint.format.names import CommitName, data_folder
+from ckptd.checkpoint.root.policy import Keep
+from ckptd.checkpoint.save.peers import MOST_TOLD, KnownNode
+from ckptd.checkpoint.save.structure import SavePlan
+from ckptd.checkpoint.save.tiers import TierSpec
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CorruptError, DeadlineError, WorkerError
+from ckptd.events.event import AnyEvent
+from ckptd.store import StoreSpec
+
+__all__ = [
+    "INLINE_OBJECT_BYTES",
+    "AbortSave",
+    "AgentContents",
+    "AskEnd",
+    "AskStatus",
+    "Base",
+    "Blob",
+    "Extra",
+    "Freed",
+    "Happened",
+    "KeptSnapshot",
+    "Leave",
+    "Neighbours",
+    "NewSlot",
+    "Partner",
+    "RankPart",
+    "Refer",
+    "Request",
+    "Response",
+    "SaveCommitted",
+    "SaveRequest",
+    "Sealed",
+    "SetPlan",
+    "Settled",
+    "ShardStored",
+    "Stop",
+    "Warned",
+    "WriteProgress",
+    "WriterHello",
+    "WriterReady",
+    "visit",
+]
+
+
+ANSWER_S = 10.0
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """First message of a visitor: asks what the agent holds."""
+
+
+class AskEnd(msgspec.Struct, frozen=True, tag=True):
+    """First message of a visitor: asks the agent to end when its trainers have ended.
+
+    Attributes
+    ----------
+    now
+        Or without waiting for them: they find no agent at their next save, and start another.
+    """
+
+    now: bool = False
+
+
+class KeptSnapshot(msgspec.Struct, frozen=True):
+    """An attempt of which shares lie in the memory of an agent.
+
+    Attributes
+    ----------
+    ranks, guests
+        Whose shares: ranks of this node, and of the node whose peer tier this memory is.
+    world
+        Ranks of the job that saved it; 0 before that is known.
+    bytes
+        Of all that lies here.
+    whole
+        All ranks' shares lie here.
+    complete
+        Near tiers of which the agent knows that every rank's share is there, on whichever node.
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    ranks: tuple[int, ...]
+    guests: tuple[int, ...]
+    world: int
+    bytes: int
+    whole: bool
+    complete: tuple[str, ...]
+
+
+class AgentContents(msgspec.Struct, frozen=True):
+    """The answer to a visitor.
+
+    Attributes
+    ----------
+    job, node, socket, pid
+        Whose agent it is, and where.
+    ranks
+        Of the trainers that are connected.
+    snapshots
+        In memory, oldest first.
+    folder
+        URL of the local tier; None without one.
+    ends_in_s
+        When it ends if no trainer comes, in seconds; None while trainers are connected, and for one
+        that stays until a signal.
+    ending
+        It was asked to end when its trainers have ended.
+    """
+
+    job: str
+    node: str
+    socket: str
+    pid: int
+    ranks: tuple[int, ...]
+    snapshots: tuple[KeptSnapshot, ...]
+    folder: str | None
+    ends_in_s: float | None
+    ending: bool
+
+
+def visit(
+    sock: socket.socket, message: AskStatus | AskEnd, timeout_s: float = ANSWER_S
+) -> AgentContents:
+    """Ask an agent over a fresh connection, which is closed afterwards.
+
+    Raises
+    ------
+    WorkerError
+        It went away, or is of another version.
+    DeadlineError
+        kind ``agent``: it does not answer within `timeout_s`.
+    """
+    channel = SocketChannel(sock, AgentContents)
+    try:
+        channel.send(message)
+        item = channel.receive(timeout_s)
+    except (EOFError, msgspec.MsgspecError) as error:
+        raise WorkerError("the agent gives no answer", found=str(error)) from error
+    finally:
+        channel.close()
+    if item is None:
+        raise DeadlineError(
+            "the agent does not answer", kind="agent", wanted=f"within {timeout_s:.0f} s"
+        )
+    status: AgentContents = item[0]
+    return status
+
+
+INLINE_OBJECT_BYTES = 16 << 10
+"""Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """A chunk whose size only its rank knows: an encoded object.
+
+    `on_change` is the declared behaviour of a per-rank value; empty for a replicated object that
+    is too large for the manifest.
+    """
+
+    name: str
+    nbytes: int
+    on_change: str = ""
+
+
+class WriterHello(msgspec.Struct, frozen=True, tag=True):
+    """First message: where to write, and for which rank.
+
+    Attributes
+    ----------
+    tiers
+        The near tiers, nearest first; only a node's agent keeps any.
+    linger_s
+        How long the agent keeps snapshots for the next life when this trainer dies, in seconds.
+    bind
+        Address on which the agents of other nodes reach this one's; empty: none does.
+    key
+        What the agent is to ask of other nodes, hexadecimal, derived from the job's secret; empty
+        where the job has none: the agent then draws one, which is in `WriterReady`.
+    """
+
+    store: StoreSpec
+    rank: int
+    world: int
+    tiers: tuple[TierSpec, ...] = ()
+    linger_s: float = 0.0
+    bind: str = ""
+    key: str = ""
+
+
+class Partner(msgspec.Struct, frozen=True, tag=True):
+    """Whose memory the peer tier is, and the key that opens it, hexadecimal.
+
+    Empty where no other node is there: the one of an earlier generation holds no more.
+    """
+
+    url: str
+    secret: str
+
+
+_Known = Annotated[tuple[KnownNode, ...], msgspec.Meta(max_length=MOST_TOLD)]
+
+
+class Neighbours(msgspec.Struct, frozen=True, tag=True):
+    """Nodes that the agent names to the trainers that come next, instead of those it knew."""
+
+    nodes: _Known
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """What became of a snapshot on a tier, on all ranks together.
+
+    Attributes
+    ----------
+    complete
+        Every rank has its share there: older snapshots may go. Else it will never be complete
+        there: what came of it may go.
+    """
+
+    tier: str
+    step: int
+    generation: int
+    complete: bool = True
+
+
+class NewSlot(msgspec.Struct, frozen=True, tag=True):
+    """A new slot of `nbytes` bytes; its descriptor travels beside this message."""
+
+    slot: int
+    nbytes: int
+
+
+class SetPlan(msgspec.Struct, frozen=True, tag=True):
+    """The plan that later saves name by digest."""
+
+    plan: SavePlan
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """What a part refers to by digest, written once however many ranks agree on it."""
+
+    digest: str
+    body: bytes
+    leader: bool
+
+
+class SaveRequest(msgspec.Struct, frozen=True, tag=True):
+    """Write one attempt; a counter in its slot of the arena shows how far the copying is.
+
+    Attributes
+    ----------
+    slot
+        Number of the slot.
+    timeout_s
+        From the last byte written to the commit.
+    near
+        The near tiers it goes to, nearest first.
+    root
+        Whether it goes to the root, and is committed there.
+    refer
+        Whether chunks that did not change may be referred to instead of written to the root.
+    root_id, claim_id
+        Of the root and of the generation's claim that this save is for: nothing is written to
+        another root at the same place, and nothing committed under another claim. Empty: unknown.
+    again
+        Whether a writing process that died had it before: then its part may be at the root.
+    """
+
+    job: int
+    step: int
+    generation: int
+    attempt: str
+    plan: str
+    extra: tuple[Extra, ...]
+    objects: tuple[ObjectEntry, ...]
+    metadata: dict[str, Any]
+    keep: Keep | None
+    timeout_s: float
+    slot: int = 0
+    near: tuple[str, ...] = ()
+    root: bool = True
+    refer: bool = True
+    root_id: str = ""
+    claim_id: str = ""
+    again: bool = False
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint that this would become."""
+        return CommitName(self.step, self.generation)
+
+    @property
+    def folder(self) -> str:
+        """Data folder of this attempt."""
+        return data_folder(self.name, self.attempt)
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    """The snapshot of a job is whole: all of it is copied, and nothing was mutated meanwhile.
+
+    Attributes
+    ----------
+    replicas
+        ``(group, digest)``: sampled digests of what this rank holds in common with others; ranks
+        that name one group must agree on its digest.
+    blobs
+        The tables behind the digests.
+    """
+
+    job: int
+    replicas: tuple[tuple[str, str], ...] = ()
+    blobs: tuple[Blob, ...] = ()
+
+
+class AbortSave(msgspec.Struct, frozen=True, tag=True):
+    """Give job up: another rank failed."""
+
+    job: int
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The trainer goes on in another generation, with another connection, soon.
+
+    Attributes
+    ----------
+    at
+        When it was sent, by `time.monotonic`: the trainer may have come back before it is received.
+    """
+
+    at: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish what is staged, then end."""
+
+
+Request = (
+    WriterHello
+    | Leave
+    | NewSlot
+    | SetPlan
+    | SaveRequest
+    | Sealed
+    | AbortSave
+    | Stop
+    | Partner
+    | Neighbours
+    | Settled
+    | AskStatus
+    | AskEnd
+)
+
+
+class WriterReady(msgspec.Struct, frozen=True, tag=True):
+    """The worker has opened its store, or could not: then there is an `error`.
+
+    Attributes
+    ----------
+    here
+        Where trainers of this node read what its agent keeps in memory: a URL.
+    memory, local
+        Where other nodes read that, and what is in the node's folder: URLs, or empty.
+    secret
+        For both; empty where it is the `key` that the trainer gave.
+    pid_space
+        Whose numbers `pid` is of: an agent in another container counts otherwise.
+    neighbours
+        Nodes of the life before, as its trainers named them; None: an agent of a version that
+        takes no `Neighbours` and would end at one.
+    error
+        `CkptdError.to_dict`: nothing can be written.
+    """
+
+    pid: int
+    here: str = ""
+    memory: str = ""
+    local: str = ""
+    secret: str = ""
+    pid_space: str = ""
+    neighbours: _Known | None = None
+    error: dict[str, str | None] | None = None
+
+
+class WriteProgress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of a job that are written."""
+
+    job: int
+    done: int
+    total: int
+
+
+class ShardStored(msgspec.Struct, frozen=True, tag=True):
+    """What became of this rank's share on a tier, a near one or the root.
+
+    Attributes
+    ----------
+    error
+        `CkptdError.to_dict` of what failed; for the root also the commit. None: the share is there,
+        and on the root it is durable and reported.
+    """
+
+    job: int
+    tier: str
+    error: dict[str, str | None] | None = None
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing reads the job's slot any more."""
+
+    job: int
+
+
+class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint exists."""
+
+    job: int
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """Something after the commit went wrong (retention); the checkpoint is fine."""
+
+    job: int
+    error: dict[str, str | None]
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something that metrics count happened in the writing process."""
+
+    event: AnyEvent
+
+
+Response = WriterReady | WriteProgress | ShardStored | Freed | SaveCommitted | Warned | Happened
+
+# Now, and not by the first channel, in whichever thread that is opened.
+msgpack_decoder(Request)
+msgpack_decoder(Response)
+
+
+class Base(msgspec.Struct, frozen=True):
+    """The committed checkpoint that a save refers to."""
+
+    step: int
+    generation: int
+    attempt: str
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint."""
+        return CommitName(self.step, self.generation)
+
+
+class Refer(msgspec.Struct, frozen=True):
+    """Chunks of a rank that lie in a file of an older folder.
+
+    Attributes
+    ----------
+    file
+        As it stands in the manifest.
+    runs
+        ``(first, count)`` of chunk numbers in the canonical order of all chunks that the plan
+        gives to the rank; rising.
+    """
+
+    file: FileEntry
+    runs: tuple[tuple[int, int], ...]
+
+
+class RankPart(msgspec.Struct, frozen=True):
+    """What one rank reports of an attempt; kept below ``parts/`` until the commit.
+
+    Attributes
+    ----------
+    data_start, data_bytes, index
+        As in `ckptd.checkpoint.format.manifest.FileEntry`.
+    objects
+        Replicated objects; only from the lowest rank of each group of alike ranks.
+    slots, values
+        Witness slots this rank could see (uint32) and their values (8 bytes each).
+    metadata
+        The user's; rank 0's counts, whichever rank commits.
+    base, refers
+        The checkpoint whose chunks are referred to, and which of them.
+    root
+        Of which root it is, on near tiers: folders are used again, and roots are made anew.
+    seeks
+        Whether this rank will look for unchanged chunks at its next save.
+    error
+        Why this rank failed, instead of all the rest.
+    """
+
+    rank: int
+    plan: str
+    data_start: int = 0
+    data_bytes: int = 0
+    index: str = ""
+    extra: tuple[Extra, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    replicas: tuple[tuple[str, str], ...] = ()
+    slots: bytes = b""
+    values: bytes = b""
+    metadata: dict[str, Any] = {}
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    seeks: bool = False
+    root: str = ""
+    error: dict[str, str | None] | None = None
+
+    def encode(self) -> bytes:
+        """Return msgpack and its digest: nothing else vouches for a part."""
+        raw = msgspec.msgpack.encode(self)
+        return raw + digest(raw)
+
+    @staticmethod
+    def decode(raw: bytes, where: str) -> RankPart:
+        """Invert `encode`; anything else is a `CorruptError`."""
+        body = memoryview(raw)[:-DIGEST_BYTES]
+        if raw[-DIGEST_BYTES:] != digest(body):
+            raise CorruptError("a part is not what was written", kind="digest", where=where)
+        try:
+            return _parts.decode(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CorruptError(
+                "not a part", kind="bad-record", where=where, found=str(error)[:200]
+            ) from None
+
+
+_parts = msgpack_decoder(RankPart)

@@ -1,0 +1,462 @@
+"""What a load may try, newest first: commits of the line, and complete snapshots that are on it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+import zstandard
+
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.invariants import check_manifest
+from ckptd.checkpoint.format.lineage import line
+from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from ckptd.checkpoint.format.names import (
+    DATA,
+    PARTS,
+    CommitName,
+    data_folder,
+    parse_data_folder,
+    part_key,
+)
+from ckptd.checkpoint.load.files import blame
+from ckptd.checkpoint.load.union import UnionSource, UnionStore
+from ckptd.checkpoint.root.catalogue import write_manifest
+from ckptd.checkpoint.root.index import Index
+from ckptd.checkpoint.save.commit import decode_plan, finish_attempt, plan_key
+from ckptd.checkpoint.save.messages import RankPart, SaveRequest
+from ckptd.checkpoint.save.structure import SavePlan
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
+from ckptd.store.base import Store
+from ckptd.store.memory import MemoryStore, forget_memory
+
+__all__ = [
+    "Candidates",
+    "FoundSnapshot",
+    "LoadCandidate",
+    "complete_snapshots",
+    "find_candidates",
+    "finish_snapshot",
+    "finished",
+    "finished_files",
+    "unpacked",
+]
+
+
+T = TypeVar("T")
+
+_MOST_BYTES = 1 << 30
+
+_log = logging.getLogger("ckptd")
+
+
+class FoundSnapshot(msgspec.Struct, frozen=True, order=True):
+    """An attempt of which all parts were found.
+
+    Attributes
+    ----------
+    plan
+        Digest of the plan that every rank wrote by.
+    world
+        Number of ranks.
+    root
+        Identity of the root that it is of; empty where the parts do not say.
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    plan: str
+    world: int
+    root: str = ""
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint that it is."""
+        return CommitName(self.step, self.generation)
+
+    @property
+    def folder(self) -> str:
+        """Its data folder."""
+        return data_folder(self.name, self.attempt)
+
+
+def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list[FoundSnapshot]:
+    """Return the snapshots of which `near` holds every part, rising by step.
+
+    One listing of each store, and one read for each part and plan. Snapshots with a part that says
+    that its rank failed, or that cannot be read, are left out; the log says so.
+
+    Raises
+    ------
+    StoreError
+        No store could be listed.
+    """
+    if not near:
+        return []
+    union = near if isinstance(near, UnionStore) else UnionStore(near)
+    folders: dict[str, dict[str, int]] = {}
+    for info in union.list(DATA):
+        head, found, name = info.key.partition("/" + PARTS)
+        if found:
+            folders.setdefault(head + "/", {})[name] = info.size
+    out: list[FoundSnapshot] = []
+    with ThreadPoolExecutor(union.capabilities.parallel) as pool:
+        for folder, sizes in folders.items():
+            named = parse_data_folder(folder.removeprefix(DATA))
+            if named is None or "plan" not in sizes:
+                continue
+            of, attempt = named
+            try:
+                plan = _plan(union, folder, sizes)
+                if plan is not None:
+                    root = _root_of(_parts(union, pool, folder, plan), folder)
+                    out.append(
+                        FoundSnapshot(
+                            of.step, of.generation, attempt, plan.digest, plan.world, root
+                        )
+                    )
+            except CkptdError as error:
+                _log.warning("the snapshot %s is not used: %s", folder, error)
+    return sorted(out)
+
+
+def _root_of(parts: Sequence[RankPart], folder: str) -> str:
+    roots = {part.root for part in parts}
+    if len(roots) > 1:
+        raise CorruptError(
+            "parts of several roots", kind="bad-record", where=folder, found=", ".join(roots)
+        )
+    return roots.pop()
+
+
+def _plan(union: UnionStore, folder: str, sizes: Mapping[str, int]) -> SavePlan | None:
+    """Return the plan of an attempt whose parts are all there, and none too large to be one."""
+    big = [name for name, size in sizes.items() if size > MAX_MANIFEST_BYTES]
+    if big:
+        raise CorruptError(
+            "too large for a part", kind="limits", where=folder + PARTS + big[0], found=big[0]
+        )
+    ranks = sum(name[:1] == "r" for name in sizes)
+    plan = _read(union, plan_key(folder), decode_plan)
+    if plan.world > ranks:
+        return None
+    there = all(part_key("", r).removeprefix(PARTS) in sizes for r in range(plan.world))
+    return plan if there else None
+
+
+def _read(union: UnionStore, key: str, decode: Callable[[bytes, str], T]) -> T:
+    """Read and decode an object from the nearest source whose copy is good."""
+    while True:
+        try:
+            return decode(union.get(key), key)
+        except CorruptError as error:
+            if not union.distrust(key):
+                raise blame(error, key) from error.__cause__
+
+
+def _parts(
+    union: UnionStore, pool: ThreadPoolExecutor, folder: str, plan: SavePlan
+) -> list[RankPart]:
+    """Return the parts of all ranks, by rank.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-record``: a part is another rank's, tells of a failure, or is of another plan.
+    NotFoundError, StoreError
+        It cannot be read.
+    """
+
+    def read(rank: int) -> RankPart:
+        def decode(raw: bytes, where: str) -> RankPart:
+            return _checked(RankPart.decode(raw, where), rank, plan, where)
+
+        return _read(union, part_key(folder, rank), decode)
+
+    return list(pool.map(read, range(plan.world)))
+
+
+def _checked(part: RankPart, rank: int, plan: SavePlan, where: str) -> RankPart:
+    """Check that a part is one of the snapshot; another tier may have a good one instead."""
+    if part.error is not None:
+        cause = CkptdError.from_dict(part.error)
+        raise CorruptError(
+            "a rank's share of a snapshot failed",
+            kind="bad-record",
+            where=where,
+            found=cause.message,
+        )
+    if (part.rank, part.plan) != (rank, plan.digest):
+        raise CorruptError(
+            "not a part of the snapshot",
+            kind="bad-record",
+            where=where,
+            wanted=f"rank {rank} by plan {plan.digest}",
+            found=f"rank {part.rank} by plan {part.plan}",
+        )
+    return part
+
+
+def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) -> Manifest:
+    """Make what a commit of the snapshot would have made: its manifest, and the witness.
+
+    Deterministic: every rank that does it gets the same.
+
+    Parameters
+    ----------
+    union
+        Holds the parts.
+    scratch
+        Gets manifest and witness.
+
+    Raises
+    ------
+    CorruptError
+        A part is gone, damaged, or of another plan; or the manifest breaks a rule of the format.
+    SaveError
+        Ranks disagree, see `ckptd.checkpoint.save.commit.finish_attempt`.
+    StoreError
+        The farthest source fails.
+    """
+    save = _save_of(snapshot)
+    try:
+        plan = _read(union, plan_key(save.folder), decode_plan)
+        if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):
+            raise CorruptError(
+                "the plan of a snapshot is another one",
+                kind="bad-record",
+                where=plan_key(save.folder),
+                wanted=snapshot.plan,
+                found=plan.digest,
+            )
+        with ThreadPoolExecutor(union.capabilities.parallel) as pool:
+            parts = _parts(union, pool, save.folder, plan)
+    except NotFoundError as error:
+        raise CorruptError(
+            "a part of a snapshot is gone", kind="missing-file", where=error.where
+        ) from None
+    manifest = finish_attempt(union, scratch, plan, save, parts)
+    write_manifest(scratch, manifest)
+    return manifest
+
+
+def _save_of(snapshot: FoundSnapshot) -> SaveRequest:
+    """Return the save that the attempt was, as far as a manifest depends on it."""
+    return SaveRequest(
+        job=0,
+        step=snapshot.step,
+        generation=snapshot.generation,
+        attempt=snapshot.attempt,
+        plan=snapshot.plan,
+        extra=(),
+        objects=(),
+        metadata={},
+        keep=None,
+        timeout_s=0.0,
+    )
+
+
+@contextmanager
+def finished(
+    union: UnionStore, snapshot: FoundSnapshot
+) -> Iterator[tuple[Store, Manifest, FileMap]]:
+    """Finish a snapshot, and give what `unpacked` gives: for a rank that has nobody to send it to.
+
+    Raises what `finish_snapshot` does.
+    """
+    with _scratch() as scratch:
+        finish_snapshot(union, scratch, snapshot)
+        (key,) = (i.key for i in scratch.list(snapshot.folder) if "/manifest." in i.key)
+        yield scratch, *_with_tables(scratch.get(key), key)
+
+
+def finished_files(union: UnionStore, snapshot: FoundSnapshot) -> dict[str, str]:
+    """Finish a snapshot; return manifest and witness by key, zstd in base 64: for all ranks.
+
+    Raises what `finish_snapshot` does.
+    """
+    with _scratch() as scratch:
+        finish_snapshot(union, scratch, snapshot)
+        packer = zstandard.ZstdCompressor(level=3)
+        found = [(i.key, scratch.get(i.key)) for i in scratch.list(snapshot.folder)]
+        return {key: b64encode(packer.compress(raw)).decode() for key, raw in found}
+
+
+@contextmanager
+def unpacked(files: Mapping[str, str]) -> Iterator[tuple[Store, Manifest, FileMap]]:
+    """Give what `finished_files` returned as a store, until the block ends; and the manifest.
+
+    Raises
+    ------
+    CorruptError
+        The manifest breaks a rule of the format.
+    """
+    with _scratch() as scratch:
+        for key, text in files.items():
+            packed = b64decode(text)
+            raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MOST_BYTES)
+            scratch.put(key, raw)
+            if "/manifest." in key:
+                manifest, filemap = _with_tables(raw, key)
+        yield scratch, manifest, filemap
+
+
+def _with_tables(raw: bytes, key: str) -> tuple[Manifest, FileMap]:
+    manifest = decode_manifest(raw, key)
+    return manifest, check_manifest(manifest, key, len(raw))
+
+
+@contextmanager
+def _scratch() -> Iterator[Store]:
+    name = f"snapshot-{uuid.uuid4().hex}"
+    try:
+        yield MemoryStore(name)
+    finally:
+        forget_memory(name)
+
+
+class LoadCandidate(msgspec.Struct, frozen=True):
+    """A checkpoint to try: a snapshot, or where there is none the commit."""
+
+    step: int
+    generation: int
+    snapshot: FoundSnapshot | None = None
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint's identity."""
+        return CommitName(self.step, self.generation)
+
+
+class Candidates(msgspec.Struct, frozen=True):
+    """What to try, in this order; plain data, so that one rank can send it to the others.
+
+    Attributes
+    ----------
+    rooted
+        Whether the root could be read; else only near tiers are.
+    """
+
+    items: tuple[LoadCandidate, ...]
+    rooted: bool = True
+
+
+def find_candidates(
+    index: Index,
+    near: UnionStore | None = None,
+    *,
+    step: int | None = None,
+    without_root: bool = False,
+) -> Candidates:
+    """Return what can be loaded, newest first.
+
+    A snapshot counts when a commit of its step and generation would. Where a commit of that name
+    exists, only the snapshot of the attempt that was committed does. It comes first: a commit may
+    refer to older files for what its snapshot has anew.
+
+    Parameters
+    ----------
+    near
+        The near tiers.
+    step
+        Only this step.
+    without_root
+        Where the root cannot be reached, take the snapshots of the newest generation that the near
+        tiers know of; none if they are of several roots.
+
+    Raises
+    ------
+    NotFoundError
+        Kinds ``no-root``, ``not-a-root``; ``no-step``: there is nothing of that step.
+    StoreError
+        The root fails, and nothing else was asked for or is there.
+    """
+    # Before the line is looked at: a zombie's snapshot, found later, could pass for one of it.
+    snapshots = _snapshots(near)
+    try:
+        items = _on_line(index, snapshots, step)
+    except StoreError as error:
+        newest = max((s.generation for s in snapshots), default=0)
+        found = [s for s in snapshots if s.generation == newest and step in (None, s.step)]
+        if not without_root or not found:
+            raise
+        if len({s.root for s in snapshots if s.root}) > 1:
+            # A folder of another run, an agent on the address of one that is gone: the wrong state
+            # would be trained on, unnoticed.
+            error.add_note("near tiers hold snapshots of several roots; only the root tells whose")
+            raise
+        _log.warning("the root cannot be read, only near tiers are looked at: %s", error)
+        items = [LoadCandidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]
+        return Candidates(tuple(items), rooted=False)
+    if not items and step is not None:
+        items = [_committed(index.find(step))]
+    return Candidates(tuple(items))
+
+
+def _snapshots(near: UnionStore | None) -> list[FoundSnapshot]:
+    if near is None:
+        return []
+    try:
+        return complete_snapshots(near)
+    except StoreError as error:
+        _log.warning("no near tier can be read: %s", error)
+        return []
+
+
+def _on_line(index: Index, snapshots: list[FoundSnapshot], step: int | None) -> list[LoadCandidate]:
+    marker = index.open()
+    newest, commits = index.survey()
+    if not newest:
+        return []
+    # A folder may hold what another run left, and a root may be another one than it was.
+    ours = [s for s in snapshots if s.root in ("", marker.root_id)]
+    counting = [s for s in ours if _may_count(index, s, newest)]
+    names = line(newest, {*commits, *(s.name for s in counting)}, index.ancestor)
+    out: list[LoadCandidate] = []
+    for name in reversed(names):
+        if step not in (None, name.step):
+            continue
+        same = sorted((s for s in counting if s.name == name), reverse=True)
+        if name in commits and same:
+            same = _same_attempt(index, name, same)
+        out += [LoadCandidate(s.step, s.generation, s) for s in same]
+        if name in commits:
+            out.append(_committed(name))
+    # Further down the load itself finds out, and goes on to an older one.
+    while out and out[0].snapshot is None and not index.counts(out[0].name):
+        del out[0]
+    return out
+
+
+def _committed(name: CommitName) -> LoadCandidate:
+    return LoadCandidate(name.step, name.generation)
+
+
+def _may_count(index: Index, snapshot: FoundSnapshot, newest: int) -> bool:
+    """Tell whether a commit of that name could have been made (spec 9.2)."""
+    if not 0 < snapshot.generation <= newest:
+        return False
+    try:
+        parent = index.generation(snapshot.generation).parent
+    except NotFoundError:
+        return False
+    return parent is None or snapshot.step > parent.step
+
+
+def _same_attempt(
+    index: Index, name: CommitName, found: Iterable[FoundSnapshot]
+) -> list[FoundSnapshot]:
+    try:
+        attempt = index.commit(name).attempt
+    except NotFoundError:
+        return []  # deleted since the listing, so it was not wanted any more
+    except CorruptError:
+        return list(found)  # which one it was is not known
+    return [s for s in found if s.attempt == attempt]

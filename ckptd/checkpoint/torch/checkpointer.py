@@ -1,0 +1,816 @@
+"""The checkpointer: what a training loop holds."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
+
+import torch
+
+from ckptd import events
+from ckptd.base.runtime.ranks import Board
+from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
+from ckptd.checkpoint.format.names import CommitName, check_step
+from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.root.policy import Every, Keep, check_positive
+from ckptd.checkpoint.root.spans import root_tier, saving
+from ckptd.checkpoint.save.client import WriterClient
+from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
+from ckptd.checkpoint.save.tiers import LINGER_S, Tier, tier_specs
+from ckptd.checkpoint.torch.lineage import Lineage
+from ckptd.checkpoint.torch.loader import Loader, LoadReport
+from ckptd.checkpoint.torch.nearby import near_tiers
+from ckptd.checkpoint.torch.saver import Lazy, Saver
+from ckptd.checkpoint.torch.schedule import (
+    GRACE_S,
+    Admission,
+    Cadence,
+    WhenFailed,
+    WhenFull,
+    check_when_failed,
+    lost,
+    rule_of,
+)
+from ckptd.elastic.torch.session.elastichooks import ElasticHooks, LauncherWatch
+from ckptd.elastic.torch.session.interrupt import whole
+from ckptd.errors import CkptdError, UsageError
+from ckptd.events.metrics import Metrics
+from ckptd.monitor.job import Phase
+from ckptd.monitor.torch.recorder.recorder import phase
+
+if TYPE_CHECKING:
+    from ckptd.reshard.torch.layout.program import LayoutSpec
+
+__all__ = ["CallEvents", "Checkpointer", "uncompiled"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function`, and what it calls, as it is; the graph around it breaks at the call."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return cast(R, disabled[0](*args, **kwargs))
+
+    # What torch.compiler.disable puts there: the caller's graph breaks before this is looked into.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    with suppress(
+        AttributeError, KeyError, TypeError
+    ):  # private: without it this frame is compiled once
+        skip: Callable[[object], None] = vars(torch._C._dynamo.eval_frame)["skip_code"]
+        skip(vars(types.FunctionType)["__code__"].__get__(call))
+    return call
+
+
+class CallEvents:
+    """Emits the events of one checkpointer's calls.
+
+    Parameters
+    ----------
+    tier
+        What the root is called.
+    folder
+        Where this process and its writing process record events; None for nowhere.
+
+    Raises
+    ------
+    StoreError
+        kind ``events-folder``.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        catalogue: Catalogue,
+        board: Board,
+        tier: str,
+    ) -> None:
+        self._tier = tier
+        self._store = catalogue.store
+        self._rank = board.rank
+        self._recording = None if folder is None else events.record(folder)
+        self._metrics = Metrics()
+
+    @contextmanager
+    def saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
+        """Name the save that the code within makes; the call began at `since_ns` (monotonic)."""
+        with (
+            events.about(tier=self._tier),
+            saving(self._store, name, attempt, self._rank),
+            events.span("call", since_ns=since_ns),
+        ):
+            events.emit(
+                events.SaveBegun(
+                    step=name.step,
+                    generation=name.generation,
+                    attempt=attempt,
+                    rank=self._rank,
+                    at_ns=events.now_ns() - (time.monotonic_ns() - since_ns),
+                )
+            )
+            yield
+
+    def skipped(self, name: CommitName, reason: str) -> None:
+        """Emit that a save that was due does not begin."""
+        events.emit(
+            events.SaveSkipped(
+                step=name.step,
+                generation=name.generation,
+                rank=self._rank,
+                at_ns=events.now_ns(),
+                reason=reason,
+            )
+        )
+
+    def metrics_text(self) -> str:
+        """See `ckptd.checkpoint.torch.checkpointer.Checkpointer.metrics_text`."""
+        return self._metrics.text()
+
+    def close(self) -> None:
+        """Record and count no more. Idempotent."""
+        self._metrics.close()
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+
+
+_log = logging.getLogger("ckptd")
+_END_S = 5.0
+"""For a writing process that has nothing to write any more, in seconds."""
+_COPY_S = 0.3
+"""For a copy within this machine that is under way; longer, and the snapshot is not sealed."""
+
+
+class Checkpointer:
+    """Saves and loads a training state at one root.
+
+    Every rank of the process group makes one, with the same arguments, and makes the same calls
+    in the same order. Without ``torch.distributed`` it serves a job of one rank.
+
+    Parameters
+    ----------
+    url
+        The root: a path, ``s3://bucket/prefix``, ``memory://name``, or any fsspec URL.
+    every
+        When a save is due; an int means steps. The handle that `save` returns is false when it is
+        not. None: always.
+        `Auto` chooses. See ``docs/guide/cadence.md``.
+    tiers
+        Nearer places for snapshots: ``[ckptd.Memory(), ckptd.Peer(), ckptd.Local("/nvme/run")]``,
+        each with a rule of its own (``ckptd.Memory(every=1)``), else that of the root. They are
+        kept by the node's agent, a process that outlives the trainers. See
+        ``docs/guide/tiers.md``.
+    linger_s
+        How long agents keep snapshots for the next life of the job when trainers died, in seconds.
+    when_failed
+        ``"raise"``: a save that failed on the root is raised by the next call. ``"warn"``: it is
+        logged, counted and shown by its handle, training goes on, and `close` raises it only where
+        it was the last one to the root. Near tiers never raise.
+    keep
+        What to keep; an int means the newest so many. None keeps everything.
+    process_group
+        The ranks that share the state; the default group when None. Jobs that are several (actor,
+        critic, rollout) make one checkpointer a group.
+    fresh_line
+        What a first save without a load does at a root that has a checkpoint. None refuses it (kind
+        ``not-loaded``): the load was forgotten, or the root is another run's. True begins a new
+        line; what is there stays, beside the line, and no `keep` deletes it. False continues the
+        newest line though nothing was loaded, and `keep` counts what is on it.
+    timeout_s
+        For one save, from the call to the commit, and for ranks to wait for one another, seconds.
+    throttle
+        Upper bound of the bytes a second that each rank writes; None is no bound.
+    compress
+        Level of zstd, 1 to 22, at which data files are stored as byte planes; 1 is nearly always
+        right. None stores plain safetensors. It pays where the store is slower than the cores: see
+        ``docs/reference/stores.md``. What is packed is read without an option.
+    store_options
+        For the store: endpoint, keys, region.
+    layout
+        What rank-local tensors of the state are parts of, in Lay: a file (``job.lay:mg``), the
+        name of a shipped layout, or a program as text. Without one plain tensors are the same on
+        all ranks that have them. See ``docs/guide/layouts.md``.
+    lazy
+        What is copied after `save` returned, while training goes on. ``"auto"``: the state of
+        the optimizers in the state and the parameters that they hold, on CPU and CUDA devices;
+        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before
+        whatever changes one. ``"off"``: nothing.
+    slots
+        Snapshots that may be under way at a time: one is copied while others are written. None
+        takes two where the memory allows it.
+    when_full
+        What a save does that finds all slots taken: ``"wait"``, or ``"skip"``, counted in
+        `skipped`. Rank 0 decides for all.
+    refer
+        Refer to chunks that did not change since the last checkpoint, where an older one holds
+        them, instead of writing them again. See ``docs/guide/training-loop.md``.
+    debug
+        Digest what is copied late, when `save` is called and when it is copied: names whatever
+        changed in between, however it did.
+    events
+        A folder: this process and its writing process record there what each save costs, for
+        ``ckptd trace``. ``CKPTD_EVENTS`` in the environment does the same.
+    save_on
+        Signals that make a coming call of `save` due on every rank, whichever rank they reached:
+        ``(signal.SIGTERM, signal.SIGUSR1)``. Those that end a process (TERM, INT, HUP, QUIT,
+        XCPU) set `stop_requested` as well. Handlers are put back at `close`.
+    grace_s
+        How long the scheduler waits after such a signal, in seconds: as long does `close` wait.
+
+    Examples
+    --------
+    >>> with ckptd.Checkpointer("ckpts", every=100, keep=3) as ck:
+    ...     start = ck.load(state) if ck.latest() is not None else 0
+    ...     for step in range(start + 1, 1001):
+    ...         train_one_step()
+    ...         ck.save(step, state)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every: int | Every | Auto | None = None,
+        tiers: Sequence[Tier] = (),
+        linger_s: float = LINGER_S,
+        when_failed: WhenFailed = "raise",
+        keep: int | Keep | None = None,
+        process_group: Any = None,
+        fresh_line: bool | None = None,
+        timeout_s: float = 1800.0,
+        throttle: float | None = None,
+        compress: int | None = None,
+        store_options: Mapping[str, Any] | None = None,
+        layout: LayoutSpec | None = None,
+        lazy: Lazy = "auto",
+        slots: int | None = None,
+        when_full: WhenFull = "wait",
+        refer: bool = True,
+        debug: bool = False,
+        events: str | os.PathLike[str] | None = None,
+        save_on: Iterable[int] | int = (),
+        grace_s: float = GRACE_S,
+    ) -> None:
+        check_positive("grace_s", grace_s, (int, float))
+        rule = rule_of(every)
+        self._spec = root_spec(url, store_options, throttle, compress)
+        self._store = self._spec.open()
+        self._keep = Keep.of(keep) if keep is not None else None
+        self._board = board_of(process_group, timeout_s)
+        self._timeout_s = timeout_s
+        agreement = self._agreement = Agreement(self._board, timeout_s)
+        self._admission = Admission(when_full, self._board, timeout_s)
+        catalogue = Catalogue(self._store)
+        tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
+        self._events = CallEvents(events, catalogue, self._board, tier)
+        self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
+        self._last_on_root: int | None = None
+        ranks = global_ranks(process_group)
+        laid = None
+        if layout is not None:
+            # It brings all of Lay: a fifth of what starting takes.
+            from ckptd.reshard.torch.layout.binder import Laid
+
+            laid = Laid(layout, agreement)
+        self._laid = laid
+        self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
+        self._slots = slots
+        self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
+        near = None if self._nearby is None else self._nearby.sources
+        self._loader = Loader(
+            catalogue,
+            agreement,
+            ranks,
+            timeout_s,
+            laid,
+            near,
+            self._snapshot,
+            self._saver.is_locked,
+        )
+        self._client: WriterClient | None = None
+        self._handles: list[SaveTracker] = []
+        self._logged: list[SaveTracker] = []
+        self._newest: SaveTracker | None = None
+        self._poisoned: CkptdError | None = None
+        self._closed = False
+        self._when_failed = check_when_failed(when_failed)
+        self._grace_s = grace_s
+        self._watch = LauncherWatch(save_on)
+        self._elastic = ElasticHooks(self, self._board, self._watch, anew=fresh_line is True)
+        self._cadence = Cadence(
+            rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
+        )
+        # Starting the writing process now hides its start-up behind the first training steps.
+        self._start_client()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    @uncompiled
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> SaveHandle:
+        """Save `state` as `step`, if it is due.
+
+        Returns once copies are begun (see `lazy`): optimizers may step at once, and wait by
+        themselves. Call `before_mutation` before changing parameters or optimizer state in any
+        other way. Writing and committing go on in another process. Waits while no slot is free.
+
+        Parameters
+        ----------
+        step
+            Completed steps; later than the last one saved or loaded.
+        state
+            Any nesting of dicts and lists of tensors, DTensors, modules, optimizers, schedulers,
+            loaders, `ckptd.PerRank`, `ckptd.Rng` and plain values.
+        metadata
+            JSON values kept in the commit record: metrics for ``keep``, tags; 256 KiB at most.
+            Rank 0's count.
+        force
+            Save even if `every` says that nothing is due (on every rank alike).
+
+        Returns
+        -------
+        SaveHandle
+            False (``if handle:``) when nothing was due, or it was skipped: its phase is then the
+            reason, and its `durable` returns at once.
+
+        Raises
+        ------
+        CkptdError
+            This save cannot begin; or an earlier one failed, and was not raised or looked at yet.
+        """
+        begun_ns = time.monotonic_ns()
+        step = check_step(step)
+        self._check_open()
+        began = time.monotonic()
+        # First, so that ranks count alike also where an earlier failure is raised on one of them.
+        root = self._cadence.due(step, self._last_on_root)
+        forced = force or self._cadence.urgent
+        near = () if self._nearby is None else self._nearby.rules.due(step, root, forced=forced)
+        self._raise_unseen()
+        root = root or forced
+        if not root and not near:
+            return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
+        if not forced and not self._admission.grants(step, self._start_client().busy):
+            self._events.skipped(CommitName(step, self._lineage.generation), "no slot is free")
+            return SaveHandle.unsaved(step, self._lineage.generation, "skipped")
+        self._lineage.claim_for_save(step)
+        attempt = self._lineage.next_attempt(step)
+        name = CommitName(step, self._lineage.generation)
+        with self._events.saving(name, attempt, begun_ns):
+            handle = self._saver.save(
+                self._connect(),
+                state,
+                step=step,
+                generation=name.generation,
+                attempt=attempt,
+                metadata=dict(metadata or {}),
+                keep=self._keep,
+                near=near,
+                root=root,
+                goes_on=self._when_failed == "warn" or not root,
+                root_id=self._lineage.root_id,
+                claim_id=self._lineage.claim_id,
+            )
+        self._lineage.last_step = step
+        self._elastic.saving(handle)
+        if self._nearby is not None:
+            self._nearby.rules.saved(step, near)
+        if root:
+            self._last_on_root, self._newest = step, handle
+            self._cadence.saved(handle, time.monotonic() - began)
+        self._handles = [h for h in self._handles if not (h.done and not h.error_unseen)]
+        self._handles.append(handle)
+        return handle
+
+    @uncompiled
+    def change_layout(self, layout: LayoutSpec) -> None:
+        """Save and load by another layout from now on; every rank calls it between the same saves.
+
+        Checkpoints that were saved before keep the program that they were saved by.
+        `ckptd.ExpertMove` calls it for the checkpointer that it is given.
+
+        Raises
+        ------
+        UsageError
+            kind ``lay-use``: this checkpointer was made without a layout, or the program is for
+            another number of ranks; ``lay-syntax``, ``lay-rule``: it is no program.
+        """
+        if self._laid is None:
+            raise UsageError(
+                "a checkpointer without a layout cannot change it",
+                kind="lay-use",
+                hint="Checkpointer(root, layout=...)",
+            )
+        self._laid.change(layout)
+
+    def refuse_saves(self, error: CkptdError) -> None:
+        """Have each save raise `error` until a load: the state is that of no step.
+
+        `ckptd.ExpertMove` calls it where a move breaks off.
+        """
+        self._poisoned = error
+
+    @uncompiled
+    def before_mutation(self) -> None:
+        """Return when everything of the last save is copied, and may change.
+
+        Optimizers of the saved state call it before they step. Call it before anything else that
+        changes their parameters: pruning, resets, averaging into the model, a replayed CUDA graph.
+
+        Copies from a CUDA device are waited for by its current stream, not by the host: call it
+        under the stream that makes the change.
+        """
+        self._saver.gate.wait()
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    @uncompiled
+    def latest(self) -> int | None:
+        """Return the newest step of the line, or None; the same on every rank.
+
+        A snapshot that near tiers hold whole counts as a checkpoint does.
+        """
+        self._check_open()
+        if self._nearby is not None:
+            self._connect()
+            step = self._loader.newest()
+        else:
+            step = getattr(self._lineage.newest(), "step", None)
+        if step is None:
+            self._elastic.begins(self._store)
+        return step
+
+    @uncompiled
+    def load(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        only: str | Iterable[str] | Callable[[str], bool] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        weights_only: bool = False,
+        device: Any = None,
+        progress: Callable[[int, int], None] | None = None,
+        source: str | os.PathLike[str] | None = None,
+        source_layout: LayoutSpec | None = None,
+        allow: Literal["layout"] | None = None,
+    ) -> int:
+        """Load a checkpoint into `state`, in place, from any layout to any layout.
+
+        Tensors are filled by copy, plain values are replaced in their containers, optimizers that
+        have not stepped get their state, modules on the meta device get memory. Every digest is
+        verified on every rank before anything is written. Afterwards this job continues from that
+        checkpoint: a new generation is claimed, and later commits of others leave the line. After
+        `weights_only` or `only` that waits for the first save: a program that evaluates beside a
+        job that trains takes nothing from it.
+
+        Parameters
+        ----------
+        step
+            Which step; None takes the newest, and falls back to older ones where it is corrupt.
+        strict
+            False: what is missing on either side is reported, and the rest is loaded.
+        only
+            Names to load (shell patterns, or a function of the name); the rest of `state` stays.
+        rename
+            Live name to saved name: a table or a function.
+        weights_only
+            Load parameters and buffers of modules, nothing else.
+        device
+            Where modules on the meta device get their memory.
+        progress
+            Called with ``(bytes done, bytes in all)``.
+        source
+            Read this instead of the root: another root, or a folder or file of any format that
+            `ckptd inspect` reads. It is only read, and this job's line does not continue from it.
+            Where it has names of weights alone, they are those of the one module they fit.
+        source_layout, allow
+            The layout of a checkpoint that was saved without one; needs a checkpointer with one.
+            With ``allow="layout"`` it may contradict the program that the checkpoint keeps.
+
+        Returns
+        -------
+        int
+            The step. `last_load` tells the rest.
+
+        Raises
+        ------
+        NotFoundError
+            There is no checkpoint, or not this one.
+        MismatchError
+            Names, shapes or dtypes differ: one error lists all of them. Or kind ``lay-kept``.
+        CorruptError
+            Verification failed; `state` is untouched unless the error says otherwise.
+        """
+        step = None if step is None else check_step(step)
+        self._check_open()
+        self.wait()
+        self._connect()
+        try:
+            with nullcontext() if source is None else self._elsewhere(source, step) as elsewhere:
+                report = self._loader.load(
+                    state,
+                    step,
+                    strict=strict,
+                    only=only,
+                    rename=rename,
+                    weights_only=weights_only,
+                    device=device,
+                    progress=progress,
+                    source_layout=source_layout,
+                    allow=allow,
+                    elsewhere=elsewhere,
+                )
+        except CkptdError as error:
+            if error.poisoned:
+                self._poisoned = error
+            raise
+        self._poisoned = None
+        if source is not None:
+            self._last_load = report
+            return report.step
+        self._loaded(report, partly=weights_only or only is not None)
+        return report.step
+
+    @contextmanager
+    def _elsewhere(self, source: str | os.PathLike[str], step: int | None) -> Iterator[Catalogue]:
+        """Give another root, or a foreign checkpoint as one, on every rank for the block."""
+        from ckptd.checkpoint.load.opening import opened  # with readers of all formats
+
+        with ExitStack() as stack:
+            there = opened(os.fspath(source), step or 0, like=self._spec)
+            yield self._agreement.on_every_rank(lambda: stack.enter_context(there))
+
+    def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
+        client = self._client
+        return None if client is None else client.snapshot(step, generation, attempt)
+
+    def _loaded(self, report: LoadReport, *, partly: bool) -> None:
+        """Go on from what was loaded."""
+        loaded = CommitName(report.step, report.generation)
+        unclaimed = self._lineage.claim_for_load(
+            loaded, committed=not report.snapshot, at_once=not partly
+        )
+        if unclaimed:
+            report = replace(report, warnings=(*report.warnings, unclaimed))
+        self._cadence.loaded(report.step)
+        if self._nearby is not None:
+            self._nearby.rules.loaded(report.step)
+        self._last_on_root = report.step
+        self._last_load = report
+        self._elastic.loaded(report.step)
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """The report of the last load that succeeded."""
+        return getattr(self, "_last_load", None)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The claimed generation; 0 before the first save or load."""
+        return self._lineage.generation
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to end the loop: a signal to stop came, and `save` has answered it.
+
+        Changes only in `save`, at the same call on every rank.
+        """
+        return self._cadence.stop_requested
+
+    @property
+    def cadence(self) -> IntervalChoice | None:
+        """What `Auto` chose and why; ``str()`` is a sentence.
+
+        None before the first save is durable, with other rules, and on ranks that do not decide.
+        """
+        return self._cadence.choice
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were due and skipped, with ``when_full="skip"``."""
+        return self._admission.skipped
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the writing process (this process for in-process stores)."""
+        return self._client.pid if self._client and self._client.pid > 0 else None
+
+    def metrics_text(self) -> str:
+        """Return this process's counters of saves and loads, in Prometheus's text format.
+
+        The names are in ``docs/reference/metrics.md``.
+
+        Raises
+        ------
+        UsageError
+            kind ``missing-package``: the extra ``metrics`` is not installed.
+        """
+        return self._events.metrics_text()
+
+    def pin(self, step: int, reason: str = "") -> None:
+        """Keep a checkpoint for ever; rank 0 does it."""
+        step = check_step(step)
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
+
+    def unpin(self, step: int) -> None:
+        """Undo `pin`."""
+        step = check_step(step)
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
+
+    @uncompiled
+    @phase(Phase.CKPT)
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save so far is durable.
+
+        Raises
+        ------
+        DeadlineError
+            `timeout` seconds passed.
+        CkptdError
+            The first save that failed, unless it was raised or looked at already; with
+            ``when_failed="warn"`` the newest one to the root, if that failed.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        failed: list[SaveTracker] = []
+        for handle in self._handles:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            seen = handle.error_seen
+            try:
+                handle.durable(left)
+            except CkptdError:
+                if not handle.done:
+                    raise
+                failed += [] if seen else [handle]
+        self._handles = []
+        self.before_mutation()  # a save that failed may still be copied
+        if self._when_failed == "warn":
+            for handle in failed:
+                self._log_failed(handle)
+            # A root that recovered has what the failed ones would have given it.
+            failed = [h for h in failed if h is self._newest]
+        if failed and (error := failed[0].failure) is not None:
+            error.add_note(f"the save of step {failed[0].step}")
+            raise error
+
+    @uncompiled
+    @phase(Phase.CKPT)
+    def close(self) -> None:
+        """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
+
+        After a signal to stop it waits no longer than the scheduler does.
+
+        Raises
+        ------
+        DeadlineError
+            Kind ``grace``: that was not enough. The writing process goes on, if it may live.
+        CkptdError
+            The first save that failed, unless it was raised or looked at already.
+        """
+        if self._closed or self._elastic.is_interrupted():
+            return self.abandon()
+        end = time.monotonic() + self._timeout_s
+        late = False
+        try:
+            late = not self._settle(end) and self._watch.stop_at is not None
+            if late:
+                raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
+            self.wait(max(0.0, end - time.monotonic()))
+        finally:
+            if self._elastic.is_interrupted():
+                self.abandon()
+            elif not self._closed:
+                self._closed = True
+                self._finish(None if late else max(_END_S, self._time_left(end)))
+                self._elastic.closed(self)
+
+    def _finish(self, wait_s: float | None) -> None:
+        """Close everything; wait for the writing process, or with None let it end by itself."""
+        self._watch.close()
+        self._saver.close()
+        if self._nearby is not None:
+            self._nearby.close()
+        if self._client is not None and wait_s is not None:
+            self._client.close(wait_s)
+        self._store.close()
+        self._events.close()
+
+    @whole
+    def abandon(self) -> None:
+        """Release everything without a wait for other ranks, as a process that dies does.
+
+        What near tiers have complete stays there; saves under way end as they may. Agents that keep
+        snapshots take this life of the job to be over, and await the next one. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        self._saver.leave(_COPY_S)
+        if self._client is not None:
+            self._client.leave()
+        if self._nearby is not None:
+            self._nearby.close()
+        self._store.close()
+        self._events.close()
+        self._handles = []
+        self._elastic.closed(self)
+
+    def _settle(self, end: float) -> bool:
+        """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""
+        for handle in self._handles:
+            while (left := self._time_left(end)) > 0.0 and not handle.wait_done(min(left, 1.0)):
+                pass
+        return all(h.done for h in self._handles)
+
+    def _time_left(self, end: float) -> float:
+        stop_at = self._watch.stop_at
+        end = end if stop_at is None else min(end, stop_at + self._grace_s)
+        return max(0.0, end - time.monotonic())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return self.close()
+        if self._elastic.in_session:
+            return self.abandon()  # the saves may wait for ranks that have left
+        try:
+            self.close()
+        except CkptdError as second:
+            # The body's own error is the one to see; this one must not be lost either.
+            error.add_note(f"besides, a save failed: {second.message}")
+
+    def _start_client(self) -> WriterClient:
+        if self._client is not None and self._client.dead is None:
+            return self._client
+        if self._client is not None:
+            self._client.close(1.0)
+        in_process = None if self._store.capabilities.shared else self._store
+        board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
+        with self._watch.held():
+            agent = None if self._nearby is None else self._nearby.agent
+            self._client = WriterClient(self._spec, board, in_process, self._slots, agent)
+        return self._client
+
+    def _connect(self) -> WriterClient:
+        """Return the client of a writing process; its agent has the address of its peer."""
+        client = self._start_client()
+        if self._nearby is not None:
+            self._nearby.exchange(client)
+        return client
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this checkpointer is closed", kind="closed")
+
+    def _raise_unseen(self) -> None:
+        if self._poisoned is not None:
+            raise self._poisoned
+        for handle in self._handles:
+            if handle.error_unseen and self._when_failed == "warn":
+                self._log_failed(handle)
+            elif (failed := handle.take_unseen_error()) is not None:
+                raise failed
+
+    def _log_failed(self, handle: SaveTracker) -> None:
+        """Log once that a save failed while training goes on."""
+        if handle not in self._logged:
+            self._logged.append(handle)
+            _log.error("step %d was not saved: %s", handle.step, handle.failure)

@@ -1,0 +1,711 @@
+"""Copying live tensors into a slot of the arena, in file order."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ckptd.base.digest import digest
+from ckptd.base.grids.block import Region
+from ckptd.base.grids.grid import reach_of
+from ckptd.base.torch.device import has_streams, kind_of
+from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.save.arena import Slot
+from ckptd.checkpoint.save.structure import SavePlan
+from ckptd.checkpoint.torch import ondevice
+from ckptd.checkpoint.torch.feed import (
+    CopyFeed,
+    CopyGroup,
+    CopyMark,
+    CopyStep,
+    StridedWindow,
+    grouped,
+)
+from ckptd.checkpoint.torch.memorywatch import MemorySpan, Pages, Resizes, SpanWatch, mappings
+from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
+from ckptd.checkpoint.torch.replicas import Samples
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.leaves import TensorLeaf
+from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
+from ckptd.elastic.torch.session.interrupt import Interrupter
+from ckptd.errors import SaveError
+from ckptd.types import Box
+
+__all__ = [
+    "CopyForm",
+    "CopySources",
+    "Snapshot",
+    "copy_steps",
+]
+
+
+_log = logging.getLogger("ckptd")
+REPORT_BYTES = 8 << 20
+SMALL_TENSOR_BYTES = 4096
+
+
+class LaidSteps(Protocol):
+    """Knows the chunks of tensors that a layout describes."""
+
+    def steps(self, name: str, chunk: ChunkRef) -> Iterable[CopyStep] | None:
+        """Return the steps of a chunk; None when the layout does not describe its tensor."""
+
+
+def copy_steps(
+    plan: SavePlan,
+    rank: int,
+    leaves: Mapping[str, TensorLeaf],
+    describer: Describer,
+    laid: LaidSteps | None = None,
+) -> list[CopyStep]:
+    """Return the steps for what `rank` writes under `plan`, in file order.
+
+    `laid` gives the steps of tensors that a layout describes.
+    """
+    steps: list[CopyStep] = []
+    for chunk in plan.filemap.chunks(rank):
+        if chunk.end == chunk.start:
+            continue
+        name = plan.tensors[chunk.tensor].name
+        special = None if laid is None else laid.steps(name, chunk)
+        if special is not None:
+            steps += special
+            continue
+        held = describer.held(name, leaves[name].tensor)
+        box = _local_box(chunk, held.regions, tuple(held.local.shape))
+        everything = box.shape == tuple(held.local.shape)
+        steps.append(CopyStep(name, None if everything else box, chunk.start, chunk.end))
+    return steps
+
+
+def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[int, ...]) -> Box:
+    piece = chunk.piece.box
+    for region in regions:
+        if region.box.intersect(piece) == piece or region.box == piece:
+            corner = np.unravel_index(region.start, local_shape) if local_shape else ()
+            offset = tuple(
+                int(c) + p - r
+                for c, p, r in zip(corner, piece.offset, region.box.offset, strict=True)
+            )
+            return Box(offset, piece.shape)
+    raise AssertionError(f"plan gives this rank a piece it does not hold: {piece}")
+
+
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class CopyForm:
+    """What copy steps read, worked out once for all saves of the same tensors, without these.
+
+    It keeps no memory: between saves the program may let go of all of it. What it has is of use to
+    a save whose leaves are the same views of the same memory.
+
+    Parameters
+    ----------
+    steps
+        What is copied, in file order. Large steps on a device are cut, so that the link is free
+        for others meanwhile.
+    leaves
+        Leaf by name, those that steps use among them.
+    held
+        Tells of a leaf that nothing mutates it before the gate says so.
+
+    Attributes
+    ----------
+    steps
+        As they are copied.
+    on_device
+        Names of the leaves that steps use on devices with streams and events.
+    late
+        Names of the leaves that may be copied late.
+    watched
+        Those of them that steps use.
+    shared
+        Names of the leaves in memory that other processes may write. These ask no gate, so such
+        memory is copied at once, and must be the same afterwards.
+    addresses
+        Where the local tensor of each step begins.
+    plain
+        The memory of each step that is a run of bytes on the host; `CopySources` keep it.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[CopyStep],
+        leaves: Mapping[str, TensorLeaf],
+        held: Callable[[TensorLeaf], bool],
+    ) -> None:
+        locals = {s.name: leaves[s.name].local for s in steps}
+        self.on_device = {n for n, x in locals.items() if has_streams(x.device)}
+        for kind in {x.device.type for x in locals.values()}:
+            _note_if_without_streams(kind)
+        on_host = any(x.device.type == "cpu" for x in locals.values())
+        self._mappings = mappings() if on_host else []
+        shared = [(m.start, m.end) for m in self._mappings if m.shared]
+        self.shared = {n for n, leaf in leaves.items() if _lies_in(leaf.local, shared)}
+        self.late = {n for n, leaf in leaves.items() if self._waits(n, leaf.local) and held(leaf)}
+        self.watched = [n for n in locals if n in self.late]
+        self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
+        self.addresses = [locals[step.name].data_ptr() for step in self.steps]
+        self.plain = [_plain(locals[step.name], step.part) for step in self.steps]
+        self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
+
+    def _waits(self, name: str, local: torch.Tensor) -> bool:
+        """Tell whether a local tensor may be copied late, if it is held."""
+        if local.device.type == "cpu":
+            # Beside tensors on devices the few bytes of an optimizer's step counters would be all
+            # that the host has to wait for at the gate.
+            small = self.on_device and local.numel() * local.element_size() <= SMALL_TENSOR_BYTES
+            return name not in self.shared and _is_dense(local) and not small
+        return has_streams(local.device)
+
+    def _cut(self, step: CopyStep, local: torch.Tensor) -> Iterable[CopyStep]:
+        if step.name not in self.on_device or step.end - step.start <= ondevice.CHUNK_BYTES:
+            return (step,)
+        shape = tuple(local.shape) if step.part is None else step.part.shape
+        return step.cut(shape, local.element_size(), ondevice.CHUNK_BYTES)
+
+    @cached_property
+    def watch(self) -> SpanWatch:
+        """Finds writes that torch does not count to what is copied late on the host."""
+        spans = []
+        whole = set()
+        for number in self.late_on_host:
+            step = self.steps[number]
+            plain = self.plain[number]
+            if plain is not None:
+                at = plain.ctypes.data
+                spans.append(MemorySpan(step.name, at, plain.nbytes, step.start))
+            elif step.name not in whole:
+                whole.add(step.name)
+                at = self.addresses[number]
+                spans.append(MemorySpan(step.name, at, self._nbytes[step.name], None))
+        return SpanWatch(spans, self._mappings, Pages.of_this_process())
+
+    @cached_property
+    def early(self) -> list[int]:
+        """Numbers of the steps that are copied at once, on the host."""
+        return [
+            number
+            for number, step in enumerate(self.steps)
+            if step.name not in self.late and step.name not in self.on_device
+        ]
+
+    @cached_property
+    def late_on_host(self) -> list[int]:
+        """Numbers of the steps that a thread copies on the host."""
+        return [
+            number
+            for number, step in enumerate(self.steps)
+            if step.name in self.late and step.name not in self.on_device
+        ]
+
+
+class CopySources:
+    """What the copy steps of one save read. It keeps the memory, whatever the program lets go.
+
+    Parameters
+    ----------
+    form
+        What is known of it.
+    leaves
+        Leaf by name.
+
+    """
+
+    def __init__(self, form: CopyForm, leaves: Mapping[str, TensorLeaf]) -> None:
+        self.form = form
+        self.leaves = leaves
+
+    def local(self, number: int) -> torch.Tensor:
+        """Return the local tensor that a step copies, or a part of it."""
+        return self.leaves[self.form.steps[number].name].local
+
+    def versions(self) -> list[int]:
+        """Return where each tensor lies that is copied late, and what torch counts of its changes.
+
+        Three numbers a tensor, in the order of `CopyForm.watched`: an operation on a DTensor raises
+        the count of the DTensor, and not always that of the tensor inside.
+        """
+        found: list[int] = []
+        for name in self.form.watched:
+            leaf = self.leaves[name]
+            local = leaf.local
+            count = _version(local)
+            whole = count if leaf.tensor is local else _version(leaf.origin)
+            found += (local.data_ptr(), count, whole)
+        return found
+
+    def among(self, storages: Container[int]) -> list[str]:
+        """Return the names of what is copied late and lies in some storages."""
+        return [
+            name
+            for name in self.form.watched
+            if self.leaves[name].local.untyped_storage()._cdata in storages
+        ]
+
+    @property
+    def devices(self) -> dict[torch.device, OnDevice]:
+        """What is on each device with streams; what other ranks hold as well is not looked for."""
+        found: dict[torch.device, OnDevice] = {}
+        for number, step in enumerate(self.form.steps if self.form.on_device else ()):
+            if step.name not in self.form.on_device:
+                continue
+            local = self.local(number)
+            part = found.setdefault(local.device, OnDevice())
+            if step.name in self.form.late:
+                part.late.append(number)
+                part.held[step.name] = local
+            else:
+                part.early.append(number)
+        return found
+
+    def source(self, number: int) -> torch.Tensor:
+        """Return what a step copies."""
+        return self.parts((number,))[0]
+
+    def parts(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Return what some steps copy; windows of one tensor share its contiguous copy.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: its memory was freed. A kernel that reads there could cost the device.
+        """
+        found = []
+        flat: dict[str, torch.Tensor] = {}
+        for number in numbers:
+            step, local = self.form.steps[number], self.local(number)
+            if not self._is_there(number):
+                raise _mutated([step.name])
+            if isinstance(step.part, StridedWindow):
+                if step.name not in flat:
+                    flat[step.name] = local.contiguous()
+                local = flat[step.name]
+            found.append(_part(local, step.part))
+        return found
+
+    def copy(self, number: int, slot: Slot) -> None:
+        """Copy a step's tensor, which is on the host, into its place in the slot.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: its memory was freed.
+        """
+        step, plain = self.form.steps[number], self.form.plain[number]
+        if plain is None:
+            _copy(self.source(number), slot.place(step.start, step.end))
+            return
+        if self._is_there(number):
+            try:
+                slot.put(step.start, plain)
+                return
+            except SaveError:
+                # The kernel copies, and says so where memory is freed under it.
+                if self._is_there(number):
+                    raise
+        raise _mutated([step.name])
+
+    def _is_there(self, number: int) -> bool:
+        return self.local(number).data_ptr() == self.form.addresses[number]
+
+    def is_copied(self, number: int, slot: Slot) -> bool:
+        """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""
+        step = self.form.steps[number]
+        place = slot.place(step.start, step.end)
+        plain = self.form.plain[number]
+        if plain is not None:
+            return bool(np.array_equal(place, plain))
+        return digest(place.data) == _digest(self.source(number))
+
+
+class _HostLane:
+    """Copies in `push`, by the thread that feeds. See `Lane`."""
+
+    limit = 1
+    free = False
+
+    def __init__(self, slot: Slot, sources: CopySources) -> None:
+        self._slot = slot
+        self._sources = sources
+
+    def push(self, group: CopyGroup) -> CopyMark:
+        for number in group.steps:
+            self._sources.copy(number, self._slot)
+        if group.task is not None:
+            group.task()
+        return self
+
+    def done(self) -> bool:
+        return True
+
+
+class Snapshot:
+    """One save's copying: what may not wait at once, the rest in another thread.
+
+    Parameters
+    ----------
+    sources
+        What is copied.
+    slot
+        Where it goes.
+    look
+        Digest what is held now and again when it is copied: finds also what torch does not count
+        as a mutation (writes through ``.data`` or numpy). Costs a pass over the state.
+    copies
+        Carries out the copies from devices.
+    clone
+        See `DeviceSnapshot`.
+    samples
+        Gets digests of what ranks hold in common, each of the values that are copied. None: ranks
+        are not compared.
+    timeout_s
+        A device that copies nothing for so long hangs.
+
+    Attributes
+    ----------
+    devices
+        From which something is copied by streams, so that `order` lets the host go on.
+
+    Notes
+    -----
+    Tensors on the host and on devices with streams and events may be held. What is on other devices
+    is copied at once and synchronously.
+    """
+
+    def __init__(
+        self,
+        sources: CopySources,
+        slot: Slot,
+        *,
+        look: bool = False,
+        copies: DeviceCopies | None = None,
+        clone: bool = True,
+        samples: Samples | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._form = form = sources.form
+        self._steps = form.steps
+        self._slot = slot
+        self._sources: CopySources | None = sources
+        self._samples = samples
+        self._shared = copies
+        self._clone = clone
+        self._timeout_s = timeout_s
+        self._resizes = Resizes()
+        self._versions = sources.versions()
+        # Before anything is copied: what is written from now on is not of this step.
+        self._watched = form.watch.begin() if form.late_on_host else None
+        self._unsteady: list[str] = []
+        self._found: list[str] = []
+        # Until the gate opens nothing changes what is on the host; what a device has may change
+        # before the host sees its copies done, so of that the staged bytes are compared.
+        self._digests = {
+            name: _digest(sources.leaves[name].local)
+            for name in (form.watched if look else ())
+            if name not in form.on_device
+        }
+        self._staged_digests = {
+            number: _digest(sources.source(number).cpu())
+            for number, step in enumerate(form.steps if look else ())
+            if step.name in form.late and step.name in form.on_device
+        }
+        session = Interrupter.current
+        self._aborts = None if session is None else session.aborts
+        self._checking = threading.Lock()
+        self._changed: list[str] | None = None
+        self._on_device: DeviceSnapshot | None = None
+        self._feed: CopyFeed | None = None
+        self.devices: tuple[torch.device, ...] = ()
+
+    @property
+    def _live(self) -> CopySources:
+        if self._sources is None:
+            raise SaveError("this snapshot has been copied already", kind="internal")
+        return self._sources
+
+    # -- in save ---------------------------------------------------------------------------------
+
+    def copy_now(self) -> None:
+        """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
+        for number in self._form.early:
+            self._live.copy(number, self._slot)
+        for number in self._form.early:
+            name = self._steps[number].name
+            if name in self._form.shared and not self._live.is_copied(number, self._slot):
+                self._unsteady.append(name)
+        self._sample_on_host(late=False)
+        look = self._form.on_device or self._samples is not None
+        if look and (devices := self._devices()):
+            self._begin_on(devices)
+
+    def _common(self, *, on_device: bool, late: bool) -> list[torch.Tensor]:
+        """Return what other ranks hold as well, on devices with streams or elsewhere."""
+        if self._samples is None:
+            return []
+        tensors = {
+            id(leaf.local): leaf.local  # several may lie in one buffer
+            for name, leaf in self._live.leaves.items()
+            if (name in self._form.late) == late
+            and has_streams(leaf.local.device) == on_device
+            and self._samples.wants(leaf)
+        }
+        return [v for t in tensors.values() for v in self._samples.views(t)]
+
+    def _devices(self) -> dict[torch.device, OnDevice]:
+        """Return what is on devices with streams, and what of it ranks have in common."""
+        found = self._live.devices
+        for late in (False, True):
+            for tensor in self._common(on_device=True, late=late):
+                part = found.setdefault(tensor.device, OnDevice())
+                (part.common_late if late else part.common_early).append(tensor)
+        return found
+
+    def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
+        self._on_device = DeviceSnapshot(
+            self._shared or DeviceCopies(),
+            self._slot,
+            devices,
+            self._steps,
+            self._live.parts,
+            clone=self._clone,
+            placed=self._form.early,
+            timeout_s=self._timeout_s,
+        )
+        groups = self._on_device.groups + self._host_groups()
+        self._feed = self._feed_of(groups, self._on_device.placed)
+        self.devices = tuple(devices)
+
+    def _host_groups(self) -> list[CopyGroup]:
+        lane = _HostLane(self._slot, self._live)
+        late, most = self._form.late_on_host, len(self._steps)
+        groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
+        if self._samples is not None:
+            groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(late=True)))
+        return groups
+
+    def _sample_on_host(self, *, late: bool) -> None:
+        if self._samples is not None:
+            for tensor in self._common(on_device=False, late=late):
+                self._samples(tensor)
+
+    def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
+        def report(front: int) -> None:
+            self._slot.staged = front
+
+        return CopyFeed(self._steps, groups, report, (*self._form.early, *placed))
+
+    # -- in the copying thread -------------------------------------------------------------------
+
+    def copy_rest(self) -> None:
+        """Copy what is held, front to back; on return the snapshot's tensors are all there.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: something changed before it was copied; the snapshot is worth
+            nothing. Names what. Kind ``draining``: a device hangs. Kind ``aborted``: collectives
+            of a device were cut off meanwhile.
+        """
+        if self._feed is None:
+            self._feed = self._feed_of(self._host_groups(), ())
+        with nullcontext() if self._on_device is None else self._on_device.devices():
+            try:
+                self._feed.run(self._timeout_s)
+                if self._on_device is not None and self._samples is not None:
+                    self._on_device.give(self._samples)
+                self._check()
+            finally:
+                self._release_sources()
+        self._slot.staged = self._steps[-1].end if self._steps else 0
+
+    def _release_sources(self) -> None:
+        """Drop what keeps memory, unless a device may still use it."""
+        if self._feed is not None and not self._feed.stuck:
+            if self._on_device is not None:
+                self._on_device.release()
+            self._feed = self._on_device = None
+            with self._checking:
+                self._changed = self._changed or []
+                if self._watched is not None:
+                    self._watched.end()
+                self._watched = self._sources = self._samples = None
+
+    def _check(self) -> None:
+        # An optimizer's step may stand behind a collective that was cut off, and run on garbage,
+        # and these copies behind it. A copy that the host saw done before an abort began is right.
+        if self._aborts is not None and self._aborts.begun:
+            raise SaveError(
+                "collectives were cut off while this snapshot was copied",
+                kind="aborted",
+                wanted="values that were computed before the generation ended",
+                hint="nothing: the next generation loads an earlier step",
+            )
+        changed = self._changes() + self._unsteady
+        if self._on_device is not None:
+            changed += self._on_device.changed()
+        for number, wanted in self._staged_digests.items():
+            step = self._steps[number]
+            if digest(self._slot.data[step.start : step.end]) != wanted:
+                changed.append(step.name)
+        if changed:
+            raise _mutated(changed)
+
+    def _changes(self) -> list[str]:
+        """Return what has changed by now, or by the time when the gate opened."""
+        with self._checking:
+            if self._changed is None:
+                self._changed = self._found + self._counted_changes()
+                if self._watched is not None:
+                    at = np.frombuffer(self._slot.data, np.uint8).ctypes.data
+                    self._changed += self._watched.changed(at)
+                self._changed += [
+                    n for n, d in self._digests.items() if _digest(self._live.leaves[n].local) != d
+                ]
+            return list(self._changed)
+
+    def _counted_changes(self) -> list[str]:
+        changed: list[str] = []
+        if (now := self._live.versions()) != self._versions:
+            for at, name in enumerate(self._form.watched):
+                of = slice(3 * at, 3 * at + 3)
+                changed += [name] if now[of] != self._versions[of] else []
+        resized = self._resizes.storages()
+        return changed + (self._live.among(resized) if resized else [])
+
+    # -- at the gate -----------------------------------------------------------------------------
+
+    def before_captured(self) -> None:
+        """Look at what has changed by now: a step is about to be captured into a graph.
+
+        Torch counts what the step does, though on the device nothing is done before a replay.
+        """
+        with self._checking:
+            if self._changed is None:
+                self._found += self._counted_changes()
+
+    def after_captured(self) -> None:
+        """Disregard what was counted since `before_captured`, of what a device holds."""
+        with self._checking:
+            if self._changed is None:
+                now = self._live.versions()
+                for at, name in enumerate(self._form.watched):
+                    if name in self._form.on_device:
+                        of = slice(3 * at, 3 * at + 3)
+                        self._versions[of] = now[of]
+
+    def order(self, timeout_s: float) -> bool:
+        """Let what the current streams do from now on come after the copies.
+
+        The host waits for copies of what is on the host alone.
+
+        Returns
+        -------
+        bool
+            False: even that took longer than `timeout_s`.
+        """
+        feed, on_device = self._feed, self._on_device
+        if feed is None or on_device is None:
+            return True  # everything is copied, or given up
+        if not feed.hurry(timeout_s):
+            return False
+        self._changes()
+        on_device.order()
+        return True
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a device may still write into the slot though the copying was given up."""
+        feed = self._feed
+        return feed is not None and feed.stuck
+
+
+@cache
+def _note_if_without_streams(kind: str) -> None:
+    """Log, once in a process, that a kind of device has no lazy path."""
+    if kind not in ("cpu", "meta") and not kind_of(kind).has_streams:
+        _log.warning(
+            "tensors on %s are copied in save, which waits for them: torch has no streams and "
+            "events for that kind of device",
+            kind,
+        )
+
+
+def _mutated(names: Iterable[str]) -> SaveError:
+    found = sorted(set(names))
+    return SaveError(
+        f"{len(found)} tensors changed before they were copied",
+        kind="mutated",
+        where=", ".join(found[:5]) + (", ..." if len(found) > 5 else ""),
+        wanted="no change between save() and before_mutation() or the optimizer's step",
+        hint="call before_mutation() of the checkpointer before whatever changes them, or "
+        'make it with lazy="off"; memory that other processes write needs them to wait',
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # of inference tensors torch counts nothing
+        return 0
+
+
+def _plain(local: torch.Tensor, part: Box | StridedWindow | None) -> _Bytes | None:
+    """Return the memory of a part that is a run of bytes on the host; nothing keeps it."""
+    if not isinstance(part, Box | None):
+        return None
+    tensor = _part(local, part)
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
+        return None
+    kept = as_bytes(tensor)
+    return bytes_at(kept.ctypes.data, kept.nbytes)
+
+
+def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
+    if not ranges or tensor.device.type != "cpu" or not tensor.numel():
+        return False
+    at = tensor.data_ptr()
+    found = bisect.bisect_right(ranges, (at, 1 << 64)) - 1
+    # Page-locked memory is mapped as shared by the driver, and no other process has it.
+    return found >= 0 and at < ranges[found][1] and not tensor.is_pinned()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its memory for itself, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    return reach_of(tuple(tensor.shape), tensor.stride()) == tensor.numel()
+
+
+def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor:
+    if isinstance(part, Box):
+        for dim, (offset, size) in enumerate(zip(part.offset, part.shape, strict=True)):
+            local = local.narrow(dim, offset, size)
+    elif part is not None:
+        flat = local.contiguous().view(-1)
+        return flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.start)
+    return local
+
+
+def _digest(local: torch.Tensor) -> bytes:
+    plain = local.contiguous().resolve_conj().resolve_neg()
+    return digest(as_bytes(plain).data)
+
+
+def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    lazy = source.is_conj() or source.is_neg()
+    if source.device.type == "cpu" and source.is_contiguous() and not lazy:
+        np.copyto(target, as_bytes(source))
+        return
+    view = torch.from_numpy(target).view(source.dtype).view(source.shape)
+    view.copy_(source)

@@ -1,0 +1,127 @@
+"""Samples for a rank of a world that may change: the position in the data is one integer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ckptd.checkpoint.data.schedule import Schedule
+from ckptd.errors import CorruptError, UsageError
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler:
+    """Yields the micro-batches of this rank, for ever, from where the job is.
+
+    Give it to a `torch.utils.data.DataLoader` as ``batch_sampler``: each item is the list of sample
+    ids of one micro-batch, and a step takes ``len(indices)`` of them. A step consumes the
+    same samples whatever the number of ranks, and across resumes each sample once an epoch.
+
+    It does not count what a loader fetches ahead: call `advance` when a step's optimizer has
+    stepped. Its state is one integer, equal on all ranks; put the sampler into the state that is
+    saved. After a load, or in a new world, make a new iterator.
+
+    Parameters
+    ----------
+    schedule
+        What a step is made of.
+    rank, world
+        Which rank of how many; the default process group's, or 0 of 1, if left out. Of
+        tensor-parallel ranks, which share their samples, give data-parallel rank and size.
+
+    Attributes
+    ----------
+    consumed
+        Samples that all steps so far took, on all ranks together.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: there is no such rank, or not a micro-batch for each rank.
+    """
+
+    def __init__(
+        self, schedule: Schedule, *, rank: int | None = None, world: int | None = None
+    ) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.schedule = schedule
+        self.rank = rank if rank is not None else dist.get_rank() if joined else 0
+        self.world = world if world is not None else dist.get_world_size() if joined else 1
+        self.consumed = 0
+        self._share = schedule.mine(self.rank, self.world)
+        self._assigned: tuple[int, Sequence[int]] | None = None
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Which micro-batches of the next step this rank computes, numbered over all ranks."""
+        return self._indices(self.consumed)
+
+    def assign(self, indices: Sequence[int]) -> None:
+        """Let this rank compute other micro-batches in the next step than its share.
+
+        `KeptGradients.resume` calls it. Iterators that were made before do not see it.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-argument``: a step has no such micro-batch.
+        """
+        if not all(0 <= index < self.schedule.microbatches for index in indices):
+            raise UsageError(
+                "a step has no such micro-batch",
+                kind="bad-argument",
+                wanted=f"numbers from 0 to {self.schedule.microbatches - 1}",
+                found=str(list(indices)),
+            )
+        self._assigned = self.consumed, tuple(indices)
+
+    def _indices(self, consumed: int) -> Sequence[int]:
+        assigned = self._assigned
+        return assigned[1] if assigned is not None and assigned[0] == consumed else self._share
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches from `consumed` on; it never ends."""
+        consumed = self.consumed
+        while True:
+            for ids in self.schedule.samples_of(consumed, self._indices(consumed)):
+                yield ids.tolist()
+            consumed += self.schedule.batch
+
+    def advance(self) -> None:
+        """Count a step as done, on every rank."""
+        self.consumed += self.schedule.batch
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.consumed // self.schedule.batch
+
+    @property
+    def epoch(self) -> int:
+        """Times that the whole data set was consumed."""
+        return self.consumed // self.schedule.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: ``{"consumed": N}``."""
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go to a position; iterators made before go on where they were.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-object``: `state` was not made by `state_dict`.
+        """
+        consumed = state.get("consumed") if isinstance(state, dict) else None
+        if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
+            raise CorruptError(
+                "this is no position in the data",
+                kind="bad-object",
+                wanted='{"consumed": N}, N at least 0',
+                found=repr(state)[:200],
+            )
+        self.consumed = consumed

@@ -1,0 +1,221 @@
+"""Live tensors as targets that a read can fill: memory of the host, and of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ckptd.base.grids.block import Fill, Region
+from ckptd.base.grids.grid import is_unshared
+from ckptd.base.torch.device import kind_of
+from ckptd.checkpoint.format.witness import check_elements, gather
+from ckptd.checkpoint.load.plan import Want, put_fill
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.tensors import as_bytes, flat_memory, local_tensor
+from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
+from ckptd.errors import CkptdError, DeadlineError
+from ckptd.types import DType
+
+__all__ = ["U8", "Filling", "LiveTarget", "TargetElements"]
+
+U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
+LiveTarget = U8 | DeviceBuffer
+_HUNG_S = 1.0
+"""What is waited for once more where a wait has been too long already, in seconds."""
+_kept: dict[int, object] = {}
+"""Memory that a device which hangs may still copy from or to: not to be given to anybody else."""
+
+
+class TargetElements(NamedTuple):
+    """Elements of a target whose values are wanted."""
+
+    target: LiveTarget
+    itemsize: int
+    elements: I64
+
+
+class Filling:
+    """Collects what a load fills; its block, in a ``with``, is what a load writes in.
+
+    A tensor is filled where it lies, on the host by the threads that read, on a device by copies
+    on a stream of ckptd's own (`ckptd.checkpoint.torch.upload`); its strides are those of its
+    regions. What cannot be filled so (a layout counts its elements row by row, and it is strided;
+    several elements lie at one place; torch has no module for its device) gets a buffer beside it
+    with the values that it has, and `finish` copies that over.
+
+    The copies to devices come after everything that the program's current streams hold at the
+    beginning of the block, and `finish` returns once they are done: any stream may use the values.
+
+    Attributes
+    ----------
+    wants
+        For `ckptd.checkpoint.load.plan.read_plan`.
+    filled
+        Tensor of the manifest, and target, of each of them.
+    """
+
+    def __init__(self, describer: Describer) -> None:
+        self._describer = describer
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ring: BufferRing | None = None
+        self._uploads: dict[torch.device, Upload] = {}
+        self.wants: list[Want] = []
+        self.filled: list[tuple[int, LiveTarget]] = []
+
+    # -- what is filled --------------------------------------------------------------------------
+
+    def add(self, name: str, tensor: torch.Tensor, number: int) -> None:
+        """Ask for what this rank holds of `tensor`, from tensor `number` of the manifest."""
+        found = self.boxes(name, tensor)
+        if found is not None:
+            target, regions = found
+            self.wants.append(Want(number, regions, target))
+            self.filled.append((number, target))
+
+    def boxes(
+        self, name: str, tensor: torch.Tensor
+    ) -> tuple[LiveTarget, tuple[Region, ...]] | None:
+        """Return the target for what this rank holds of a tensor, and which boxes lie where in it.
+
+        None where it holds nothing.
+        """
+        held = self._describer.held(name, tensor)
+        local = held.local.detach()
+        if not local.numel():
+            return None
+        if not _is_memory(local):
+            return self._beside(local), held.regions
+        if not local.is_contiguous():
+            held = self._describer.held(name, tensor, strided=True)
+        return self._memory(local), held.regions
+
+    def rows(self, local: torch.Tensor) -> LiveTarget | None:
+        """Return the target for a local tensor, row-major; None where there are no elements."""
+        if not local.numel():
+            return None
+        if local.is_contiguous() and _is_memory(local):
+            return self._memory(local)
+        return self._beside(local)
+
+    def value(self, local: torch.Tensor) -> U8 | None:
+        """Return bytes of the host for a small tensor, wherever it is; None without elements."""
+        if not local.numel():
+            return None
+        if local.device.type == "cpu" and local.is_contiguous() and _is_memory(local):
+            return as_bytes(local)
+        host = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+        self._later.append((local, host))
+        return as_bytes(host)
+
+    def _memory(self, local: torch.Tensor) -> LiveTarget:
+        if local.device.type != "cpu":
+            return DeviceBuffer(local_tensor(local), self._upload(local.device))
+        return as_bytes(local if local.is_contiguous() else flat_memory(local))
+
+    def _beside(self, local: torch.Tensor) -> LiveTarget:
+        """Return a buffer with the values of a tensor, which is copied over it in the end."""
+        device = local.device if _has_memory(local) else torch.device("cpu")
+        try:
+            buffer = torch.empty(local.shape, dtype=local.dtype, device=device)
+        except torch.OutOfMemoryError:
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+        buffer.copy_(local)  # what the checkpoint leaves out stays as it is
+        self._later.append((local, buffer))
+        return self._memory(buffer)
+
+    def _upload(self, device: torch.device) -> Upload:
+        if self._ring is None:
+            self._ring = BufferRing(BUFFER_BYTES)
+        if device not in self._uploads:
+            self._uploads[device] = Upload(device, self._ring)
+        return self._uploads[device]
+
+    # -- filling ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        for upload in self._uploads.values():
+            upload.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what is under way: nothing may be copied from memory that is given back."""
+        if error is None:
+            return
+        kept = self._ring, self._later
+        _kept[id(kept)] = kept  # also where an interrupt comes once more
+        try:
+            self._settle(_HUNG_S if isinstance(error, DeadlineError) else STALL_S)
+        except (CkptdError, RuntimeError) as other:
+            error.add_note(f"what was sent to devices before did not arrive: {other}")
+        else:
+            del _kept[id(kept)]  # another load of this process may have kept its own since
+
+    def fill(self, target: LiveTarget, fill: Fill, dtype: DType) -> None:
+        """Write a value to places of a target that no element of the checkpoint stands for."""
+        if isinstance(target, DeviceBuffer):
+            target.fill(fill, dtype)
+        else:
+            put_fill(fill, dtype, target)
+
+    def finish(self) -> None:
+        """Copy buffers into their tensors; the state is complete on return, for any stream.
+
+        Raises
+        ------
+        DeadlineError
+            kind ``stalled``: a device hangs.
+        """
+        with torch.no_grad():
+            for local, buffer in self._later:
+                if local.device in self._uploads:
+                    with self._uploads[local.device].order():
+                        local.copy_(buffer)
+                else:
+                    local.copy_(buffer)
+        self._settle(STALL_S)
+        self._later.clear()
+
+    def _settle(self, timeout_s: float) -> None:
+        for upload in self._uploads.values():
+            upload.settle(timeout_s)
+
+    # -- what was filled -------------------------------------------------------------------------
+
+    def values(self, wanted: Sequence[TargetElements]) -> list[U8]:
+        """Return values as `ckptd.checkpoint.format.witness.gather` does; one copy a device."""
+        found: list[U8 | None] = [None] * len(wanted)
+        of: dict[Upload, dict[int, tuple[DeviceBuffer, int, I64]]] = {}
+        for number, (target, itemsize, elements) in enumerate(wanted):
+            if isinstance(target, DeviceBuffer):
+                check_elements(elements, target.nbytes // itemsize)
+                of.setdefault(target.writer, {})[number] = (target, itemsize, elements)
+            else:
+                found[number] = gather(target.view(np.uint8), itemsize, elements)
+        for upload, there in of.items():
+            taken = upload.values(list(there.values()))
+            for (number, (_, itemsize, elements)), raw in zip(there.items(), taken, strict=True):
+                found[number] = gather(raw, itemsize, np.arange(len(elements)))
+        return [v for v in found if v is not None]
+
+
+def _is_memory(local: torch.Tensor) -> bool:
+    """Tell whether a tensor's values are bytes in memory, each element at a place of its own."""
+    if not _has_memory(local):
+        return False
+    return local.is_contiguous() or is_unshared(tuple(local.shape), local.stride())
+
+
+def _has_memory(local: torch.Tensor) -> bool:
+    """Tell whether views of a tensor's memory can be had."""
+    return local.device.type == "cpu" or kind_of(local.device).module is not None

@@ -1,0 +1,1070 @@
+"""Loading: from a checkpoint of any layout into the live state of this job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd import events
+from ckptd.base.grids.block import box_region
+from ckptd.base.runtime.pauses import no_collection
+from ckptd.base.torch.ranks import Agreement, host_members
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.invariants import check_manifest
+from ckptd.checkpoint.format.manifest import FileEntry, Manifest, about_foreign
+from ckptd.checkpoint.format.names import (
+    DATA,
+    WITNESS,
+    digests_key,
+    file_key,
+    parse_data_folder,
+    rank_of_file,
+)
+from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.format.witness import Witness, WitnessPlan
+from ckptd.checkpoint.format.witness_full import FullWitness
+from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
+from ckptd.checkpoint.load.hostgroup import HostGroup
+from ckptd.checkpoint.load.plan import Want, read_plan
+from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
+from ckptd.checkpoint.load.union import UnionSource, UnionStore
+from ckptd.checkpoint.load.witnesses import read_witness
+from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.leases import Unheld, hold_or_read, renewed
+from ckptd.checkpoint.root.spans import saving, tier_of
+from ckptd.checkpoint.save.recover import (
+    Candidates,
+    LoadCandidate,
+    find_candidates,
+    finished,
+    finished_files,
+    unpacked,
+)
+from ckptd.checkpoint.torch.filling import Filling, TargetElements
+from ckptd.checkpoint.torch.ondevice import refuse_capture
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves
+from ckptd.checkpoint.torch.state.restore import (
+    Matching,
+    SavedState,
+    apply_objects,
+    check_objects,
+    look,
+    match,
+    prepare,
+    saved_names,
+    selector,
+)
+from ckptd.decoding import converter, json_decoder
+from ckptd.errors import (
+    CkptdError,
+    CorruptError,
+    MismatchError,
+    NotFoundError,
+    SaveError,
+    StoreError,
+    UsageError,
+)
+from ckptd.monitor.job import Phase
+from ckptd.monitor.torch.recorder.recorder import at_step, phase
+from ckptd.types import Box, dtype_of
+
+if TYPE_CHECKING:
+    from ckptd.reshard.layouts import LayoutProgram
+    from ckptd.reshard.torch.layout.binder import JobLayout, Laid
+    from ckptd.reshard.torch.layout.loading import LaidLoad
+    from ckptd.reshard.torch.layout.program import LayoutSpec
+    from ckptd.store.base import Store
+
+__all__ = [
+    "LoadReport",
+    "LoadSources",
+    "Loader",
+    "Near",
+    "Next",
+    "Place",
+    "check_witness",
+    "witness_places",
+]
+
+
+_texts = json_decoder(dict[str, str])
+
+_candidates = converter(Candidates)
+
+Near = Callable[[], "Sequence[Store | UnionSource]"]
+"""Gives the near tiers as this rank reaches them, nearest first."""
+Next = Literal["again", "older", "raise"]
+"""What to do after a failure: the same checkpoint from other sources, an older one, give up."""
+
+_log = logging.getLogger("ckptd")
+_NEXT: tuple[Next, ...] = ("raise", "again", "older")
+_ASKING = 16
+"""Nodes that rank 0 asks at a time what they hold."""
+_ASKING_FORMER = 64
+_FORMER_S = 10.0
+"""Former nodes that are not asked by then are passed over, in seconds: most may be gone."""
+_PIECE_CHARS = 4 << 20
+"""Characters that rank 0 posts at a time; a board takes no value above 8 MB."""
+_COMPARED_BYTES = 128 << 20
+"""Bytes that are read at a time to compare the values of one tensor."""
+_NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
+"""Failures of agreement itself: no other rank may be there to agree with."""
+
+
+class LoadSources:
+    """What one load reads from. Every rank makes one, and all call the same methods.
+
+    Parameters
+    ----------
+    near
+        None where there are no near tiers; on all ranks or on none.
+
+    Attributes
+    ----------
+    catalogue
+        Of the root.
+    store
+        Everything that this rank can read from, as one: on rank 0 everything there is, on the
+        others what has something of the checkpoint that is tried.
+    unheld
+        Why the checkpoint that is tried is not leased; empty when it is, or need not be.
+    """
+
+    def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
+        self.catalogue = catalogue
+        self._agreement = agreement
+        self._near: list[UnionSource] = []
+        if near is not None:
+            found = agreement.on_every_rank(near)
+            self._near = [
+                s if isinstance(s, UnionSource) else UnionSource(s, tier_of(s)) for s in found
+            ]
+        self._has_near = near is not None
+        self.unheld = ""
+        self._rooted = True
+        self._unite()
+        self._aimed: LoadCandidate | None = None
+
+    def candidates(
+        self, step: int | None, *, without_root: bool = False
+    ) -> tuple[LoadCandidate, ...]:
+        """Return what to try, newest first, the same on every rank.
+
+        Raises
+        ------
+        NotFoundError
+            There is nothing, or nothing of `step`.
+        StoreError
+            The root cannot be read, and this is not `without_root`, or the near tiers have nothing.
+        """
+
+        def find() -> Any:
+            return msgspec.to_builtins(self._find(step, without_root))
+
+        found = _candidates(self._agreement.on_rank_zero("candidates", find))
+        if not found.items:
+            raise NotFoundError(
+                "there is no checkpoint on the line",
+                kind="no-commit",
+                where=self.catalogue.store.url,
+                hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
+            )
+        if not found.rooted and self._near:
+            self._rooted = False
+            self._unite()
+        return found.items
+
+    @contextmanager
+    def held(self, candidate: LoadCandidate) -> Iterator[None]:
+        """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish.
+
+        Where no lease can be written, the commit is read without: `unheld` is the reason.
+        """
+        with ExitStack() as held:
+
+            def take() -> str:
+                lease = hold_or_read(self.catalogue, candidate.name, holder="load")
+                if isinstance(lease, Unheld):
+                    return lease.text
+                held.enter_context(renewed(lease, lambda text: _log.warning("%s", text)))
+                return ""
+
+            self.unheld = ""
+            if candidate.snapshot is None:
+                self.unheld = self._agreement.on_rank_zero("lease", take)
+                if self.unheld:
+                    _log.warning("%s", self.unheld)
+            self._aim(candidate)
+            yield
+
+    def _aim(self, candidate: LoadCandidate) -> None:
+        """Receive from rank 0 which node holds what of a checkpoint.
+
+        A rank then asks no node that has nothing for it: thousands of ranks that each asked
+        thousands of nodes would take hours.
+        """
+        # Whether there are near tiers is the same on all ranks; what one reaches of them is not.
+        if candidate == self._aimed or not self._has_near or self._agreement.board.world == 1:
+            return
+        folder, ranks = self._agreement.on_rank_zero("holders", lambda: self._holders(candidate))
+        if self._agreement.board.rank != 0:
+            keys = {name: frozenset(_keys_of(folder, of)) for name, of in ranks.items()}
+            self._near = [s._replace(keys=keys.get(s.name)) for s in self._near]
+        self._unite()
+        self._aimed = candidate
+
+    def _unite(self) -> None:
+        root = [UnionSource(self.catalogue.store, tier_of(self.catalogue.store))]
+        self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
+
+    # -- what there is, on rank 0 ------------------------------------------------------------------
+
+    def _find(self, step: int | None, without_root: bool) -> Candidates:
+        """Ask the nodes of this life, and former ones where these may have something newer.
+
+        Of a snapshot that is newer than all that is found, a node that this life left out may have
+        the missing shares. It is not asked else: it may be gone, and that costs time to see.
+        """
+
+        def find() -> Candidates:
+            self._unite()
+            near = UnionStore(self._near) if self._near else None
+            return find_candidates(self.catalogue, near, step=step, without_root=without_root)
+
+        former = [s for s in self._near if s.former]
+        there = self._asked([s for s in self._near if not s.former])
+        self._near = [*there, *(s._replace(keys=frozenset()) for s in former)]
+        first: Candidates | CkptdError
+        try:
+            first = find()
+        except NotFoundError as error:
+            first = error
+        except StoreError as error:
+            if not without_root:
+                raise
+            first = error
+        if former and self._may_be_more(first, step):
+            asked = self._asked(former)
+            if any(s.keys for s in asked):
+                self._near = [*there, *asked]
+                return find()
+        if isinstance(first, CkptdError):
+            raise first
+        return first
+
+    def _may_be_more(self, found: Candidates | CkptdError, step: int | None) -> bool:
+        """Tell whether former nodes may have what is better than `found`.
+
+        So it is where a newer attempt has left something among the nodes that are there; where
+        they have nothing at all; and where the newest life has left nothing with them.
+        """
+        if isinstance(found, CkptdError) or step is not None:
+            return isinstance(found, CkptdError)
+        seen = _attempts(key for s in self._near for key in s.keys or ())
+        best = max(((c.generation, c.step) for c in found.items), default=(0, -1))
+        newest = max(seen, default=(0, -1))
+        if not seen or newest > best or not found.rooted:
+            return True
+        return self.catalogue.newest_generation() > best[0]
+
+    def _asked(self, sources: Sequence[UnionSource]) -> list[UnionSource]:
+        """Return sources with what they have; those that do not answer are not asked again."""
+        end = time.monotonic() + _FORMER_S
+
+        def look(source: UnionSource) -> UnionSource:
+            if not source.name or source.keys is not None:
+                return source
+            if source.former and time.monotonic() > end:
+                return source._replace(keys=frozenset())
+            try:
+                return source._replace(keys=frozenset(i.key for i in source.store.list(DATA)))
+            except CkptdError as error:
+                level = logging.INFO if source.former else logging.WARNING
+                what = "the snapshots of %s cannot be read: %s"
+                _log.log(level, what, source.name, error.message)
+                return source._replace(keys=frozenset())
+
+        if not sources:
+            return []
+        with ThreadPoolExecutor(_ASKING_FORMER if sources[0].former else _ASKING) as pool:
+            return [*pool.map(look, sources)]
+
+    def _holders(self, candidate: LoadCandidate) -> tuple[str, dict[str, list[int]]]:
+        """Return a checkpoint's folder, and by source the ranks whose data files it has."""
+        snapshot = candidate.snapshot
+        folder = (snapshot or self.catalogue.commit(candidate.name)).folder
+        return folder, {
+            s.name: [r for k in s.keys if (r := rank_of_file(k, folder)) is not None]
+            for s in self._near
+            if s.name and s.keys is not None
+        }
+
+    # -- metadata ----------------------------------------------------------------------------------
+
+    def manifest(
+        self, candidate: LoadCandidate
+    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
+        """Return manifest, tables and witness."""
+        if candidate.snapshot is None:
+            commit = self.catalogue.commit(candidate.name)
+            manifest = self.catalogue.manifest_of(commit)
+            where = commit.folder + commit.manifest
+            filemap = check_manifest(manifest, where, commit.manifest_bytes)
+            check_headers(self.store, manifest, filemap)
+            plan = WitnessPlan.of(manifest)
+            return manifest, filemap, plan, self._witness(self.store, manifest, plan)
+        snapshot = candidate.snapshot
+        if self._agreement.board.world == 1:
+            made = finished(self.store, snapshot)
+        else:
+            # Once for all: finishing takes the parts of every rank, wherever they are.
+            made = unpacked(self._from_rank_zero(lambda: finished_files(self.store, snapshot)))
+        with made as (scratch, manifest, filemap):
+            plan = WitnessPlan.of(manifest)
+            return manifest, filemap, plan, self._witness(scratch, manifest, plan)
+
+    def _from_rank_zero(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Return on every rank what rank 0 makes, posted in pieces that the board takes."""
+        pieces: list[str] = []
+
+        def cut() -> int:
+            text = msgspec.json.encode(make()).decode()
+            pieces.extend(text[i : i + _PIECE_CHARS] for i in range(0, len(text), _PIECE_CHARS))
+            return len(pieces)
+
+        count = self._agreement.on_rank_zero("finish", cut)
+        post = self._agreement.on_rank_zero
+        texts = [post("finish", partial(pieces.__getitem__, i)) for i in range(count)]
+        return _texts.decode("".join(texts))
+
+    @staticmethod
+    def _witness(
+        store: Store, manifest: Manifest, plan: WitnessPlan
+    ) -> Witness | FullWitness | None:
+        try:
+            return read_witness(store, manifest, plan)
+        except CorruptError as error:
+            error.key = manifest.folder + WITNESS
+            raise
+
+    # -- what next ---------------------------------------------------------------------------------
+
+    def after(self, error: CkptdError, candidate: LoadCandidate) -> Next:
+        """Agree what to do after a try that failed on every rank, on this one by `error`."""
+        if error.kind in _NO_AGREEMENT:
+            return "raise"
+        own: Next = self._next(error, candidate)
+
+        def decide(reports: list[bytes]) -> bytes:
+            return min(reports, key=lambda r: _NEXT.index(_as_next(r)))
+
+        agreed = _as_next(self._agreement.all_reports("next", own.encode(), decide))
+        if agreed == "again":
+            _log.warning("step %d is read again from other sources: %s", candidate.step, error)
+        return agreed
+
+    def _next(self, error: CkptdError, candidate: LoadCandidate) -> Next:
+        lost = candidate.snapshot is not None and isinstance(
+            error, (StoreError, SaveError, NotFoundError)
+        )
+        if error.poisoned or not (lost or isinstance(error, (CorruptError, StoreError))):
+            return "raise"
+        if error.key is not None and self.store.distrust(error.key):
+            return "again"
+        return "older" if lost or isinstance(error, CorruptError) else "raise"
+
+
+def _keys_of(folder: str, ranks: Sequence[int]) -> list[str]:
+    """Return the keys of what ranks wrote, besides the parts."""
+    files = [file_key(folder, rank) for rank in ranks]
+    return [key for file in files for key in (file, digests_key(file))]
+
+
+def _attempts(keys: Iterable[str]) -> set[tuple[int, int]]:
+    """Return generation and step of all attempts of which there are keys."""
+    folders = {key.removeprefix(DATA).partition("/")[0] for key in keys}
+    parsed = map(parse_data_folder, folders)
+    return {(found[0].generation, found[0].step) for found in parsed if found is not None}
+
+
+def _as_next(raw: bytes) -> Next:
+    return next(n for n in _NEXT if n.encode() == raw)
+
+
+Place = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Slots of the witness, and the elements of a buffer that they stand for."""
+
+
+def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> list[Place]:
+    """Return, for each buffer, which values of the witness lie where in it."""
+    return [plan.select(want.tensor, want.regions) for want in wants]
+
+
+def check_witness(
+    witness: Witness, places: Sequence[Place], manifest: Manifest, filling: Filling
+) -> None:
+    """Compare the filled targets with the witness, at no extra read of data.
+
+    Digests prove that the bytes are those that were written; the witness proves that they came
+    to the right place: a wrong layout of the right shape passes every digest.
+
+    Parameters
+    ----------
+    places
+        See `witness_places`.
+
+    Raises
+    ------
+    CorruptError
+        kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
+    """
+    words = witness.values.view(np.uint64).reshape(-1)
+    wrong: list[str] = []
+    entries = [manifest.tensors[number] for number, _ in filling.filled]
+    picked = [
+        TargetElements(target, dtype_of(entry.dtype).itemsize, elements)
+        for (_, target), entry, (_, elements) in zip(filling.filled, entries, places, strict=True)
+    ]
+    values = filling.values(picked)
+    if not values:
+        return
+    # All at once: thousands of small tensors have a few values each.
+    every = np.concatenate([slots for slots, _ in places])
+    found = np.concatenate(values).view(np.uint64).reshape(-1)
+    good = (found == words[every]) | (witness.present[every] == 0)
+    if not good.all():
+        ends = np.cumsum([len(slots) for slots, _ in places])
+        for entry, own in zip(entries, np.split(good, ends[:-1]), strict=True):
+            if not own.all():
+                wrong.append(f"{entry.name} ({int((~own).sum())} of {len(own)} values)")
+        error = CorruptError(
+            "values arrived at the wrong places",
+            kind="witness",
+            where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
+            hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
+        )
+        error.poisoned = True
+        raise error
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes
+    ----------
+    step, generation
+        The checkpoint.
+    missing
+        Live names that the checkpoint has not; only with ``strict=False``.
+    unexpected
+        Names in the checkpoint that the live state has not.
+    skipped
+        Newer steps that were corrupt or lost, each with the reason. The step itself is among them
+        where its snapshot was, and its commit was loaded.
+    read
+        Bytes and seconds of this rank.
+    snapshot
+        Whether it was a snapshot on near tiers, which need not have a commit.
+    sources
+        Bytes that this rank read from each tier: ``memory``, ``peer``, ``local``, ``remote``.
+    warnings
+        What could not be done besides: no lease, no claim of a generation, where nothing can be
+        written.
+    """
+
+    step: int
+    generation: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[tuple[int, str], ...]
+    read: ReadReport
+    snapshot: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def tier(self) -> str:
+        """The tier that gave this rank most of its bytes; empty when none did."""
+        return max(self.sources, key=lambda tier: self.sources[tier], default="")
+
+
+@dataclass(frozen=True)
+class _Options:
+    strict: bool
+    wanted: Callable[[str], bool]
+    to_saved: Callable[[str], str]
+    to_live: Callable[[str], str]
+    renamed: bool
+    weights_only: bool
+    device: Any
+    progress: Callable[[int, int], None] | None
+    filtered: bool
+    job: JobLayout | None = None
+    source: LayoutProgram | None = None
+    allow: str | None = None
+
+
+class Loader:
+    """Loads checkpoints for one checkpointer."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        agreement: Agreement,
+        ranks: Sequence[int],
+        timeout_s: float,
+        layout: Laid | None = None,
+        near: Near | None = None,
+        snapshot: Callable[[int, int, str], memoryview | None] = lambda *_: None,
+        is_locked: Callable[[memoryview], bool] = lambda _: False,
+    ) -> None:
+        self._snapshot = snapshot
+        self._is_locked = is_locked
+        self._layout = layout
+        self._near = near
+        self._catalogue = catalogue
+        self._agreement = agreement
+        self._describer = Describer(ranks)
+        self._timeout_s = timeout_s
+        self._host: tuple[int, ...] | None = None
+        self._loads = 0
+
+    @phase(Phase.CKPT)
+    def load(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        strict: bool,
+        only: str | Iterable[str] | Callable[[str], bool] | None,
+        rename: Mapping[str, str] | Callable[[str], str] | None,
+        weights_only: bool,
+        device: Any,
+        progress: Callable[[int, int], None] | None,
+        source_layout: LayoutSpec | None = None,
+        allow: str | None = None,
+        without_root: bool = False,
+        elsewhere: Catalogue | None = None,
+    ) -> LoadReport:
+        """See `ckptd.checkpoint.torch.checkpointer.Checkpointer.load`.
+
+        Parameters
+        ----------
+        without_root
+            Go on with near tiers where the root cannot be read, on every rank alike.
+        elsewhere
+            Read this instead of the root and near tiers.
+        """
+        refuse_capture("load")
+        inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
+        options = _Options(
+            strict,
+            selector(only),
+            _renamer(rename),
+            _renamer(inverse),
+            rename is not None,
+            weights_only,
+            device,
+            progress,
+            weights_only or only is not None,
+            *self._layouts(state, source_layout),
+            allow,
+        )
+        begun = time.monotonic_ns()
+        near = self._near if elsewhere is None else None
+        sources = LoadSources(elsewhere or self._catalogue, self._agreement, near)
+        left = deque(sources.candidates(step, without_root=without_root))
+        skipped: list[tuple[int, str]] = []
+        while True:
+            candidate = left[0]
+            try:
+                matching, read = self._load_one(state, candidate, options, sources)
+            except CkptdError as error:
+                after = sources.after(error, candidate)
+                if after == "again":
+                    continue
+                left.popleft()
+                if after == "raise" or not left:
+                    raise
+                skipped.append((candidate.step, error.message))
+                what = "step %d is corrupt, trying another checkpoint: %s"
+                _log.warning(what, candidate.step, error)
+                continue
+            report = LoadReport(
+                candidate.step,
+                candidate.generation,
+                tuple(matching.missing),
+                tuple(matching.unexpected),
+                tuple(skipped),
+                read,
+                candidate.snapshot is not None,
+                _by_tier(sources.store.read_bytes(), read.bytes_in_memory),
+                (sources.unheld,) if sources.unheld else (),
+            )
+            self._tell(report, begun)
+            if not weights_only and only is None and elsewhere is None:
+                at_step(report.step)
+            return report
+
+    def newest(self) -> int | None:
+        """Return the step that a load would try first, or None; the same on every rank."""
+        try:
+            sources = LoadSources(self._catalogue, self._agreement, self._near)
+            return sources.candidates(None)[0].step
+        except NotFoundError:
+            return None
+
+    def _tell(self, report: LoadReport, begun_ns: int) -> None:
+        events.emit(
+            events.LoadDone(
+                step=report.step,
+                generation=report.generation,
+                rank=self._agreement.board.rank,
+                at_ns=events.now_ns(),
+                duration_ns=time.monotonic_ns() - begun_ns,
+                bytes=report.read.bytes_copied,
+                fetched=report.read.bytes_fetched,
+                skipped=len(report.skipped),
+                warnings=report.warnings,
+            )
+        )
+
+    def _layouts(
+        self, state: Mapping[str, Any], source: LayoutSpec | None
+    ) -> tuple[JobLayout | None, LayoutProgram | None]:
+        """Return the layout of the live state, and the one given for the checkpoint."""
+        if self._layout is None:
+            if source is not None:
+                raise UsageError(
+                    "a checkpoint's layout is of no use without one of the live state",
+                    kind="lay-use",
+                    hint="give Checkpointer(..., layout=...) the layout of the live state",
+                )
+            return None, None
+        from ckptd.reshard.torch.layout.program import read_layout
+
+        program = None if source is None else read_layout(source)
+        return self._layout.bind(lambda: look(state)), program
+
+    def _load_one(
+        self,
+        state: Mapping[str, Any],
+        candidate: LoadCandidate,
+        options: _Options,
+        sources: LoadSources,
+    ) -> tuple[Matching, ReadReport]:
+        """Load one checkpoint; all ranks call this, and it fails on all or on none."""
+        rank, root = self._agreement.board.rank, sources.catalogue.store
+        with sources.held(candidate), saving(root, candidate.name, "", rank):
+            error: Exception | None = None
+            store = sources.store
+            try:
+                with no_collection():
+                    manifest, filemap, values, witness = sources.manifest(candidate)
+                with no_collection(), read_ahead(store, self._likely(manifest, options)):
+                    saved = SavedState.of(manifest)
+                    if about_foreign(manifest) and not options.renamed:
+                        options = _without_sections(options, state, saved)
+                    matching, leaves, plan, filling, laid = self._plan(
+                        state, saved, filemap, options, store
+                    )
+                    self._compare_copies(matching, leaves, manifest, filemap, store)
+                objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
+                if laid is not None:
+                    objects = laid.objects(objects)
+                check_objects(leaves, objects, per_rank)
+            except Exception as caught:  # noqa: BLE001 - no_errors raises it
+                error = caught
+            # A rank that fails here must not leave the others waiting inside the read.
+            self._agreement.no_errors(error)
+            if not options.strict:
+                self._refuse_nothing(matching, laid)
+            # Where the witness's values lie is worked out while the disk is busy.
+            with filling, ThreadPoolExecutor(1, "ckptd-witness") as beside:
+                places = beside.submit(witness_places, values, filling.wants)
+                begun = time.monotonic_ns()
+                read = execute(
+                    plan,
+                    store,
+                    in_memory=self._in_memory(manifest),
+                    host=self._host_group(),
+                    progress=options.progress,
+                )
+                _tell_read(read, begun)
+
+                def complete() -> None:
+                    """Bring what was read to its last place, and compare it with the witness.
+
+                    A layout may change values on the way.
+                    """
+                    if laid is not None:
+                        laid.finish(filling)
+                    filling.finish()
+                    if isinstance(witness, Witness):
+                        with events.span("verify"):
+                            self._check_witness(witness, places.result(), manifest, filling, laid)
+
+                self._undamaged(complete)
+            apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
+            _tell_followers(leaves, per_rank, candidate.step)
+            return matching, read
+
+    def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:
+        """Return the files that this rank is about to need for certain, as far as one can tell."""
+        board = self._agreement.board
+        if options.filtered:
+            return []
+        if self._in_memory(manifest) is not None:
+            return []
+        if board.world == 1:
+            return list(manifest.files)
+        if board.world != manifest.world_size:
+            return []
+        return [f for f in manifest.files if f.rank == board.rank]
+
+    def _in_memory(self, manifest: Manifest) -> InMemory | None:
+        """Return this rank's file, where it has left the file's bytes in memory when it saved."""
+        data = self._snapshot(manifest.step, manifest.generation, manifest.attempt)
+        own = file_key(manifest.folder, self._agreement.board.rank)
+        for number, entry in enumerate(manifest.files):
+            # It is shorter than the snapshot where chunks that had not changed were left out.
+            if data is not None and entry.path == own and entry.data_bytes == len(data):
+                return InMemory(number, data, self._is_locked(data))
+        return None
+
+    def _check_witness(
+        self,
+        witness: Witness,
+        places: Sequence[Place],
+        manifest: Manifest,
+        filling: Filling,
+        laid: LaidLoad | None,
+    ) -> None:
+        """Compare what was filled with the checkpoint's witness."""
+        check_witness(witness, places, manifest, filling)
+        if laid is not None:
+            from ckptd.reshard.torch.layout.witness import check_laid_witness
+
+            check_laid_witness(laid, filling, WitnessPlan.of(manifest), witness)
+
+    def _undamaged(self, function: Callable[[], None]) -> None:
+        """Call a function that raises when the live state is wrong: then it is so on every rank."""
+
+        def explained() -> None:
+            try:
+                function()
+            except CkptdError:
+                raise
+            except Exception as error:
+                # The state is half written: the checkpointer must know it, whatever was raised.
+                raise CkptdError(
+                    "what was read could not be brought to its place",
+                    kind="crashed",
+                    found=repr(error)[:500],
+                ) from error
+
+        try:
+            self._agreement.on_every_rank(explained)
+        except CkptdError as failed:
+            failed.poisoned = True
+            raise
+
+    def _plan(
+        self,
+        state: Mapping[str, Any],
+        saved: SavedState,
+        filemap: FileMap,
+        options: _Options,
+        store: UnionStore,
+    ) -> tuple[Matching, Any, Any, Filling, LaidLoad | None]:
+        laid, to_saved, rest = None, options.to_saved, saved
+        if options.job is not None:
+            from ckptd.reshard.torch.layout.loading import LaidLoad
+            from ckptd.reshard.torch.layout.source import LaidSource, source_program
+
+            program = source_program(saved, options.source, options.job)
+            source = LaidSource(options.job, program, saved, filemap)
+            if options.source is not None and options.allow != "layout":
+                source.check_kept()
+            laid = LaidLoad(source, self._describer)
+            to_saved, rest = laid.to_saved(to_saved), laid.source.rest
+        names = saved_names(rest, options.to_live, options.wanted)
+        names = names if laid is None else laid.names(names, options.wanted)
+        leaves = prepare(state, names, device=options.device)
+        wanted = options.wanted
+        if options.weights_only:
+            kinds = ("param", "buffer")
+            found = [(n, leaf) for n, leaf in leaves.tensors.items() if leaf.kind in kinds]
+            weights = {name for n, leaf in found for name in (n, *leaf.aliases)}
+            wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
+        others = leaves if laid is None else laid.rest(leaves)
+        matching = match(others, rest, wanted, to_saved, strict=options.strict)
+        filling = Filling(self._describer)
+        for name, number in matching.tensors.items():
+            filling.add(name, leaves.tensors[name].tensor, number)
+        if laid is not None:
+            laid.match(leaves, wanted, filling, matching, strict=options.strict)
+        plan = read_plan(
+            saved.manifest,
+            filemap,
+            [*filling.wants, *(laid.wants if laid is not None else ())],
+            store=store,
+            allow_absent=not options.strict,
+        )
+        return matching, leaves, plan, filling, laid
+
+    def _refuse_nothing(self, matching: Matching, laid: LaidLoad | None) -> None:
+        """Refuse a checkpoint of which no rank's state has anything.
+
+        Raises
+        ------
+        MismatchError
+            kind ``mismatch``, on every rank.
+        """
+        some: object = matching.tensors or matching.objects or matching.per_rank
+        some = some or (laid is not None and laid.wants)
+        # What has no names to look for misses nothing.
+        own = b"found" if some or not matching.missing else b""
+        if not self._agreement.all_reports("found", own, max):
+            raise MismatchError(
+                "the checkpoint has nothing of the state",
+                kind="mismatch",
+                wanted=", ".join(matching.missing[:4]),
+                found=", ".join(matching.unexpected[:4]),
+                hint="rename= maps names",
+            )
+
+    def _compare_copies(
+        self,
+        matching: Matching,
+        leaves: Leaves,
+        manifest: Manifest,
+        filemap: FileMap,
+        store: UnionStore,
+    ) -> None:
+        """Compare what the checkpoint has under several names of one live tensor.
+
+        It is read beside the state, which stays as it is where two of them differ, and a range of
+        rows at a time: an embedding may have more bytes than a host has left.
+
+        Raises
+        ------
+        MismatchError
+            kind ``mismatch``: they do.
+        """
+        copies: dict[str, list[tuple[str, int]]] = {}
+        for alias, (name, number) in matching.copies.items():
+            copies.setdefault(name, []).append((alias, number))
+        places = PieceLocations(manifest, filemap, store)
+        for name, others in copies.items():
+            held = self._describer.held(name, leaves.tensors[name].tensor)
+            itemsize = held.local.element_size()
+            numbers = [matching.tensors[name], *(number for _, number in others)]
+            most = _COMPARED_BYTES // len(numbers)
+            differ = [0] * len(others)
+            for box in (b for r in held.regions if r.numel for b in r.box.cut(itemsize, most)):
+                region = (box_region(box),)
+                read = [np.empty(box.numel * itemsize, dtype=np.uint8) for _ in numbers]
+                wants = [Want(n, region, t) for n, t in zip(numbers, read, strict=True)]
+                execute(read_plan(manifest, filemap, wants, places=places), store)
+                for i, other in enumerate(read[1:]):
+                    differ[i] += int(np.count_nonzero(other != read[0]))
+            for (alias, _), count in zip(others, differ, strict=True):
+                if count:
+                    raise MismatchError(
+                        "one tensor of the state has two values in the checkpoint",
+                        kind="mismatch",
+                        where=f"{name}, {alias}",
+                        wanted="equal values: these are names of one tensor",
+                        found=f"{count} bytes of {held.local.numel() * itemsize} differ",
+                        hint="only= selects one of them, such as"
+                        f" only=lambda name: name != {alias!r}; or untie them",
+                    )
+
+    def _host_group(self) -> HostGroup | None:
+        board = self._agreement.board
+        if board.world == 1:
+            return None
+        if self._host is None:
+            self._host = host_members(self._agreement)
+        self._loads += 1
+        return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
+
+    def _objects(
+        self,
+        manifest: Manifest,
+        filemap: FileMap,
+        matching: Matching,
+        leaves: Any,
+        store: UnionStore,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        values: dict[str, Any] = {}
+        for name, number in matching.objects.items():
+            entry = manifest.objects[number]
+            raw = entry.value
+            if entry.tensor:
+                raw = self._read_encoded(manifest, filemap, entry.tensor, None, store)
+            values[name] = codec.decode(raw, name)
+        board = self._agreement.board
+        chosen: dict[str, Any] = {}
+        for name, number in matching.per_rank.items():
+            tensor = manifest.objects[number].tensor
+            read = lambda r, t=tensor, n=name: codec.decode(  # noqa: E731
+                self._read_encoded(manifest, filemap, t, r, store), n
+            )
+            chosen[name] = leaves.per_rank[name].choose(
+                read, saved_world=manifest.world_size, rank=board.rank, world=board.world
+            )
+        return values, chosen
+
+    def _read_encoded(
+        self,
+        manifest: Manifest,
+        filemap: FileMap,
+        tensor: str,
+        rank: int | None,
+        store: UnionStore,
+    ) -> Any:
+        """Read and parse an encoded object: one rank's cell, or the whole tensor."""
+        number = next(i for i, t in enumerate(manifest.tensors) if t.name == tensor)
+        entry = manifest.tensors[number]
+        grid = filemap.grid_of(number)
+        box = Box((0,), entry.shape)
+        if rank is not None:
+            files = filemap.owners[entry.owners].array(entry.base)
+            cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
+            if not cells:
+                raise NotFoundError(f"rank {rank} saved no value", kind="no-value", where=tensor)
+            box = grid.piece(cells[0]).box
+        target = np.empty(box.numel, dtype=np.uint8)
+        plan = read_plan(
+            manifest,
+            filemap,
+            [Want(number, (box_region(box),), target)],
+            store=store,
+        )
+        execute(plan, store)
+        try:
+            return parse_json(target.tobytes())
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(
+                "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
+            ) from None
+
+
+def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    return lambda name: rename.get(name, name)
+
+
+def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedState) -> _Options:
+    """Return options that leave the section out of a live name where the checkpoint has none.
+
+    Files of weights alone have the names of a module's own parameters: there ``model.`` is a part
+    of these, or nothing. A section is left out where that finds more of its names; where each finds
+    some and neither all, a value could come to another parameter.
+
+    Raises
+    ------
+    MismatchError
+        kind ``mismatch``: the same tensors would fill two sections, or it is not known which
+        names have a section.
+    """
+    there = saved.names()
+    leaves = look(state).tensors
+    bare: dict[str, str] = {}
+    outer: dict[str, str] = {}
+    for section in state:
+        start = f"{section}."
+        mine = [
+            [n for n in (name, *leaf.aliases) if n.startswith(start) and options.wanted(n)]
+            for name, leaf in leaves.items()
+        ]
+        mine = [names for names in mine if names]
+        inner = [[n.removeprefix(start) for n in names] for names in mine]
+        within, without = (
+            sum(any(n in there for n in names) for names in found) for found in (mine, inner)
+        )
+        if within and without and max(within, without) < len(mine):
+            raise _doubtful(section, mine, inner, there)
+        if without <= within:
+            continue
+        every = (n for name, leaf in leaves.items() for n in (name, *leaf.aliases))
+        names = (n for n in every if n.startswith(start) and n.removeprefix(start) in there)
+        outer |= {n: n.removeprefix(start) for n in names}
+        for name, own in zip(chain(*inner), chain(*mine), strict=True):
+            if name in there and bare.setdefault(name, own) != own:
+                raise MismatchError(
+                    "two parts of the state have the names of the checkpoint's tensors",
+                    kind="mismatch",
+                    where=name,
+                    found=f"{bare[name]} and {own}",
+                    hint="only= selects one of them, rename= says which is which",
+                )
+    return replace(
+        options,
+        to_saved=lambda name: outer.get(name, name),
+        to_live=lambda name: bare.get(name, name),
+    )
+
+
+def _doubtful(
+    section: str,
+    mine: Sequence[Sequence[str]],
+    inner: Sequence[Sequence[str]],
+    there: Collection[str],
+) -> MismatchError:
+    """Return why it is not known whether the checkpoint has a section."""
+    name = next(n for n in chain(*inner) if n in there)
+    other = next(n for n in chain(*mine) if n in there)
+    return MismatchError(
+        "the names of the checkpoint fit the state with and without a section, and neither in full",
+        kind="mismatch",
+        where=name,
+        wanted="all names with the section, or all without",
+        found=f"{section}.{name} without {section!r}; {other} with it",
+        hint="rename= says which is which",
+    )
+
+
+def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:
+    return {**read, "memory": read.get("memory", 0) + memory} if memory else read
+
+
+def _tell_followers(leaves: Leaves, per_rank: Mapping[str, Any], step: int) -> None:
+    """Tell the values that ask for it what was loaded."""
+    put = [leaves.per_rank[n] for n, value in per_rank.items() if not isinstance(value, Dropped)]
+    for leaf in put:
+        if leaf.follower is not None:
+            leaf.follower.loaded(step, streams=any(other.random for other in put))
+
+
+def _tell_read(read: ReadReport, begun_ns: int) -> None:
+    """Emit both passes of a read; where they took turns, as though one had followed the other."""
+    for name, seconds, nbytes in (
+        ("fetch", read.fetch_s, read.bytes_fetched),
+        ("fill", read.copy_s, read.bytes_copied),
+    ):
+        activity = events.Activity(name)
+        ended_ns = begun_ns + int(seconds * 1e9)
+        activity.add(begun_ns, ended_ns, nbytes)
+        activity.emit()
+        begun_ns = ended_ns

@@ -1,0 +1,528 @@
+"""From a live state to a save under way: state, leaves, plan, slot; the writing process goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import msgspec
+import numpy as np
+
+from ckptd import events
+from ckptd.base.digest import digest_hex
+from ckptd.base.runtime.pauses import no_collection
+from ckptd.base.torch.ranks import Agreement
+from ckptd.checkpoint.format.container import build_header
+from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.metadata import checked_metadata
+from ckptd.checkpoint.root.policy import Keep
+from ckptd.checkpoint.save.client import WriterClient, post_failure
+from ckptd.checkpoint.save.handle import SaveTracker
+from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
+from ckptd.checkpoint.save.structure import (
+    RankGroup,
+    ReplicaHolders,
+    SavePlan,
+    Structure,
+    build_plan,
+)
+from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot, copy_steps
+from ckptd.checkpoint.torch.feed import CopyStep
+from ckptd.checkpoint.torch.gate import Gate
+from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
+from ckptd.checkpoint.torch.replicas import Samples, replica_digests, shards_in_common
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.flatten import Flattener
+from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
+from ckptd.decoding import json_decoder
+from ckptd.errors import CkptdError, SaveError, UsageError, WorkerError
+from ckptd.monitor.job import Phase
+from ckptd.monitor.torch.recorder.recorder import at_step, phase
+
+if TYPE_CHECKING:
+    from ckptd.reshard.torch.layout.binder import Laid
+    from ckptd.reshard.torch.layout.saving import LaidLeaves
+
+__all__ = ["Lazy", "SavePlanner", "Saver", "wait_for_copying"]
+
+
+_groups = json_decoder(dict[str, tuple[int, ...]])
+
+_FAILED = "structure-failed"
+
+
+class SavePlanner:
+    """Keeps the plan of the last structure.
+
+    A rank whose structure did not change goes on with the plan it has and exchanges nothing. When
+    the structure changes on every rank at one save (an optimizer's first step, say), all of them
+    take part in one exchange: a digest a rank to rank 0, and the distinct structures to every rank.
+    When it changes on some ranks only, those wait for the others in vain and raise that.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._known = ""
+        self.structure = ""
+        """Digest of this rank's structure at the last call of `plan`."""
+        self.holders: ReplicaHolders | None = None
+        """With whom this rank holds what in common, by the last plan; None in a job of one."""
+        self._plan: SavePlan | None = None
+        self._planned: Structure | None = None
+        self._failures = 0
+
+    def after_failure(self, error: CkptdError) -> None:
+        """Plan afresh at the next save if that is what a failed save was about, on any rank.
+
+        Where something else failed, on a rank alone perhaps, every rank goes on with the plan it
+        has: one that made another would wait for ranks that exchange nothing.
+        """
+        board = self._agreement.board
+        failures = 0 if board.world == 1 else board.count(_FAILED)
+        if error.kind == "structure" or failures != self._failures:
+            self._known, self._failures = "", failures
+
+    def plan(self, structure: Structure, save: str = "") -> SavePlan:
+        """Return the plan for this structure, the same on every rank.
+
+        Parameters
+        ----------
+        save
+            Names the save, the same on every rank; empty where every rank plans each time.
+
+        Raises
+        ------
+        DeadlineError
+            Some ranks did not take part: their structure did not change.
+        UsageError
+            Ranks disagree on the shape or dtype of a tensor.
+        """
+        if self._plan is not None and structure is self._planned and self.structure == self._known:
+            return self._plan
+        raw = structure.encode()
+        own = self.structure = digest_hex(raw)
+        if self._plan is not None and own == self._known:
+            self._planned = structure
+            return self._plan
+        board = self._agreement.board
+        if board.world == 1:
+            groups = [RankGroup(structure, (0,))]
+        else:
+            try:
+                groups = self._exchange(own, raw, save)
+            except CkptdError:
+                self._known = ""
+                with suppress(CkptdError):  # what failed is raised, not this
+                    board.add(_FAILED)  # the others have a plan, and see that it is of no use
+                raise
+        plan = build_plan(groups, board.world)
+        self.holders = ReplicaHolders(groups, board.rank) if board.world > 1 else None
+        self._plan = plan
+        self._known, self._planned = own, structure
+        return self._plan
+
+    def _exchange(self, own: str, raw: bytes, save: str) -> list[RankGroup]:
+        board = self._agreement.board
+
+        def tabulate(digests: list[bytes]) -> bytes:
+            ranks: dict[str, list[int]] = {}
+            for rank, digest in enumerate(digests):
+                ranks.setdefault(digest.decode(), []).append(rank)
+            return msgspec.json.encode(ranks)
+
+        table = self._agreement.all_reports("structure", own.encode(), tabulate, save)
+        by_digest = _groups.decode(table)
+        # Only the first rank of each group publishes its structure, under its digest.
+        if by_digest[own][0] == board.rank:
+            board.set(f"structure/{own}", raw)
+        groups = []
+        for digest, ranks in by_digest.items():
+            key = f"structure/{digest}"
+            body = raw if digest == own else self._agreement.wait(key, ranks[0], 600.0)
+            groups.append(RankGroup(Structure.decode(body), ranks))
+        return groups
+
+
+Lazy = Literal["auto", "all", "off"]
+
+_log = logging.getLogger("ckptd")
+_COPIER = "ckptd-copy"
+
+
+def wait_for_copying(until: float) -> bool:
+    """Wait until the threads have ended that copy for savers that were closed or left.
+
+    Parameters
+    ----------
+    until
+        When to wait no more, by ``time.monotonic``.
+
+    Returns
+    -------
+    bool
+        False: one still copies, and keeps its slot and what it copies from.
+    """
+    threads = [t for t in threading.enumerate() if t.name.startswith(_COPIER)]
+    return all(_has_ended(thread, until) for thread in threads)
+
+
+def _has_ended(thread: threading.Thread, until: float) -> bool:
+    while True:
+        try:
+            thread.join(max(0.0, until - time.monotonic()))
+        except RuntimeError:
+            # An interrupt ended the call that starts it, before it had begun: it does so by itself.
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.001)
+        else:
+            return not thread.is_alive()
+
+
+class Saver:
+    """Turns states into saves for one checkpointer.
+
+    Parameters
+    ----------
+    ranks
+        Global ranks of the process group by group rank.
+    layout
+        What says which tensors of the state are parts of larger ones.
+    lazy
+        What is copied after `save` returned; see `Checkpointer`.
+    look
+        See `Snapshot`.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        ranks: Sequence[int],
+        timeout_s: float,
+        layout: Laid | None = None,
+        *,
+        lazy: Lazy = "auto",
+        look: bool = False,
+        refer: bool = True,
+    ) -> None:
+        self._layout = layout
+        self._refer = refer
+        self._board = agreement.board
+        if lazy not in get_args(Lazy):
+            raise UsageError(
+                "lazy is none of its values",
+                kind="bad-policy",
+                wanted=", ".join(get_args(Lazy)),
+                found=repr(lazy),
+            )
+        self._flattener = Flattener()
+        self._planner = SavePlanner(agreement)
+        self._describer = Describer(ranks)
+        self._timeout_s = timeout_s
+        self._structure: tuple[object, Structure] | None = None
+        self._steps: list[CopyStep] = []
+        self._steps_of = ""
+        self._form: tuple[object, CopyForm] | None = None
+        self._lazy = lazy
+        self._look = look
+        self._gate = Gate(timeout_s)
+        self._unchecked: list[SaveTracker] = []
+        self._warned = False
+        self._device_copies = DeviceCopies()
+        # Not a daemon: a process that ends without close() still completes what it began to copy.
+        self._copier = ThreadPoolExecutor(1, _COPIER)
+
+    @property
+    def form(self) -> CopyForm | None:
+        """How the last save was copied; None before the first."""
+        return None if self._form is None else self._form[1]
+
+    @property
+    def gate(self) -> Gate:
+        """What holds mutations back."""
+        return self._gate
+
+    def is_locked(self, memory: memoryview) -> bool:
+        """Tell whether memory of the arena is page-locked, so that devices copy from it."""
+        return self._device_copies.pins.covers(memory)
+
+    def close(self) -> None:
+        """Complete the copying and remove the hooks of the optimizers."""
+        self._gate.release()
+        self._copier.shutdown(wait=False)
+        self._device_copies.close()
+
+    def leave(self, timeout_s: float) -> None:
+        """Remove the hooks of the optimizers; wait so long for a copy under way, in seconds."""
+        self._gate.leave(timeout_s)
+        self._copier.shutdown(wait=False, cancel_futures=True)
+        self._device_copies.close()
+
+    @phase(Phase.CKPT)
+    def save(
+        self,
+        client: WriterClient,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        generation: int,
+        attempt: str,
+        metadata: dict[str, Any],
+        keep: Keep | None,
+        near: tuple[str, ...] = (),
+        root: bool = True,
+        goes_on: bool = False,
+        root_id: str = "",
+        claim_id: str = "",
+    ) -> SaveTracker:
+        """Begin to copy the state into a slot, and have it written.
+
+        On return everything is copied but what the gate holds.
+
+        Parameters
+        ----------
+        goes_on
+            That the writing process died is not raised; the handle has it.
+        root_id, claim_id
+            See `SaveRequest`.
+
+        Raises
+        ------
+        CkptdError
+            The state cannot be saved, ranks disagree, or the previous save does not end. The
+            other ranks' saves of this attempt then fail too, with the same reason.
+        """
+        at_step(step)
+        job = client.next_job()
+        handle = SaveTracker(step, generation, attempt, 0, near=near, root=root)
+        key = f"save/{generation}/{step}/{attempt}"
+        # Failures of earlier saves, also of those whose handles the program has looked at.
+        for failed in [h for h in self._unchecked if h.done or h.failure is not None]:
+            self._unchecked.remove(failed)
+            if failed.failure is not None:
+                self._planner.after_failure(failed.failure)
+        self._unchecked.append(handle)
+        try:
+            refuse_capture("save")
+            self._gate.check()
+            # Only rank 0's count; what is wrong with them is raised before a byte is copied.
+            metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
+            with events.span("flatten"), no_collection():
+                leaves, laid, structure = self._described(state)
+            with events.span("plan"):
+                plan = self._planner.plan(structure, key)
+            objects, extras, bodies = self._values(leaves, plan)
+            save = SaveRequest(
+                job=job,
+                step=step,
+                generation=generation,
+                attempt=attempt,
+                plan=plan.digest,
+                extra=extras,
+                objects=objects,
+                metadata=metadata,
+                keep=keep,
+                timeout_s=self._timeout_s,
+                refer=self._refer,
+                near=near,
+                root=root,
+                root_id=root_id,
+                claim_id=claim_id,
+            )
+            self._copy(client, save, plan, leaves, laid, bodies, handle, key)
+            for value in leaves.per_rank.values():
+                if value.follower is not None:
+                    value.follower.saved(step)
+        except CkptdError as error:
+            post_failure(self._board, key, error, near)
+            if not (goes_on and isinstance(error, WorkerError)):
+                handle.fail(error)
+                raise
+            _log.warning("step %d is not saved: %s", step, error.message)
+            for tier in near:
+                handle.settle(tier, error)
+            if root:
+                handle.fail(error)
+        except BaseException as error:  # of the program's own methods, or of its user
+            left = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
+            handle.fail(left)
+            with suppress(CkptdError):  # what was raised counts
+                post_failure(self._board, key, left, near)
+            raise
+        return handle
+
+    def _described(self, state: Mapping[str, Any]) -> tuple[Leaves, LaidLeaves | None, Structure]:
+        """Return the leaves of a state, those that a layout describes, and their structure."""
+        leaves = self._flattener.flatten(state)
+        laid = None
+        if self._layout is not None:
+            from ckptd.reshard.torch.layout.saving import laid_leaves  # with Lay: see Checkpointer
+
+            taken = leaves
+            laid = laid_leaves(self._layout.bind(lambda: taken), taken)
+            leaves = laid.leaves
+        key = (leaves.known, *leaves.objects)
+        known = self._structure
+        if known is not None and leaves.known is not None and known[0] == key:
+            structure = known[1]
+        else:
+            structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+            self._structure = (key, structure)
+            self._warn_of_statistics(leaves)
+        return leaves, laid, structure if laid is None else laid.structure(structure)
+
+    def _warn_of_statistics(self, leaves: Leaves) -> None:
+        """Log once whose statistics are saved, where nothing shows that the others' are of no use.
+
+        A wrapper that overwrites them from rank 0 may be there and not in the state.
+        """
+        names = [n for n, leaf in leaves.tensors.items() if leaf.own == "statistics"]
+        if names and self._board.world > 1 and self._board.rank == 0 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%d buffers of norm layers (%s, ...) are statistics of what each rank has seen: "
+                "those of the lowest rank that has them are saved, as DistributedDataParallel "
+                "broadcasts them; torch.nn.SyncBatchNorm has the same on all ranks",
+                len(names),
+                names[0],
+            )
+
+    def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> CopySources:
+        held: Callable[[TensorLeaf], bool] = lambda leaf: self._lazy == "all"  # noqa: E731
+        if self._lazy != "off":
+            guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
+            held = guarded if self._lazy == "auto" else held
+        tensors = leaves.tensors if laid is None else laid.sources
+        # A token stands for the same views of the same memory, which views of a layout are not.
+        known = leaves.known if laid is None else None
+        key = (known, self._steps_of)
+        if self._form is None or known is None or self._form[0] != key:
+            self._form = key, CopyForm(self._steps, tensors, held)
+        return CopySources(self._form[1], tensors)
+
+    def _replicas(
+        self,
+        leaves: Leaves,
+        laid: LaidLeaves | None,
+        holders: ReplicaHolders | None,
+        samples: Samples | None,
+    ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
+        if holders is None or samples is None:
+            return (), ()
+        known = None
+        if laid is not None and not laid.job.whole:
+            known = laid.replica_tables(holders, samples)
+        return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
+
+    def _copy(
+        self,
+        client: WriterClient,
+        save: SaveRequest,
+        plan: SavePlan,
+        leaves: Leaves,
+        laid: LaidLeaves | None,
+        bodies: list[bytes],
+        handle: SaveTracker,
+        key: str,
+    ) -> None:
+        """Hand the save over, copy what may change at once, and let a thread copy the rest."""
+        rank = self._board.rank
+        if self._steps_of != plan.digest:
+            build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
+            self._steps = copy_steps(plan, rank, leaves.tensors, self._describer, laid)
+            self._steps_of = plan.digest
+        tensor_bytes = plan.filemap.data_bytes(rank)
+        total = tensor_bytes + sum(map(len, bodies))
+        handle.total_bytes = total
+        sources = self._sources_of(leaves, laid)
+        with events.span("acquire"):
+            slot = client.acquire(total, self._timeout_s)
+        client.begin(save, plan, handle, key, slot)
+
+        def give_up(reason: object) -> None:
+            client.abandon(save.job, f"copying the state failed: {reason}"[:500])
+
+        holders = self._planner.holders
+        samples = None
+        if holders is not None:
+            shards = shards_in_common(leaves.tensors, holders)
+            samples = Samples(shards, None if laid is None else laid.views(holders))
+        try:
+            with events.span("enqueue"):
+                snapshot = Snapshot(
+                    sources,
+                    slot,
+                    look=self._look,
+                    copies=self._device_copies,
+                    clone=self._lazy != "off",
+                    samples=samples,
+                    timeout_s=self._timeout_s,
+                )
+                snapshot.copy_now()
+                at = tensor_bytes
+                for body in bodies:
+                    slot.put(at, np.frombuffer(body, dtype=np.uint8))
+                    at += len(body)
+        except BaseException as error:
+            give_up(repr(error))
+            raise
+        scope = events.current()  # the copier's thread does not inherit it
+
+        def finish() -> None:
+            try:
+                with events.about(*scope), events.span("copy", nbytes=total):
+                    snapshot.copy_rest()
+                slot.staged = total
+                client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
+                slot.warm_up()
+                self._device_copies.lock_later(slot, snapshot.devices)
+            except CkptdError as error:
+                client.abandon(save.job, error.message, error)
+            except BaseException as error:  # noqa: BLE001 - the handle has it
+                give_up(repr(error))
+
+        copy = self._copier.submit(finish)
+        self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
+        if self._lazy == "off":
+            self._gate.settle()
+
+    def _values(
+        self, leaves: Leaves, plan: SavePlan
+    ) -> tuple[tuple[ObjectEntry, ...], tuple[Extra, ...], list[bytes]]:
+        """Encode what is no tensor.
+
+        Returns
+        -------
+        objects
+            What stands in the manifest; from the lowest rank of each group of alike ranks alone.
+        extras, bodies
+            Chunks of private size, and their bytes: per-rank values, then large objects.
+        """
+        extras, bodies = [], []
+        for name in sorted(leaves.per_rank):
+            leaf = leaves.per_rank[name]
+            bodies.append(msgspec.json.encode(leaf.raw))
+            extras.append(Extra(name, len(bodies[-1]), leaf.on_change))
+        if self._board.rank not in plan.leaders:
+            return (), tuple(extras), bodies
+        large: dict[str, bytes] = {}
+        for name, value in leaves.objects.items():
+            if value.kind != "groups" and not isinstance(value.raw, int | float | bool | None):
+                body = msgspec.json.encode(value.raw)
+                if len(body) > INLINE_OBJECT_BYTES:
+                    large[name] = body
+        for name in sorted(large):
+            if plan.homes.get(name) == self._board.rank:
+                bodies.append(large[name])
+                extras.append(Extra(name, len(bodies[-1])))
+        inline = tuple(
+            ObjectEntry(name, value.raw, kind=value.kind)
+            for name, value in leaves.objects.items()
+            if name not in large
+        )
+        return inline, tuple(extras), bodies

@@ -1,0 +1,201 @@
+"""Live tensors as data: a rank's `Structure`, and the regions that its local tensors hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptd.base.grids.block import Region, box_region
+from ckptd.base.grids.owners import Owners
+from ckptd.base.grids.sharding import Placement, ambiguous, local_regions, local_shape, nested
+from ckptd.checkpoint.format.manifest import MeshEntry, TensorEntry
+from ckptd.checkpoint.save.structure import Structure, TensorCut
+from ckptd.checkpoint.torch.state.leaves import TensorLeaf
+from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor
+from ckptd.errors import UsageError
+from ckptd.types import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Describer", "LocalRegions"]
+
+
+@dataclass(frozen=True)
+class LocalRegions:
+    """What this rank holds of one tensor.
+
+    Attributes
+    ----------
+    local
+        The local tensor (for a plain tensor, the tensor).
+    regions
+        Where boxes of the logical tensor lie in it, as if it were contiguous; or by its strides.
+    """
+
+    local: torch.Tensor
+    regions: tuple[Region, ...]
+
+
+class Describer:
+    """Describes tensors for one process group; meshes are looked at once.
+
+    Parameters
+    ----------
+    ranks
+        Global ranks of the group by group rank. Files and plans speak of group ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._group_rank = {r: i for i, r in enumerate(ranks)}
+        self._meshes: dict[int, tuple[Any, Any, MeshEntry, tuple[int, ...]]] = {}
+
+    def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
+        """Return this rank's structure.
+
+        Raises
+        ------
+        UsageError
+            A placement that cannot be saved, or a mesh that reaches outside the group.
+        """
+        tensors = []
+        for name, leaf in leaves.items():
+            cut = TensorCut()
+            if is_dtensor(leaf.tensor):
+                mesh, _, placements = self._sharding(name, leaf.tensor)
+                cut = TensorCut(mesh, placements)
+            shape, aliases = tuple(leaf.tensor.shape), tuple(leaf.aliases)
+            entry = TensorEntry(name, dtype_name(leaf.tensor.dtype), shape, 0, 0, 0, aliases)
+            tensors.append((entry, cut))
+        own = tuple(n for n, leaf in leaves.items() if leaf.own and not is_dtensor(leaf.tensor))
+        return Structure.of(tensors, tuple(sorted(objects)), own)
+
+    def held(self, name: str, tensor: torch.Tensor, *, strided: bool = False) -> LocalRegions:
+        """Return what this rank holds of a tensor.
+
+        Parameters
+        ----------
+        strided
+            Count positions by the local tensor's strides, from its first element.
+
+        Raises
+        ------
+        UsageError
+            kind ``placement``: the local tensor has not the shape that its placements imply.
+        """
+        if not is_dtensor(tensor):
+            shape = tuple(tensor.shape)
+            strides = tuple(tensor.stride()) if strided else None
+            return LocalRegions(tensor, (box_region(Box((0,) * len(shape), shape), strides),))
+        entry, coordinate, placements = self._sharding(name, tensor)
+        shape = tuple(tensor.shape)
+        cuts = nested(entry.shape, placements) or placements
+        local = tensor.to_local()
+        wanted = local_shape(shape, entry.shape, cuts, coordinate)
+        if tuple(local.shape) != wanted:
+            raise UsageError(
+                "a local tensor has not the shape that its placements imply",
+                kind="placement",
+                where=name,
+                wanted=wanted,
+                found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
+                hint="redistribute() it to Shard or Replicate placements before saving",
+            )
+        strides = tuple(local.stride()) if strided else None
+        regions = local_regions(shape, entry.shape, cuts, coordinate, strides)
+        return LocalRegions(local, tuple(regions))
+
+    def _sharding(
+        self, name: str, tensor: DTensor
+    ) -> tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]:
+        mesh, entry, axes = self._mesh(tensor.device_mesh, name)
+        placements: list[Placement] = ["replicate"] * len(entry.shape)
+        for axis, placement in zip(axes, tensor.placements, strict=True):
+            placements[axis] = _placement(name, placement, tensor.dim())
+        _check_readable(name, tuple(tensor.shape), entry, tuple(placements))
+        me = torch.distributed.get_rank()
+        where = (mesh.mesh == me).nonzero()
+        if not len(where):
+            raise UsageError("this rank is not on the tensor's mesh", kind="placement", where=name)
+        return entry, tuple(int(c) for c in where[0]), tuple(placements)
+
+    def _mesh(self, mesh: Any, name: str) -> tuple[Any, MeshEntry, tuple[int, ...]]:
+        """Return the root mesh, its entry, and the root's axis of each axis of `mesh`.
+
+        Ranks see different slices of one root mesh; only the root looks the same to all, and
+        only a description that is the same to all is cheap at scale.
+        """
+        if id(mesh) not in self._meshes:
+            root = _root(mesh)
+            names = tuple(root.mesh_dim_names or ())
+            own = tuple(mesh.mesh_dim_names or ())
+            if root is not mesh and own and all(n in names for n in own):
+                axes = tuple(names.index(n) for n in own)
+            else:
+                root, axes = mesh, tuple(range(mesh.ndim))
+            try:
+                ranks = [self._group_rank[int(r)] for r in root.mesh.flatten()]
+            except KeyError as error:
+                raise UsageError(
+                    "the tensor's mesh reaches outside the checkpointer's process group",
+                    kind="process-group",
+                    where=name,
+                    found=f"global rank {error}",
+                    hint="Checkpointer(..., process_group=a group that holds the whole mesh)",
+                ) from None
+            entry = MeshEntry(
+                # The format wants a name for each dimension; meshes may have none.
+                tuple(root.mesh_dim_names or (f"dim{i}" for i in range(root.ndim))),
+                tuple(root.mesh.shape),
+                Owners.from_array(ranks).runs,
+            )
+            # The mesh itself is kept, so that its id is not given to another one.
+            self._meshes[id(mesh)] = (mesh, root, entry, axes)
+        return self._meshes[id(mesh)][1:]
+
+
+def _check_readable(
+    name: str, shape: tuple[int, ...], mesh: MeshEntry, placements: tuple[Placement, ...]
+) -> None:
+    """Refuse placements that say two things at once.
+
+    Three uneven cuts of one dimension, strided ones among them: what FSDP2 makes and what
+    ``distribute_tensor`` makes then have equal shapes and different rows, and nothing tells which
+    one this is (``docs/design/layout.md``). A checkpoint would hold rows at wrong places.
+    """
+    cuts = [p[1] for p in placements if p != "replicate"]
+    crowded = any(cuts.count(dim) > 2 for dim in cuts)
+    if crowded and ambiguous(shape, mesh.shape, placements):
+        raise UsageError(
+            "placements of this tensor can be read in two ways",
+            kind="placement",
+            where=name,
+            wanted="at most two cuts of one dimension, or sizes that divide evenly",
+            found=f"{list(shape)} by {list(placements)}",
+            hint="redistribute() it before saving",
+        )
+
+
+def _root(mesh: Any) -> Any:
+    get_root = getattr(mesh, "_get_root_mesh", None)
+    return (get_root() if get_root else None) or mesh
+
+
+def _placement(name: str, placement: Any, ndim: int) -> Placement:
+    if placement.is_replicate():
+        return "replicate"
+    if type(placement).__name__ == "_StridedShard":
+        return ("strided", placement.dim % ndim, int(placement.split_factor))
+    if placement.is_shard():
+        return ("shard", placement.dim % ndim)
+    raise UsageError(
+        "a tensor with this placement cannot be saved",
+        kind="placement",
+        where=name,
+        wanted="Shard, Replicate or strided placements",
+        found=str(placement),
+        hint="redistribute() it first; Partial sums belong to no rank",
+    )

@@ -1,0 +1,461 @@
+"""`flatten`: a live training state as named leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from ckptd.checkpoint.torch.data.batches import Batches
+from ckptd.checkpoint.torch.state.leaves import (
+    Leaves,
+    PerRank,
+    Sink,
+    StatePlace,
+    TensorLeaf,
+    can_reseed,
+)
+from ckptd.checkpoint.torch.state.modules import add_module, reshard
+from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
+from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
+from ckptd.checkpoint.torch.state.rng import Rng
+from ckptd.checkpoint.torch.state.tensors import is_dtensor, local_tensor
+from ckptd.checkpoint.torch.state.values import add_array, add_value
+from ckptd.checkpoint.torch.state.walk import Site, is_stateful, walk
+from ckptd.errors import CkptdError, UsageError
+
+__all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
+
+
+def is_heavy(site: Site) -> bool:
+    """Whether a site gives tensors: these are recalled, all others are read anew."""
+    return isinstance(site.value, nn.Module | torch.optim.Optimizer | torch.Tensor)
+
+
+@dataclass(slots=True)
+class _Look:
+    """What heavy sites hold.
+
+    Attributes
+    ----------
+    owners
+        Modules and optimizers, in order.
+    things
+        What these and the sites hold, in order: tensors, modules, None.
+    facts
+        What is no object that may die, in order.
+    rereads
+        Whether something is held that only another flattening can tell.
+    """
+
+    owners: list[Any] = field(default_factory=list)
+    things: list[Any] = field(default_factory=list)
+    facts: list[Any] = field(default_factory=list)
+    rereads: bool = False
+
+    @staticmethod
+    def at(sites: Sequence[Site]) -> _Look:
+        """Look at what the heavy ones of `sites` hold now."""
+        look = _Look()
+        for site in sites:
+            look.facts.append(site.place.name)
+            if not is_heavy(site):
+                continue
+            if isinstance(site.value, nn.Module):
+                look._module(site.value)
+            elif isinstance(site.value, torch.optim.Optimizer):
+                look._optimizer(site.value)
+            else:
+                look.things.append(site.value)
+        return look
+
+    def _module(self, top: nn.Module) -> None:
+        owners, things, facts = self.owners, self.things, self.facts
+        for module in top.modules():
+            owners.append(module)
+            facts.append(type(module))
+            for slots in (module._modules, module._parameters, module._buffers):
+                facts.append(len(slots))
+                if slots:
+                    facts += slots.keys()  # a scripted module's slots are no dicts
+                    things += slots.values()
+            if module._buffers:
+                facts.append(frozenset(module._non_persistent_buffers_set))
+        plain = nn.Module
+        self.rereads |= any(
+            kind.get_extra_state is not plain.get_extra_state
+            or kind._save_to_state_dict is not plain._save_to_state_dict
+            for kind in set(map(type, owners))
+            if issubclass(kind, plain)
+        )
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.owners.append(optimizer)
+        things, facts = self.things, self.facts
+        for group in optimizer.param_groups:
+            facts.append(len(group["params"]))
+            things += group["params"]
+        for parameter, held in optimizer.state.items():
+            if not isinstance(held, dict):
+                self.rereads = True
+                return
+            things.append(parameter)
+            facts.append(len(held))
+            facts += held
+            for value in held.values():
+                if not isinstance(value, torch.Tensor):
+                    self.rereads = True
+                    return
+                things.append(value)
+
+
+class _Known:
+    """What a look gave, without what it saw: it keeps nothing alive that the program lets go.
+
+    Modules and optimizers are known again by weak references. Tensors are not: one that has a weak
+    reference cannot be swapped (`torch.utils.swap_tensors`, which ``module.to()`` calls). They are
+    known again by their ids, which others have once they are gone; one that is the same view of
+    the same memory, in the same places, is as good. Memory is known by weak references to storages,
+    whose identity nothing else gets as long as there is one.
+
+    Parameters
+    ----------
+    tensors
+        The live tensors of all leaves and aliases, by where they stand among the look's things.
+    leaves, paths
+        What the look gave.
+    """
+
+    def __init__(
+        self,
+        look: _Look,
+        tensors: Mapping[int, torch.Tensor],
+        leaves: Leaves,
+        paths: dict[str, str],
+    ) -> None:
+        self._owners = [weakref.ref(owner) for owner in look.owners]
+        self._ids = _ids(look.things)
+        self._facts = look.facts
+        self._positions = list(tensors)
+        self._memory, locals = _memory(tensors.values())
+        self._storages = [StorageWeakRef(x.untyped_storage()) for x in locals]
+        # Kept, so that their ids are not given to others.
+        self._meshes = {id(t.device_mesh): t.device_mesh for t in tensors.values() if is_dtensor(t)}
+        at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
+        self._forms = [
+            (
+                at[id(leaf.origin)],
+                *(leaf.name, leaf.section, leaf.kind, leaf.path, leaf.aliases, leaf.own),
+                leaf.tensor is not leaf.local,
+            )
+            for leaf in leaves.tensors.values()
+        ]
+        self._aliases, self._paths = dict(leaves.aliases), paths
+        self._token = leaves.known
+
+    def again(self, look: _Look) -> tuple[Leaves, dict[str, str]] | None:
+        """Return what a look gives, if it is equal to the one that is known."""
+        if (
+            look.rereads
+            or look.facts != self._facts
+            or _ids(look.things) != self._ids
+            or [id(known()) for known in self._owners] != _ids(look.owners)
+        ):
+            return None
+        tensors = [look.things[at] for at in self._positions]
+        memory, locals = _memory(tensors)
+        if memory != self._memory:
+            return None
+        found = {}
+        for at, name, section, kind, path, aliases, own, meshed in self._forms:
+            live = tensors[at]
+            local = whole = locals[at].detach()
+            if meshed:
+                whole = live
+            found[name] = TensorLeaf(
+                name, whole, local, section, kind, path, live, aliases, None, own
+            )
+        leaves = Leaves(
+            tensors=found,
+            aliases=dict(self._aliases),
+            optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
+            known=self._token,
+        )
+        return leaves, dict(self._paths)
+
+
+class Recall:
+    """Remembers one state, and keeps nothing of it alive."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def leaves(self, sites: Sequence[Site]) -> tuple[Leaves, dict[str, str]] | None:
+        """Return the tensors that the heavy sites gave the last time, if they would again.
+
+        Returns
+        -------
+        leaves
+            Tensors, aliases and optimizers; objects are still to be added.
+        paths
+            Path by name, of tensors and aliases.
+        """
+        if self._known is None:
+            return None
+        for site in sites:
+            if isinstance(site.value, nn.Module):
+                reshard(site.value)
+        again = self._known.again(_Look.at(sites))
+        if again is None:
+            self._known = None
+        return again
+
+    def keep(
+        self,
+        sites: Sequence[Site],
+        leaves: Leaves,
+        tensors: Sequence[torch.Tensor],
+        path: Callable[[str], str],
+    ) -> None:
+        """Remember what a state gave.
+
+        Parameters
+        ----------
+        tensors
+            The live tensors of all leaves and of all their aliases: one of two that shared memory
+            may get memory of its own.
+        path
+            Tells where a name stands in the program.
+        """
+        self._known = None
+        look = _Look.at(sites)
+        if look.rereads:
+            return
+        own = {id(s.value) for s in sites if is_heavy(s)}
+        for leaf in leaves.tensors.values():
+            # A copy that was made because the live memory cannot be filled would grow old, and
+            # tensors inside of values are read with them.
+            inside = leaf.kind == "ndarray" or (
+                leaf.kind == "tensor" and id(leaf.origin) not in own
+            )
+            if leaf.assign is not None or inside:
+                return
+        positions = {id(thing): at for at, thing in enumerate(look.things)}
+        if not all(id(tensor) in positions for tensor in tensors):
+            return  # one lies inside of a value
+        names = {n for leaf in leaves.tensors.values() for n in (leaf.name, *leaf.aliases)}
+        leaves.known = object()
+        paths = {n: path(n) for n in names}
+        found = {positions[id(tensor)]: tensor for tensor in tensors}
+        self._known = _Known(look, found, leaves, paths)
+
+
+def _ids(things: Iterable[Any]) -> list[int]:
+    return list(map(id, things))
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return where tensors lie and how their memory is read, and this rank's parts of them.
+
+    Two that are equal are the same view of the same memory, as long as a weak reference keeps the
+    identity of the storage that was there at first from others.
+    """
+    found: list[Any] = []
+    locals = []
+    for tensor in tensors:
+        local = local_tensor(tensor)
+        if local is not tensor and is_dtensor(tensor):
+            # The mesh is an object that others may be equal to: ranks agree on its identity alone.
+            found += (id(tensor.device_mesh), tensor.placements, tensor.shape)
+        # The storage says the device. Memory that is empty here (an uneven shard) has no address.
+        # The bits of a view change what is read and not where.
+        found += (
+            local.untyped_storage()._cdata,
+            local.data_ptr(),
+            local.shape,
+            local.stride(),
+            local.dtype,
+            local.is_conj(),
+            local.is_neg(),
+        )
+        locals.append(local)
+    return found, locals
+
+
+_log = logging.getLogger("ckptd")
+
+
+class Flattener:
+    """Flattens one state again and again; see `flatten`.
+
+    A state of which nothing has another place, memory or form is not looked through again.
+    """
+
+    def __init__(self) -> None:
+        self._recall = Recall()
+        self._owners = ParameterOwners(())
+
+    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+        """Return the leaves of `state`."""
+        sites = walk(state)
+        again = self._recall.leaves(sites)
+        if again is not None:
+            sink = Sink.again(*again)
+            known = len(sink.leaves.tensors)
+            # What cannot be added, or brings tensors of its own, is looked at with all the rest.
+            with contextlib.suppress(CkptdError):
+                self._reread(sink, sites)
+                if len(sink.leaves.tensors) == known:
+                    return sink.leaves
+        sink = Sink()
+        self._owners = collect(sink, sites)
+        self._recall.keep(sites, sink.leaves, sink.live, sink.path)
+        return sink.leaves
+
+    def _reread(self, sink: Sink, sites: list[Site]) -> None:
+        """Add what may have changed unseen."""
+        for site in sites:
+            if isinstance(site.value, torch.optim.Optimizer):
+                names = self._owners.names(site.value, site.place)
+                add_groups(sink, site.place, site.value, names)
+            elif not is_heavy(site):
+                _add(sink, site, self._owners)
+
+
+def flatten(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of `state` for a save.
+
+    Tensors are the live memory, detached; values are encoded, and so copied, before this
+    returns. Modules, optimizers and random streams stay as they are.
+
+    Parameters
+    ----------
+    state
+        Any nesting of dicts and lists that holds tensors, DTensors, numpy arrays, modules,
+        optimizers, objects with ``state_dict`` and ``load_state_dict``, ``torch.Generator``,
+        `Rng`, `PerRank` and plain values.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved as it is; kinds ``bad-state``, ``bad-name``, ``duplicate-name``,
+        ``cycle``, ``unsavable``, ``dtype``, ``unowned-parameter``, ``optimizer-ids``,
+        ``optimizer-state``, ``optimizer-container``, ``module-state``, ``fsdp1``.
+    """
+    return Flattener().flatten(state)
+
+
+def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
+    """Add the leaves of all sites to `sink`; return who owns which parameter."""
+    owners = ParameterOwners(sites)
+    for site in sites:
+        _add(sink, site, owners)
+    return owners
+
+
+def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
+    place, value = site.place, site.value
+    if isinstance(value, PerRank):
+        _add_per_rank(sink, site, value)
+    elif isinstance(value, Rng | torch.Generator):
+        _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
+    elif isinstance(value, Batches):
+        _add_per_rank(sink, site, PerRank(value, on_change="reduce", reduce=value.shared_out))
+    elif isinstance(value, nn.Module):
+        add_module(sink, place, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        add_optimizer(sink, place, value, owners)
+        sink.leaves.optimizers.append(value)
+    elif isinstance(value, torch.Tensor):
+        sink.add_tensor(place, value, "tensor", site.put)
+    elif isinstance(value, np.ndarray):
+        add_array(sink, place, value, site.put)
+    elif is_stateful(value):
+        put = partial(_give_state, value, place.name)
+        add_value(sink, place, value.state_dict(), put)
+    elif isinstance(value, DataLoader):
+        raise _no_position(place)
+    else:
+        add_value(sink, place, value, site.put)
+
+
+def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
+    place, value = site.place, declared.value
+    if isinstance(value, nn.Module | torch.optim.Optimizer | PerRank):
+        raise UsageError(
+            "modules and optimizers are not per-rank values",
+            kind="per-rank",
+            where=place.name,
+            found=f"PerRank of {type(value).__name__} at {place.path}",
+            hint="put it into the state as it is; shards are found from its DTensors",
+        )
+    if isinstance(value, DataLoader) and not is_stateful(value):
+        raise _no_position(place)
+    if isinstance(value, torch.Generator):
+        read, put = value.get_state, partial(call_with, value.set_state, place.name)
+    elif is_stateful(value):
+        read, put = value.state_dict, partial(_give_state, value, place.name)
+    else:
+        read, put = lambda: value, partial(_set_value, declared)
+    sink.add_per_rank(
+        place,
+        read,
+        put,
+        on_change=declared.on_change,
+        reduce=declared.reduce,
+        reseed=partial(_reseed, declared) if can_reseed(value) else None,
+        random=isinstance(value, Rng | torch.Generator),
+        follower=value if isinstance(value, Batches) else None,
+    )
+
+
+def _no_position(place: StatePlace) -> UsageError:
+    return UsageError(
+        "a DataLoader does not tell where in the data it is",
+        kind="unsavable",
+        where=place.name,
+        found=place.path,
+        hint="put ckptd.Batches(loader) into the state and take the batches from it",
+    )
+
+
+def _give_state(value: Any, name: str, saved: Any) -> None:
+    """Give an object its saved state; warn of a loader's iterator, which it does not reach."""
+    if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
+        _log.warning(
+            "an iterator of the loader %s was made before the load, and goes on where it was: make "
+            "a new one, or put ckptd.Batches(loader) into the state (docs/guide/exact-resume.md)",
+            name,
+        )
+    call_with(value.load_state_dict, name, saved)
+
+
+def _set_value(declared: PerRank, saved: Any) -> None:
+    live = declared.value
+    if replace_in_place(live, saved):
+        return
+    same = isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor)
+    if same and live.shape == saved.shape and live.dtype == saved.dtype:
+        live.detach().copy_(saved)
+    else:
+        declared.value = saved
+
+
+def _reseed(declared: PerRank, seed: int) -> None:
+    value = declared.value
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, int):
+        declared.value = seed
+    else:
+        value.reseed(seed)

@@ -1,0 +1,716 @@
+"""Leaves: a training state as named tensors, objects and per-rank values.
+
+`Leaves` is what `flatten.flatten` and `restore.prepare` return, and what saving and loading work
+on; nothing beyond this package needs to know what a module or an optimizer is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, Protocol, get_args
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptd.checkpoint.format import codec, reseed
+from ckptd.checkpoint.format.invariants import MAX_DIMS
+from ckptd.checkpoint.format.names import MAX_NAME_CHARS
+from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, local_tensor
+from ckptd.errors import MismatchError, UsageError
+
+__all__ = [
+    "DROP",
+    "Dropped",
+    "Follower",
+    "Gathered",
+    "Leaves",
+    "ObjectKind",
+    "ObjectLeaf",
+    "OnChange",
+    "OwnKind",
+    "PendingState",
+    "PerRank",
+    "PerRankLeaf",
+    "Reseed",
+    "SavedNames",
+    "Sink",
+    "StatePlace",
+    "TensorKind",
+    "TensorLeaf",
+    "derive_seed",
+    "memory_key",
+]
+
+
+OnChange = Literal["error", "drop", "reseed", "reduce"]
+
+
+class PerRank:
+    """Declare that a value differs between ranks, and what to do when the world changes.
+
+    Everything else in a state is either sharded (DTensors) or the same on every rank, and ckptd
+    checks that. What is not, for instance a data loader's position, is wrapped::
+
+        state = {"model": model, "data": PerRank(loader, on_change="error")}
+
+    A load into as many ranks as saved gives each rank its own value back. A load into another
+    number does what `on_change` says.
+
+    Parameters
+    ----------
+    value
+        A value of any savable type, a tensor, or an object with ``state_dict`` and
+        ``load_state_dict``. After a load, a replaced value is at ``.value``; dicts and lists are
+        changed in place.
+    on_change
+        ``"error"``: the load fails. ``"drop"``: the live value stays. ``"reseed"``: a new random
+        seed is derived from what was saved and from the rank; for ints, ``torch.Generator``,
+        `Rng` and objects with ``reseed(seed)``; values that were equal on all of several ranks
+        stay equal. ``"reduce"``: every rank gets ``reduce([value of rank 0, of rank 1, ...])``.
+    reduce
+        The function for ``"reduce"``; for objects with ``state_dict`` it is given state dicts.
+
+    Raises
+    ------
+    UsageError
+        kind ``per-rank``: unknown `on_change`, `reduce` missing or superfluous, or a value that
+        cannot be reseeded.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        on_change: OnChange = "error",
+        *,
+        reduce: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if on_change not in get_args(OnChange):
+            raise UsageError(
+                "unknown on_change",
+                kind="per-rank",
+                wanted=" | ".join(get_args(OnChange)),
+                found=repr(on_change),
+            )
+        if (on_change == "reduce") != (reduce is not None):
+            raise UsageError(
+                'reduce= and on_change="reduce" belong together',
+                kind="per-rank",
+                found=f"on_change={on_change!r}, reduce={reduce!r}",
+            )
+        if on_change == "reseed" and not can_reseed(value):
+            raise UsageError(
+                "a value of this type cannot be reseeded",
+                kind="per-rank",
+                wanted="an int, a torch.Generator, ckptd.Rng, or an object with reseed(seed)",
+                found=type(value).__name__,
+            )
+        self.value = value
+        self.on_change: OnChange = on_change
+        self.reduce = reduce
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r}, on_change={self.on_change!r})"
+
+
+def can_reseed(value: Any) -> bool:
+    """Return whether a new seed can be given to `value`."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | torch.Generator) or callable(getattr(value, "reseed", None))
+
+
+class Dropped:
+    """The type of `DROP`."""
+
+    def __repr__(self) -> str:
+        return "DROP"
+
+
+DROP: Final = Dropped()
+"""Stands for "keep the live value" among the values of a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reseed:
+    """Stands for "draw a new seed" among the values of a load."""
+
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The values of all ranks of another world, which the live declaration has to reduce."""
+
+    values: list[Any]
+
+
+def derive_seed(material: Any, rank: int, world: int) -> int:
+    """Return `ckptd.checkpoint.format.reseed.derive_seed` of a saved value."""
+    return reseed.derive_seed(codec.encode(material, "seed"), rank, world)
+
+
+def choose(
+    name: str,
+    on_change: OnChange,
+    reduce: Callable[[list[Any]], Any] | None,
+    read: Callable[[int], Any],
+    saved_world: int,
+    rank: int,
+    world: int,
+) -> Any:
+    """Return what `rank` gets of a per-rank value: a value, `DROP` or a `Reseed`.
+
+    Parameters
+    ----------
+    name
+        The leaf's name, for errors.
+    on_change, reduce
+        The live declaration.
+    read
+        Gives the decoded value of one saved rank. Called for this rank only, unless the world
+        changed.
+    saved_world, rank, world
+        How many ranks saved, and who is asking.
+
+    Raises
+    ------
+    MismatchError
+        kind ``per-rank``: the world changed and the declaration says that this is an error.
+    """
+    if saved_world == world:
+        return _settled(name, reduce, read(rank))
+    if on_change == "drop":
+        return DROP
+    if on_change == "error":
+        raise MismatchError(
+            "a per-rank value does not fit another number of ranks",
+            kind="per-rank",
+            where=name,
+            wanted=f"{saved_world} ranks, as saved",
+            found=f"{world} ranks",
+            hint='declare PerRank(value, on_change="drop" | "reseed" | "reduce")',
+        )
+    values = [read(r) for r in range(saved_world)]
+    if values and isinstance(values[0], Gathered):
+        # Resharded since it was saved: every rank has the values of all that saved it.
+        values = values[0].values
+    if on_change == "reduce" and reduce is not None:
+        return reduce(values)
+    texts = {json.dumps(codec.encode(v, name), sort_keys=True) for v in values}
+    if len(texts) == 1 and saved_world > 1:
+        # Streams that all ranks shared (a common shuffle, tensor-parallel dropout) must not
+        # drift apart because a rank more takes part.
+        return values[0]
+    return Reseed(derive_seed(values[0], rank, world))
+
+
+def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -> Any:
+    """Return the value of a rank; one that a reshard left to be reduced is reduced now."""
+    if not isinstance(value, Gathered):
+        return value
+    if reduce is None:
+        raise MismatchError(
+            "the values of several ranks are to be reduced, and nothing says how",
+            kind="per-rank",
+            where=name,
+            wanted='PerRank(value, on_change="reduce", reduce=...)',
+        )
+    return reduce(value.values)
+
+
+def _reseed(raw: Any) -> Reseed:
+    if type(raw) is not int or not 0 <= raw < 1 << 63:
+        raise ValueError("not a seed")
+    return Reseed(raw)
+
+
+def _gathered(raw: Any) -> Gathered:
+    if not isinstance(raw, list):
+        raise TypeError("not a list of values")
+    return Gathered(raw)
+
+
+codec.register(Reseed, name=reseed.RESEED, encode=lambda r: r.seed, decode=_reseed)
+codec.register(Gathered, name=reseed.REDUCE, encode=lambda g: g.values, decode=_gathered)
+codec.register(Dropped, name=reseed.DROP, encode=lambda d: None, decode=lambda raw: DROP)
+
+
+TensorKind = Literal["param", "buffer", "optim", "tensor", "ndarray"]
+ObjectKind = Literal["value", "groups"]
+OwnKind = Literal["", "broadcast", "statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a value stands: its `name` in checkpoints, its `path` in the program, its `section`.
+
+    The section is the key at the top of the state.
+    """
+
+    name: str
+    path: str
+    section: str
+
+    def child(self, segment: str, path: str) -> StatePlace:
+        """Return the place one level down; `segment` is escaped already and may be empty."""
+        name = f"{self.name}.{segment}" if segment else self.name
+        return StatePlace(name, self.path + path, self.section)
+
+
+@dataclass(slots=True)
+class TensorLeaf:
+    """One logical tensor.
+
+    Attributes
+    ----------
+    name
+        Canonical name.
+    tensor
+        A detached `torch.Tensor` or `DTensor` on the live memory: filling it changes the state.
+        After `prepare` it may be memory of its own, which `apply_objects` puts into the state. Of a
+        save, a DTensor is the live one, and may have other memory soon.
+    local
+        What this rank has of it, detached: it keeps its memory, whatever the program does with the
+        live one, and shares its count of changes.
+    section
+        Key at the top of the state.
+    kind
+        ``param``, ``buffer``, ``optim``, ``tensor`` or ``ndarray``.
+    path
+        Where it stands in the program, for errors.
+    aliases
+        Further names of the same memory, in order of traversal. `tensor` is stored once.
+    origin
+        The live object that `tensor` was made from: a parameter, say.
+    assign
+        Where `tensor` is a copy because the live memory cannot be filled (a read-only array, an
+        expanded tensor): puts a tensor in the live one's place. `apply_objects` calls it.
+    own
+        Why each rank may have values of its own, of which the lowest rank's are saved:
+        ``broadcast``, DistributedDataParallel overwrites those of the others; ``statistics``, a
+        norm layer has them of its rank's batches. Empty: all ranks must have the same.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    section: str
+    kind: TensorKind
+    path: str
+    origin: torch.Tensor
+    aliases: tuple[str, ...] = ()
+    assign: Callable[[torch.Tensor], None] | None = None
+    own: OwnKind = ""
+
+    @property
+    def dtype(self) -> str:
+        """The format's name of the element type."""
+        return dtype_name(self.tensor.dtype, self.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.tensor.shape)
+
+
+@dataclass(slots=True)
+class ObjectLeaf:
+    """One replicated value.
+
+    Attributes
+    ----------
+    name
+        Canonical name.
+    raw
+        The value as JSON data, encoded by `ckptd.checkpoint.format.codec`: a copy, later changes of
+        the state do not reach it. None after `prepare`.
+    section, path
+        As for tensors.
+    kind
+        ``value``, or ``groups`` for an optimizer's groups.
+    put
+        Puts a decoded value into the state. Called by `apply_objects`.
+    check
+        Raises `MismatchError` when a decoded value does not fit; changes nothing.
+    """
+
+    name: str
+    raw: Any
+    section: str
+    kind: ObjectKind
+    path: str
+    put: Callable[[Any], None]
+    check: Callable[[Any], None] | None = None
+
+
+class Follower(Protocol):
+    """A value that needs to know which step it was saved and loaded with."""
+
+    def saved(self, step: int) -> None:
+        """Note that its value was taken for a save of `step`."""
+
+    def loaded(self, step: int, *, streams: bool) -> None:
+        """Note that all of `step` was loaded, and whether global random streams were."""
+
+
+@dataclass(slots=True)
+class PerRankLeaf:
+    """One value of which each rank has its own; attributes as in `ObjectLeaf`.
+
+    `on_change` and `reduce` are the declaration, `reseed` starts the value anew from a seed, and
+    `random` tells random streams, which are restored after everything else. `follower` is told
+    of saves and loads.
+    """
+
+    name: str
+    raw: Any
+    section: str
+    path: str
+    on_change: OnChange
+    reduce: Callable[[list[Any]], Any] | None
+    put: Callable[[Any], None]
+    reseed: Callable[[int], None] | None
+    random: bool = False
+    follower: Follower | None = None
+
+    def choose(self, read: Callable[[int], Any], *, saved_world: int, rank: int, world: int) -> Any:
+        """Return what `rank` of `world` gets: a value, `perrank.DROP` or `perrank.Reseed`.
+
+        `read(r)` gives the decoded value that rank ``r`` of `saved_world` saved; it is called
+        for other ranks only when the world changed. Raises `MismatchError` when the declaration
+        is ``"error"`` and the world changed.
+        """
+        return choose(self.name, self.on_change, self.reduce, read, saved_world, rank, world)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingState:
+    """A change that waits for its leaf: made once when one of those called `names` was loaded.
+
+    `unit` is the object without which the change makes no sense: the groups of the optimizer.
+    """
+
+    names: tuple[str, ...]
+    change: Callable[[], None]
+    unit: str = ""
+
+
+@dataclass(slots=True)
+class Leaves:
+    """A state, flattened: three dicts by name, in order of traversal.
+
+    `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
+    into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
+    `optimizers` are those of the state. Two that have one `known` object have the same tensor
+    leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
+    `misfits` says of optimizers, by name, why a load has no leaves for them.
+    """
+
+    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
+    objects: dict[str, ObjectLeaf] = field(default_factory=dict)
+    per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    pending: list[PendingState] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    known: object | None = None
+    misfits: dict[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> TensorLeaf | None:
+        """Return the leaf that has `name` as its name or as an alias."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedNames:
+    """What a load is going to read: after filters and renames, in the live state's names.
+
+    Attributes
+    ----------
+    tensors
+        Dtype name and global shape by tensor name.
+    objects
+        Kind by object name (``value`` or ``groups``), per-rank values not among them.
+    aliases
+        Tensor name by alias.
+    groups
+        The encoded value of each object of the kind ``groups``.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    objects: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    _sorted: list[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sorted", sorted({*self.tensors, *self.aliases}))
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype name and shape of a tensor, by its name or an alias."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+    def tensors_below(self, name: str) -> list[str]:
+        """Return the names and aliases that begin with ``name.``."""
+        # "/" follows "." and so ends what begins with the prefix.
+        first = bisect.bisect_left(self._sorted, name + ".")
+        last = bisect.bisect_left(self._sorted, name + "/")
+        return self._sorted[first:last]
+
+
+def encode(value: Any, name: str) -> Any:
+    """Return `value` as JSON data; errors carry the leaf's name."""
+    try:
+        return codec.encode(value, name)
+    except UsageError as error:
+        if error.where is not None:
+            raise
+        # The function that encodes a registered type knows no names.
+        raise UsageError(
+            error.message,
+            kind=error.kind,
+            where=name,
+            wanted=error.wanted,
+            found=error.found,
+            hint=error.hint,
+        ) from error
+
+
+def check_name(place: StatePlace) -> None:
+    """Raise `UsageError` (kind ``bad-name``) for names that no reader would accept."""
+    name = place.name
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise UsageError(
+            "this cannot be a name in a checkpoint",
+            kind="bad-name",
+            where=place.path[:200],
+            wanted=f"1 to {MAX_NAME_CHARS} printable characters",
+            found=f"{name[:80]!r}, {len(name)} characters",
+        )
+
+
+class Sink:
+    """Collects the leaves of one state.
+
+    Parameters
+    ----------
+    saved
+        What a load is going to read; None when the leaves are for a save.
+    device
+        Where a load puts tensors that are on the meta device.
+
+    Attributes
+    ----------
+    live
+        The live tensors of all leaves and of all their aliases.
+    """
+
+    def __init__(self, saved: SavedNames | None = None, device: torch.device | None = None) -> None:
+        self.leaves = Leaves()
+        self.saved = saved
+        self.device = device
+        self._paths: dict[str, str] = {}
+        self._by_memory: dict[Hashable, TensorLeaf] = {}
+        self.live: list[torch.Tensor] = []
+
+    @staticmethod
+    def again(leaves: Leaves, paths: dict[str, str]) -> Sink:
+        """Return one that has leaves already, under names that stand at `paths`."""
+        sink = Sink()
+        sink.leaves = leaves
+        sink._paths = paths
+        return sink
+
+    def path(self, name: str) -> str:
+        """Return where a name stands in the program."""
+        return self._paths[name]
+
+    def add_tensor(
+        self,
+        place: StatePlace,
+        tensor: torch.Tensor,
+        kind: TensorKind,
+        assign: Callable[[torch.Tensor], None] | None = None,
+        own: OwnKind = "",
+    ) -> TensorLeaf:
+        """Add a tensor, or an alias when its memory is a leaf already.
+
+        `assign` puts another tensor in its place; it is used only where the memory of this one
+        cannot be filled.
+
+        Raises
+        ------
+        UsageError
+            The name is taken or illegal, or the tensor has no plain dense memory.
+        """
+        self._claim(place)
+        check_tensor(place, tensor, loading=self.saved is not None)
+        self.live.append(tensor)
+        key = memory_key(tensor)
+        first = self._by_memory.get(key)
+        if first is not None:
+            first.aliases += (place.name,)
+            self.leaves.aliases[place.name] = first.name
+            return first
+        local = live = local_tensor(tensor).detach()
+        if is_dtensor(tensor):
+            live = tensor if self.saved is None else tensor.detach()
+        filled = live
+        if not is_fillable(local):
+            filled = _contiguous_copy(live.detach())
+            local = local_tensor(filled)
+        leaf = TensorLeaf(
+            name=place.name,
+            tensor=filled,
+            local=local,
+            section=place.section,
+            kind=kind,
+            path=place.path,
+            origin=tensor,
+            assign=None if filled is live else assign or partial(_copy_into, live),
+            own=own,
+        )
+        self._by_memory[key] = leaf
+        self.leaves.tensors[place.name] = leaf
+        return leaf
+
+    def add_object(
+        self,
+        place: StatePlace,
+        value: Any,
+        put: Callable[[Any], None],
+        *,
+        kind: ObjectKind = "value",
+        check: Callable[[Any], None] | None = None,
+    ) -> ObjectLeaf:
+        """Add a replicated value. Raises `UsageError` when it cannot be encoded or named."""
+        self._claim(place)
+        raw = encode(value, place.name) if self.saved is None else None
+        leaf = ObjectLeaf(place.name, raw, place.section, kind, place.path, put, check)
+        self.leaves.objects[place.name] = leaf
+        return leaf
+
+    def add_per_rank(
+        self,
+        place: StatePlace,
+        read: Callable[[], Any],
+        put: Callable[[Any], None],
+        *,
+        on_change: OnChange,
+        reduce: Callable[[list[Any]], Any] | None = None,
+        reseed: Callable[[int], None] | None = None,
+        random: bool = False,
+        follower: Follower | None = None,
+    ) -> PerRankLeaf:
+        """Add a per-rank value; `read` gives it.
+
+        Raises `UsageError` when it cannot be encoded or named.
+        """
+        self._claim(place)
+        raw = encode(read(), place.name) if self.saved is None else None
+        leaf = PerRankLeaf(
+            place.name,
+            raw,
+            place.section,
+            place.path,
+            on_change,
+            reduce,
+            put,
+            reseed,
+            random,
+            follower,
+        )
+        self.leaves.per_rank[place.name] = leaf
+        return leaf
+
+    def _claim(self, place: StatePlace) -> None:
+        check_name(place)
+        if place.name in self._paths:
+            raise UsageError(
+                "two values of the state have one name",
+                kind="duplicate-name",
+                where=place.name,
+                found=f"{self._paths[place.name]} and {place.path}",
+                hint="give one of them another key",
+            )
+        self._paths[place.name] = place.path
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for two tensors exactly when they are one view of one memory."""
+    if is_dtensor(tensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        return (memory_key(tensor._local_tensor), tuple(tensor.shape), mesh, placements)
+    # The storage object, and not its address: memory that is empty here (an uneven shard) or on
+    # the meta device has no address, and ranks must agree on what is an alias.
+    storage = tensor.untyped_storage()._cdata
+    form = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return (storage, form, tensor.is_conj(), tensor.is_neg())
+
+
+def is_fillable(local: torch.Tensor) -> bool:
+    """Return whether writing elements one by one into this memory gives the tensor."""
+    if local.is_conj() or local.is_neg():
+        return False
+    strides = local.stride()
+    return 0 not in strides or not any(
+        s == 0 and n > 1 for s, n in zip(strides, local.shape, strict=True)
+    )
+
+
+def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _copy_into(live: torch.Tensor, new: torch.Tensor) -> None:
+    live.copy_(new)
+
+
+def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> None:
+    """Raise `UsageError` unless `tensor` has dense memory and a dtype of the format."""
+    if is_lazy(tensor):
+        raise _bad(
+            place,
+            "a lazy parameter has no shape yet",
+            "UninitializedParameter",
+            "run one forward pass before the first save or load",
+        )
+    wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if (
+        (wrapper and not is_dtensor(tensor))
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+    ):
+        raise _bad(
+            place,
+            "only dense tensors and DTensors can be saved",
+            f"{type(tensor).__name__}, layout {tensor.layout}",
+            "save the dense tensors that it is made of",
+        )
+    if tensor.dim() > MAX_DIMS:
+        raise _bad(
+            place,
+            f"a tensor of more than {MAX_DIMS} dimensions",
+            f"{tensor.dim()} dimensions",
+            "reshape it",
+        )
+    dtype_name(tensor.dtype, place.name)
+    if tensor.is_meta and not loading:
+        raise _bad(
+            place,
+            "a tensor on the meta device has no data to save",
+            "device meta",
+            "load a checkpoint or initialise the module first",
+        )
+
+
+def _bad(place: StatePlace, message: str, found: str, hint: str) -> UsageError:
+    return UsageError(
+        f"{message}: {place.path}", kind="unsavable", where=place.name, found=found, hint=hint
+    )

@@ -1,0 +1,304 @@
+"""Modules: parameters, persistent buffers and extra state under canonical names."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ckptd.base.torch.device import accelerator, kind_of
+from ckptd.checkpoint.format.names import escape_fqn
+from ckptd.checkpoint.torch.state.leaves import (
+    Leaves,
+    OwnKind,
+    PendingState,
+    SavedNames,
+    Sink,
+    StatePlace,
+    TensorKind,
+    TensorLeaf,
+)
+from ckptd.checkpoint.torch.state.objects import call_with
+from ckptd.checkpoint.torch.state.tensors import (
+    fsdp2_is_loaded,
+    is_dtensor,
+    is_fsdp1,
+    is_fsdp2,
+    local_tensor,
+)
+from ckptd.errors import UsageError
+
+__all__ = [
+    "ModuleTensor",
+    "add_module",
+    "check_buffers",
+    "has_statistics",
+    "materialise",
+    "module_tensors",
+    "reshard",
+    "target_device",
+]
+
+
+def target_device(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
+    """Return where memory for `tensor` belongs: `device` when it is on the meta device.
+
+    Without `device`: the device of a DTensor's mesh, else the current device of the accelerator,
+    else the CPU.
+    """
+    if not tensor.is_meta:
+        return tensor.device
+    if device is not None:
+        return device
+    kind = kind_of(tensor.device_mesh.device_type) if is_dtensor(tensor) else accelerator()
+    if kind is None or not kind.is_available:
+        return torch.device("cpu")
+    return kind.current_device()
+
+
+def materialise(
+    leaves: Leaves, saved: SavedNames, modules: Iterable[nn.Module], device: torch.device | None
+) -> None:
+    """Give memory to the meta leaves that the checkpoint has; the state follows on apply.
+
+    Parameters keep their identity (and so their ties and the optimizers that hold them): on
+    apply the contents of the Python objects are swapped. Leaves that the checkpoint lacks stay
+    on the meta device.
+
+    Raises
+    ------
+    UsageError
+        kind ``meta``: somebody holds a weak reference to the tensor, which forbids the swap.
+    """
+    held = {
+        id(parameter.sharded_param): parameter
+        for module in modules
+        for inner in module.modules()
+        for parameter in _fsdp_parameters(inner)
+    }
+    swaps = []
+    for leaf in leaves.tensors.values():
+        names = (leaf.name, *leaf.aliases)
+        if leaf.origin.is_meta and any(saved.tensor(n) is not None for n in names):
+            change = partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
+            swaps.append(PendingState((leaf.name,), change))
+    leaves.pending[:0] = swaps
+
+
+def check_buffers(module: nn.Module, where: str) -> None:
+    """Raise `UsageError` (kind ``meta-buffer``) for meta buffers that no checkpoint holds."""
+    names = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, inner in module.named_modules()
+        for key in sorted(inner._non_persistent_buffers_set)
+        if (buffer := inner._buffers.get(key)) is not None and buffer.is_meta
+    ]
+    if names:
+        raise UsageError(
+            "non-persistent buffers are on the meta device, and no checkpoint holds them",
+            kind="meta-buffer",
+            where=where,
+            found=", ".join(names[:16]) + (f", ... {len(names)} in all" if names[16:] else ""),
+            hint="compute them on a real device before the load",
+        )
+
+
+def _make(leaf: TensorLeaf, device: torch.device | None) -> torch.Tensor:
+    if weakref.getweakrefs(leaf.origin):
+        raise UsageError(
+            "a meta tensor cannot be replaced while a weak reference to it exists",
+            kind="meta",
+            where=leaf.name,
+            hint="call module.to_empty(device=...) before the load",
+        )
+    live = leaf.origin.detach()
+    new = torch.empty_like(live, device=target_device(live, device))
+    if isinstance(leaf.origin, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=leaf.origin.requires_grad)
+    leaf.tensor = new.detach()
+    leaf.local = local_tensor(leaf.tensor)
+    return new
+
+
+def _swap(leaf: TensorLeaf, new: torch.Tensor, held: Any) -> None:
+    try:
+        torch.utils.swap_tensors(leaf.origin, new)
+    except RuntimeError as error:
+        raise UsageError(
+            "a meta tensor cannot be replaced",
+            kind="meta",
+            where=leaf.name,
+            found=str(error)[:300],
+            hint="drop graphs and views of it, or call module.to_empty(device=...) before the load",
+        ) from error
+
+    if held is not None:
+        # FSDP2 keeps the local memory by itself, and padded.
+        with torch.no_grad():
+            held.reset_sharded_param()
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    if is_fsdp2(module):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups = several if several is not None else [state._fsdp_param_group]
+        for group in groups:
+            yield from group.fsdp_params if group is not None else ()
+
+
+_EXTRA = "_extra_state"
+_TRANSPARENT = {
+    "_orig_mod",  # torch.compile
+    "_checkpoint_wrapped_module",  # activation checkpointing
+    "_fsdp_wrapped_module",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """A parameter or persistent buffer: its canonical FQN and where the module keeps it.
+
+    `own` is that of `ckptd.checkpoint.torch.state.leaves.TensorLeaf`.
+    """
+
+    fqn: str
+    kind: TensorKind
+    tensor: torch.Tensor
+    slots: dict[str, Any]
+    key: str
+    own: OwnKind = ""
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Tell whether the buffers of a module are statistics of what its own rank has seen."""
+    return isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def reshard(module: nn.Module) -> None:
+    """Register the sharded parameters of FSDP2 modules, as ``module.state_dict()`` does.
+
+    After a forward without a backward the unsharded ones are registered: other objects than
+    those the optimizer holds, and whole on every rank.
+    """
+    if not fsdp2_is_loaded():
+        return
+    for inner in module.modules():
+        if is_fsdp2(inner):
+            inner.reshard()
+
+
+def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTensor]:
+    """Yield parameters and persistent buffers in order; tied ones under each of their names.
+
+    Raises
+    ------
+    UsageError
+        Kinds ``fsdp1`` and ``module-state`` for modules whose state is not in their parameters.
+    """
+    for prefix, inner, wrapper in _named_modules(module, "", place):
+        _check_module(inner, prefix, place)
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                fqn = escape_fqn(prefix + key)
+                yield ModuleTensor(fqn, "param", parameter, inner._parameters, key)
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and key not in inner._non_persistent_buffers_set:
+                fqn = escape_fqn(prefix + key)
+                own: OwnKind = "statistics" if has_statistics(inner) else ""
+                if wrapper is not None and wrapper.broadcasts(buffer):
+                    own = "broadcast"
+                yield ModuleTensor(fqn, "buffer", buffer, inner._buffers, key, own)
+
+
+def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
+    """Add the leaves of `module`. Changes nothing, but see `reshard`."""
+    reshard(module)
+    for entry in module_tensors(module, place):
+        assign = partial(_set_slot, entry.slots, entry.key)
+        at = place.child(entry.fqn, f".{entry.fqn}")
+        sink.add_tensor(at, entry.tensor, entry.kind, assign, entry.own)
+    for prefix, inner, _ in _named_modules(module, "", place):
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            fqn = escape_fqn(prefix) + _EXTRA
+            put = partial(call_with, inner.set_extra_state, place.child(fqn, "").name)
+            value = inner.get_extra_state() if sink.saved is None else None
+            sink.add_object(place.child(fqn, f".{fqn}"), value, put)
+
+
+def _set_slot(slots: dict[str, Any], key: str, new: torch.Tensor) -> None:
+    slots[key] = nn.Parameter(new) if isinstance(slots[key], nn.Parameter) else new
+
+
+class _Wrapper:
+    """A DistributedDataParallel, and what it makes the same on all ranks as a forward begins."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ignored = getattr(module, "parameters_to_ignore", ())  # buffers are among them
+        named = module.module.named_buffers(remove_duplicate=False)
+        sent = [b for name, b in named if name not in ignored] if module.broadcast_buffers else []
+        self._sent = {id(b) for b in sent}
+
+    def broadcasts(self, buffer: torch.Tensor) -> bool:
+        """Tell whether a buffer is overwritten by rank 0's."""
+        return id(buffer) in self._sent
+
+
+def _named_modules(
+    module: nn.Module,
+    prefix: str,
+    place: StatePlace,
+    around: tuple[nn.Module, ...] = (),
+    wrapper: _Wrapper | None = None,
+) -> Iterator[tuple[str, nn.Module, _Wrapper | None]]:
+    """Yield canonical prefixes, modules and what wraps them; shared modules come each time.
+
+    A prefix is empty or ends in a dot.
+    """
+    if any(module is m for m in around):
+        raise UsageError(
+            "a module contains itself", kind="cycle", where=place.child(prefix, "").name
+        )
+    if isinstance(module, DistributedDataParallel):
+        wrapper = _Wrapper(module)
+    yield prefix, module, wrapper
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        # DDP's `module` is an ordinary attribute name elsewhere, so only the wrapper's own goes.
+        wrapped = key == "module" and isinstance(module, DistributedDataParallel | DataParallel)
+        inner = prefix if wrapped or key in _TRANSPARENT else f"{prefix}{key}."
+        yield from _named_modules(child, inner, place, (*around, module), wrapper)
+
+
+def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:
+    where = place.child(prefix.removesuffix("."), "").name
+    if is_fsdp1(module):
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) flattens parameters, and their names and shapes go",
+            kind="fsdp1",
+            where=where,
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return
+    known = {*module._parameters, *module._buffers, _EXTRA}
+    kept: OrderedDict[str, Any] = OrderedDict()
+    module._save_to_state_dict(kept, "", True)
+    if unknown := sorted(set(kept) - known):
+        raise UsageError(
+            "a module keeps state outside its parameters and buffers",
+            kind="module-state",
+            where=where,
+            found=f"{type(module).__name__}: {', '.join(unknown[:8])}",
+            hint="give it get_extra_state() and set_extra_state(), or put "
+            "module.state_dict() into the state",
+        )

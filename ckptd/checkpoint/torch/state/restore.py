@@ -1,0 +1,389 @@
+"""Restoring: leaves for a load, and the values put back into the state.
+
+The order of a load: `prepare` the leaves, compare them with the checkpoint, fill
+``leaf.tensor`` of each tensor, `apply_objects`. Until then the state is unchanged but for the
+tensors that were filled: made tensors are not attached yet, meta tensors still are meta.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptd.checkpoint.format.manifest import Manifest
+from ckptd.checkpoint.torch.state.flatten import collect
+from ckptd.checkpoint.torch.state.leaves import (
+    Dropped,
+    Leaves,
+    PerRankLeaf,
+    Reseed,
+    SavedNames,
+    Sink,
+)
+from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
+from ckptd.checkpoint.torch.state.walk import walk
+from ckptd.errors import MismatchError
+
+__all__ = [
+    "Matching",
+    "SavedState",
+    "apply_objects",
+    "check_objects",
+    "look",
+    "match",
+    "prepare",
+    "selector",
+]
+
+
+_log = logging.getLogger("ckptd")
+
+MAX_LISTED = 40
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A manifest, by name.
+
+    Attributes
+    ----------
+    tensors
+        Number of each tensor that is part of the state (encoded objects are not).
+    objects
+        Number of each replicated object.
+    per_rank
+        Number of each per-rank object.
+    aliases
+        Tensor name by alias.
+    """
+
+    manifest: Manifest
+    tensors: dict[str, int]
+    objects: dict[str, int]
+    per_rank: dict[str, int]
+    aliases: dict[str, str]
+
+    @staticmethod
+    def of(manifest: Manifest) -> SavedState:
+        """Index a manifest."""
+        encoded = {o.tensor for o in manifest.objects if o.tensor}
+        tensors = {t.name: i for i, t in enumerate(manifest.tensors) if t.name not in encoded}
+        aliases = {a: t.name for t in manifest.tensors for a in t.aliases}
+        objects = {o.name: i for i, o in enumerate(manifest.objects) if not o.per_rank}
+        per_rank = {o.name: i for i, o in enumerate(manifest.objects) if o.per_rank}
+        return SavedState(manifest, tensors, objects, per_rank, aliases)
+
+    def doubtful(self) -> list[str]:
+        """Return the names that mean several things: a tensor and a value, or a rank's own."""
+        kinds = ({*self.tensors, *self.aliases}, self.objects.keys(), self.per_rank.keys())
+        counts = Counter(name for kind in kinds for name in kind)
+        return sorted(name for name, n in counts.items() if n > 1)
+
+    def names(self) -> set[str]:
+        """Return every name."""
+        return {*self.tensors, *self.objects, *self.per_rank, *self.aliases}
+
+
+@dataclass
+class Matching:
+    """What a load will fill: live name to number in the manifest's table.
+
+    Attributes
+    ----------
+    copies
+        By further live name of a tensor that is filled: its name, and the number of what the
+        checkpoint has under the further one.
+    """
+
+    tensors: dict[str, int] = field(default_factory=dict)
+    objects: dict[str, int] = field(default_factory=dict)
+    per_rank: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, tuple[str, int]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
+    """Turn the `only` argument into a test on names."""
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        return only
+    patterns = [only] if isinstance(only, str) else list(only)
+    return lambda name: any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def saved_names(
+    saved: SavedState, live: Callable[[str], str], wanted: Callable[[str], bool]
+) -> SavedNames:
+    """Return the manifest's contents in live names, as `prepare` takes them."""
+    table = saved.manifest.tensors
+    return SavedNames(
+        tensors={
+            live(n): (table[i].dtype, table[i].shape)
+            for n, i in saved.tensors.items()
+            if wanted(live(n))
+        },
+        objects={
+            live(n): saved.manifest.objects[i].kind
+            for n, i in saved.objects.items()
+            if wanted(live(n))
+        },
+        aliases={live(a): live(n) for a, n in saved.aliases.items() if wanted(live(a))},
+        groups={
+            live(n): saved.manifest.objects[i].value
+            for n, i in saved.objects.items()
+            if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
+        },
+    )
+
+
+def match(
+    leaves: Leaves,
+    saved: SavedState,
+    wanted: Callable[[str], bool],
+    to_saved: Callable[[str], str],
+    *,
+    strict: bool,
+) -> Matching:
+    """Pair live leaves with saved entries.
+
+    A tensor with several live names may be several tensors in the checkpoint: it is filled with
+    one of them, and the others are copies that must be equal.
+
+    Raises
+    ------
+    MismatchError
+        kind ``mismatch``: lists every missing and unexpected name (unless `strict` is False) and
+        every difference of shape or dtype, with the nearest names.
+    """
+    found = Matching()
+    differences: list[str] = []
+    used: set[str] = set()
+    for name, leaf in leaves.tensors.items():
+        if not wanted(name):
+            continue
+        sources: dict[int, str] = {}
+        for one in (name, *leaf.aliases):
+            source = to_saved(one)
+            source = saved.aliases.get(source, source)
+            # An alias that nobody wants may give the tensor its value, and is no copy.
+            if source in saved.tensors and (wanted(one) or not sources):
+                sources.setdefault(saved.tensors[source], one)
+        if not sources:
+            found.missing.append(name)
+            continue
+        for number, one in sources.items():
+            entry = saved.manifest.tensors[number]
+            used.add(entry.name)
+            if (entry.dtype, entry.shape) != (leaf.dtype, leaf.shape):
+                differences.append(
+                    f"{one}: wanted {leaf.dtype}{list(leaf.shape)}, "
+                    f"found {entry.dtype}{list(entry.shape)}"
+                )
+            elif name in found.tensors:
+                found.copies[one] = name, number
+            else:
+                found.tensors[name] = number
+    _match_objects(found, leaves, saved, wanted, to_saved, used)
+    live = (*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank)
+    live_names = {to_saved(n) for n in live}
+    everything = [*saved.tensors, *saved.objects, *saved.per_rank]
+    known = used | live_names
+    # A checkpoint with two things under one name does not say which of them is meant.
+    doubtful = [n for n in saved.doubtful() if wanted(n)]
+    found.unexpected = [n for n in everything if n not in known and wanted(n)]
+    found.unexpected += [n for n in doubtful if n in known]
+    misfits = {n: why for n, why in leaves.misfits.items() if wanted(f"{n}.groups")}
+    if strict:
+        differences += [f"{n}: {why}" for n, why in misfits.items()]
+        # One line says of all of them why they have no place here.
+        below = tuple(f"{n}." for n in misfits)
+        found.unexpected = [n for n in found.unexpected if not n.startswith(below)]
+        differences += [f"{n}: both a tensor and a value in the checkpoint" for n in doubtful]
+    if differences or (strict and (found.missing or found.unexpected)):
+        raise _error(found, differences, saved, leaves, strict)
+    for name, why in misfits.items():
+        _log.warning("%s keeps its own state: %s", name, why)
+        found.missing.append(f"{name}.groups")
+    return found
+
+
+def _match_objects(
+    found: Matching,
+    leaves: Leaves,
+    saved: SavedState,
+    wanted: Callable[[str], bool],
+    to_saved: Callable[[str], str],
+    used: set[str],
+) -> None:
+    tables = (
+        (leaves.objects, saved.objects, found.objects),
+        (leaves.per_rank, saved.per_rank, found.per_rank),
+    )
+    for live, there, out in tables:
+        for name in live:
+            if not wanted(name):
+                continue
+            source = to_saved(name)
+            if source in there:
+                out[name] = there[source]
+                used.add(source)
+            else:
+                found.missing.append(name)
+
+
+def _error(
+    found: Matching, differences: list[str], saved: SavedState, leaves: Leaves, strict: bool
+) -> MismatchError:
+    lines = list(differences)
+    if strict:
+        lines += [f"{n}: missing in the checkpoint{_near(n, saved.names())}" for n in found.missing]
+        live = {*leaves.tensors, *leaves.objects, *leaves.per_rank}
+        lines += [f"{n}: not in the live state{_near(n, live)}" for n in found.unexpected]
+    shown = "\n    ".join(lines[:MAX_LISTED])
+    more = f"\n    ... and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
+    return MismatchError(
+        f"the state and the checkpoint do not fit: {len(differences)} differ, "
+        f"{len(found.missing)} missing, {len(found.unexpected)} unexpected\n    {shown}{more}",
+        where=f"step {saved.manifest.step}",
+        hint="rename= maps names, only= and weights_only= select, strict=False loads what fits"
+        + (" and leaves an optimizer of another kind as it is; " if leaves.misfits else "; ")
+        + "shapes and dtypes must agree in any case",
+    )
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    # Comparing with thousands of names is slow; names that share the last segment come first.
+    tail = name.rpartition(".")[2]
+    pool = [n for n in names if n.rpartition(".")[2] == tail][:200] or list(names)[:200]
+    close = difflib.get_close_matches(name, pool, n=2, cutoff=0.6)
+    return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def look(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of a state as it is, without making or encoding anything."""
+    nothing = SavedNames({})
+    sink = Sink(nothing)
+    collect(sink, walk(state, nothing))
+    return sink.leaves
+
+
+def prepare(
+    state: Mapping[str, Any], saved: SavedNames, device: torch.device | str | None = None
+) -> Leaves:
+    """Return the leaves of `state` for a load; changes nothing.
+
+    Optimizer state that was saved and is not there yet, tensors of objects that were saved and
+    are not there yet, and memory for tensors on the meta device are made: they are the `tensor`
+    of their leaves, and become part of the state in `apply_objects`.
+
+    Parameters
+    ----------
+    state
+        As for `ckptd.checkpoint.torch.state.flatten.flatten`.
+    saved
+        What this load is going to read.
+    device
+        Where tensors on the meta device get their memory; see `modules.target_device`.
+
+    Raises
+    ------
+    UsageError
+        As `flatten`; also kinds ``meta`` and ``meta-buffer``.
+    """
+    target = None if device is None else torch.device(device)
+    sink = Sink(saved, target)
+    sites = walk(state, saved)
+    modules = [(s.place, s.value) for s in sites if isinstance(s.value, nn.Module)]
+    for place, module in modules:
+        check_buffers(module, place.name)
+    collect(sink, sites)
+    materialise(sink.leaves, saved, [m for _, m in modules], target)
+    return sink.leaves
+
+
+def apply_objects(
+    leaves: Leaves,
+    values: Mapping[str, Any],
+    per_rank: Mapping[str, Any] | None = None,
+    *,
+    tensors: Collection[str] | None = None,
+) -> None:
+    """Put everything into the state that is not the content of a tensor.
+
+    Parameters
+    ----------
+    leaves
+        What `prepare` returned, with the tensors filled.
+    values
+        Decoded values by object name. Objects that are not named keep their live value.
+    per_rank
+        By name: the decoded value of this rank, or what `PerRankLeaf.choose` gave.
+    tensors
+        Names of the leaves that were filled; None when all were, but for those of optimizers
+        whose groups are not among `values`. Memory that was made for others does not enter the
+        state: an optimizer must not find moments that nobody wrote.
+
+    Raises
+    ------
+    MismatchError
+        A value has no leaf or does not fit; nothing was changed.
+    UsageError
+        kind ``load-state-dict``: an object's ``load_state_dict`` or ``set_extra_state`` raised;
+        kind ``meta``: a meta tensor could not be replaced. The state is then partly loaded.
+    """
+    chosen = per_rank or {}
+    check_objects(leaves, values, chosen)
+    filled = leaves.tensors.keys() if tensors is None else set(tensors)
+    for pending in leaves.pending:
+        loaded = any(name in filled or name in values for name in pending.names)
+        if loaded and (tensors is not None or not pending.unit or pending.unit in values):
+            pending.change()
+    leaves.pending.clear()
+    for tensor in leaves.tensors.values():
+        if tensor.assign is not None and tensor.name in filled:
+            tensor.assign(tensor.tensor)
+    # Groups first: a scheduler's load_state_dict may look at its optimizer.
+    objects = [leaf for name, leaf in leaves.objects.items() if name in values]
+    for leaf in sorted(objects, key=lambda o: o.kind != "groups"):
+        leaf.put(values[leaf.name])
+    # Random streams last: what came before may have drawn from them.
+    own = [leaf for name, leaf in leaves.per_rank.items() if name in chosen]
+    for value in sorted(own, key=lambda v: v.random):
+        _put_per_rank(value, chosen[value.name])
+
+
+def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+    """Raise `MismatchError` when `apply_objects` would; changes nothing."""
+    unknown = [n for n in values if n not in leaves.objects]
+    unknown += [n for n in per_rank if n not in leaves.per_rank]
+    if unknown:
+        raise MismatchError(
+            "values without a place in the state",
+            found=", ".join(unknown[:16])
+            + (f", ... {len(unknown)} in all" if unknown[16:] else ""),
+        )
+    for name, value in values.items():
+        check = leaves.objects[name].check
+        if check is not None:
+            check(value)
+    for name, value in per_rank.items():
+        if isinstance(value, Reseed) and leaves.per_rank[name].reseed is None:
+            raise MismatchError("a value cannot be reseeded", kind="per-rank", where=name)
+
+
+def _put_per_rank(leaf: PerRankLeaf, value: Any) -> None:
+    if isinstance(value, Reseed):
+        if leaf.reseed is not None:
+            leaf.reseed(value.seed)
+    elif not isinstance(value, Dropped):
+        leaf.put(value)

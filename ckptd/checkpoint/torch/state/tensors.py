@@ -1,0 +1,192 @@
+"""torch dtypes and the format's names for them; tensors as raw bytes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final, TypeGuard
+
+import numpy as np
+import torch
+
+from ckptd.base.grids.grid import reach_of
+from ckptd.errors import UsageError
+from ckptd.types import DTYPES, dtype_of
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "as_bytes",
+    "bytes_at",
+    "dtype_name",
+    "flat_memory",
+    "fsdp2_is_loaded",
+    "is_async",
+    "is_dtensor",
+    "is_fsdp1",
+    "is_fsdp2",
+    "local_tensor",
+    "torch_dtype",
+]
+
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
+    """Tell whether a tensor stands for what a collective still computes."""
+    return _is(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Tell whether a value is a DTensor."""
+    return _is(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
+    """Tell whether a module is FSDP1's wrapper."""
+    return _is(value, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def is_fsdp2(value: object) -> TypeGuard[FSDPModule]:
+    """Tell whether FSDP2's ``fully_shard`` was called on a module."""
+    return _is(value, "torch.distributed.fsdp", "FSDPModule")
+
+
+def fsdp2_is_loaded() -> bool:
+    """Tell whether a module may be one of FSDP2: one look in place of one at each module."""
+    return "torch.distributed.fsdp" in sys.modules
+
+
+def _is(value: object, module: str, name: str) -> bool:
+    # While another thread imports the module, the class may not be there, nor any of its kind.
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
+    """Return the format's name of a torch dtype.
+
+    Raises
+    ------
+    UsageError
+        kind ``dtype``: the format has no such type (quantized and sub-byte integer types).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(
+            "a tensor of this dtype cannot be saved",
+            kind="dtype",
+            where=where,
+            wanted=f"one of {', '.join(DTYPES)}",
+            found=name,
+            hint="save the tensor that it was made from, or view it as uint8",
+        )
+    return name
+
+
+def torch_dtype(name: str, where: str | None = None) -> torch.dtype:
+    """Return the torch dtype called `name` in a manifest.
+
+    Raises
+    ------
+    CorruptError
+        The format has no such name.
+    UsageError
+        kind ``dtype``: the installed torch lacks the type.
+    """
+    dtype = getattr(torch, dtype_of(name, where).name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            "this PyTorch lacks a dtype of the checkpoint",
+            kind="dtype",
+            where=where,
+            wanted=name,
+            found=f"torch {torch.__version__}",
+            hint="pip install --upgrade torch",
+        )
+    return dtype
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: of a DTensor its part, else the tensor.
+
+    What a collective still computes is waited for: before that it has no memory of its own.
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    part = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return part.trigger_wait() if type(part) not in _PLAIN and is_async(part) else part
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a tensor's memory, from its first element to its last, gaps too."""
+    reach = reach_of(tuple(tensor.shape), tensor.stride()) if tensor.numel() else 0
+    return tensor.as_strided((reach,), (1,), tensor.storage_offset())
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of a contiguous CPU tensor of any dtype, as a flat view of its memory.
+
+    Parameters
+    ----------
+    tensor
+        Not a DTensor; 0-d and zero-sized tensors are fine.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint8, shape ``(numel * itemsize,)``. No copy: writing to it writes to the tensor. It is
+        of use until the tensor's storage is resized.
+
+    Raises
+    ------
+    UsageError
+        kind ``not-bytes``: not on the CPU, not contiguous, a lazily conjugated or negated view, or
+        a subclass that wraps tensors and has no memory of its own.
+    """
+    plain = local_tensor(tensor).detach()
+    lazy = plain.is_conj() or plain.is_neg()
+    if plain.device.type != "cpu" or not plain.is_contiguous() or lazy:
+        raise UsageError(
+            "the memory of this tensor is not its bytes",
+            kind="not-bytes",
+            wanted="a contiguous CPU tensor",
+            found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
+        )
+    nbytes = plain.numel() * plain.element_size()
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    if not plain.data_ptr():
+        raise UsageError(
+            "this tensor has no memory of its own",
+            kind="not-bytes",
+            wanted="a plain tensor, or a DTensor",
+            found=f"{type(plain).__name__}, {nbytes} bytes",
+            hint="save the tensors that it wraps, or register(...) a type for it",
+        )
+    return np.asarray(_Memory(plain, plain.data_ptr(), nbytes))
+
+
+def bytes_at(address: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return a flat view of memory of this process, which the view does not keep."""
+    return np.asarray(_Memory(None, address, nbytes)) if nbytes else np.empty(0, np.uint8)
+
+
+class _Memory:
+    """The memory of a tensor for numpy, which keeps the tensor.
+
+    `torch.Tensor.numpy` would forbid for ever that the storage is resized, and so break programs
+    that free storages and fill them again.
+    """
+
+    def __init__(self, tensor: torch.Tensor | None, address: int, nbytes: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }

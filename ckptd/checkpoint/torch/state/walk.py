@@ -1,0 +1,493 @@
+"""The walk through the containers of a state: from a nesting to a list of sites.
+
+Dicts are walked key by key. A list or tuple that holds modules, optimizers and the like is walked
+item by item; a list or tuple of mere values (tensors among them) is one site, so that its length
+may differ between what was saved and what is live.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
+from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
+from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
+from ckptd.checkpoint.torch.state.objects import replace_in_place
+from ckptd.errors import UsageError
+
+__all__ = [
+    "Site",
+    "is_optimizer",
+    "is_state_dict",
+    "is_stateful",
+    "refuse_optimizer_ids",
+    "unseen_state",
+    "unwrapped",
+    "walk",
+]
+
+
+_PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
+_OF_TORCH = ("_optimizer_", "_profile_hook")
+"""Hooks of an optimizer's steps: they lead to everything that was ever registered."""
+_MOST = 4096
+"""Objects that are looked through in one wrapper."""
+
+# By object: what its class says may have changed for the next one.
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return whether `value` is an optimizer, or has ``step`` and ``param_groups`` as one has."""
+    if isinstance(value, Optimizer):
+        return True
+    if value is None or isinstance(value, _PLAIN):
+        return False
+    try:
+        groups = getattr(value, "param_groups", None)
+        return isinstance(groups, list | tuple) and callable(getattr(value, "step", None))
+    except Exception:  # noqa: BLE001 - somebody's property; then it is none that can be used
+        return False
+
+
+def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
+    """Return the optimizer that has the state of `value`, which may be `value`.
+
+    Parameters
+    ----------
+    where
+        Its name, for errors.
+    others
+        Everything else in the state: what is saved there is not lost.
+
+    Raises
+    ------
+    UsageError
+        kind ``optimizer-container``: it holds others whose state would be lost.
+    """
+    known = {id(o) for o in others}
+    seen = [value]
+    while True:
+        if (hosted := HostedOptimizer.of(value)) is not None:
+            return hosted
+        inner = [i for i in _inside(value) if not any(i.value is s for s in seen)]
+        own = _params(value)
+        same = [i for i in inner if own & _params(i.value)]
+        # What is far away may be anybody's; what the wrapper itself holds, nobody else may have.
+        lost = [i for i in inner if i.near and i not in same and id(i.value) not in known]
+        lost = [i for i in lost if _params(i.value)]
+        if lost:
+            raise _container(value, where, [*same, *lost])
+        if len(same) > 1:
+            # A wrapper of a wrapper may hold both.
+            deep = [{id(j.value) for j in _inside(i.value)} for i in same]
+            same = [i for i in same if not any(id(i.value) in d for d in deep)] or same
+        if not same:
+            return value
+        only = same[0]
+        if len(same) > 1 or _params(only.value) != own:
+            raise _container(value, where, same)
+        _check_wrapper(value, only, where)
+        seen.append(only.value)
+        value = only.value
+
+
+def unseen_state(optimizer: Optimizer) -> int:
+    """Return how many parameters have state that only ``state_dict()`` shows."""
+    if any(optimizer.state.values()) or type(optimizer).state_dict is Optimizer.state_dict:
+        return 0
+    try:
+        state = optimizer.state_dict().get("state")
+    except Exception:  # noqa: BLE001 - it gives no state, and has none that is seen
+        return 0
+    return sum(bool(s) for s in state.values()) if isinstance(state, Mapping) else 0
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+def _params(value: Any) -> set[int]:
+    found: set[int] = set()
+    for group in value.param_groups:
+        params = group.get("params", ()) if isinstance(group, Mapping) else ()
+        found.update(id(p) for p in params)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inner:
+    """An optimizer that a wrapper holds, the way to it, and whether the wrapper itself holds it."""
+
+    at: str
+    value: Any
+    near: bool
+
+
+def _inside(wrapper: Any) -> list[_Inner]:
+    """Return the optimizers that a wrapper holds, but for those inside of these."""
+    found: list[_Inner] = []
+    seen = {id(wrapper)}
+    left: deque[tuple[str, Any, int]] = deque(_attributes(wrapper, 0))
+    for _ in range(_MOST):
+        if not left:
+            break
+        at, value, depth = left.popleft()
+        if id(value) in seen or value is None or isinstance(value, torch.Tensor | nn.Module):
+            continue
+        seen.add(id(value))
+        if is_optimizer(value):
+            found.append(_Inner(at, value, depth == 0))
+        elif isinstance(value, Mapping):
+            with suppress(Exception):  # a mapping of somebody's own
+                items = [(f"{at}[{k!r}]", v, depth) for k, v in islice(value.items(), _MOST)]
+                left.extend(items)
+        elif isinstance(value, list | tuple | set | frozenset):
+            left.extend((f"{at}[{i}]", v, depth) for i, v in enumerate(islice(value, _MOST)))
+        elif isinstance(value, types.MethodType):
+            left.append((f"{at}.__self__", value.__self__, 1))
+        elif isinstance(value, functools.partial):
+            left.extend((at, v, 1) for v in (value.func, *value.args, *value.keywords.values()))
+        elif depth == 0:
+            left.extend(_attributes(value, 1, at))
+    return found
+
+
+def _attributes(value: Any, depth: int, at: str = "") -> Iterator[tuple[str, Any, int]]:
+    """Yield what an object holds, without its groups and state, and without asking properties."""
+    if isinstance(value, type | types.ModuleType | types.FunctionType | str | bytes | int | float):
+        return
+    own: dict[str, Any] = {}
+    with suppress(Exception):  # what has no attributes, or a __dict__ of its own making
+        own.update(vars(value))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                own.setdefault(name, object.__getattribute__(value, name))
+    for name, item in own.items():
+        if name in ("param_groups", "state", "defaults") and is_optimizer(value):
+            continue
+        if not name.startswith(_OF_TORCH):
+            yield f"{at}.{name}", item, depth
+
+
+# --- what a wrapper has of its own ----------------------------------------------------------------
+
+
+def _check_wrapper(wrapper: Any, inner: _Inner, where: str) -> None:
+    """Raise where something is lost if the wrapper is taken off."""
+    own = _own_state(wrapper, inner.value) or _own_keys(wrapper, inner.value)
+    if own:
+        raise UsageError(
+            "a wrapper of an optimizer has state of its own beside the optimizer's",
+            kind="optimizer-container",
+            where=where,
+            found=f"{type(wrapper).__name__} with {', '.join(own[:6])}, around "
+            f"{type(inner.value).__name__} in {inner.at.removeprefix('.')}",
+            hint=f"put the optimizer into the state, and what the wrapper keeps as values: "
+            f'{{"optim": wrapper{inner.at}, "wrapper": ...}}',
+        )
+
+
+def _own_state(wrapper: Any, inner: Any) -> list[str]:
+    """Return names of state that the wrapper has and the optimizer has not."""
+    state, theirs = getattr(wrapper, "state", None), getattr(inner, "state", None)
+    if state is theirs or not isinstance(state, Mapping):
+        return []
+    names: set[str] = set()
+    for key, entries in state.items():
+        held = theirs.get(key) if isinstance(theirs, Mapping) else None
+        if not entries or entries is held:
+            continue
+        # A copy of the optimizer's __dict__ keeps the state that it had at that time.
+        more = set(entries) - set(held or ()) if isinstance(entries, Mapping) else {key}
+        names.update(str(k)[:80] for k in more)
+    return sorted(names)
+
+
+def _own_keys(wrapper: Any, inner: Any) -> list[str]:
+    """Return what the wrapper's ``state_dict()`` has more than the optimizer's; looks once."""
+    if getattr(type(wrapper), "state_dict", None) in (None, Optimizer.state_dict):
+        return []
+    with suppress(TypeError):
+        if wrapper in _checked:
+            return []
+    try:
+        more = {*wrapper.state_dict()} - {"state", "param_groups"}
+        more = more and more - {*inner.state_dict()}
+    except Exception:  # noqa: BLE001 - it gives no state now, and what there is of the inner is saved
+        return []
+    if not more:
+        with suppress(TypeError):
+            _checked.add(wrapper)
+    return sorted(str(k)[:80] for k in more)
+
+
+def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
+    ways = [f"optimizer{i.at}" for i in inner]
+    return UsageError(
+        "an optimizer holds others whose state would be lost",
+        kind="optimizer-container",
+        where=where,
+        found=f"{type(value).__name__} with {', '.join(type(i.value).__name__ for i in inner[:6])}",
+        hint="put the optimizers that it holds into the state, each by itself: "
+        f'{{"optim": [{", ".join(ways[:4])}{", ..." if len(ways) > 4 else ""}], ...}}',
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A value that is no container: `put` puts another value in its place."""
+
+    place: StatePlace
+    value: Any
+    put: Callable[[Any], None]
+
+
+def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site]:
+    """Return the sites of `state` in order.
+
+    Parameters
+    ----------
+    state
+        Any nesting; keys at the top are strings.
+    saved
+        What a load is going to read. Where the live container holds only plain values, the
+        checkpoint decides whether it is one value (it was empty when saved) or many.
+
+    Raises
+    ------
+    UsageError
+        Kinds ``bad-state`` (not a mapping with string keys, or keys that cannot be names),
+        ``cycle``, ``optimizer-ids`` (an `Optimizer.state_dict()` whose ids mean nothing later),
+        ``optimizer-container`` (an optimizer around others, of which something would be lost).
+    """
+    given: object = state
+    if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
+        raise UsageError(
+            "a state is a mapping with string keys",
+            kind="bad-state",
+            wanted='{"model": model, "optim": optimizer, ...}',
+            found=type(state).__name__,
+        )
+    if saved is not None and not isinstance(state, MutableMapping):
+        raise UsageError(
+            "values of this state cannot be replaced",
+            kind="bad-state",
+            wanted="a dict",
+            found=type(state).__name__,
+        )
+    walker = _Walker(saved)
+    walker.enter(state, "state")
+    sites = [
+        site
+        for key, value in state.items()
+        for site in walker.visit(
+            StatePlace(escape_key(key), f"state[{key!r}]", key), value, _put_item(state, key)
+        )
+    ]
+    return _without_wrappers(sites)
+
+
+def _without_wrappers(sites: list[Site]) -> list[Site]:
+    """Put optimizers in the place of what is only around them."""
+    found = [i for i, site in enumerate(sites) if is_optimizer(site.value)]
+    for i in found:
+        others = [sites[j].value for j in found if j != i]
+        bare = unwrapped(sites[i].value, sites[i].place.name, others)
+        if bare is not sites[i].value:
+            sites[i] = replace(sites[i], value=bare)
+    return sites
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether `value` is an object with ``state_dict`` and ``load_state_dict``."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def is_live(value: Any) -> bool:
+    """Return whether `value` has an identity that a load must keep, other than a tensor's."""
+    special = nn.Module | torch.optim.Optimizer | torch.Generator | PerRank
+    return isinstance(value, special) or is_stateful(value)
+
+
+def is_state_dict(value: dict[Any, Any]) -> bool:
+    """Return whether the keys of `value` are FQNs: all tensors, or what a module gave."""
+    if not value or not all(type(k) is str for k in value):
+        return False
+    return hasattr(value, "_metadata") or all(isinstance(v, torch.Tensor) for v in value.values())
+
+
+def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
+    """Raise `UsageError` (kind ``optimizer-ids``) for what `Optimizer.state_dict()` returns."""
+    groups = value.get("param_groups")
+    if "state" not in value or not isinstance(groups, list):
+        return
+    ids = [g.get("params") for g in groups if isinstance(g, dict)]
+    if any(isinstance(i, list) and any(isinstance(x, int) for x in i) for i in ids):
+        raise UsageError(
+            "an optimizer's state_dict() numbers the parameters, and numbers mean nothing later",
+            kind="optimizer-ids",
+            where=place.name,
+            found=place.path,
+            hint="put the optimizer itself into the state",
+        )
+
+
+class _Walker:
+    def __init__(self, saved: SavedNames | None) -> None:
+        self._saved = saved
+        self._open: dict[int, str] = {}
+
+    def enter(self, container: Any, path: str) -> None:
+        """Note that `container` is being walked, or raise when it is inside itself."""
+        if id(container) in self._open:
+            raise UsageError(
+                "a container of the state contains itself",
+                kind="cycle",
+                where=path,
+                found=f"also at {self._open[id(container)]}",
+            )
+        if len(self._open) > codec.MAX_DEPTH:
+            raise UsageError("nested too deeply", kind="unsavable", where=path[:200])
+        self._open[id(container)] = path
+
+    def leave(self, container: Any) -> None:
+        del self._open[id(container)]
+
+    def visit(self, place: StatePlace, value: Any, put: Callable[[Any], None]) -> Iterator[Site]:
+        if is_live(value) or not isinstance(value, dict | list | tuple):
+            yield Site(place, value, put)
+            return
+        self.enter(value, place.path)
+        if isinstance(value, dict):
+            yield from self._visit_dict(place, value, put)
+        elif self._holds_live(value, place.path):
+            yield from self._visit_sequence(place, value, put)
+        else:
+            yield Site(place, value, partial(_put_container, value, put))
+        self.leave(value)
+
+    def _visit_dict(
+        self, place: StatePlace, value: dict[Any, Any], put: Callable[[Any], None]
+    ) -> Iterator[Site]:
+        refuse_optimizer_ids(value, place)
+        replace = partial(_put_container, value, put)
+        if isinstance(value, Counter):
+            yield Site(place, value, replace)
+        elif not all(type(k) in (str, int) for k in value):
+            if self._holds_live(value, place.path):
+                raise UsageError(
+                    "a key cannot be a name in a checkpoint",
+                    kind="bad-state",
+                    where=place.path,
+                    wanted="str or int",
+                    found=", ".join(repr(k)[:40] for k in value if type(k) not in (str, int)),
+                )
+            yield Site(place, value, replace)
+        elif adopted := self._saved_below(place, value):
+            yield from _adopt(place, value, adopted)
+        elif not value or (self._saved_as_one(place) and _is_plain(value)):
+            # Where it is empty there is no leaf below that could tell that it exists.
+            yield Site(place, value, replace)
+        else:
+            names = fqn_segment if is_state_dict(value) else escape_key
+            for key, item in value.items():
+                child = place.child(names(key), f"[{key!r}]")
+                yield from self.visit(child, item, _put_item(value, key))
+
+    def _visit_sequence(
+        self, place: StatePlace, value: list[Any] | tuple[Any, ...], put: Callable[[Any], None]
+    ) -> Iterator[Site]:
+        items = value if isinstance(value, list) else list(value)
+
+        def put_at(i: int, new: Any) -> None:
+            items[i] = new
+            if isinstance(value, tuple):
+                # A named tuple stays one.
+                put(tuple.__new__(type(value), items))
+
+        for i, item in enumerate(value):
+            yield from self.visit(place.child(str(i), f"[{i}]"), item, partial(put_at, i))
+
+    def _holds_live(self, value: Any, path: str) -> bool:
+        if is_live(value):
+            return True
+        if not isinstance(value, dict | list | tuple):
+            return False
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            inner = isinstance(item, dict | list | tuple)
+            if inner:
+                self.enter(item, f"{path}[{key!r}]")
+            found = self._holds_live(item, f"{path}[{key!r}]")
+            if inner:
+                self.leave(item)
+            if found:
+                return True
+        return False
+
+    def _saved_as_one(self, place: StatePlace) -> bool:
+        return self._saved is not None and place.name in self._saved.objects
+
+    def _saved_below(self, place: StatePlace, value: dict[Any, Any]) -> list[str]:
+        if self._saved is None or value:
+            return []
+        return [n for n in self._saved.objects if n.startswith(place.name + ".")]
+
+
+def fqn_segment(key: str) -> str:
+    """Return the name of a state dict's key: its dots stay."""
+    return escape_fqn(canonical_fqn(key)) or escape_key(key)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(v) for v in value)
+    return not isinstance(value, torch.Tensor) and not is_live(value)
+
+
+def _adopt(place: StatePlace, value: dict[Any, Any], names: list[str]) -> Iterator[Site]:
+    """Give an empty dict a site for each value that was saved below it."""
+    for name in names:
+        keys = [unescape_key(s) for s in name[len(place.name) + 1 :].split(".")]
+        path = place.path + "".join(f"[{k!r}]" for k in keys)
+        yield Site(StatePlace(name, path, place.section), None, partial(_put_deep, value, keys))
+
+
+def _put_deep(container: dict[Any, Any], keys: list[str | int], new: Any) -> None:
+    for key in keys[:-1]:
+        container = container.setdefault(key, {})
+    container[keys[-1]] = new
+
+
+def _put_item(container: Any, key: Any) -> Callable[[Any], None]:
+    def put(new: Any) -> None:
+        container[key] = new
+
+    return put
+
+
+def _put_container(live: Any, put: Callable[[Any], None], new: Any) -> None:
+    if not replace_in_place(live, new):
+        put(new)

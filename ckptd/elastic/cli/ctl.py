@@ -1,0 +1,322 @@
+"""``ckptd ctl``: what a job that restarts is doing, and orders to its controller."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from ckptd.base.net.signing import job_secret
+from ckptd.base.runtime.agentlink import run_folder
+from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, time_text
+from ckptd.elastic.messages import NodeRow, Order, OrderKind, Status
+from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.places import open_places
+from ckptd.elastic.signpost import signposts
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
+
+__all__ = ["CtlOrderDocument", "CtlStatusDocument", "ctl"]
+
+ctl = App(
+    name="ctl",
+    help="See what a job that restarts is doing, and give orders to its controller.",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)
+
+Name = Annotated[str, option("Names of nodes.")]
+
+_ANSWER_S = 10.0
+_MOST_SHOWN = 5
+_ENDED = ("done", "aborted")
+
+
+class CtlStatusDocument(Document, frozen=True, kw_only=True, tag="ctl status"):
+    """What ``ckptd ctl status --json`` prints: `ckptd.elastic.messages.Status`."""
+
+    status: Status
+
+
+class CtlOrderDocument(Document, frozen=True, kw_only=True, tag="ctl order"):
+    """What an order with ``--json`` prints.
+
+    Attributes
+    ----------
+    order, nodes
+        What was ordered, of whom.
+    state, generation, step
+        Of the job when this returned; of the moment after the order without ``--wait``.
+    """
+
+    order: str
+    nodes: tuple[str, ...]
+    state: str
+    generation: int
+    step: int
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Where:
+    """Which controller is meant."""
+
+    job: Annotated[
+        str | None,
+        option("Which job; CKPTD_JOB, or the only one with a controller on this machine."),
+    ] = None
+    controller: Annotated[
+        str | None, Parameter(help="HOST:PORT; found on this machine or in the log by default.")
+    ] = None
+    log: Annotated[
+        str | None, Parameter(help="Where the membership log is, if said to the controller.")
+    ] = None
+
+    @property
+    def name(self) -> str:
+        """The job's.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none is named, and not exactly one has a controller here.
+        """
+        named = self.job or os.environ.get("CKPTD_JOB")
+        if named or self.controller or self.log:
+            return named or "default"
+        posts = signposts()
+        if len({post.job for post in posts}) == 1:
+            return posts[0].job
+        raise NotFoundError(
+            "several jobs have a controller here" if posts else "no controller runs here",
+            kind="no-controller",
+            found=", ".join(sorted({post.job for post in posts})) or None,
+            hint="--job NAME says which" if posts else "--controller HOST:PORT says where it is",
+        )
+
+    def place(self) -> str | None:
+        """Return where the log is, if that is said, or known on this machine."""
+        return self.log or next((p.log for p in signposts() if p.job == self.name), None)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class How(Where):
+    """Which controller is meant, and how an order is given."""
+
+    reason: Annotated[str, Parameter(help="Why, for the log and for people.")] = ""
+    wait: Annotated[bool, flag("Return when it has been carried out.")] = False
+    timeout: Annotated[float, Parameter(help="Seconds that --wait may take.")] = 600.0
+    json: Json = False
+
+
+@ctl.command
+def status(*, where: Where | None = None, json: Json = False) -> Reply:
+    """Show state, nodes and the last recoveries."""
+    link = _link(where or Where())
+    try:
+        found = link.status()
+    finally:
+        link.close()
+    return Reply(CtlStatusDocument(status=found), lambda d: _show(d.status))
+
+
+@ctl.command
+def restart(*, how: How | None = None) -> Reply:
+    """Save, and start a new generation."""
+    return _order(OrderKind.RESTART, (), how)
+
+
+@ctl.command
+def exclude(*nodes: Name, how: How | None = None) -> Reply:
+    """Leave nodes out from now on, and go on without them."""
+    return _order(OrderKind.EXCLUDE, nodes, how)
+
+
+@ctl.command
+def drain(*nodes: Name, how: How | None = None) -> Reply:
+    """Leave nodes out from now on, because they will be taken away."""
+    return _order(OrderKind.DRAIN, nodes, how)
+
+
+@ctl.command
+def add(*nodes: Name, how: How | None = None) -> Reply:
+    """Take nodes back that were left out."""
+    return _order(OrderKind.ADD, nodes, how)
+
+
+@ctl.command
+def pause(*, how: How | None = None) -> Reply:
+    """Save, end all workers, and wait for resume."""
+    return _order(OrderKind.PAUSE, (), how)
+
+
+@ctl.command
+def resume(*, how: How | None = None) -> Reply:
+    """Go on after pause."""
+    return _order(OrderKind.RESUME, (), how)
+
+
+@ctl.command
+def stop(*, how: How | None = None) -> Reply:
+    """Save, and end the job: launchers end with exit code 130."""
+    return _order(OrderKind.STOP, (), how)
+
+
+# --- the controller -------------------------------------------------------------------------------
+
+
+def _link(where: Where) -> OperatorLink:
+    def find() -> str:
+        if where.controller is not None:
+            return where.controller
+        newest = open_places(where.name, where.place()).leader.newest()
+        if newest is None:
+            raise NotFoundError(
+                "no controller of this job was ever there",
+                kind="no-controller",
+                where=f"job {where.name}",
+                hint="--controller HOST:PORT or --log URL says where to look",
+            )
+        return newest.address
+
+    find()  # if there never was one, nothing is worth waiting for
+    secret = job_secret(where.name, run_folder())
+    return OperatorLink(find, where.name, secret, name=_person(), timeout_s=_ANSWER_S)
+
+
+def _person() -> str:
+    try:
+        return getpass.getuser()[:200]
+    except (OSError, KeyError):
+        return f"user {os.getuid()}"
+
+
+def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> Reply:
+    how = how or How()
+    link = _link(how)
+    try:
+        before = link.status()
+        answer = link.order(Order(kind=kind, nodes=nodes, reason=how.reason))
+        if not answer.ok:
+            raise RefusedError(
+                answer.text.partition("\n")[0], kind=answer.kind, hint="see ckptd ctl status"
+            )
+        now = _awaited(link, kind, nodes, before, how.timeout) if how.wait else link.status()
+        if how.wait and now.state == "aborted" and kind is not OrderKind.STOP:
+            raise RefusedError(
+                f"the job has ended before the order to {kind} was carried out",
+                kind="ended",
+                found=f"{now.ended}: {now.reason}",
+            )
+    finally:
+        link.close()
+    document = CtlOrderDocument(
+        order=str(kind), nodes=nodes, state=now.state, generation=now.generation, step=now.step
+    )
+    return Reply(document, lambda d: print(f"{d.state}, generation {d.generation}, step {d.step}"))
+
+
+def _awaited(
+    link: OperatorLink, kind: OrderKind, nodes: tuple[str, ...], before: Status, timeout: float
+) -> Status:
+    """Return the status in which an order has been carried out."""
+    end = time.monotonic() + timeout
+    last = before
+    while time.monotonic() < end:
+        try:
+            last = link.status()
+        except CkptdError:
+            if kind is OrderKind.STOP:
+                return last  # it has ended, and its controller with it
+            raise
+        if _carried_out(kind, nodes, before, last):
+            return last
+        time.sleep(0.1)
+    raise DeadlineError(
+        f"the order to {kind} is not carried out yet",
+        wanted=f"within {timeout:g} s",
+        found=f"{last.state}: {last.reason}",
+        hint="it still stands: ckptd ctl status",
+    )
+
+
+def _carried_out(kind: OrderKind, nodes: tuple[str, ...], before: Status, now: Status) -> bool:
+    if kind is OrderKind.ADD:
+        return True
+    if kind is OrderKind.STOP or now.state in _ENDED:
+        return now.state in _ENDED
+    if kind is OrderKind.PAUSE:
+        return now.state == "parked"
+    if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
+        used = {row.name for row in now.nodes if not row.spare and row.running}
+        return now.state == "running" and not used.intersection(nodes)
+    newer = now.generation > before.generation or kind is OrderKind.RESUME
+    return now.state == "running" and newer
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _show(found: Status) -> None:
+    shape = f"{found.shape} on {found.world} ranks" if found.shape is not None else "not begun"
+    reason = f": {found.reason}" if found.reason else ""
+    print(f"job {found.job}: {found.state}{reason}")
+    print(f"since {time_text(found.since)}, generation {found.generation}, step {found.step}")
+    print(f"layout {shape}; planned {found.planned}")
+    print(f"controller {found.address}, log {found.log}")
+    print()
+    print_rows(
+        found.nodes,
+        {
+            "node": lambda row: row.name,
+            "is": _is,
+            ">slots": lambda row: row.slots,
+            ">generation": lambda row: row.running or "-",
+            ">faults": lambda row: row.faults,
+        },
+    )
+    for row in found.nodes:
+        for text in row.sick:
+            print(f"- {row.name}: {text} (out of use)")
+    if found.recoveries:
+        print()
+        _show_recoveries(found.recoveries[-_MOST_SHOWN:])
+    if found.goodput:
+        total = sum(found.goodput.values()) or 1.0
+        parts = [f"{name} {100 * s / total:.1f} %" for name, s in found.goodput.items() if s]
+        print("\ntime: " + ", ".join(parts))
+    for text in found.told[-_MOST_SHOWN:]:
+        print(f"- {text}")
+
+
+def _is(row: NodeRow) -> str:
+    if row.out_until_s is None:
+        return "left out"
+    if row.out_until_s > 0:
+        return f"left out for {row.out_until_s:.0f} s"
+    if not row.up:
+        return "gone"
+    return "spare" if row.spare else "in use"
+
+
+_SPLITS = ("detect", "fence", "plan", "spawn", "import", "init", "load", "first_step", "total")
+
+
+def _show_recoveries(rows: tuple[dict[str, Any], ...]) -> None:
+    def seconds(row: dict[str, Any], name: str) -> str:
+        value = row.get(name)
+        return f"{value:.2f}" if isinstance(value, int | float) else "-"
+
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "level": lambda row: f"L{row.get('level', '?')}",
+        **{f">{name}": partial(seconds, name=name) for name in _SPLITS},
+        ">steps lost": lambda row: row.get("steps_lost", "-"),
+        "cause": lambda row: row.get("cause", ""),
+    }
+    print_rows(rows, columns)

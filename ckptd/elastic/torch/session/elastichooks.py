@@ -1,0 +1,200 @@
+"""What a checkpointer tells the launcher of its node, and hears of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from ckptd.base.runtime.ranks import Board
+from ckptd.checkpoint.root.index import Index
+from ckptd.checkpoint.save.handle import SaveTracker
+from ckptd.checkpoint.torch.schedule import SAVE, SignalWatch
+from ckptd.elastic.torch.session.interrupt import Interrupter
+from ckptd.elastic.torch.session.leaseguard import check_lease, guard_steps
+from ckptd.elastic.worker import WorkerLink
+from ckptd.errors import RefusedError
+
+if TYPE_CHECKING:
+    from ckptd.elastic.messages import Welcome
+    from ckptd.store import Store
+
+__all__ = ["ElasticHooks", "LauncherWatch", "abandon_all", "launcher_says"]
+
+_log = logging.getLogger("ckptd.elastic")
+
+
+class _Abandonable(Protocol):
+    def abandon(self) -> None: ...
+
+
+_open: weakref.WeakSet[_Abandonable] = weakref.WeakSet()
+
+
+class LauncherWatch(SignalWatch):
+    """Signals, and the launcher's wish for a save, which is answered as a signal to save is."""
+
+    def __init__(self, signals: Iterable[int] | int) -> None:
+        super().__init__(signals)
+        self._link = WorkerLink.current()
+        self._taken = False
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody may ask for a save: then ranks agree at each call whether one did."""
+        return self._link is not None or super().active
+
+    def pending(self, kind: str) -> int:
+        """See `SignalWatch.pending`; 1 for the launcher's wish."""
+        asked = kind == SAVE and self._link is not None and self._link.save_asked
+        return super().pending(kind) or int(asked)
+
+    def serve(self, kind: str) -> None:
+        """See `SignalWatch.serve`."""
+        super().serve(kind)
+        if self._link is not None:
+            self._taken = self._link.take_save() or self._taken
+
+    def began(self, step: int) -> None:
+        """The save of `step` begins; it answers what `serve` has served."""
+        if self._taken and self._link is not None:
+            self._taken = False
+            self._link.serves(step)
+
+
+class ElasticHooks:
+    """One checkpointer's part in a job that a launcher of ckptd has started.
+
+    Without a launcher nothing here does anything.
+
+    Parameters
+    ----------
+    board
+        Of the ranks that share the state: only of what all ranks of the job share is told.
+    anew
+        Whether the job may begin from nothing though the controller knows of a committed step.
+    """
+
+    def __init__(
+        self, checkpointer: _Abandonable, board: Board, watch: LauncherWatch, *, anew: bool = False
+    ) -> None:
+        self._link = link = WorkerLink.current()
+        self._anew = anew
+        self._watch = watch
+        self._saves: list[SaveTracker] = []
+        self._unsure: list[int] = []
+        if link is None:
+            return
+        self._generation = link.generation
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self._tells = board.world == world
+        guard_steps()
+        link.mark("imported")
+        link.mark("initialised")
+        abandonable(checkpointer)
+
+    def begins(self, root: Store) -> None:
+        """Take in that there is nothing to load: this job begins from nothing, if that is right.
+
+        Parameters
+        ----------
+        root
+            The checkpointer's. Where nothing was ever saved nothing can be lost: a job may have
+            other checkpointers, of which the step is.
+
+        Raises
+        ------
+        RefusedError
+            kind ``lost-step``: the controller knows of a committed step. Training that began
+            again without a word would be taken for training that goes on.
+        """
+        promised = os.environ.get("CKPTD_STEP", "")
+        known = int(promised) if promised.isdecimal() else 0
+        asked = self._link is not None and self._tells and known > 0 and not self._anew
+        if asked and Index(root).generations():
+            raise RefusedError(
+                f"step {known} was committed, and nothing of this job is found any more",
+                kind="lost-step",
+                where=root.url,
+                wanted=f"a snapshot or a checkpoint; step {known} was the newest",
+                found="none, neither at the root nor in the near tiers of the nodes that are here",
+                hint="bring back the nodes that held it, or the root that it was saved to; "
+                "to begin from nothing on purpose start a new job, with another --log",
+            )
+        self.loaded(0)
+
+    def loaded(self, step: int) -> None:
+        """Tell that this rank has the state of `step`."""
+        if self._link is not None and self._tells:
+            self._link.loaded(self._generation, step)
+
+    def saving(self, handle: SaveTracker) -> None:
+        """Tell of a save when it is where a restart would find it."""
+        link, generation, step = self._link, self._generation if self._link else 0, handle.step
+        if link is None:
+            return
+        check_lease()
+        self._watch.began(step)
+        if self._tells:
+            link.loaded(generation, 0)  # a job that began from nothing has loaded nothing
+            self._vouch(link)
+            self._saves.append(handle)
+            handle.when_safe(lambda: link.committed(generation, step))
+
+    def _vouch(self, link: WorkerLink) -> None:
+        """Report steps as committed whose copy on a peer failed, though no node was lost.
+
+        All ranks have made a step together since that save: so every node was there after it. A
+        peer without room must not make a job look as if it made no progress.
+        """
+        for step in self._unsure:
+            link.committed(self._generation, step)
+        self._unsure = [save.step for save in self._saves if save.peer_failed]
+        self._saves = [save for save in self._saves if not save.done]
+
+    @property
+    def in_session(self) -> bool:
+        """Whether the program goes on in this process when its generation ends."""
+        return Interrupter.current is not None
+
+    def is_interrupted(self) -> bool:
+        """Whether the generation has ended: others wait for nothing of this rank any more."""
+        return Interrupter.current is not None and Interrupter.current.wanted
+
+    def closed(self, checkpointer: _Abandonable) -> None:
+        """The checkpointer is closed: there is nothing to abandon."""
+        let_be(checkpointer)
+
+
+def abandonable(opened: _Abandonable) -> None:
+    """Have a session abandon this checkpointer or publisher when it leaves its generation."""
+    if WorkerLink.current() is not None:
+        _open.add(opened)
+
+
+def let_be(closed: _Abandonable) -> None:
+    """Have a session abandon it no more: it is closed."""
+    _open.discard(closed)
+
+
+def abandon_all() -> None:
+    """Abandon every open checkpointer and publisher of this process; never raises."""
+    for opened in list(_open):
+        _open.discard(opened)
+        try:
+            opened.abandon()
+        except Exception as error:  # noqa: BLE001 - see below
+            # It was cut short anywhere: a buffer still held elsewhere is a BufferError, one that
+            # was let go of a ValueError; the next generation must begin all the same.
+            what = type(opened).__name__.lower()
+            _log.warning("a %s was left in disorder: %r", what, error)
+
+
+def launcher_says() -> Welcome | None:
+    """Return what the launcher has said of this job's failures; None where nobody did."""
+    link = WorkerLink.current()
+    return None if link is None else link.welcome

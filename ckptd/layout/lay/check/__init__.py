@@ -1,8 +1,0 @@
-"""Everything that can be said of a layout without data."""
-
-from __future__ import annotations
-
-from ckptd.layout.lay.check.flats import order_findings
-from ckptd.layout.lay.check.layouts import Observation, check, check_bound, check_program
-
-__all__ = ["Observation", "check", "check_bound", "check_program", "order_findings"]

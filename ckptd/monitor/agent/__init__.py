@@ -1,0 +1,1 @@
+"""The watcher of a node: reads rings, reports to the daemon."""

@@ -1,0 +1,305 @@
+"""Probes of the links between two nodes: small messages, and bytes both ways.
+
+The node that asks measures both directions, so no clocks are compared. Both prove first that they
+know the job's secret. The check before a job and the
+watch of a running job probe in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from ckptd.base.net.address import Address, listen_at, parse_address
+from ckptd.base.net.connection import Connection, greet_client, greet_server
+from ckptd.base.runtime.host import BIND_VARIABLE, address_towards
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CkptdError, StoreError
+from ckptd.monitor.preflight import PairProbe
+from ckptd.monitor.report import LinkProbe, ProbeResult
+
+__all__ = [
+    "MOST_PROBE_BYTES",
+    "Answerer",
+    "listen_for_probes",
+    "measure",
+    "probe_pair",
+    "shown_address",
+]
+
+
+MOST_PROBE_BYTES = 64 << 20
+"""Largest probe that a node answers."""
+
+_PURPOSE = "probe"
+_CONNECT_S = 1.0
+_GREETING_S = 2.0
+_PROBE_S = 5.0
+_IDLE_S = 10.0
+_SMALL = 20
+_LARGE = 5
+_ENOUGH_S = 0.1
+_AT_ONCE = 8
+_PAUSE_S = 0.1
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what two nodes say to each other."""
+
+
+class _Ping(_Message, frozen=True, tag="ping"):
+    """Answer at once."""
+
+
+class _Take(_Message, frozen=True, tag="take"):
+    """Bytes follow; answer when they are there."""
+
+
+class _Give(_Message, frozen=True, tag="give"):
+    """Answer with so many bytes."""
+
+    size: int
+
+
+class _Pong(_Message, frozen=True, tag="pong"):
+    """The answer; bytes may follow."""
+
+
+_ASKED = msgpack_decoder(_Ping | _Take | _Give)
+_ANSWER = msgpack_decoder(_Pong)
+
+
+class Answerer:
+    """Answers probes of other nodes in threads of its own.
+
+    Parameters
+    ----------
+    host
+        Address to listen at.
+    secret
+        The job's, as bytes.
+
+    Raises
+    ------
+    StoreError
+        kind ``listen``: the address cannot be had.
+    """
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        self._secret = secret
+        self._room = threading.Semaphore(_AT_ONCE)
+        self._closing = threading.Event()
+        self._listener = listen_at(host, 0, "the answerer of link probes")
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="answer probes", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                time.sleep(_PAUSE_S)  # no descriptor left: others may end meanwhile
+                continue
+            if not self._room.acquire(blocking=False):
+                sock.close()
+                continue
+            serve = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
+            serve.start()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        wire = Connection(sock, peer, _PROBE_S)
+        try:
+            # Whatever a stranger or a lost peer does ends this connection and nothing else.
+            with contextlib.suppress(CkptdError):
+                if greet_client(wire, self._secret, _PURPOSE, wait_s=_GREETING_S) is not None:
+                    while True:
+                        self._answer(wire)
+        finally:
+            wire.release()
+            self._room.release()
+
+    def _answer(self, wire: Connection) -> None:
+        asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)
+        if isinstance(asked, _Give) and 0 <= asked.size <= MOST_PROBE_BYTES:
+            wire.send(_Pong(), memoryview(bytes(asked.size)))
+            return
+        _drop(wire, bulk)
+        wire.send(_Pong())
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._closing.set()
+        # A plain close would leave the thread in accept.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(_IDLE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _drop(wire: Connection, count: int) -> None:
+    buffer = memoryview(bytearray(min(count, 1 << 20)))
+    while count > 0:
+        part = buffer[: min(count, len(buffer))]
+        wire.fill(part, _PROBE_S)
+        count -= len(part)
+
+
+def probe_pair(
+    source: int, to: int, address: tuple[str, int], secret: bytes, size: int
+) -> PairProbe:
+    """Measure the links between this node and another; what goes wrong is in ``error``.
+
+    Takes about 8 s at most.
+
+    Parameters
+    ----------
+    source, to
+        Indices of this node and of the other.
+    address
+        Host and port of the other's `Answerer`.
+    secret
+        The job's, as bytes.
+    size
+        Bytes of a probe.
+    """
+    (small, out, back), error = _probed(address, secret, _small, _out(size), _back(size))
+    return PairProbe(source=source, to=to, latency_s=small, out_s=out, in_s=back, error=error)
+
+
+def _probed(
+    address: tuple[str, int], secret: bytes, *measures: Callable[[Connection], float]
+) -> tuple[list[float], str]:
+    """Return the seconds of each measure at another's `Answerer`; all infinite with an error."""
+    failed = [float("inf")] * len(measures)
+    try:
+        sock = socket.create_connection(address, timeout=_CONNECT_S)
+    except OSError as error:
+        return failed, error.strerror or str(error)
+    wire = Connection(sock, f"{address[0]}:{address[1]}", _PROBE_S)
+    try:
+        greet_server(wire, secret, _PURPOSE, wait_s=_GREETING_S)
+        return [measure(wire) for measure in measures], ""
+    except CkptdError as error:
+        return failed, _in_a_line(error)
+    finally:
+        wire.release()
+
+
+def _small(wire: Connection) -> float:
+    return _least(lambda: _round_trip(wire, _Ping()), _SMALL)
+
+
+def _out(size: int) -> Callable[[Connection], float]:
+    data = memoryview(bytes(size))
+    return lambda wire: _least(lambda: _round_trip(wire, _Take(), data), _LARGE)
+
+
+def _back(size: int) -> Callable[[Connection], float]:
+    return lambda wire: _least(lambda: _round_trip(wire, _Give(size)), _LARGE)
+
+
+def _in_a_line(error: CkptdError) -> str:
+    """Return an error in a line."""
+    found = error.to_dict()["found"]
+    return f"{error.message}: {found}"[:300] if found else error.message[:300]
+
+
+def _least(measure: Callable[[], float], most: int) -> float:
+    """Return the least of some measurements; fewer of them where one takes long."""
+    best, spent = float("inf"), 0.0
+    for _ in range(most):
+        taken = measure()
+        best, spent = min(best, taken), spent + taken
+        if spent > _ENOUGH_S:
+            break
+    return best
+
+
+def _round_trip(wire: Connection, message: _Message, data: memoryview | None = None) -> float:
+    started = time.perf_counter()
+    wire.send(message, data)
+    _, bulk = wire.receive(_ANSWER, _PROBE_S, most_bulk=MOST_PROBE_BYTES)
+    _drop(wire, bulk)
+    return time.perf_counter() - started
+
+
+# --- probes of a running job ----------------------------------------------------------------------
+
+
+_MOST_ERROR = 200
+
+
+def listen_for_probes(secret: bytes, towards: str = "localhost") -> Answerer:
+    """Answer the probes of other nodes, at the address by which `towards` reaches this one.
+
+    Beside a daemon on this machine that is the loopback; see `address_towards`. A node that asks
+    proves first that it knows the job's secret.
+
+    Raises
+    ------
+    StoreError
+        kind ``listen``: the address cannot be had.
+    """
+    host = address_towards(towards)
+    try:
+        return Answerer(host, secret)
+    except StoreError as error:
+        raise StoreError(
+            "link probes cannot be answered here",
+            kind="listen",
+            where=host,
+            found=error.found or error.message,
+            hint=f"set {BIND_VARIABLE} to an address of this node",
+        ) from error
+
+
+def shown_address(answerer: Answerer, towards: str = "localhost") -> str:
+    """Return ``host:port`` as it is announced to other nodes."""
+    host = address_towards(towards)
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return str(Address(host, answerer.port))
+
+
+def measure(probe: LinkProbe, secret: bytes) -> ProbeResult:
+    """Send a probe, and return how long its bytes took to get there; never raises.
+
+    The least of several repetitions, in seconds, of the way there alone, so that the directions of
+    a link can be told apart. Infinite with ``error`` if it did not come.
+    """
+    never = float("inf")
+    try:
+        address = parse_address(probe.address, "the address of a probe")
+        (seconds,), error = _probed(address, secret, _out(probe.size))
+    except CkptdError as failed:
+        seconds, error = never, failed.message
+    if not seconds > 0:
+        seconds = never
+    return ProbeResult(
+        nonce=probe.nonce,
+        src=probe.from_node,
+        dst=probe.to_node,
+        seconds=seconds,
+        error=error[:_MOST_ERROR],
+    )

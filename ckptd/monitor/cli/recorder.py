@@ -1,0 +1,65 @@
+"""``ckptd recorder``: build the native recorder of collectives, and the native copy of loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+from cyclopts import App, Parameter
+
+from ckptd.checkpoint.load.copier import COPIER
+from ckptd.cli.output import Document, Json, Reply
+from ckptd.errors import CkptdError, DeadlineError, UsageError
+
+__all__ = ["RecorderBuildDocument", "recorder"]
+
+_TIMEOUT_S = 1000.0
+
+recorder = App(
+    name="recorder",
+    help="Build the native recorder of collectives.",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)
+
+
+class RecorderBuildDocument(Document, frozen=True, kw_only=True, tag="recorder build"):
+    """What ``ckptd recorder build --json`` prints: the files that trainers will load."""
+
+    path: str
+    copier: str
+
+
+@recorder.command
+def build(*, json: Json = False) -> Reply:
+    """Build the native recorder for the PyTorch that is installed here.
+
+    It needs a C++ compiler and takes about 20 s; again only after an update of PyTorch. Ranks
+    that start later find it by themselves. Without it collectives are recorded by Python.
+    The copy that loads use for large runs is built with it, in a second; without it numpy copies.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(
+            "there is no PyTorch to build for",
+            kind="missing-package",
+            hint="pip install 'ckptd[train]'",
+        )
+    command = [sys.executable, "-m", "ckptd.monitor.torch.recorder.native"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineError("the build does not end", where=" ".join(command)) from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CkptdError(
+            "the native recorder could not be built",
+            kind="build",
+            where=" ".join(command),
+            found="\n".join(lines[-12:])[-2000:],
+            hint="the recorder in Python is used until then",
+        )
+    document = RecorderBuildDocument(path=done.stdout.strip(), copier=str(COPIER.build()))
+    return Reply(document, lambda d: print(d.path, d.copier, sep="\n"))

@@ -1,0 +1,116 @@
+"""``ckptd top``: a job's ranks and incidents, live in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ckptd.cli.options import Daemon, DaemonJob
+from ckptd.cli.output import Document, Json, Reply, flag, option, time_text
+from ckptd.errors import TransientStoreError, UsageError
+
+if TYPE_CHECKING:
+    from ckptd.monitor.daemon.client import DaemonClient
+
+__all__ = ["TopDocument", "top"]
+
+_MARGIN = 8
+"""Lines of the screen that are not ranks."""
+
+
+class TopDocument(Document, frozen=True, kw_only=True, tag="top"):
+    """What ``ckptd top --json`` prints.
+
+    Attributes
+    ----------
+    url
+        Of the daemon.
+    job, ranks
+        As GET /api/v1/job and /api/v1/ranks tell them.
+    incidents
+        Open ones, the newest first, as GET /api/v1/incidents tells them.
+    """
+
+    url: str
+    job: dict[str, Any]
+    ranks: dict[str, Any]
+    incidents: list[dict[str, Any]]
+
+
+def top(
+    *,
+    daemon: Daemon = None,
+    job: DaemonJob = None,
+    every: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
+    limit: Annotated[
+        int | None,
+        option("Ranks to list; as many as fit, or 20 with --once."),
+    ] = None,
+    once: Annotated[bool, flag("Print it once, as text, and end.")] = False,
+    json: Json = False,
+) -> Reply | int:
+    """Show a job's ranks, the least well first, and its open incidents, live.
+
+    Ctrl-C ends it. Where standard output is no terminal it prints once. While the daemon does not
+    answer it shows since when, and tries again.
+    """
+    from ckptd.monitor.daemon.client import connect
+
+    if not every >= 0.1:
+        raise UsageError("--every is too short", kind="bad-argument", wanted="0.1 s", found=every)
+    if limit is not None and limit < 0:
+        raise UsageError("--limit is negative", kind="bad-argument", found=limit)
+    client = connect(daemon, job)
+    if json or once or not sys.stdout.isatty():
+        return Reply(_asked(client), lambda d: _print_once(d, 20 if limit is None else limit))
+    _live(client, every, limit)
+    return 0
+
+
+def _asked(client: DaemonClient) -> TopDocument:
+    return TopDocument(
+        url=client.url,
+        job=client.get("/job"),
+        ranks=client.get("/ranks"),
+        incidents=client.get("/incidents", state="open", limit=8)["incidents"],
+    )
+
+
+def _print_once(d: TopDocument, limit: int) -> None:
+    from rich.console import Console
+
+    from ckptd.cli.screen import screen
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a file has no width
+    console.print(screen(d.job, d.ranks, d.incidents, limit))
+
+
+def _live(client: DaemonClient, every: float, limit: int | None) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from ckptd.cli.screen import screen
+
+    console = Console(highlight=False)
+    known, lost = _asked(client), 0.0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            rows = console.height - _MARGIN - (len(known.incidents) + 3 if known.incidents else 0)
+            drawn = screen(
+                known.job,
+                known.ranks,
+                known.incidents,
+                max(rows, 0) if limit is None else min(limit, max(rows, 0)),
+                time_text(lost) if lost else "",
+            )
+            live.update(drawn, refresh=True)
+            time.sleep(every)
+            try:
+                known, lost = _asked(client), 0.0
+            except TransientStoreError:
+                lost = lost or time.time()

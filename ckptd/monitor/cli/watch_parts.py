@@ -1,0 +1,389 @@
+"""What runs beside a watched command: the daemon, the watcher, and who reads the incidents out."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.cli.output import shorten
+from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor, Sidecar
+from ckptd.errors import CkptdError
+from ckptd.monitor.daemon.client import DaemonClient
+
+__all__ = [
+    "DaemonSupervisor",
+    "Reader",
+    "line_of",
+    "login_text",
+    "shell_code",
+    "start_daemon",
+    "start_watcher",
+]
+
+_START_S = 60.0
+_POLL_S = 0.05
+_END_S = 10.0
+_RETRY_S = 0.5
+_FIRST_S = 1.0  # after which an agent has told of a rank
+_MOST_LOG = 2000
+_MOST_NAMED = 4
+_TELLS_S = 5.0
+"""After which a daemon that outlives a controller has told the next one where it is."""
+_LIVED_S = 60.0
+_MOST_STARTS = 4
+"""Of a daemon or a watcher, in a row, each of which has lived for less than `_LIVED_S`."""
+_USAGE = 2
+"""Exit code of a daemon whose command line would be refused again."""
+_REFUSED = 5
+"""Exit code of a daemon that finds another one of its job on this machine."""
+
+
+def login_text(login: str, job: str) -> str:
+    """Return where the page of `job` is, for standard error.
+
+    Whoever has the token may act on the job. A batch system writes standard error to a file that
+    others often may read: there it is said where the token is, and not the token.
+    """
+    from ckptd.monitor.daemon.place import DaemonPlace
+
+    url = DaemonClient(login).url
+    try:
+        info = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):  # no descriptor is behind it, or it is closed
+        return login
+    if not stat.S_ISREG(info.st_mode) or not info.st_mode & 0o044 or login == url:
+        return login
+    return f"{url} (others may read this file: the token is in {DaemonPlace(job).address})"
+
+
+def start_daemon(
+    arguments: Sequence[str], env: Mapping[str, str], folder: Path, parts: list[Sidecar]
+) -> tuple[str, str]:
+    """Start ``ckptd serve``, add it to `parts`, and return its URL and the one for a browser.
+
+    Raises
+    ------
+    WorkerError
+        It cannot be started, or does not listen in time.
+    """
+    part = Sidecar("daemon", [*CKPTD, "serve", "--json", *arguments], env, folder)
+    parts.append(part)
+    end = time.monotonic() + _START_S
+    while True:
+        with suppress(msgspec.MsgspecError, KeyError, TypeError):
+            document = msgspec.json.decode(part.out.read_bytes())
+            return str(document["url"]), str(document["login"])
+        if part.process.poll() is not None:
+            raise part.failed("ended at once")
+        if time.monotonic() > end:
+            raise part.failed(f"does not listen after {_START_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def start_watcher(
+    arguments: Sequence[str], env: Mapping[str, str], folder: Path, parts: list[Sidecar]
+) -> None:
+    """Start the watcher of this node and add it to `parts`; errors as of `start_daemon`."""
+    command = [sys.executable, "-m", "ckptd.monitor.agent.watched", *arguments]
+    parts.append(Sidecar("agent", command, {**env, "PYTHONUNBUFFERED": "1"}, folder))
+
+
+# --- incidents ------------------------------------------------------------------------------------
+
+
+def line_of(incident: Mapping[str, Any]) -> str:
+    """Return an incident as one line: what, who, after how long."""
+    verdict = incident["verdict"]
+    named = [
+        f"{s['target']} {s['name']}" + (f" ({s['detail']})" if s["detail"] else "")
+        for s in verdict["suspects"][:_MOST_NAMED]
+    ]
+    left = len(verdict["suspects"]) - len(named)
+    who = ", ".join(named) + (f" and {left} more" if left > 0 else "")
+    text = f"{incident['kind']}: {who or 'nobody can be named'}"
+    if incident["state"] == "closed":
+        return shorten(f"over: {text}", 400)
+    why = verdict["evidence"][0] if verdict["evidence"] else ""
+    return shorten(f"{text}, after {incident['latency_s']:.1f} s. {why}", 400)
+
+
+class Reader:
+    """Reads out the incidents of a daemon as they come, in a thread that ends with the process.
+
+    Parameters
+    ----------
+    client
+        Of the daemon.
+    since
+        Unix seconds: older incidents were told before.
+    say
+        Takes a line and the incident.
+    """
+
+    def __init__(
+        self, client: DaemonClient, since: float, say: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._client = client
+        self._since = since
+        self._say = say
+        self._shown: dict[str, tuple[Any, ...]] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.last: dict[str, dict[str, Any]] = {}
+        """Newest state of each incident that was told, by its id."""
+        threading.Thread(target=self._follow, name="ckptd-incidents", daemon=True).start()
+
+    def finish(self, wait_s: float) -> None:
+        """Ask once more, for up to `wait_s` seconds until there is one, and read no more.
+
+        Where no rank was ever heard of there is nothing to wait for.
+        """
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            with suppress(CkptdError, KeyError):
+                if waited > _FIRST_S and not self._client.get("/job")["ranks_reporting"]:
+                    break
+                for incident in reversed(self._client.get("/incidents", limit=50)["incidents"]):
+                    self._take(incident)
+            if self.last or waited > wait_s:
+                break
+            time.sleep(_POLL_S)
+        self._ended.set()
+
+    def _follow(self) -> None:
+        last = ""
+        while not self._ended.is_set():
+            with suppress(CkptdError, msgspec.MsgspecError):  # it may come back
+                for ident, name, body in self._client.events(last):
+                    last = ident
+                    if name == "incident":
+                        self._take(body)
+            self._ended.wait(_RETRY_S)
+
+    def _take(self, incident: dict[str, Any]) -> None:
+        key = (incident["state"], [s["name"] for s in incident["verdict"]["suspects"]])
+        with self._lock:
+            known = self._shown.get(incident["id"]) == key or incident["updated_at"] < self._since
+            if known or self._ended.is_set():
+                return
+            self._shown[incident["id"]] = key
+            self.last[incident["id"]] = incident
+            self._say(line_of(incident), incident)
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code that a shell shows for a process's."""
+    return 128 - code if code < 0 else code
+
+
+class DaemonSupervisor:
+    """The daemon of the job, where this launcher starts it, and the watcher of this node.
+
+    The launcher that starts the controller starts the daemon; the daemon tells the controller where
+    it is, and the controller tells all launchers. Their watchers go where it says.
+
+    Parameters
+    ----------
+    job
+        Its name.
+    daemon
+        URL of a daemon that is there; None: one that a launcher of this job starts.
+    daemon_arguments, watcher_arguments
+        Besides the job and the daemon; None for the second: no ranks run here.
+    env, folder, say
+        As of `ControllerSupervisor`.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        daemon: str | None,
+        daemon_arguments: Sequence[str],
+        watcher_arguments: Sequence[str] | None,
+        env: Mapping[str, str],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._job, self._url, self._say = job, daemon, say
+        self._daemon_arguments, self._watcher_arguments = daemon_arguments, watcher_arguments
+        self._env, self._folder = env, folder
+        self._daemon: Sidecar | None = None
+        self._agent: Sidecar | None = None
+        self._agent_by = 0.0
+        """When a watcher is killed that was told to end, for another one; 0.0: none was."""
+        self._starts: dict[str, tuple[float, int]] = {}
+        """When a part was started last, and how often in a row, by its name."""
+        self._given_up = False
+        self._watching = ""
+        """URL of the daemon that the watcher tells."""
+        self._announced, self._announced_at = "", 0.0
+        self._own = ""
+        """URL of the daemon of this launcher."""
+        self._started = 0
+        self._another_at = -1.0
+        """Start of the controller for which another launcher of this machine has a daemon."""
+        self._lost = False
+        self._reader: Reader | None = None
+        self._since = time.time()
+
+    def daemon_at(self, url: str) -> None:
+        """Take in what a controller says of where the daemon is."""
+        self._announced, self._announced_at = url, time.monotonic()
+
+    def turn(self, controller: ControllerSupervisor) -> None:
+        """Start what can be started now, the daemon beside the controller."""
+        if self._lost:
+            return
+        try:
+            self._turn(controller)
+        except (CkptdError, OSError) as error:
+            self._lost = True
+            self._say(f"{error}\ntraining goes on unwatched")
+
+    def _turn(self, controller: ControllerSupervisor) -> None:
+        if self._is_mine(controller.since, controller.seated):
+            self._start_daemon(controller.host)
+        self._look_at_daemon(controller.since)
+        self._look_at_agent()
+        login = self._login()
+        if self._daemon is not None and login and self._reader is None:
+            self._read_out(login)
+        url = self._url or self._announced or login
+        if url and self._watcher_arguments is not None:
+            self._watch(url)
+
+    def _is_mine(self, since: float, seated: bool) -> bool:
+        """Whether the daemon is this launcher's to start."""
+        if self._url is not None or self._daemon is not None or since in (0.0, self._another_at):
+            return False
+        if self._given_up:
+            return False
+        if not self._announced:
+            return True
+        # One that outlives a controller tells the next one where it is; and of launchers that stand
+        # in, one has the seat.
+        return seated and self._announced_at < since < time.monotonic() - _TELLS_S
+
+    def _start_daemon(self, host: str) -> None:
+        name = f"daemon-{self._started}" if self._started else "daemon"
+        self._started += 1
+        self._note_start("daemon")
+        command = [*CKPTD, "serve", "--json", "--job", self._job, "--bind", host]
+        self._daemon = Sidecar(name, [*command, *self._daemon_arguments], self._env, self._folder)
+        self._announced = ""
+
+    def _look_at_daemon(self, since: float) -> None:
+        daemon = self._daemon
+        if daemon is None or (code := daemon.process.poll()) is None:
+            return
+        if code != _REFUSED and self._announced in ("", self._own):
+            self._again(daemon, code)
+        # Another launcher of this machine, for a node of this job, was first: it is found. Or the
+        # job has a newer daemon, and this one has ended because no watcher told it anything.
+        daemon.end()
+        self._daemon = None
+        if self._reader is not None:
+            self._reader.finish(0.0)
+            self._reader = None
+        if code == _REFUSED:
+            self._another_at = since
+
+    def _again(self, daemon: Sidecar, code: int) -> None:
+        """Have another daemon started in the place of one that has ended, or say what to do."""
+        self._announced = self._own = ""
+        self._given_up = code == _USAGE or self._too_often("daemon")
+        what = "another one is started"
+        if self._given_up:
+            command = ["ckptd", "serve", "--job", self._job, *self._daemon_arguments]
+            what = f"training goes on unwatched, until you start one: {shlex.join(command)}"
+        self._say(f"{daemon.failed(f'has ended with {code}')}\n{what}")
+
+    def _look_at_agent(self) -> None:
+        agent = self._agent
+        if agent is None:
+            return
+        if (code := agent.process.poll()) is None:
+            if self._agent_by and time.monotonic() > self._agent_by:
+                agent.process.kill()
+            return
+        if not self._agent_by:
+            error = agent.failed(f"has ended with {code}")
+            if self._too_often("agent"):
+                raise error
+            self._say(f"{error}\nanother one is started")
+        agent.end()
+        self._agent, self._agent_by, self._watching = None, 0.0, ""
+
+    def _note_start(self, name: str) -> None:
+        at, number = self._starts.get(name, (0.0, 0))
+        now = time.monotonic()
+        self._starts[name] = now, (number if now - at < _LIVED_S else 0) + 1
+
+    def _too_often(self, name: str) -> bool:
+        at, number = self._starts.get(name, (0.0, 0))
+        return number >= _MOST_STARTS and time.monotonic() - at < _LIVED_S
+
+    def _login(self) -> str:
+        """Return the URL of a daemon on this machine, with its token; empty while there is none."""
+        if self._daemon is not None:
+            with suppress(msgspec.MsgspecError, KeyError, TypeError):
+                return str(msgspec.json.decode(self._daemon.out.read_bytes())["login"])
+            return ""
+        from ckptd.monitor.daemon.place import find_daemon
+
+        with suppress(CkptdError):
+            return find_daemon(self._job).login
+        return ""
+
+    def _watch(self, url: str) -> None:
+        """Have the watcher tell the daemon at `url`."""
+        from ckptd.monitor.daemon.client import DaemonClient
+
+        url = DaemonClient(url).url
+        if url == self._watching:
+            return
+        if self._agent is not None:
+            # It is not waited for: a node that was lost is often why there is another daemon, and
+            # the controller's orders are to be followed meanwhile.
+            if not self._agent_by:
+                self._say(f"the job's daemon is now {url}")
+                self._agent.process.terminate()
+                self._agent_by = time.monotonic() + _END_S
+            return
+        self._note_start("agent")
+        command = [sys.executable, "-m", "ckptd.monitor.agent.watched", "--job", self._job]
+        command += ["--daemon", url, *(self._watcher_arguments or ())]
+        env = {**self._env, "PYTHONUNBUFFERED": "1"}
+        self._agent = Sidecar("agent", command, env, self._folder)
+        self._watching = url
+
+    def _read_out(self, login: str) -> None:
+        from ckptd.monitor.daemon.client import DaemonClient
+
+        self._say(f"job {self._job} is watched: {login_text(login, self._job)}")
+        client = DaemonClient(login)
+        self._own = client.url
+        self._reader = Reader(client, self._since, self._tell)
+
+    def _tell(self, line: str, incident: dict[str, object]) -> None:
+        self._say(f"incident {incident['id']}: {line}")
+
+    def end(self, last_word_s: float) -> None:
+        """End them, after what is still to be told of incidents."""
+        if self._reader is not None and not self._lost:
+            self._reader.finish(last_word_s)
+        for part in (self._agent, self._daemon):
+            if part is not None:
+                part.end()
+        self._agent = self._daemon = None

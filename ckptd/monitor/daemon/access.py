@@ -1,0 +1,191 @@
+"""Which requests the daemon answers: names of the host, origins, the token and its cookie."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
+from ckptd.errors import CkptdError, RefusedError
+from ckptd.monitor.daemon.bodies import connection_of, refusal
+
+__all__ = ["LOGIN_PATH", "Access", "Guard"]
+
+LOGIN_PATH = "/api/v1/login"
+_API = "/api/"
+_AGENTS = frozenset({CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH})
+_OPEN = frozenset({"/healthz", LOGIN_PATH, *_AGENTS})
+_COOKIE_S = 30 * 86400
+
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    b"font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
+    b"form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = [
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a request must show.
+
+    Attributes
+    ----------
+    token
+        Says that a person or script may read and act. It follows from the job's secret and is
+        never printed.
+    login
+        Says so as well, in this life of the daemon; it stands in the URL that is printed.
+    job
+        Names the cookie: those of one host are shared by all its ports.
+    metrics_open
+        Whether ``/metrics`` is served without a token.
+    names
+        Names of the host, besides addresses and its own, under which browsers may reach it.
+    """
+
+    token: str
+    job: str
+    login: str = field(default_factory=lambda: secrets.token_hex(20))
+    metrics_open: bool = True
+    names: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie of those who have logged in."""
+        return f"ckptd_{hashlib.sha256(self.job.encode()).hexdigest()[:8]}"
+
+    @property
+    def session(self) -> str:
+        """Value of the cookie; it is not the token."""
+        return hmac.new(self.token.encode(), b"session", hashlib.sha256).hexdigest()
+
+    def admit(self, response: Response, secure: bool) -> None:
+        """Set the cookie of those who have shown the token."""
+        response.set_cookie(
+            self.cookie,
+            self.session,
+            max_age=_COOKIE_S,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
+        )
+
+    def is_token(self, text: str) -> bool:
+        """Whether `text` is one of the tokens; takes as long whatever it is."""
+        raw = text.encode(errors="replace")
+        known = [hmac.compare_digest(raw, each.encode()) for each in (self.token, self.login)]
+        return any(known)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that may not be answered.
+
+        Raises
+        ------
+        RefusedError
+            kind ``bad-host``, ``bad-origin`` or ``no-token``.
+        """
+        host = request.headers.get("host", "")
+        # Agents call the daemon what they like: a page that is led here cannot sign.
+        if request.scope["path"] not in _AGENTS and not self._known(host):
+            raise RefusedError(
+                "the daemon does not answer to that host name",
+                kind="bad-host",
+                found=host[:100],
+                hint="ckptd serve --name NAME allows one",
+            )
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise RefusedError(
+                "another site sent the request", kind="bad-origin", found=origin[:100]
+            )
+        shown = self._shown(request, acts=request.method != "GET")
+        if shown:
+            connection_of(request).proved = True
+        elif not self._open(request):
+            raise RefusedError(
+                "this request needs the token",
+                kind="no-token",
+                where=request.scope["path"][:100],
+                hint="log in with the URL that ckptd serve prints, or send"
+                " Authorization: Bearer TOKEN",
+            )
+
+    def _known(self, host: str) -> bool:
+        """Whether a Host header is ours: a name of a stranger may lead here by its DNS alone."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in {"localhost", socket.gethostname().lower(), *self.names}
+        return True
+
+    def _open(self, request: Request) -> bool:
+        path = request.scope["path"]
+        if path == "/metrics":
+            return self.metrics_open
+        return path in _OPEN or not path.startswith(_API)
+
+    def _shown(self, request: Request, acts: bool) -> bool:
+        given = request.headers.get("authorization", "")
+        if given.lower().startswith("bearer "):
+            return self.is_token(given[7:].strip())
+        if acts and "origin" not in request.headers:
+            return False  # a cookie alone does not say which page sent it
+        try:
+            found = SimpleCookie(request.headers.get("cookie", "")[:4096]).get(self.cookie)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(
+            found.value.encode(errors="replace"), self.session.encode()
+        )
+
+
+class Guard:
+    """The application behind `Access`; sets headers that keep other sites out of the page."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        try:
+            self._access.check(Request(scope))
+        except CkptdError as error:
+            await refusal(error)(scope, receive, guarded)
+            return
+        except ValueError:  # a Host or Origin that cannot be taken apart
+            await refusal(RefusedError("the Host or Origin header is invalid", kind="bad-host"))(
+                scope, receive, guarded
+            )
+            return
+        await self._app(scope, receive, guarded)

@@ -1,0 +1,213 @@
+"""The daemon's connection to the job's controller: statuses come in, orders go out."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ckptd.base.net.connection import Connection
+from ckptd.decoding import converter, msgpack_decoder
+from ckptd.elastic.dial import dial
+from ckptd.elastic.messages import (
+    Announce,
+    Answer,
+    Order,
+    OrderKind,
+    Status,
+    Subscribe,
+    Suspected,
+    ToOperator,
+)
+from ckptd.elastic.operator import OperatorLink
+from ckptd.errors import CkptdError, UsageError
+
+__all__ = ["ControllerLink", "OrderBody", "order_of"]
+
+_DIAL_S = 2.0
+_TO_OPERATOR = msgpack_decoder(ToOperator)
+_TURN_S = 0.25
+_SILENCE_S = 10.0
+_PAUSE_S = 0.3
+_ANSWER_S = 10.0
+_END_S = 5.0
+_MOST_NODES = 4096
+
+
+class ControllerLink:
+    """Follows the job's controller in a thread of its own, and reconnects until it is closed.
+
+    Parameters
+    ----------
+    addresses
+        Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
+        before each attempt to connect.
+    job, secret
+        Name of the job, and its secret.
+    on_status
+        Called in the link's thread with each status, and with None when the connection breaks.
+    url
+        Of this daemon, as nodes reach it, announced on each connection; empty: it is not announced.
+
+    Attributes
+    ----------
+    status
+        The newest; None before the first.
+    connected
+        Whether a controller is connected now.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[], str],
+        job: str,
+        secret: bytes,
+        on_status: Callable[[Status | None], None],
+        url: str = "",
+    ) -> None:
+        self._addresses, self._job, self._secret, self._on_status = (
+            addresses,
+            job,
+            secret,
+            on_status,
+        )
+        self._url = url
+        self._calls = OperatorLink(addresses, job, secret, name="daemon", timeout_s=_ANSWER_S)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self.status: Status | None = None
+        self.connected = False
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a connection at hand is closed."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+        self._calls.close()
+
+    # --- orders -----------------------------------------------------------------------------------
+
+    def order(self, order: Order) -> Answer:
+        """Send an order and return the answer. Any thread may call it, and waits.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: no answer came in time; the order may have arrived.
+        """
+        return self._calls.order(order)
+
+    def suspect(self, suspected: Suspected) -> Answer:
+        """Send the nodes that the monitor suspects; see `order`."""
+        return self._calls.suspect(suspected)
+
+    # --- statuses ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(OSError, CkptdError):
+                # The next attempt is the answer to whatever is wrong with this connection.
+                self._follow()
+            if self.connected:
+                self.connected = False
+                self._on_status(None)
+            self._ended.wait(_PAUSE_S)
+
+    def _follow(self) -> None:
+        address = self._addresses()
+        if not address:
+            return
+        connection, _ = dial(
+            address,
+            job=self._job,
+            role="operator",
+            name="daemon",
+            secret=self._secret,
+            timeout_s=_DIAL_S,
+        )
+        try:
+            self._read(connection)
+        finally:
+            connection.release()
+
+    def _read(self, connection: Connection) -> None:
+        if self._url:
+            connection.send(Announce(number=2, url=self._url))
+        connection.send(Subscribe(number=1))
+        last = time.monotonic()
+        while not self._ended.is_set():
+            for message in connection.take(_TO_OPERATOR, _TURN_S):
+                last = time.monotonic()
+                if isinstance(message, Status) and message.job == self._job:
+                    self.status, self.connected = message, True
+                    self._on_status(message)
+            if time.monotonic() - last > _SILENCE_S:
+                return
+
+
+# --- orders of people -----------------------------------------------------------------------------
+
+
+class OrderBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /elastic/orders.
+
+    Attributes
+    ----------
+    kind
+        ``restart``, ``exclude``, ``add``, ``drain``, ``pause``, ``resume`` or ``stop``.
+    nodes
+        Names; of ``exclude``, ``add`` and ``drain`` one at least.
+    reason
+        For the membership log, in a few words.
+    """
+
+    kind: str
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+_order_body = converter(OrderBody)
+
+
+_OF_NODES = frozenset({OrderKind.EXCLUDE, OrderKind.ADD, OrderKind.DRAIN})
+
+
+def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
+    """Return the order in the body of a request.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-request``: it is not an order.
+    """
+    try:
+        asked = _order_body(body)
+        kind = OrderKind(asked.kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise _bad("kind, nodes and reason of an order", str(error)) from error
+    if len(asked.nodes) > _MOST_NODES or not all(0 < len(n) <= 256 for n in asked.nodes):
+        raise _bad(f"names of at most {_MOST_NODES} nodes", f"{len(asked.nodes)} of them")
+    if (kind in _OF_NODES) != bool(asked.nodes):
+        found = ", ".join(asked.nodes) or "no node"
+        raise _bad(f"{kind} {'with' if kind in _OF_NODES else 'without'} nodes", found)
+    if len(asked.reason) > most_reason:
+        raise _bad(f"a reason of at most {most_reason} characters", str(len(asked.reason)))
+    return Order(kind=kind, nodes=asked.nodes, reason=asked.reason)
+
+
+def _bad(wanted: str, found: str) -> UsageError:
+    return UsageError(
+        "the body is not an order",
+        kind="bad-request",
+        where="the body",
+        wanted=wanted,
+        found=found[:200],
+    )

@@ -1,0 +1,362 @@
+"""What outlives the daemon: incidents, generations and a thinned-out series of the job, in SQLite.
+
+The file is bounded. A damaged one is set aside under another name, which is said, and a new one
+begun: the daemon goes on without its past rather than not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import RefusedError, StoreError, UsageError
+from ckptd.monitor.daemon.documents import clipped
+from ckptd.monitor.incidents import Incident
+
+__all__ = ["SERIES", "History", "from_stored", "read_incidents", "to_stored"]
+
+_APPLICATION = 0x636B7064  # "ckpd", in the file's header
+_SCHEMA = 1
+_MOST_INCIDENTS = 10_000
+_MOST_GENERATIONS = 10_000
+_MOST_INCIDENT_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+_LEVELS = ((1.0, 2 * 3600.0), (60.0, 14 * 86400.0), (1800.0, 400 * 86400.0))
+"""Distance of points, and how long they are kept, seconds."""
+
+SERIES: Mapping[str, tuple[str, ...]] = {
+    "step": ("step_min", "step_max"),
+    "world": ("world", "reporting", "silent_agents"),
+    "self": ("self_median", "self_max"),
+    "round": ("round_ms",),
+    "incidents": ("open_incidents",),
+}
+"""Columns of the series, by what they are about."""
+
+_COLUMNS = tuple(name for names in SERIES.values() for name in names)
+_TABLES = f"""
+CREATE TABLE incidents (
+    id TEXT PRIMARY KEY, opened_at REAL NOT NULL, state TEXT NOT NULL, document BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX by_time ON incidents (opened_at);
+CREATE TABLE generations (
+    generation INTEGER PRIMARY KEY, world INTEGER, started REAL, ended REAL, why TEXT
+);
+CREATE TABLE series (
+    level INTEGER NOT NULL, at REAL NOT NULL, {", ".join(f"{name} REAL" for name in _COLUMNS)},
+    PRIMARY KEY (level, at)
+) WITHOUT ROWID;
+"""
+
+_INCIDENTS = (
+    "SELECT document FROM incidents WHERE (? IS NULL OR state = ?)"
+    " AND (? IS NULL OR opened_at < ?) ORDER BY opened_at DESC, id DESC LIMIT ?"
+)
+
+
+class History:
+    """The history file, as the daemon writes it; may be used by several threads.
+
+    Parameters
+    ----------
+    path
+        The file; made if need be, mode 0600.
+    most_bytes
+        What it may take on the disk. Beyond it the oldest series go first.
+
+    Raises
+    ------
+    StoreError
+        kind ``history``: no file can be made there.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = 256 << 20) -> None:
+        self.path = path
+        self.errors = 0
+        self.set_aside: Path | None = None
+        self._lock = threading.RLock()
+        self._most_pages = max(most_bytes // _PAGE_BYTES, 64)
+        self._due = [0.0] * len(_LEVELS)
+        self._thinned = -math.inf
+        self._db = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return _connect(self.path, self._most_pages)
+        except sqlite3.DatabaseError as error:
+            if not isinstance(error, sqlite3.OperationalError) or _is_other(self.path):
+                self.set_aside = _set_aside(self.path)
+        except RefusedError:
+            self.set_aside = _set_aside(self.path)
+        try:
+            return _connect(self.path, self._most_pages)
+        except sqlite3.Error as error:
+            raise StoreError(
+                "no history can be kept there",
+                kind="history",
+                where=str(self.path),
+                found=str(error),
+                hint="ckptd serve --history FILE",
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _writing(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Give the file for one change. What fails is counted, and the daemon goes on."""
+        with self._lock:
+            try:
+                self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+                with self._db:
+                    yield self._db
+            except sqlite3.OperationalError:  # full, locked, a failing disk: perhaps for a while
+                self.errors += 1
+            except sqlite3.DatabaseError:
+                self.errors += 1
+                self._db.close()
+                self.set_aside = _set_aside(self.path)
+                self._db = self._open()
+
+    def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Return rows; none, and an error counted, where they cannot be read."""
+        with self._lock:
+            try:
+                return self._db.execute(statement, values).fetchall()
+            except sqlite3.Error:
+                self.errors += 1
+                return []
+
+    def put_incident(self, ident: str, opened_at: float, state: str, document: bytes) -> None:
+        """Keep an incident as it is now; it is on the disk when this returns.
+
+        Parameters
+        ----------
+        ident, opened_at, state
+            Its id, seconds since 1970, and whether it is ``open`` or ``closed``.
+        document
+            All of it, encoded.
+        """
+        if len(document) > _MOST_INCIDENT_BYTES:
+            self.errors += 1
+            return
+        with self._writing(durable=True) as db:
+            db.execute(
+                "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?, ?)",
+                (ident, opened_at, state, document),
+            )
+
+    def put_generation(
+        self, generation: int, world: int, started: float, ended: float | None, why: str
+    ) -> None:
+        """Keep what is known of a life of the job; times are seconds since 1970."""
+        with self._writing() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO generations VALUES (?, ?, ?, ?, ?)",
+                (generation, world, started, ended, why),
+            )
+
+    def put_round(self, at: float, values: Mapping[str, float]) -> None:
+        """Add a point of the series at `at`, seconds since 1970; thins out what is old."""
+        row = [values.get(name, math.nan) for name in _COLUMNS]
+        cells = [value if math.isfinite(value) else None for value in row]
+        places = ", ".join("?" * (len(cells) + 2))
+        with self._writing() as db:
+            for level, (distance, _) in enumerate(_LEVELS):
+                if at >= self._due[level]:
+                    self._due[level] = at + distance
+                    db.execute(
+                        f"INSERT OR REPLACE INTO series VALUES ({places})", (level, at, *cells)
+                    )
+        if at - self._thinned > 60:
+            self._thinned = at
+            self._thin(at)
+
+    def _thin(self, at: float) -> None:
+        with self._writing() as db:
+            for level, (_, kept) in enumerate(_LEVELS):
+                db.execute("DELETE FROM series WHERE level = ? AND at < ?", (level, at - kept))
+            _keep_newest(db, "incidents", "id", "opened_at", _MOST_INCIDENTS)
+            _keep_newest(db, "generations", "generation", "generation", _MOST_GENERATIONS)
+            if self._used() > 0.9 * self._most_pages:
+                # The finest half goes; pages that become free are used again.
+                db.execute(
+                    "DELETE FROM series WHERE level = 0 AND at < "
+                    "(SELECT avg(at) FROM series WHERE level = 0)"
+                )
+
+    def _used(self) -> int:
+        pages = int(self._db.execute("PRAGMA page_count").fetchone()[0])
+        return pages - int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def incidents(
+        self, state: str | None = None, before: float | None = None, limit: int = 100
+    ) -> list[bytes]:
+        """Return encoded incidents, the newest first; see `read_incidents`."""
+        return [bytes(row[0]) for row in self._read(_INCIDENTS, _filter(state, before, limit))]
+
+    def incident(self, ident: str) -> bytes | None:
+        """Return one encoded incident."""
+        rows = self._read("SELECT document FROM incidents WHERE id = ?", (ident,))
+        return bytes(rows[0][0]) if rows else None
+
+    def generations(self) -> list[tuple[Any, ...]]:
+        """Return (generation, world, started, ended, why) of the lives of the job, oldest first."""
+        return self._read(
+            "SELECT generation, world, started, ended, why FROM generations"
+            " ORDER BY generation DESC LIMIT 1000"
+        )[::-1]
+
+    def series(self, what: str, since: float, points: int = 1000) -> dict[str, list[float | None]]:
+        """Return columns ``at`` and those of `SERIES`, from `since` (seconds since 1970) on.
+
+        The finest level that reaches back so far is used, thinned out to about `points` points.
+        """
+        names = SERIES[what]
+        level = next(
+            (n for n, (_, kept) in enumerate(_LEVELS) if since >= time.time() - kept),
+            len(_LEVELS) - 1,
+        )
+        rows = self._read(
+            f"SELECT at, {', '.join(names)} FROM series WHERE level = ? AND at >= ? ORDER BY at",
+            (level, since),
+        )
+        # Counted from the newest, so that what is shown last stays.
+        rows = rows[::-1][:: max(-(-len(rows) // max(points, 1)), 1)][::-1]
+        columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
+        return {name: list(c) for name, c in zip(("at", *names), columns, strict=True)}
+
+
+def read_incidents(
+    path: Path, state: str | None = None, before: float | None = None, limit: int = 100
+) -> list[bytes]:
+    """Return encoded incidents of a history file, the newest first, without a daemon.
+
+    Parameters
+    ----------
+    path
+        The file; it may be in use.
+    state
+        ``open`` or ``closed``; both if left out.
+    before
+        Only those opened before this, seconds since 1970.
+    limit
+        At most so many.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-history``: it is not a history, or damaged.
+    """
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+        ) as db:
+            _check(db)
+            rows = db.execute(_INCIDENTS, _filter(state, before, limit)).fetchall()
+            return [bytes(row[0]) for row in rows]
+    except (sqlite3.Error, RefusedError) as error:
+        raise UsageError(
+            "this is not a history of incidents, or a damaged one",
+            kind="bad-history",
+            where=str(path),
+            found=str(error).partition("\n")[0],
+        ) from error
+
+
+def _filter(state: str | None, before: float | None, limit: int) -> tuple[Any, ...]:
+    return state, state, before, before, limit
+
+
+def _keep_newest(db: sqlite3.Connection, table: str, key: str, by: str, most: int) -> None:
+    db.execute(
+        f"DELETE FROM {table} WHERE {key} IN"
+        f" (SELECT {key} FROM {table} ORDER BY {by} DESC LIMIT -1 OFFSET ?)",
+        (most,),
+    )
+
+
+def _connect(path: Path, most_pages: int) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    # The daemon hands it from thread to thread, one at a time.
+    db = sqlite3.connect(path, timeout=5, check_same_thread=False)
+    try:
+        db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA max_page_count={most_pages}")
+        db.execute("PRAGMA journal_size_limit=4194304")
+        if db.execute("PRAGMA schema_version").fetchone()[0] == 0:
+            db.executescript(
+                f"BEGIN; {_TABLES} PRAGMA application_id={_APPLICATION};"
+                f" PRAGMA user_version={_SCHEMA}; COMMIT;"
+            )
+        _check(db)
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check(db: sqlite3.Connection) -> None:
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    schema = db.execute("PRAGMA user_version").fetchone()[0]
+    if (application, schema) != (_APPLICATION, _SCHEMA):
+        raise RefusedError(
+            "another program's file, or another version's", found=f"{application:#x}, {schema}"
+        )
+
+
+def _is_other(path: Path) -> bool:
+    """Whether a file's tables are not ours, which SQLite tells like a passing failure."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:
+            _check(db)
+            return False
+    except RefusedError:
+        return True
+    except (sqlite3.Error, ValueError):
+        return False
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged file with what belongs to it; return its new name."""
+    target = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+    for end in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{end}", f"{target}{end}")
+    return target
+
+
+# --- incidents as bytes -------------------------------------------------------------------------
+
+_decoder = msgpack_decoder(Incident)
+
+
+def to_stored(incident: Incident) -> bytes:
+    """Return an incident as the file holds it; of too much evidence the rest is left out."""
+    return msgspec.msgpack.encode(clipped(incident))
+
+
+def from_stored(data: bytes) -> Incident | None:
+    """Return the incident that the file holds; None if another version wrote it."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None

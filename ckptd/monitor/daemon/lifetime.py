@@ -1,0 +1,287 @@
+"""What a daemon counts over its lifetime: generations, time, recorded saves, recoveries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.elastic.messages import Status
+from ckptd.errors import CkptdError
+from ckptd.events.eventfiles import EventFolder
+from ckptd.events.profile import Profiles
+from ckptd.monitor.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
+from ckptd.monitor.daemon.history import History
+from ckptd.monitor.daemon.rounds import RoundResult
+from ckptd.monitor.job import phase_name
+from ckptd.monitor.report import NodeReport
+from ckptd.monitor.verdict import VerdictKind
+
+__all__ = [
+    "RECOVERY_BUCKETS_S",
+    "RECOVERY_PARTS",
+    "GenerationLog",
+    "RecordedSaves",
+    "RecoveryCounts",
+    "TimeSpent",
+    "cause_class",
+]
+
+_MOST_KNOWN = 1000
+_LONGEST_S = 5.0
+_FRESH_S = 10.0
+_LAST_SAVES = 50
+_STOPS = frozenset(
+    {
+        VerdictKind.CRASH,
+        VerdictKind.MISMATCH,
+        VerdictKind.DESYNC,
+        VerdictKind.HANG,
+        VerdictKind.DEADLOCK,
+        VerdictKind.COMM_HANG,
+    }
+)
+
+
+class GenerationLog:
+    """Follows the generations that node reports name; keeps the newest thousand.
+
+    Parameters
+    ----------
+    history
+        Where they are stored, and loaded from at the start.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._known = {
+            int(row[0]): GenerationDocument(
+                generation=int(row[0]),
+                world=int(row[1] or 0),
+                started=float(row[2] or 0.0),
+                ended=row[3],
+                why=str(row[4] or ""),
+            )
+            for row in history.generations()
+        }
+        self._seen: dict[int, int] = {}
+        self.newest = max(self._known, default=0)
+
+    def see(self, report: NodeReport) -> None:
+        """Note the generation of the ranks in a report."""
+        ranks = report.table("ranks")
+        if len(ranks):
+            newest = int(ranks["generation"].max())
+            if newest >= self.newest:
+                self._seen[newest] = int(ranks["world"].max())
+
+    def judge(self, result: RoundResult) -> None:
+        """Take in the reports since the last round."""
+        seen, self._seen = self._seen, {}
+        if not seen:
+            return
+        newest, world = max(seen.items())
+        before = self._known.get(newest)
+        if before is None:
+            self._begin(newest, world, result)
+        elif before.world != world:
+            self._put(msgspec.structs.replace(before, world=world))
+
+    def _begin(self, generation: int, world: int, result: RoundResult) -> None:
+        now = time.time()
+        last = self._known.get(self.newest)
+        if last is not None and last.ended is None:
+            why = max(
+                (i for i in result.incidents if i.opened_at >= last.started),
+                key=lambda i: i.opened_at,
+                default=None,
+            )
+            split = {"detect_s": why.latency_s, "restart_s": now - why.opened_at} if why else {}
+            self._put(
+                msgspec.structs.replace(last, ended=now, why=why.id if why else "", split=split)
+            )
+        self.newest = generation
+        self._put(GenerationDocument(generation=generation, world=world, started=now))
+        while len(self._known) > _MOST_KNOWN:
+            del self._known[min(self._known)]
+
+    def _put(self, one: GenerationDocument) -> None:
+        self._known[one.generation] = one
+        self._history.put_generation(one.generation, one.world, one.started, one.ended, one.why)
+
+    def all(self) -> list[GenerationDocument]:
+        """Return the known generations, the oldest first."""
+        return [one for _, one in sorted(self._known.copy().items())]
+
+
+class TimeSpent:
+    """What the time since the daemon's start was spent on, in seconds.
+
+    Time counts as ``stuck`` while an incident is open that stops the job, as ``waiting`` while no
+    rank reports, and otherwise as the phase that most ranks are in. Steps that are made again after
+    a restart count like others.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._last: float | None = None
+
+    def add(self, result: RoundResult) -> None:
+        """Count the time since the round before."""
+        before, self._last = self._last, result.now
+        if before is not None:
+            self._seconds[_spent_on(result)] += min(result.now - before, _LONGEST_S)
+
+    def document(self) -> GoodputDocument | None:
+        """Return the seconds, and the share of training; None at first."""
+        total = sum(self._seconds.values()) - self._seconds["waiting"]
+        if total <= 0:
+            return None
+        seconds = {name: round(s, 3) for name, s in sorted(self._seconds.items())}
+        return GoodputDocument(seconds, round(self._seconds["TRAIN"] / total, 4))
+
+
+def _spent_on(result: RoundResult) -> str:
+    if any(i.kind in _STOPS for i in result.open):
+        return "stuck"
+    phases = result.job.ranks["phase"]
+    if not len(phases):
+        return "waiting"
+    return phase_name(int(np.bincount(np.clip(phases, 0, None)).argmax()))
+
+
+class RecordedSaves:
+    """Reads event folders on request, at most every ten seconds.
+
+    Parameters
+    ----------
+    folders
+        Those that ``Checkpointer(events=...)`` writes to.
+    """
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = tuple(folders)
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._document = CheckpointsDocument()
+
+    def document(self) -> CheckpointsDocument:
+        """Return what saves cost, and the newest checkpoint of each tier. Reads files."""
+        with self._lock:
+            if time.monotonic() - self._read_at > _FRESH_S:
+                self._document = self._read()
+                self._read_at = time.monotonic()
+            return self._document
+
+    def _read(self) -> CheckpointsDocument:
+        profiles = Profiles(last=_LAST_SAVES)
+        problems = []
+        for folder in self._folders:
+            try:
+                for _, event in EventFolder.open(folder).read():
+                    profiles.add(event)
+            except CkptdError as error:
+                problems.append(error.to_dict())
+        return CheckpointsDocument.of(profiles.saves(), problems)
+
+
+# --- recoveries -----------------------------------------------------------------------------------
+
+RECOVERY_PARTS = (
+    "detect",
+    "fence",
+    "plan",
+    "spawn",
+    "import",
+    "init",
+    "load",
+    "first_step",
+    "again",
+    "parked",
+    "total",
+)
+"""Parts of a recovery, in their order, and all of it."""
+
+RECOVERY_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_MOST_RECOVERIES = 1 << 12
+_SETTLED_S = 1.0
+"""Marks of the slowest node may still come so long after a recovery."""
+_CLASSES = (
+    ("ended with", "crash"),
+    ("is gone", "node"),
+    ("nothing is heard", "node"),
+    ("came back", "node"),
+    ("lost", "node"),
+    ("hang", "hang"),
+    ("deadlock", "deadlock"),
+    ("desync", "desync"),
+    ("mismatch", "mismatch"),
+    ("slow", "slow"),
+    ("corruption", "corruption"),
+    ("growing", "growth"),
+    ("collective", "broken"),
+    ("no step was", "no-step"),
+    ("controller", "controller"),
+    ("order", "order"),
+    ("notice", "notice"),
+    ("taken away", "notice"),
+)
+
+
+def cause_class(text: str) -> str:
+    """Return the class of a recovery's cause: its words name nodes, which labels must not."""
+    lowered = text.lower()
+    return next((word for sign, word in _CLASSES if sign in lowered), "other")
+
+
+def part_of(recovery: Mapping[str, Any], part: str) -> float | None:
+    """Return the seconds of a part of a recovery; None where they are not known."""
+    value = recovery.get(part)
+    return float(value) if isinstance(value, int | float) else None
+
+
+class RecoveryCounts:
+    """Counts the recoveries in a controller's statuses, which list only the last ones.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[Any, None] = {}
+        self.recoveries: Counter[tuple[str, str]] = Counter()
+        self.parts: dict[str, list[float]] = {}
+        """By part: how many took up to each bound, then how many more; last the sum."""
+        self.steps_lost = 0
+        self.status: Status | None = None
+
+    def take(self, status: Status) -> None:
+        """Take a status; a recovery counts once, when it does not change any more."""
+        with self._lock:
+            self.status = status
+            for recovery in status.recoveries:
+                key = recovery.get("to")
+                young = status.at - (part_of(recovery, "at") or 0.0) < _SETTLED_S
+                if key in self._seen or (young and not status.ended):
+                    continue
+                self._seen[key] = None
+                self._count(recovery)
+            while len(self._seen) > _MOST_RECOVERIES:
+                del self._seen[next(iter(self._seen))]
+
+    def _count(self, recovery: Mapping[str, Any]) -> None:
+        cause = cause_class(str(recovery.get("cause", "")))
+        self.recoveries[str(recovery.get("level", "")), cause] += 1
+        self.steps_lost += int(recovery.get("steps_lost") or 0)
+        for part in RECOVERY_PARTS:
+            seconds = part_of(recovery, part)
+            if seconds is not None:
+                counts = self.parts.setdefault(part, [0.0] * (len(RECOVERY_BUCKETS_S) + 2))
+                counts[bisect_left(RECOVERY_BUCKETS_S, seconds)] += 1
+                counts[-1] += seconds

@@ -1,0 +1,190 @@
+"""Listens, serves until a signal, ends in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from ckptd.base.net.address import Address
+from ckptd.base.runtime.host import many_files
+from ckptd.monitor.daemon.bodies import ClientConnection
+
+__all__ = ["Serving", "url_of"]
+
+_HEAD_S = 15.0
+_IDLE_S = 75
+_END_S = 5
+_BACKLOG = 2048
+_MOST_CONNECTIONS = 8192
+_MOST_STRANGERS = 4096
+_LOOK_S = 0.25
+
+
+def url_of(sock: socket.socket, name: str | None = None) -> str:
+    """Return the URL of a listening socket, under the name given or its own address."""
+    host, port = sock.getsockname()[:2]
+    return f"http://{Address(name or host, port)}"
+
+
+class _Patient(H11Protocol):
+    """Closes connections that begin a request and do not finish its head in time.
+
+    Of strangers, so many are held at once; then the oldest goes for the next one, so that silent
+    connections keep nobody out.
+    """
+
+    strangers: ClassVar[dict[_Patient, None]]
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connection = ClientConnection()
+        self.app_state = {**self.app_state, "connection": self._connection}
+        self._make_room()
+        self.strangers[self] = None
+        self._watch()
+
+    def _make_room(self) -> None:
+        while len(self.strangers) >= _MOST_STRANGERS:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            if not oldest._connection.proved:
+                oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()  # a part of the next head may be here already
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self.strangers.pop(self, None)
+        super().connection_lost(exc)
+
+    def _busy(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _watch(self) -> None:
+        if self._busy():
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+        elif self._late is None:
+            self._late = self.loop.call_later(_HEAD_S, self._close_late)
+
+    def _close_late(self) -> None:
+        self._late = None
+        # One that waits between two requests is closed by uvicorn, later.
+        part, _ = self.conn.trailing_data
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or (part and cycle.response_complete):
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: `Serving.run` handles them, and a signal is no failure."""
+        yield
+
+
+class Serving:
+    """One HTTP server in the event loop of the thread that calls `run`.
+
+    Parameters
+    ----------
+    app
+        What answers.
+    sock
+        A listening socket.
+    started
+        Called in the loop before the first request is answered.
+    ending
+        Called in the loop when the end begins, so that streams end.
+    idle
+        Says whether to end by itself; asked four times a second.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        started: Callable[[asyncio.AbstractEventLoop], None],
+        ending: Callable[[], None],
+        idle: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._sock = sock
+        self._started = started
+        self._ending = ending
+        self._idle = idle
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end = threading.Event()
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=type("_Patient", (_Patient,), {"strangers": {}}),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                backlog=_BACKLOG,
+                limit_concurrency=_MOST_CONNECTIONS,
+                timeout_keep_alive=_IDLE_S,
+                timeout_graceful_shutdown=_END_S,
+                h11_max_incomplete_event_size=32 << 10,
+            )
+        )
+
+    def run(self, signals: bool = True) -> None:
+        """Serve until `stop`, TERM or INT (if `signals`), or until it is idle."""
+        many_files()
+        asyncio.run(self._run(signals))
+
+    def stop(self) -> None:
+        """Begin the end; from any thread."""
+        self._end.set()
+
+    async def _run(self, signals: bool) -> None:
+        loop = asyncio.get_running_loop()
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+        self._started(loop)
+        watching = asyncio.ensure_future(self._until_end())
+        try:
+            await self._server.serve(sockets=[self._sock])
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    async def _until_end(self) -> None:
+        asked = time.monotonic()
+        while not self._end.is_set():
+            await asyncio.sleep(0.05)
+            if time.monotonic() - asked > _LOOK_S:
+                asked = time.monotonic()
+                if self._idle():
+                    break
+        self._ending()
+        self._server.should_exit = True

@@ -1,0 +1,1 @@
+"""Publisher and subscriber: weights from trainers to inference workers."""

@@ -1,0 +1,585 @@
+"""`Subscriber`: the tensors of an inference worker, filled with what a trainer publishes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from ckptd import events
+from ckptd.base.digest import digest
+from ckptd.base.runtime.ranks import Board, LocalBoard, Pulse
+from ckptd.base.torch.device import has_streams
+from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
+from ckptd.checkpoint.torch.state.restore import look
+from ckptd.checkpoint.torch.state.tensors import as_bytes
+from ckptd.errors import CkptdError, MismatchError, TransientStoreError
+from ckptd.lay.local import local_tensors
+from ckptd.publish.carrier import SlotReader, WeightCarrier
+from ckptd.publish.link import ServerLink, VersionHold
+from ckptd.publish.meeting import MeetingPlace
+from ckptd.publish.messages import (
+    AskAbout,
+    AskRelease,
+    AskWhere,
+    HoldAnswer,
+    PublishedAbout,
+    ServerEntry,
+    ServerList,
+)
+from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
+from ckptd.publish.quantized import ScaleMemory, quantized_tensors
+from ckptd.publish.torch.fallback import RootFallback
+from ckptd.reshard.torch.layout.program import LayoutSpec
+from ckptd.reshard.torch.relayout import RelayoutSide, by_name, memory_of, own_tensors
+
+__all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
+
+_log = logging.getLogger("ckptd")
+_POLL_S = 0.1
+_DIGEST_WORDS = 1 << 22
+_MOST_WAIT_S = 30.0
+_ANSWER_S = 5.0
+"""For what a server answers at once: one that is late with it is stopped, or its host is gone."""
+_RELEASE_S = 1.0
+"""For an answer after a pull that failed, perhaps as the leader is stopped."""
+_NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
+"""What a publisher that ends, or gets on, looks like from here."""
+
+
+class WeightVersion(NamedTuple):
+    """A version of the weights.
+
+    Attributes
+    ----------
+    step
+        As the trainer gave it.
+    number
+        Counts the versions of one publisher, from 1; 0 for a checkpoint of the root.
+    epoch
+        Tells that publisher from all others; empty for a checkpoint of the root.
+    """
+
+    step: int
+    number: int
+    epoch: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport(PullReport):
+    """What an update did on this rank, with the bytes of a `ckptd.publish.pull.PullReport`.
+
+    Attributes
+    ----------
+    version
+        What the tensors hold now.
+    seconds
+        In all; the wait for a version is left out.
+    lag_s
+        Since the trainer published the version; 0 where it came from a root.
+    """
+
+    version: WeightVersion
+    seconds: float = 0.0
+    lag_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What shows that nobody has written to a tensor or its scales, nor given it other memory.
+
+    Attributes
+    ----------
+    look
+        Address, shape, type, and torch's count of writes, of both.
+    digest
+        Of the values: writes through ``.data``, numpy or a kernel of somebody's own are not
+        counted.
+    """
+
+    look: tuple[Any, ...]
+    digest: bytes
+
+    @staticmethod
+    def of(tensors: tuple[torch.Tensor, ...]) -> _Proof:
+        """Return the proof of what a tensor holds now."""
+        return _Proof(_looks(tensors), _digests(tensors))
+
+    def holds(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether it holds that still."""
+        return self.look == _looks(tensors) and self.digest == _digests(tensors)
+
+
+def _looks(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    return tuple(_look(t) for t in tensors)
+
+
+def _digests(tensors: tuple[torch.Tensor, ...]) -> bytes:
+    return b"".join(tensor_digest(t) for t in tensors)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    writes = -1 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.device, writes
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of a contiguous tensor's values, computed where it lies.
+
+    On a device it is two sums over words, one of them weighted by their places: enough against
+    writes by mistake.
+    """
+    if tensor.device.type == "cpu":
+        return digest(as_bytes(tensor).data)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    words = flat.numel() // 4
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for at in range(0, words, _DIGEST_WORDS):
+        part = flat[4 * at : 4 * min(at + _DIGEST_WORDS, words)].view(torch.int32).long()
+        places = torch.arange(at, at + part.numel(), device=tensor.device) * 2 + 1
+        found += torch.stack([part.sum(), (part * places).sum()])
+    rest = bytes(flat[4 * words :].cpu().tolist())
+    return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
+
+
+class Subscriber:
+    """Fills the tensors of an inference worker with the newest published version.
+
+    Every rank of a rollout makes one and calls `update` alike; a rollout is one model over the
+    ranks of `group`. All of them get the same version, or none does: a version is pulled whole
+    first, and tensors change only when every rank has all that it needs. A trainer that dies, at
+    any moment, leaves the version before.
+
+    Parameters
+    ----------
+    layout
+        How the rollout holds the model; see `ckptd.Checkpointer`. Its mesh has as many ranks as
+        `group`.
+    into
+        A module, or a state as `ckptd.relayout` fills it.
+    at, secret
+        As the trainer's `Publisher` has them.
+    group
+        The process group of the rollout; None for a rollout of one process.
+    budget_bytes
+        Most memory for what is pulled over sockets before it is applied; None: as much as it takes.
+        What is on this host is not staged.
+    in_place
+        What does not fit the budget is written as it comes, once all ranks are ready, instead of
+        being refused. If that breaks off, `update` raises and the tensors are of no version:
+        `version` is None, and another `update` has to succeed before they are used.
+    carrier
+        Brings the weights by another way than the servers' memory and sockets, as
+        `ckptd.publish.torch.carrier.GroupCarrier` does; the publisher has its counterpart.
+    root
+        Where no publisher is reached, the newest checkpoint of this root is loaded.
+    root_layout
+        The layout of checkpoints there that were saved without one.
+    timeout_s
+        Longest time without a byte of a server, or without progress of another rank, in seconds.
+
+    Raises
+    ------
+    UsageError, MismatchError
+        The layout does not fit the tensors, on every rank.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutSpec,
+        into: nn.Module | Mapping[str, Any],
+        at: str | os.PathLike[str],
+        secret: str | bytes | None = None,
+        *,
+        group: Any = None,
+        budget_bytes: int | None = None,
+        in_place: bool = False,
+        carrier: WeightCarrier | None = None,
+        root: str | os.PathLike[str] | None = None,
+        root_layout: LayoutSpec | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._board: Board = LocalBoard() if group is None else board_of(group, timeout_s)
+        self._agreement = Agreement(self._board, timeout_s)
+        self._timeout_s = timeout_s
+        self._budget_bytes = budget_bytes
+        self._in_place = in_place
+        self._carrier = carrier
+        every = self._agreement.on_every_rank
+        self._place = every(lambda: MeetingPlace.of(at, secret))
+        self._state: Mapping[str, Any] = {"model": into} if isinstance(into, nn.Module) else into
+        self._side = every(
+            lambda: RelayoutSide.of(
+                self._state, layout, self._agreement, range(self._board.world), quantized=True
+            )
+        )
+        self._side.leaves = Leaves()  # an engine may free its tensors between updates
+        every(lambda: self._scales(look(self._state)))
+        self._fallback = (
+            None
+            if root is None
+            else RootFallback(root, layout, root_layout, self._agreement, timeout_s)
+        )
+        self._version: WeightVersion | None = None
+        self._leader: ServerLink | None = None
+        self._links: dict[int, ServerLink] = {}
+        self._plan: PullPlan | None = None
+        self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}
+        """This rank's tensors by their names in the program, each with the scales of its blocks, if
+        it has any, while an update goes on."""
+        self._where: dict[str, Any] = {}
+        self._proofs: dict[str, _Proof] = {}
+        self._pulse = Pulse(self._board, "update")
+        self._answer_s = min(_ANSWER_S, timeout_s / 4)
+        self._far = False
+        self.last_error: CkptdError | None = None
+        """Why the last update found no publisher, or lost it; None where it did not."""
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """What the tensors hold; None before the first update, and after one that broke off."""
+        return self._version
+
+    def update(self, wait_s: float = 0.0, *, older: bool = False) -> UpdateReport | None:
+        """Fill the tensors with the newest version. Every rank of the rollout calls it.
+
+        Where no publisher is reached in this time, the newest checkpoint of `root` is loaded if its
+        step is above the one that is held: whole, or not at all.
+
+        Parameters
+        ----------
+        wait_s
+            For a publisher, and a version that is newer than the one that is held, in seconds. A
+            server that does not answer is waited for some 5 s in any case. What is found is pulled
+            however long that takes, unless nothing comes for `timeout_s`.
+        older
+            Whether a checkpoint of `root` may be older than what is held, or the same again.
+
+        Returns
+        -------
+        UpdateReport
+            None: nothing is newer, or the publisher is not reached; the tensors are as before.
+
+        Raises
+        ------
+        MismatchError, UsageError
+            The published model is another one, or does not fit the budget; nothing was written.
+        CkptdError
+            `poisoned`: the tensors are of no version, and `version` is None.
+        """
+        end = time.monotonic() + wait_s
+        self.last_error = None
+        while True:
+            found = self._newest(max(0.0, end - time.monotonic()))
+            if not isinstance(found, tuple):
+                return None if found else self._from_root(older=older)
+            begun = time.monotonic()
+            version, leader, age_s = found
+            try:
+                stage = partial(self._stage, version, leader)
+                staged = self._agreement.on_every_rank(stage, self._pulse)
+            except CkptdError as error:
+                self._let_go(_RELEASE_S)
+                if error.kind not in _NOT_THERE:
+                    raise
+                self.last_error = error.without_frames()  # they hold what was pulled
+                self._disconnect()
+                _log.warning("the weights of step %d are not had: %s", version.step, error.message)
+                # Ranks that came at other times would part here.
+                if self._agreement.on_rank_zero("late", lambda: time.monotonic() >= end):
+                    return self._from_root(older=older)
+                time.sleep(_POLL_S)
+                continue
+            self._apply(staged, version)
+            self.last_error = None
+            seconds = time.monotonic() - begun
+            report = UpdateReport(
+                version=version, **asdict(staged.report), seconds=seconds, lag_s=age_s + seconds
+            )
+            self._emit(report)
+            return report
+
+    def _emit(self, report: UpdateReport) -> None:
+        events.emit(
+            events.VersionApplied(
+                step=report.version.step,
+                generation=0,
+                rank=self._board.rank,
+                at_ns=events.now_ns(),
+                number=report.version.number,
+                bytes=report.bytes_needed,
+                unchanged=report.bytes_unchanged,
+                duration_ns=int(report.seconds * 1e9),
+                lag_ns=int(report.lag_s * 1e9),
+            )
+        )
+
+    def _from_root(self, *, older: bool) -> UpdateReport | None:
+        """Load the newest checkpoint, where there is a root and it has a newer one."""
+        if self._fallback is None:
+            return None
+        held, begun = self._version, time.monotonic()
+        above = -1 if held is None or older else held.step
+        side = self._side
+        own = own_tensors(side, look(self._state), {""})
+        names = frozenset(side.names[x.laid.name] for x in own)
+        try:
+            report = self._fallback.load(self._state, names, above)
+        except CkptdError as error:
+            if error.poisoned:
+                self._version = None
+            raise
+        if report is None:
+            return None
+        self._version = WeightVersion(report.step, 0, "")
+        _log.info("no publisher is reached: step %d comes from the root", report.step)
+        read = report.read.bytes_copied
+        found = UpdateReport(
+            version=self._version, bytes_needed=read, seconds=time.monotonic() - begun
+        )
+        self._emit(found)
+        return found
+
+    # --- which version --------------------------------------------------------------------------
+
+    def _newest(self, wait_s: float) -> tuple[WeightVersion, ServerEntry, float] | bool:
+        """Return what all ranks of the rollout are to have, as rank 0 finds it, and its age.
+
+        Without that: whether a publisher was reached.
+        """
+        end = time.monotonic() + wait_s
+        raw = None
+        while raw is None:  # for an answer of rank 0 the others wait `timeout_s` at most
+            raw = self._agreement.on_rank_zero("newest", lambda: self._look(end))
+        if isinstance(raw, bool):
+            return raw
+        step, number, age_s, epoch, host, address, socket = raw
+        entry = ServerEntry(host, address, socket, epoch)
+        return WeightVersion(step, number, epoch), entry, age_s
+
+    def _look(self, end: float) -> list[Any] | bool | None:
+        """Ask for a newer version until there is one; else say whether a publisher is there.
+
+        None: neither is known yet, and there is time left.
+        """
+        own = min(end, time.monotonic() + self._timeout_s / 2)
+        while True:
+            left = own - time.monotonic()
+            try:
+                found = self._ask(max(0.0, min(left, _MOST_WAIT_S)))
+                self.last_error = None
+            except CkptdError as error:
+                self._disconnect()
+                if error.kind not in _NOT_THERE:
+                    raise
+                found, self.last_error = None, error.without_frames()
+            if found is not None:
+                return found
+            if left <= 0:
+                return self._leader is not None if own == end else None
+            if self._leader is None:
+                time.sleep(min(_POLL_S, max(0.0, left)))
+
+    def _ask(self, wait_s: float) -> list[Any] | None:
+        end = time.monotonic() + wait_s
+        entry = self._place.find()
+        if entry is None:
+            return None
+        known = self._leader
+        if known is not None and entry.epoch and entry.epoch != known.entry.epoch:
+            self._disconnect()  # another publisher has come
+        leader = self._connect(entry)
+        held = self._version
+        than = held.number if held is not None and held.epoch == leader.entry.epoch else 0
+        newest = leader.newest(than, max(0.0, min(end - time.monotonic(), 2.0)), self._answer_s)
+        if not newest.number:
+            return None
+        at = leader.entry
+        return [newest.step, newest.number, newest.age_s, at.epoch, at.host, at.address, at.socket]
+
+    def _connect(self, entry: ServerEntry) -> ServerLink:
+        if self._leader is None or self._leader.lost:
+            self._disconnect()
+            self._leader = self._link(entry)
+        return self._leader
+
+    def _link(self, entry: ServerEntry) -> ServerLink:
+        return ServerLink.to(
+            entry,
+            self._place.secret,
+            wait_s=self._timeout_s,
+            connect_s=self._answer_s,
+            far=self._far,
+        )
+
+    # --- one version ----------------------------------------------------------------------------
+
+    def _stage(self, version: WeightVersion, entry: ServerEntry) -> StagedPull:
+        """Hold a version, and pull it up to the last byte."""
+        if self._leader is not None and self._leader.entry.epoch != entry.epoch:
+            self._disconnect()
+        leader = self._connect(entry)
+        hold = VersionHold(leader, version.number)
+        if not hold.good:
+            raise TransientStoreError("the version went", kind="no-version")
+        plan = self._planned(version, leader)
+        missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
+        for giver in missing:
+            if (old := self._links.pop(giver, None)) is not None:
+                old.close()
+        if missing:
+            found = leader.ask(AskWhere(tuple(missing)), ServerList).entries
+            for giver, at in zip(missing, found, strict=True):
+                self._links[giver] = self._link(at)
+        held = self._version
+        same = held is not None and held.epoch == version.epoch
+        readers: dict[int, SlotReader] = {g: self._links[g] for g in plan.givers}
+        if self._carrier is not None:
+            readers = {g: self._carrier.reader(g, self._links[g]) for g in plan.givers}
+
+        def step() -> None:
+            hold.keep()
+            self._pulse.beat()
+
+        return plan.stage(
+            version.number,
+            readers,
+            self._budget_bytes,
+            HeldTensors(held.number, self._proved()) if held is not None and same else None,
+            in_place=self._in_place,
+            step=step,
+        )
+
+    def _proved(self) -> frozenset[str]:
+        """Return the own tensors that hold what was applied last, whatever happened to them."""
+        found = self._tensors
+        return frozenset(n for n, p in self._proofs.items() if n in found and p.holds(found[n]))
+
+    def _scales(self, leaves: Leaves) -> dict[str, TensorLeaf]:
+        """Return the scales of this rank's quantized tensors, by the names of these.
+
+        Raises
+        ------
+        MismatchError
+            ``lay-fit``: they are not there.
+        """
+        side, found = self._side, by_name(leaves)
+        if side.laid.rank is None:
+            return {}
+        tensors = local_tensors(side.job.form, side.laid.rank)
+        wanted = {t.name: n for t, _, n in quantized_tensors(side.job.form, tensors)}
+        names = {ours: wanted[theirs] for ours, theirs in side.names.items() if theirs in wanted}
+        missing = sorted(n for n in names.values() if n not in found)
+        if missing:
+            raise MismatchError(
+                "the tensors lack the scales of those that the layout calls quantized",
+                kind="lay-fit",
+                where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
+            )
+        return {ours: found[n] for ours, n in names.items()}
+
+    def _prove(self, staged: StagedPull, *, first: bool) -> None:
+        """Note what the tensors hold, of those that do not change at every version.
+
+        To be sure of a tensor costs a pass over it before and after: that is spared for those that
+        change anyway.
+        """
+        if first:
+            self._proofs.clear()
+        elif staged.changed is None:
+            for name in staged.written:  # what was proved was an earlier version
+                self._proofs.pop(name, None)
+            return
+        for name, tensor in self._tensors.items():
+            changes = staged.changed is not None and name in staged.changed
+            if changes:
+                self._proofs.pop(name, None)
+            elif first or name not in self._proofs or name in staged.written:
+                self._proofs[name] = _Proof.of(tensor)
+
+    def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
+        """Return the plan for a publisher and for the memory that the tensors have now."""
+        side = self._side
+        leaves = look(self._state)
+        own = list(own_tensors(side, leaves, {""}))
+        memory = {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
+        found = self._scales(leaves)
+        scales = {
+            n: ScaleMemory(x.name, memory_of(x.local, x.name), x.shape) for n, x in found.items()
+        }
+        for x in own:
+            name = x.laid.name
+            self._tensors[name] = (x.local, found[name].local) if name in found else (x.local,)
+        where = {n: (m.numel, m.dtype) for n, m in memory.items()}
+        where |= {x.name: (x.memory.numel, x.memory.dtype) for x in scales.values()}
+        if self._plan is None or self._plan.epoch != version.epoch or self._where != where:
+            about = leader.ask(AskAbout(), PublishedAbout)
+            self._plan = PullPlan(
+                about, side.form.bound, side.laid.rank or 0, self._board.world, memory, scales
+            )
+            self._where = where
+        else:
+            self._plan.lend(memory, scales)
+        return self._plan
+
+    def _apply(self, staged: StagedPull, version: WeightVersion) -> None:
+        first = self._version is None or self._version.epoch != version.epoch
+        self._version = None
+        problem: CkptdError | None = None
+        try:
+            with torch.no_grad():
+                staged.apply()
+                self._settle()
+                staged.give_back()
+                self._prove(staged, first=first)
+        except CkptdError as error:
+            problem = error
+        finally:
+            self._let_go()
+        try:
+            self._agreement.no_errors(problem, self._pulse)
+        except CkptdError as error:
+            error.poisoned = True
+            raise
+        self._version = version
+
+    def _settle(self) -> None:
+        """Wait until devices have what was enqueued: other streams may use the weights next."""
+        found = {t.device for own in self._tensors.values() for t in own}
+        for device in filter(has_streams, found):
+            torch.get_device_module(device).synchronize(device)
+
+    def _let_go(self, wait_s: float = _ANSWER_S) -> None:
+        """Let the version's slot be filled again; its memory is left where that is not answered."""
+        self._tensors = {}
+        if self._plan is not None:
+            self._plan.lend({})
+        if self._leader is not None:
+            with suppress(CkptdError):
+                self._leader.ask(AskRelease(), HoldAnswer, min(wait_s, self._answer_s))
+
+    def _disconnect(self) -> None:
+        for link in (self._leader, *self._links.values()):
+            if link is not None:
+                link.close()
+        self._leader = None
+        self._links = {}
+
+    def close(self) -> None:
+        """End the connections. Idempotent."""
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""``ckptd export``: weights as Hugging Face safetensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
+from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.cli.options import size_of
+from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
+from ckptd.errors import UsageError
+from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
+
+__all__ = ["ExportDocument", "export"]
+
+_SAID = 8
+
+
+class ExportDocument(Document, frozen=True, kw_only=True, tag="export"):
+    """What ``ckptd export --json`` prints.
+
+    Attributes
+    ----------
+    root, step, generation
+        The checkpoint.
+    folder
+        Where the files are.
+    files
+        Name, number of tensors, and bytes of each; the index is `model.safetensors.index.json`.
+    tensors
+        Number of tensors written.
+    bytes
+        Bytes of their values as written.
+    tied
+        With --no-untie: names that were not written again, and the tensor that each is.
+    left_out
+        Names of tensors that were not exported: optimizer state, other sections.
+    objects
+        Names of values, which an export does not have.
+    """
+
+    root: str
+    step: int
+    generation: int
+    folder: str
+    files: tuple[ExportedFile, ...]
+    tensors: int
+    bytes: int
+    tied: dict[str, str]
+    left_out: tuple[str, ...]
+    objects: tuple[str, ...]
+
+
+def export(
+    where: Where,
+    folder: Annotated[str, Parameter(help="Local folder to write to.")],
+    /,
+    *,
+    section: Annotated[
+        str | None,
+        option(
+            "Export names below this one, without it. A single dot exports everything."
+            " Without it: the weights, if they are one section."
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        option("OLD=NEW, OLD a regular expression; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        option("Cast floating-point weights to this type."),
+    ] = None,
+    max_shard_size: Annotated[str, Parameter(help="Largest file: 5GB, 500MB, 2GiB.")] = "5GB",
+    untie: Annotated[
+        bool,
+        Parameter(
+            help="Write tied weights under each of their names, or once.", negative="--no-untie"
+        ),
+    ] = True,
+    force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
+    json: Json = False,
+) -> Reply:
+    """Write weights as Hugging Face safetensors with an index.
+
+    Memory stays small whatever the size of the model; no torch is needed.
+    """
+    rules = [_rule(text) for text in rename or ()]
+    most = size_of(max_shard_size, "--max-shard-size")
+    address = CheckpointAddress.of(where)
+    with opened(address.root) as catalogue:
+        with held(catalogue, address.find(catalogue), "export") as commit:
+            reader = CkptdReader(catalogue, commit)
+            plan = plan_export(
+                reader,
+                section=section,
+                rename=rules,
+                dtype=dtype,
+                max_shard_bytes=most,
+                untie=untie,
+            )
+            with progress_bar("exporting") as bar:
+                files = run_export(reader, plan, folder, force=force, progress=bar)
+    items = [item for _, some in plan.files for item in some]
+    document = ExportDocument(
+        root=catalogue.store.url,
+        step=commit.step,
+        generation=commit.generation,
+        folder=folder,
+        files=tuple(files),
+        tensors=len(items),
+        bytes=plan.nbytes,
+        tied={alias: item.name for item in items for alias in item.aliases},
+        left_out=plan.left_out,
+        objects=plan.objects,
+    )
+    return Reply(document, _show)
+
+
+def _rule(text: str) -> Rename:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise UsageError(
+            "not a rule for names",
+            kind="bad-argument",
+            where="--rename",
+            wanted="OLD=NEW, such as '^transformer\\.=model.'",
+            found=text,
+        )
+    return old, new
+
+
+def _show(document: ExportDocument) -> None:
+    d = document
+    print(
+        f"exported step {d.step} (generation {d.generation}): {d.tensors} tensors,"
+        f" {size_text(d.bytes)} in {len(d.files)} file{'s' * (len(d.files) != 1)} and an index"
+    )
+    for file in d.files[:_SAID]:
+        print(f"  {d.folder}/{file.name}  {size_text(file.bytes)}")
+    if len(d.files) > _SAID:
+        print(f"  ... {len(d.files)} files in all")
+    for alias, kept in list(d.tied.items())[:_SAID]:
+        print(f"  {alias} is tied to {kept}, which is written once")
+    for names, what in ((d.left_out, "tensors"), (d.objects, "values")):
+        if names:
+            more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
+            print(f"  left out: {len(names)} {what}: {', '.join(names[:_SAID])}{more}")

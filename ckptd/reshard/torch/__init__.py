@@ -1,0 +1,1 @@
+"""Layouts in a training loop: binding, relayout, experts that move."""

@@ -1,0 +1,322 @@
+"""A load between layouts: what each live tensor wants from the checkpoint, and the names for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckptd.base.grids.block import Fill, Region, box_region
+from ckptd.checkpoint.load.plan import Conversion, Want
+from ckptd.checkpoint.torch.filling import U8, Filling, LiveTarget
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.checkpoint.torch.state.restore import MAX_LISTED, Matching
+from ckptd.errors import MismatchError
+from ckptd.lay.copies import TargetPlan
+from ckptd.lay.local import LaidTensor
+from ckptd.reshard.changes import change_of
+from ckptd.reshard.torch.layout.binder import JobLayout
+from ckptd.reshard.torch.layout.source import LaidSource
+from ckptd.types import Box, DType, dtype_of
+
+__all__ = ["FilledTensor", "LaidLoad"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledTensor:
+    """A tensor of this rank that was asked for, and what it comes into.
+
+    Attributes
+    ----------
+    regions
+        Which boxes of the tensor lie where in the target, where ranks hold boxes of it.
+    """
+
+    leaf: TensorLeaf
+    tensor: LaidTensor
+    target: LiveTarget
+    regions: tuple[Region, ...] = ()
+
+
+@dataclass(eq=False)
+class LaidLoad:
+    """One load of one rank: `match` plans it, `finish` comes when everything has been read.
+
+    Attributes
+    ----------
+    source
+        The checkpoint, composed with the job's layout.
+    describer
+        Of the job.
+    wants
+        For `ckptd.checkpoint.load.plan.read_plan`.
+    filled
+        The tensors of this rank that they fill.
+    """
+
+    source: LaidSource
+    describer: Describer
+
+    def __post_init__(self) -> None:
+        self.wants: list[Want] = []
+        self.filled: list[FilledTensor] = []
+        self._fills: list[tuple[LiveTarget, DType, tuple[Fill, ...]]] = []
+        self._same: list[tuple[str, list[U8]]] = []
+
+    @property
+    def job(self) -> JobLayout:
+        """The layout of the live state."""
+        return self.source.job
+
+    # --- names ----------------------------------------------------------------------------------
+
+    @cached_property
+    def offered(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of what the checkpoint has for this rank, by the rank's own names.
+
+        Raises
+        ------
+        MismatchError
+            ``lay-cover``, ``lay-fit``: something is there in part only, or in several types.
+        """
+        out = {}
+        for name, tensor in self.job.local.items():
+            dtype = self._dtype(tensor)
+            if dtype is not None:
+                out[name] = (dtype, tensor.shape)
+        layout = self.job.form.bound.layout
+        for local, (rule, indexes) in self.job.tensors.items():
+            for scalar in layout.scalars:
+                found = self._scalars(rule, indexes, scalar.name)
+                if found:
+                    entry = self.source.saved.manifest.tensors[found[0]]
+                    out[layout.state_name(local, scalar.name)] = (entry.dtype, entry.shape)
+        return out
+
+    def _dtype(self, tensor: LaidTensor) -> str | None:
+        try:
+            dtype = self.source.dtype(tensor)
+        except MismatchError as error:
+            # The logical tensor is not in the source at all: the tensor is missing.
+            if error.kind == "lay-cover" and error.found is None:
+                return None
+            raise
+        return None if dtype is None else dtype.name
+
+    def _scalars(self, rule: int, indexes: tuple[int, ...], scalar: str) -> list[int]:
+        try:
+            return self.source.scalars(rule, indexes, scalar)
+        except MismatchError:
+            return []
+
+    def names(self, rest: SavedNames, wanted: Callable[[str], bool]) -> SavedNames:
+        """Add what is offered to the names of everything else, with groups by the job's name."""
+        tensors = {n: e for n, e in self.offered.items() if wanted(n)}
+        objects, groups = dict(rest.objects), dict(rest.groups)
+        live, saved = self.job.spelling.groups[0], self.source.spelling.groups[0]
+        if live != saved and saved in objects and live not in objects:
+            objects[live] = objects.pop(saved)
+            groups[live] = groups.pop(saved, None)
+        return SavedNames({**rest.tensors, **tensors}, objects, rest.aliases, groups)
+
+    def to_saved(self, rename: Callable[[str], str]) -> Callable[[str], str]:
+        """Return `rename`, with the job's name of optimizer groups led to the checkpoint's."""
+        live, saved = self.job.spelling.groups[0], self.source.spelling.groups[0]
+        return lambda name: saved if name == live else rename(name)
+
+    # --- matching -------------------------------------------------------------------------------
+
+    def rest(self, leaves: Leaves) -> Leaves:
+        """Return the leaves that the job's layout does not speak of."""
+        names = {n: x for n, x in leaves.tensors.items() if not self._kinds(x)}
+        return replace(leaves, tensors=names)
+
+    def _kinds(self, leaf: TensorLeaf) -> bool:
+        kinds = (self.job.kind(n) for n in (leaf.name, *leaf.aliases))
+        return any(k.tensor is not None or k.scalar is not None or k.dropped for k in kinds)
+
+    def match(
+        self,
+        leaves: Leaves,
+        wanted: Callable[[str], bool],
+        filling: Filling,
+        found: Matching,
+        *,
+        strict: bool,
+    ) -> None:
+        """Plan the filling of everything that the layout speaks of.
+
+        Parameters
+        ----------
+        leaves
+            All leaves of the state.
+        wanted
+            Which of them are to be filled, by name.
+        filling
+            Gives the targets.
+        found
+            Gets what was filled, what is missing and what is not wanted.
+        strict
+            Whether missing and unexpected names are errors.
+
+        Raises
+        ------
+        MismatchError
+            Lists every difference.
+        """
+        differences: list[str] = []
+        missing: list[str] = []
+        states: set[str] = set()
+        for leaf in leaves.tensors.values():
+            if not self._kinds(leaf):
+                continue
+            for name in (leaf.name, *leaf.aliases):
+                kind = self.job.kind(name)
+                if not wanted(name) or kind.dropped or leaf.name in found.tensors:
+                    continue
+                if kind.tensor is not None:
+                    states.add(kind.tensor.state)
+                    self._one(leaf, name, kind.tensor, filling, differences, missing, found)
+                elif kind.scalar is not None:
+                    self._scalar(leaf, name, kind.scalar, filling, missing, found)
+        unexpected = self._unexpected(wanted, states)
+        found.missing += missing
+        found.unexpected += unexpected
+        if differences or (strict and (missing or unexpected)):
+            raise _error(differences, missing if strict else [], unexpected if strict else [])
+
+    def _unexpected(self, wanted: Callable[[str], bool], states: set[str]) -> list[str]:
+        """Return tensors of the checkpoint that the live state has no place for."""
+        out = [n for n in self.source.unused() if wanted(n)]
+        if "" in states:
+            # A rank that has parameters has all their states, or the state has no optimizer.
+            form = self.source.form
+            gone = {s for s in form.states if s not in states}
+            keys = form.by_name
+            out += [
+                n
+                for n in self.source.names.tensors
+                if n in keys and keys[n][2] in gone and wanted(n)
+            ]
+        return list(dict.fromkeys(out))
+
+    def _one(
+        self,
+        leaf: TensorLeaf,
+        name: str,
+        tensor: LaidTensor,
+        filling: Filling,
+        differences: list[str],
+        missing: list[str],
+        found: Matching,
+    ) -> None:
+        offered = self.offered.get(tensor.name)
+        if offered is None:
+            missing.append(name)
+            return
+        if (leaf.dtype, leaf.shape) != offered:
+            differences.append(
+                f"{name}: wanted {leaf.dtype}{list(leaf.shape)}, "
+                f"found {offered[0]}{list(offered[1])}"
+            )
+            return
+        found.tensors[leaf.name] = -1
+        if self.job.whole:
+            boxes = filling.boxes(name, leaf.tensor)
+            if boxes is None:
+                return
+            target, regions = boxes
+            piece = tensor.pieces[0]
+            key = (piece.rule, piece.indexes, tensor.state)
+            plan = self.source.composition.regions(key, regions)
+            self.filled.append(FilledTensor(leaf, tensor, target, regions))
+        else:
+            rows = filling.rows(self.describer.held(name, leaf.tensor).local.detach())
+            if rows is None:
+                return
+            target, plan = rows, self.source.composition.local_tensor(self.job.rank, tensor)
+            self.filled.append(FilledTensor(leaf, tensor, target))
+        self._fill(leaf, plan, target)
+
+    def _fill(self, leaf: TensorLeaf, plan: TargetPlan, target: LiveTarget) -> None:
+        dtype = dtype_of(leaf.dtype)
+        for source in plan.sources:
+            number = self.source.names.tensors[source.source.name]
+            kind = self.source.filemap.dtypes[number]
+            change = change_of(kind, dtype, source.values, leaf.name)
+            conversion = Conversion(change, kind, dtype) if change else None
+            self.wants.append(Want(number, (), target, source.pieces, conversion))
+        self._fills.append((target, dtype, plan.fills))
+
+    def _scalar(
+        self,
+        leaf: TensorLeaf,
+        name: str,
+        scalar: tuple[int, tuple[int, ...], str],
+        filling: Filling,
+        missing: list[str],
+        found: Matching,
+    ) -> None:
+        numbers = self._scalars(*scalar)
+        if not numbers:
+            missing.append(name)
+            return
+        target = filling.value(leaf.tensor.detach())
+        if target is None:
+            return
+        found.tensors[leaf.name] = -1
+        values = [target, *(np.empty(target.nbytes, np.uint8) for _ in numbers[1:])]
+        for number, value in zip(numbers, values, strict=True):
+            shape = self.source.saved.manifest.tensors[number].shape
+            region = box_region(Box((0,) * len(shape), shape))
+            self.wants.append(Want(number, (region,), value))
+        self._same.append((name, values))
+
+    def objects(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return decoded objects, with this rank's names in optimizer groups."""
+        name = self.job.spelling.groups[0]
+        if name in values:
+            values = {**values, name: self.source.groups(values[name])}
+        return values
+
+    def finish(self, filling: Filling) -> None:
+        """Compare numbers that became one, and write what no element of the source stands for.
+
+        Raises
+        ------
+        MismatchError
+            kind ``lay-fit``: numbers disagree (`poisoned`).
+        """
+        for name, values in self._same:
+            if any(not np.array_equal(v, values[0]) for v in values[1:]):
+                error = MismatchError(
+                    "parameters with different numbers become one tensor",
+                    kind="lay-fit",
+                    where=name,
+                    found=", ".join(v.tobytes().hex() for v in values[:4]),
+                )
+                error.poisoned = True
+                raise error
+        for target, dtype, fills in self._fills:
+            for fill in fills:
+                filling.fill(target, fill, dtype)
+
+
+def _error(
+    differences: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]
+) -> MismatchError:
+    lines = [*differences]
+    lines += [f"{n}: missing in the checkpoint" for n in missing]
+    lines += [f"{n}: not in the live state" for n in unexpected]
+    shown = "\n    ".join(lines[:MAX_LISTED])
+    more = f"\n    ... and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
+    return MismatchError(
+        f"the state and the checkpoint do not fit: {len(differences)} differ, "
+        f"{len(missing)} missing, {len(unexpected)} unexpected\n    {shown}{more}",
+        hint="a cast in a rule of the job's layout changes types; only= and weights_only= select, "
+        "strict=False loads what fits",
+    )

@@ -1,0 +1,151 @@
+"""Agreement between ranks: one outcome for all, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ckptd.base.runtime.ranks import LocalBoard
+from ckptd.base.torch.ranks import Agreement
+from ckptd.errors import CkptdError, CorruptError, DeadlineError
+from ckptd.testing.ranks import rank_outcomes
+
+
+def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
+    """Run ``work(agreement)`` in a thread a rank; return what each returned or raised."""
+    first = LocalBoard(0, world)
+    boards = [first, *(LocalBoard(r, world, first) for r in range(1, world))]
+
+    def run(board: LocalBoard) -> Any:
+        try:
+            return work(Agreement(board, timeout_s))
+        except CkptdError as error:
+            return error
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(run, boards))
+
+
+def test_what_is_posted_does_not_stay() -> None:
+    def work(agreement: Agreement) -> int:
+        most = 0
+        for step in range(1000):
+            assert agreement.on_rank_zero("step", lambda step=step: step) == step
+            if step % 3 == 0:
+                agreement.no_errors(None)
+            if step % 100 == 0:
+                agreement.all_reports("now", b"", b"".join)
+            if step % 20 == 0:
+                agreement.no_errors(None)  # or rank 0 runs ahead, and its keys are needed
+                most = max(most, len(agreement.board._values) + len(agreement.board._counts))
+        return most
+
+    assert max(everywhere(3, work)) < 3 * 64 + 20
+
+
+def test_rank_zero_does_it_once() -> None:
+    calls: list[int] = []
+
+    def work(agreement: Agreement) -> Any:
+        def act() -> list[int]:
+            calls.append(agreement.board.rank)
+            return [1, 2]
+
+        return agreement.on_rank_zero("act", act), agreement.on_rank_zero("none", lambda: None)
+
+    assert everywhere(3, work) == [([1, 2], None)] * 3
+    assert calls == [0]
+
+
+def test_reports_become_one_value() -> None:
+    def work(agreement: Agreement) -> bytes:
+        own = b"%d" % agreement.board.rank
+        return agreement.all_reports("ranks", own, b" ".join)
+
+    assert everywhere(3, work) == [b"0 1 2"] * 3
+    assert everywhere(1, work) == [b"0"]
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_an_error_of_rank_zero_is_everybodys(reports: bool) -> None:
+    def fail(*_: Any) -> bytes:
+        raise CorruptError("bad", kind="digest", where="there")
+
+    def work(agreement: Agreement) -> Any:
+        if reports:
+            return agreement.all_reports("name", b"", fail)
+        return agreement.on_rank_zero("name", fail)
+
+    errors = everywhere(3, work)
+    assert all(isinstance(e, CorruptError) and e.where == "there" for e in errors)
+
+
+def test_an_error_of_any_rank_is_everybodys() -> None:
+    def work(agreement: Agreement) -> None:
+        rank = agreement.board.rank
+        agreement.no_errors(CorruptError(f"of {rank}", kind="digest") if rank == 2 else None)
+
+    assert [e.message for e in everywhere(4, work)] == ["of 2"] * 4
+    assert everywhere(4, lambda agreement: agreement.no_errors(None)) == [None] * 4
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_program_raises_is_raised_there_and_ends_the_wait_of_others(failing: int) -> None:
+    """As where a function for names raises: ranks waited for their whole time."""
+
+    def fails() -> None:
+        raise KeyError("of the program")
+
+    def work(agreement: Agreement) -> Any:
+        mine = agreement.board.rank == failing
+        with pytest.raises(KeyError if mine else CkptdError) as caught:
+            agreement.on_every_rank(fails if mine else lambda: None)
+        if failing == 0:
+            with pytest.raises(KeyError if mine else CkptdError):
+                agreement.on_rank_zero("name", fails)
+        return None if mine else (caught.value.kind, caught.value.found)
+
+    found = everywhere(3, work, timeout_s=600.0)
+    others = [("crashed", "KeyError('of the program')")] * 2
+    assert found == [*others[:failing], None, *others[failing:]]
+
+
+def test_missing_ranks_are_named_on_all() -> None:
+    def work(agreement: Agreement) -> Any:
+        if agreement.board.rank in (1, 3):
+            return None
+        return agreement.all_reports("name", b"", b"".join)
+
+    errors = [e for e in everywhere(4, work, timeout_s=0.2) if e is not None]
+    assert len(errors) == 2
+    assert all(isinstance(e, DeadlineError) for e in errors)
+    assert all(e.found == "missing ranks [1, 3]" for e in errors)
+
+
+def rank_that_may_die(dying: int, reports: bool) -> str:
+    from ckptd.base.torch.ranks import board_of
+
+    agreement = Agreement(board_of(None, 600.0), 600.0)
+    agreement.on_rank_zero("all are here", lambda: None)
+    if agreement.board.rank == dying:
+        os._exit(7)
+    try:
+        if reports:
+            agreement.all_reports("name", b"", b"".join)
+        else:
+            agreement.no_errors(None)
+    except CkptdError as error:
+        return f"{error.kind}: {error.where}"
+    return "nobody noticed"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_dead_rank_is_noticed_long_before_the_time_is_up(reports: bool) -> None:
+    outcomes = rank_outcomes(3, rank_that_may_die, 1, reports, grace_s=30.0)
+    assert outcomes[1].exit_code == 7
+    for rank in (0, 2):
+        assert str(outcomes[rank].value).startswith("rank-died: rank 1")

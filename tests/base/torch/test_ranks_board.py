@@ -1,0 +1,133 @@
+"""What ranks read in torch's store was written by a rank, and the job's secret is not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import ckptd
+from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
+from ckptd.base.torch.ranks import JobBoard, board_of
+from ckptd.checkpoint.save.tiers import Local, Memory, Peer
+from ckptd.errors import DeadlineError, RefusedError, UsageError
+from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
+
+SECRET = b"a secret of no digits, but long"
+
+
+def boards(store: Any, *secrets: bytes | None) -> list[JobBoard]:
+    return [JobBoard(store, rank, 2, "job/", secret) for rank, secret in enumerate(secrets)]
+
+
+def test_a_value_without_the_mac_is_refused() -> None:
+    store = HashStore()
+    one, other = boards(store, SECRET, SECRET)
+    one.set("a", b"value")
+    assert other.get("a", 1.0) == other.clone().get("a", 1.0) == b"value"
+    one.set("empty", b"")
+    assert other.peek("empty") == b""
+    true = store.get("job/a")
+    forged = (b"value", b"", true[:-1] + b"f", bytes(16) + b"value", true + b"x")
+    for value in forged:
+        store.set("job/a", value)
+        for read in (lambda: other.peek("a"), lambda: other.get("a", 1.0)):
+            with pytest.raises(RefusedError) as caught:
+                read()
+            assert caught.value.kind == "bad-mac"
+    store.set("job/b", true)  # what a rank said of another thing
+    with pytest.raises(RefusedError):
+        other.peek("b")
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, None), (None, SECRET), (SECRET, b"another" * 4)])
+def test_ranks_with_different_secrets_refuse_each_other(
+    secrets: tuple[bytes | None, bytes | None],
+) -> None:
+    one, other = boards(HashStore(), *secrets)
+    one.set("a", b"value")
+    if other._secret is None:
+        assert other.peek("a") != b"value"
+    else:
+        with pytest.raises(RefusedError, match="CKPTD_SECRET must be set on all nodes"):
+            other.peek("a")
+
+
+def test_counters_are_counted() -> None:
+    for secret in (SECRET, None):
+        one, other = boards(HashStore(), secret, secret)
+        assert other.count("n") == 0
+        assert [one.add("n"), other.add("n", 2)] == [1, 3]
+        assert one.count("n") == other.count("n") == 3
+        one.delete("n")
+        assert other.count("n") == 0
+        with pytest.raises(DeadlineError):
+            one.get("nobody", 0.01)
+
+
+def test_a_short_secret_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
+    with pytest.raises(UsageError) as caught:
+        from ckptd.base.net.signing import given_secret
+
+        given_secret()
+    assert caught.value.kind == "bad-secret"
+
+
+def told(store: Any) -> dict[str, bytes]:
+    """Return all that is in torch's store."""
+    return {key: store.get(key) for key in store.list_keys() if "/process/" not in key}
+
+
+def save_on_two_nodes(root: str, folder: str) -> dict[str, bytes]:
+    os.environ["CKPTD_NODE"] = f"n{torch.distributed.get_rank()}"
+    tiers = [Memory(every=1), Peer(every=1), Local(folder, every=1)]
+    with ckptd.Checkpointer(root, tiers=tiers, timeout_s=PATIENCE_S) as ck:
+        for step in (1, 2):
+            handle = ck.save(step, {"w": torch.full((100,), float(step))})
+            for tier in handle.near:
+                handle.durable(PATIENCE_S, tier=tier)
+            handle.durable(PATIENCE_S)
+        torch.distributed.barrier()
+        return told(torch.distributed.distributed_c10d._get_default_store())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("secret", [SECRET.decode(), "ab" * 32, ""])
+def test_the_secret_and_its_keys_are_not_in_torchs_store(tmp_path: Path, secret: str) -> None:
+    env = {SECRET_VARIABLE: secret, "CKPTD_RUN_DIR": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir(mode=0o700)
+    places = str(tmp_path / "root"), str(tmp_path / "near")
+    for values in run_ranks(2, save_on_two_nodes, *places, env=env, deadline_s=110.0):
+        everything = b"".join(values.values())
+        assert b"ckptd://127.0.0.1" in everything, "the nodes know each other by the store"
+        if not secret:
+            continue
+        keys = [derived_key(secret.encode(), "agent", f"n{rank}") for rank in range(2)]
+        for key in (secret.encode(), bytes.fromhex("ab" * 32), *keys):
+            assert key not in everything
+            assert key.hex().encode() not in everything
+
+
+def forge(root: str) -> str:
+    """Rank 1 reads what a stranger wrote where rank 0 writes."""
+    board = board_of(None, PATIENCE_S)
+    if board.rank == 0:
+        torch.distributed.distributed_c10d._get_default_store().set(f"{board._prefix}a", "lie")
+    torch.distributed.barrier()
+    try:
+        board.get("a", 10.0)
+    except RefusedError as error:
+        return error.kind
+    return "believed"
+
+
+@pytest.mark.dist
+def test_what_a_stranger_writes_into_torchs_store_is_not_believed(tmp_path: Path) -> None:
+    env = {SECRET_VARIABLE: SECRET.decode()}
+    assert run_ranks(2, forge, str(tmp_path), env=env) == ["bad-mac"] * 2

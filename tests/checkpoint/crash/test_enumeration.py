@@ -1,0 +1,65 @@
+"""kill -9 at every store operation of a save: the step is whole or absent, and all else holds.
+
+The dry run lists the operations; then a fresh life dies before each of them, and after each change;
+here of some only, and of another part of them in each test: the long form of `test_campaign` leaves
+none out.
+See `tests.checkpoint.crash.campaign` for what is asserted, and `test_campaign` for the rest of the
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.crash.campaign import Campaign
+from tests.checkpoint.crash.places import LocalPlace, MemoryPlace, S3Place
+from tests.checkpoint.crash.zygote import Zygote
+from tests.servers import MOTO, s3_url
+
+Report = Callable[[str], None]
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_local(ram: Path, zygote: Zygote, report: Report) -> None:
+    campaign = Campaign(LocalPlace(ram), zygote, keep=1)
+    report(f"local, with retention, every sixth operation: {campaign.run(slice(0, None, 6))}")
+    assert 0 < campaign.tally.committed < campaign.tally.deaths
+
+
+def test_local_inner_steps(ram: Path, zygote: Zygote, report: Report) -> None:
+    campaign = Campaign(LocalPlace(ram), zygote, inner=True)
+    report(f"local, every eighth of the inner steps too: {campaign.run(slice(1, None, 8))}")
+    assert 0 < campaign.tally.committed < campaign.tally.deaths
+
+
+def test_memory(report: Report) -> None:
+    campaign = Campaign(MemoryPlace("crash"), None, keep=1)
+    report(f"memory, with retention, every other operation: {campaign.run(slice(1, None, 2))}")
+    assert 0 < campaign.tally.committed < campaign.tally.deaths
+
+
+@pytest.mark.parametrize("server", [MOTO])
+def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report: Report) -> None:
+    options: dict[str, Any] = request.getfixturevalue(server)
+    place = S3Place(s3_url(), options)
+    campaign = Campaign(place, zygote, after=False)
+    report(f"{server}, every twelfth operation: {campaign.run(slice(2, None, 12))}")
+    place.close()
+    assert 0 < campaign.tally.committed < campaign.tally.deaths
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_ranks(victim: int, ram: Path, zygote: Zygote, report: Report) -> None:
+    campaign = Campaign(LocalPlace(ram), zygote, world=2, victim=victim)
+    report(f"local, rank {victim} of 2, every sixth operation: {campaign.run(slice(0, None, 6))}")
+
+
+def test_the_worker_alone(ram: Path, zygote: Zygote, report: Report) -> None:
+    campaign = Campaign(LocalPlace(ram), zygote, elsewhere=True)
+    report(
+        f"local, the worker alone, every sixteenth operation: {campaign.run(slice(1, None, 16))}"
+    )

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace as replace_chunk
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.base.digest import DigestIndex
+from ckptd.checkpoint.format import invariants
+from ckptd.checkpoint.format.container import build_header, parse_header
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.invariants import (
+    check_coverage,
+    check_files,
+    check_header,
+    check_index,
+    check_manifest,
+)
+from ckptd.checkpoint.format.manifest import (
+    FileEntry,
+    GridEntry,
+    Manifest,
+    MeshEntry,
+    ObjectEntry,
+    TensorEntry,
+    WitnessEntry,
+)
+from ckptd.errors import CorruptError
+from tests.checkpoint.format.strategies import Sample, manifests
+
+FOLDER = "data/000000001200-g00000003-a1/"
+OLDER = "data/000000001100-g00000003-a9/"
+DIGEST = "0f" * 16
+
+
+def file(rank: int, nbytes: int = 24, folder: str = FOLDER) -> FileEntry:
+    return FileEntry(f"{folder}r{rank:05d}.safetensors", rank, 4096, nbytes, DIGEST)
+
+
+GOOD = Manifest(
+    step=1200,
+    generation=3,
+    attempt="a1",
+    world_size=2,
+    files=(file(0, 29), file(1, 31)),
+    grids=(GridEntry((((2, 2),), ((3, 1),))), GridEntry((((5, 1), (7, 1)),))),
+    owners=(((0, 1, 2),),),
+    tensors=(
+        TensorEntry("w", "float32", (4, 3), 0, 0, aliases=("tied",)),
+        TensorEntry("rng", "uint8", (12,), 1, 0),
+    ),
+    objects=(ObjectEntry("rng", tensor="rng", per_rank="reseed"), ObjectEntry("lr", value=0.1)),
+    meshes=(MeshEntry(("dp",), (2,), ((0, 1, 2),)),),
+    witness=WitnessEntry("sample-1", DIGEST),
+    metadata={"loss": 1.0},
+)
+
+
+def check(manifest: Manifest, nbytes: int = 1000) -> FileMap:
+    return check_manifest(manifest, "manifest.json", nbytes)
+
+
+def with_tensor(**changes: Any) -> Manifest:
+    first = msgspec.structs.replace(GOOD.tensors[0], **changes)
+    return msgspec.structs.replace(GOOD, tensors=(first, GOOD.tensors[1]))
+
+
+def with_file(**changes: Any) -> Manifest:
+    first = msgspec.structs.replace(GOOD.files[0], **changes)
+    return msgspec.structs.replace(GOOD, files=(first, GOOD.files[1]))
+
+
+def with_object(*entries: ObjectEntry) -> Manifest:
+    return msgspec.structs.replace(GOOD, objects=entries)
+
+
+def replace(**changes: Any) -> Manifest:
+    return msgspec.structs.replace(GOOD, **changes)
+
+
+def test_a_good_manifest_passes() -> None:
+    filemap = check(GOOD)
+    check_files(GOOD, filemap)
+    assert check_coverage(GOOD, filemap) == []
+
+
+DEEP: Any = {}
+for _ in range(3000):
+    DEEP = {"a": DEEP}
+HUGE = 2**62
+
+BROKEN: list[tuple[str, Manifest]] = [
+    ("bad-manifest", replace(step=-1)),
+    ("bad-manifest", replace(step=10**12)),
+    ("bad-manifest", replace(generation=10**8)),
+    ("bad-manifest", replace(attempt="A/..")),
+    ("bad-manifest", replace(world_size=0)),
+    ("bad-file", with_file(path="../r.safetensors")),
+    ("bad-file", with_file(path="/etc/passwd")),
+    ("bad-file", with_file(path=FOLDER + "manifest.json")),
+    ("bad-file", with_file(path=GOOD.files[1].path)),
+    ("bad-file", with_file(rank=-1)),
+    ("bad-file", with_file(data_start=4095)),
+    ("bad-file", with_file(data_start=-4096)),
+    ("bad-file", with_file(data_start=1 << 40)),
+    ("bad-file", with_file(data_start=0)),
+    ("bad-file", with_file(data_bytes=-1)),
+    ("bad-file", with_file(data_bytes=1 << 62)),
+    ("bad-file", with_file(index="")),
+    ("bad-file", with_file(index="x" * 32)),
+    ("limits", replace(grids=(GridEntry((((1, 1),),) * 65), GOOD.grids[1]))),
+    ("limits", replace(grids=(*GOOD.grids, GridEntry((((HUGE, HUGE),),) * 100_000)))),
+    ("bad-manifest", replace(grids=(GridEntry((((0, 3),),)), GOOD.grids[1]))),
+    ("bad-manifest", replace(grids=(GridEntry((((-1, 3),),)), GOOD.grids[1]))),
+    ("bad-manifest", replace(grids=(GridEntry((((HUGE, HUGE),),)), GOOD.grids[1]))),
+    ("bad-manifest", replace(grids=(GridEntry((((HUGE, 1),),) * 64), GOOD.grids[1]))),
+    (
+        "bad-manifest",
+        replace(grids=(GridEntry((((2, 2),), ((3, 1),)), (((7, 1),),)), GOOD.grids[1])),
+    ),
+    ("bad-manifest", replace(grids=(GridEntry(((),)), GOOD.grids[1]))),
+    ("bad-manifest", replace(owners=(((0, 1, 0),),))),
+    ("bad-manifest", replace(owners=(((-2, 1, 2),),))),
+    ("bad-manifest", replace(owners=(((0, -1, 2),),))),
+    ("bad-manifest", replace(owners=(((0, 10**30, 2),),))),
+    ("bad-tensor", with_tensor(dtype="float33")),
+    ("bad-tensor", with_tensor(grid=2)),
+    ("bad-tensor", with_tensor(grid=-1)),
+    ("bad-tensor", with_tensor(owners=1)),
+    ("bad-tensor", with_tensor(owners=-1)),
+    ("bad-tensor", with_tensor(base=-1)),
+    ("bad-tensor", with_tensor(base=1)),
+    ("bad-tensor", with_tensor(base=10**30)),
+    ("bad-tensor", with_tensor(shape=(3, 4))),
+    ("bad-tensor", with_tensor(shape=(12,))),
+    ("bad-tensor", replace(owners=(((0, 1, 3),),))),
+    ("bad-tensor", replace(owners=(((0, 0, 3),),))),
+    ("bad-tensor", replace(owners=(((0, 0, 1),),))),
+    ("bad-tensor", replace(owners=(((0, 2, 2),),))),
+    ("bad-tensor", replace(files=GOOD.files[:1])),
+    ("bad-name", with_tensor(name="")),
+    ("bad-name", with_tensor(name="a\nb")),
+    ("bad-name", with_tensor(name="x" * 5000)),
+    ("bad-name", with_tensor(name="rng")),
+    ("bad-name", with_tensor(aliases=("w",))),
+    ("bad-name", with_tensor(aliases=("rng",))),
+    ("bad-name", with_tensor(aliases=("a", "a"))),
+    ("bad-name", with_tensor(aliases=("\x00",))),
+    ("bad-name", with_object(ObjectEntry("a"), ObjectEntry("a"))),
+    ("bad-name", with_object(ObjectEntry(""))),
+    ("bad-object", with_object(ObjectEntry("a", tensor="gone"))),
+    ("bad-object", with_object(ObjectEntry("a", tensor="w"))),
+    ("bad-object", with_object(ObjectEntry("a", tensor="rng", value=1))),
+    ("bad-object", with_object(ObjectEntry("a", tensor="rng", per_rank="maybe"))),
+    ("bad-object", with_object(ObjectEntry("a", value=1, per_rank="drop"))),
+    ("bad-object", with_object(ObjectEntry("a", kind="pickle"))),
+    ("bad-object", replace(world_size=1, meshes=())),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (3,), ((0, 1, 3),)),))),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((0, 1, 1),)),))),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((1, 1, 2),)),))),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp", "tp"), (2,), ((0, 1, 2),)),))),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (-2,), ((0, 1, 2),)),))),
+    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((-1, 0, 2),)),))),
+    ("bad-witness", replace(witness=WitnessEntry("sample-9", DIGEST))),
+    ("bad-witness", replace(witness=WitnessEntry("sample-1", "short"))),
+    ("limits", replace(lay="x" * (1 << 21))),
+    ("limits", replace(metadata={"x": "y" * (1 << 19)})),
+    ("bad-manifest", replace(metadata=DEEP)),
+    ("bad-manifest", replace(metadata={"x": "\ud800"})),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "manifest"), BROKEN, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(BROKEN)]
+)
+def test_broken_manifests(kind: str, manifest: Manifest) -> None:
+    with pytest.raises(CorruptError) as caught:
+        check(manifest)
+    assert caught.value.kind == kind
+    assert "manifest.json" in (caught.value.where or "")
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1 << 59,), "float64"), ((0, 1 << 40, 1 << 40), "uint8")]
+)
+def test_tensors_that_int64_cannot_count_in_bytes(shape: tuple[int, ...], dtype: str) -> None:
+    grid = GridEntry(tuple(((n, 1),) for n in shape))
+    tensor = TensorEntry("w", dtype, shape, 0, 0)
+    manifest = replace(grids=(grid,), owners=(((0, 0, 1),),), tensors=(tensor,), objects=())
+    with pytest.raises(CorruptError) as caught:
+        check(manifest)
+    assert caught.value.kind == "bad-tensor"
+
+
+def pieces(count: int, tensors: int, bases: int = 1) -> Manifest:
+    """Tensors of `count` one-byte pieces each, spread over `bases` bases."""
+    grid = GridEntry((((1, count),),))
+    entries = tuple(
+        TensorEntry(f"t{i}", "uint8", (count,), 0, 0, base=i % bases) for i in range(tensors)
+    )
+    files = tuple(file(i) for i in range(bases))
+    return replace(
+        files=files, grids=(grid,), owners=(((0, 0, count),),), tensors=entries, objects=()
+    )
+
+
+def test_pieces_are_in_proportion_to_the_file() -> None:
+    check(pieces((1 << 20) + 64_000, tensors=1))
+    check(pieces((1 << 20) + 64_000, tensors=100))
+    for manifest in (pieces((1 << 20) + 64_001, 1), pieces(1 << 20, 2, bases=2)):
+        with pytest.raises(CorruptError) as caught:
+            check(manifest)
+        assert caught.value.kind == "limits"
+
+
+def test_nothing_of_the_size_of_the_pieces_is_allocated_to_find_that_out() -> None:
+    manifest = pieces(1 << 60, tensors=3)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError):
+            check(manifest)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(manifests())
+def test_honest_manifests_pass(sample: Sample) -> None:
+    filemap = check(sample.manifest, 2000)
+    check_files(sample.manifest, filemap)
+
+
+@given(manifests(), st.data())
+def test_a_file_of_another_length_is_found(sample: Sample, data: st.DataObject) -> None:
+    held = [i for i, f in enumerate(sample.manifest.files) if f.data_start]
+    if not held:
+        return
+    i = data.draw(st.sampled_from(held))
+    files = list(sample.manifest.files)
+    wrong = files[i].data_bytes + data.draw(st.sampled_from([1, -1, 1 << 20]))
+    files[i] = msgspec.structs.replace(files[i], data_bytes=max(0, wrong))
+    manifest = msgspec.structs.replace(sample.manifest, files=tuple(files))
+    if files[i] == sample.manifest.files[i]:
+        return
+    with pytest.raises(CorruptError) as caught:
+        check_files(manifest, check(manifest, 2000))
+    assert caught.value.kind == "bad-file"
+    assert files[i].path in (caught.value.where or "")
+
+
+def test_a_file_of_an_older_folder_holds_more() -> None:
+    older = replace(files=(file(0, 1 << 30, OLDER), GOOD.files[1]))
+    check_files(older, check(older))
+    short = replace(files=(file(0, 28, OLDER), GOOD.files[1]))
+    with pytest.raises(CorruptError):
+        check_files(short, check(short))
+
+
+@given(manifests())
+def test_absent_pieces_are_listed(sample: Sample) -> None:
+    found = check_coverage(sample.manifest, check(sample.manifest, 2000))
+    wanted = []
+    for number, t in enumerate(sample.manifest.tensors):
+        absent = sample.model.absent.get(number, [])
+        if absent:
+            walked = sample.cuts[number].pieces
+            wanted.append((t.name, absent, sum(len(walked[p]) for p in absent)))
+    listed = [
+        (a.tensor, [p for i, n in a.runs for p in range(i, i + n)], a.elements) for a in found
+    ]
+    assert listed == wanted
+
+
+def test_an_index_belongs_to_its_file() -> None:
+    entry = file(0, 29)
+    index = DigestIndex.build(29, [b"b" * 16], [b"c" * 16] * 2)
+    check_index(entry, index)
+    check_index(entry, index, 2)
+    for other, chunks in ((file(0, 30), 2), (entry, 3)):
+        with pytest.raises(CorruptError) as caught:
+            check_index(other, index, chunks)
+        assert caught.value.kind == "bad-index"
+    assert check(GOOD).nchunks(0) == 2
+
+
+@given(manifests())
+def test_headers_are_those_of_the_manifest(sample: Sample) -> None:
+    filemap = check(sample.manifest, 2000)
+    for number in range(len(sample.manifest.files)):
+        raw, nbytes = build_header(filemap.header_entries(number), {})
+        header, _ = parse_header(raw, "x", nbytes)
+        check_header(filemap, number, header)
+        for name, chunk in header.items():
+            for other in (
+                {k: v for k, v in header.items() if k != name},
+                header | {name: replace_chunk(chunk, start=chunk.start + 1)},
+                header | {name: replace_chunk(chunk, code="Q")},
+                header | {"more@0": chunk},
+            ):
+                with pytest.raises(CorruptError) as caught:
+                    check_header(filemap, number, other, "r00000.safetensors")
+                assert caught.value.kind == "bad-header"
+
+
+def test_limits_are_those_of_the_page() -> None:
+    # The normative text states them; who changes one changes both.
+    assert invariants.MAX_DIMS == 64
+    assert invariants.FREE_PIECES == 1 << 20
+    assert invariants.PIECES_PER_BYTE == 64
+    assert invariants.MAX_METADATA_BYTES == 1 << 18

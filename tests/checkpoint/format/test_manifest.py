@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given
+
+from ckptd.checkpoint.format import manifest as module
+from ckptd.checkpoint.format.manifest import (
+    FileEntry,
+    Manifest,
+    MeshEntry,
+    ObjectEntry,
+    TensorEntry,
+    WitnessEntry,
+    decode_json,
+    decode_manifest,
+    encode_manifest,
+)
+from ckptd.errors import CorruptError
+from tests.checkpoint.format.strategies import Sample, manifests
+
+SMALL = Manifest(
+    step=1200,
+    generation=3,
+    attempt="a1",
+    world_size=2,
+    files=(FileEntry("data/000000001200-g00000003-a1/r00000.safetensors", 0),),
+    grids=(),
+    owners=(),
+    tensors=(),
+    objects=(ObjectEntry("lr", value=0.1), ObjectEntry("rng", tensor="rng", per_rank="reseed")),
+    meshes=(MeshEntry(("dp", "tp"), (1, 2), ((0, 1, 2),)),),
+    witness=WitnessEntry("sample-1", "0f" * 16),
+    metadata={"loss": 1.5, "tags": ["best"]},
+    lay="mesh F = dp:2",
+)
+
+
+def large() -> Manifest:
+    tensors = tuple(
+        TensorEntry(f"model.layers.{i}.weight", "float32", (i, 3), 0, 0) for i in range(30_000)
+    )
+    return msgspec.structs.replace(SMALL, tensors=tensors)
+
+
+@given(manifests())
+def test_round_trip(sample: Sample) -> None:
+    name, raw = encode_manifest(sample.manifest)
+    back = decode_manifest(raw, name)
+    assert name == "manifest.json"
+    assert back == msgspec.structs.replace(sample.manifest, format="ckptd", version=1)
+    assert encode_manifest(back) == (name, raw)
+
+
+def test_all_fields_come_back() -> None:
+    name, raw = encode_manifest(SMALL)
+    assert decode_manifest(raw, name) == msgspec.structs.replace(SMALL, format="ckptd", version=1)
+    assert json.loads(raw)["metadata"] == {"loss": 1.5, "tags": ["best"]}
+
+
+def test_a_large_manifest_is_compressed() -> None:
+    manifest = large()
+    name, raw = encode_manifest(manifest)
+    assert name == "manifest.json.zst"
+    assert len(raw) * 8 < len(msgspec.json.encode(manifest))
+    assert decode_manifest(raw, name).tensors == manifest.tensors
+    assert encode_manifest(manifest) == (name, raw)
+
+
+def test_what_compresses_like_a_bomb_is_stored_as_it_is() -> None:
+    manifest = msgspec.structs.replace(SMALL, metadata={"zeros": "0" * 8_000_000})
+    name, raw = encode_manifest(manifest)
+    assert name == "manifest.json"
+    assert decode_manifest(raw, name).metadata == manifest.metadata
+
+
+def document(**changes: Any) -> bytes:
+    raw = json.loads(encode_manifest(SMALL)[1])
+    return json.dumps(raw | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"", "bad-json"),
+        (b"{", "bad-json"),
+        (b"[]", "bad-json"),
+        (b"null", "bad-json"),
+        (b'{"a": 1, "a": 1}', "bad-json"),
+        (b'{"a": {"b": 1, "b": 2}}', "bad-json"),
+        (b'{"a": NaN}', "bad-json"),
+        (b'{"a": -Infinity}', "bad-json"),
+        (b'{"a": 1e999}', "bad-json"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "bad-json"),
+        (b"[" * 100_000, "bad-json"),
+        (b'{"a":' * 100_000, "bad-json"),
+        (b"\xff", "bad-json"),
+        (b'{"a": "\\uD83D"}', "bad-json"),
+        ('{"format": "ckptd"}'.encode("utf-16"), "bad-json"),
+        (b"\xef\xbb\xbf{}", "bad-json"),
+        (b"{}", "bad-record"),
+        (document(format="other"), "bad-record"),
+        (document(version="1"), "bad-record"),
+        (document(version=True), "bad-record"),
+        (document(version=0), "bad-record"),
+        (document(version=2), "version"),
+        (document(requires=["new-thing"]), "version"),
+        (document(requires="new-thing"), "version"),
+        (document(requires=[[]]), "version"),
+        (document(step="1200"), "bad-record"),
+        (document(step=None), "bad-record"),
+        (document(tensors=[{}]), "bad-record"),
+        (document(files=[{"path": 1, "rank": 0}]), "bad-record"),
+        (document(owners=[[[0, 1]]]), "bad-record"),
+        (document(metadata=[]), "bad-record"),
+        (document(witness={"kind": "sample-1"}), "bad-record"),
+    ],
+)
+def test_broken_documents(raw: bytes, kind: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest(raw, "manifest.json")
+    assert caught.value.kind == kind
+    assert caught.value.where == "manifest.json"
+
+
+def test_a_newer_version_says_how_to_get_it() -> None:
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest(document(version=7), "manifest.json")
+    assert "pip install" in (caught.value.hint or "")
+
+
+def test_fields_of_later_minor_changes_are_ignored() -> None:
+    assert decode_manifest(document(comment="hello"), "manifest.json").step == 1200
+
+
+def packed(raw: bytes, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(level=19, **options).compress(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"", "bad-record"),
+        (b"not zstd at all", "bad-record"),
+        (packed(b" " * (1 << 26)), "limits"),
+        (packed(document(), write_content_size=False), "limits"),
+        (packed(document())[:-3], "bad-record"),
+        (packed(document()) + b"more", "bad-record"),
+        (packed(document()) + packed(document()), "bad-record"),
+        (packed(b" " * (1 << 17)), "limits"),
+    ],
+)
+def test_broken_compression(raw: bytes, kind: str) -> None:
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest(raw, "manifest.json.zst")
+    assert caught.value.kind == kind
+
+
+def test_a_compressed_manifest_without_the_suffix_is_no_json() -> None:
+    with pytest.raises(CorruptError):
+        decode_manifest(packed(document()), "manifest.json")
+
+
+def test_a_manifest_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CorruptError) as caught:
+        decode_manifest(document(), "manifest.json")
+    assert caught.value.kind == "limits"
+
+
+def test_json_is_parsed_whole() -> None:
+    assert decode_json(b'{"a": [1, 2.5, "x", null, true]}', "x") == {"a": [1, 2.5, "x", None, True]}
+    with pytest.raises(CorruptError):
+        decode_json(b"{} {}", "x")

@@ -1,0 +1,120 @@
+"""A share in memory is byte for byte what would have been written to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ckptd.checkpoint.save.drain import put_shard
+from ckptd.checkpoint.save.recover import complete_snapshots
+from ckptd.errors import SaveError, StoreError
+from ckptd.store.base import Writer
+from ckptd.store.memory import MemoryStore
+from tests.checkpoint.save import snapshotting
+from tests.checkpoint.save.saving import plan_of, values
+from tests.checkpoint.save.shares import content, save_for, shard_in, slot_for
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_peer_gets_what_a_folder_gets(world: int) -> None:
+    plan = plan_of(world=world)
+    peer, folder = MemoryStore(f"peer-{world}"), MemoryStore(f"folder-{world}")
+    save = save_for(plan, 7)
+    for rank in range(world):
+        shard = shard_in(slot_for(plan, rank), save, plan, rank)
+        put_shard(peer, shard)
+        shard.slot.close()
+        snapshotting.put_share(folder, plan, rank, values(7), save.name, save.attempt)
+    assert content(peer) == content(folder)
+
+
+def test_a_share_whose_slot_was_taken_is_not_put() -> None:
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    assert shard.is_whole
+    shard.slot.begin(2)
+    assert not shard.is_whole
+    store = MemoryStore("taken")
+    with pytest.raises(SaveError) as caught:
+        put_shard(store, shard)
+    assert caught.value.kind == "half-staged"
+    assert not content(store)
+    shard.slot.close()
+    assert not shard.is_whole
+
+
+def test_the_part_goes_last() -> None:
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    order: list[str] = []
+
+    class Watched(MemoryStore):
+        def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+            order.append(key)
+            super().put(key, data, create_only=create_only)
+
+    put_shard(Watched("order"), shard)
+    shard.slot.close()
+    assert order[-1].endswith("parts/r00000")
+
+
+class Full(MemoryStore):
+    """A store that has no room for data, and notes what is deleted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.deleted: list[str] = []
+        self.full = False
+
+    def writer(self, key: str, size: int) -> Writer:
+        if self.full:
+            raise StoreError("no space left", kind="no-space", where=key)
+        return super().writer(key, size)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = [*keys]
+        self.deleted += names
+        super().delete(names)
+
+
+def test_a_share_whose_second_writing_fails_is_not_counted() -> None:
+    """An agent that died may have left a part; its data goes with the failure, and so must it."""
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Full("second")
+    put_shard(store, shard)
+    assert len(complete_snapshots([store])) == 1
+    store.full = True
+    with pytest.raises(StoreError):
+        put_shard(store, shard)
+    shard.slot.close()
+    assert complete_snapshots([store]) == []
+
+
+def test_a_part_that_is_there_after_its_put_failed_is_taken_down() -> None:
+    class Late(Full):
+        def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+            super().put(key, data, create_only=create_only)
+            if "/parts/r" in key:
+                raise StoreError("the folder cannot be synced", where=key)
+
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Late("late")
+    with pytest.raises(StoreError):
+        put_shard(store, shard)
+    shard.slot.close()
+    assert not [k for k in content(store) if "/parts/r" in k or k.endswith(".safetensors")]
+
+
+def test_another_nodes_memory_is_not_asked_to_delete() -> None:
+    """It refuses; and where it hangs, the slot would be kept for another time-out."""
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Full("peer")
+    store.full = True
+    with pytest.raises(StoreError):
+        put_shard(store, shard, may_delete=False)
+    shard.slot.close()
+    assert store.deleted == []

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.checkpoint.format.manifest import MeshEntry
+from ckptd.checkpoint.save.structure import SPLIT_BYTES, RankGroup, Structure, build_plan
+from ckptd.errors import UsageError
+from tests.checkpoint.save.saving import tensor
+
+
+def line(names: tuple[str, ...], *shape: int, start: int = 0) -> MeshEntry:
+    count = int(np.prod(shape))
+    return MeshEntry(names, shape, ((start, 1, count),) if count > 1 else ((start, 0, 1),))
+
+
+def plan(tensors: list, world: int):
+    return build_plan([RankGroup(Structure.of(tensors), tuple(range(world)))], world)
+
+
+def owners(p, name: str) -> list[int]:
+    t = next(t for t in p.tensors if t.name == name)
+    return p.filemap.owners[t.owners].array(t.base).tolist()
+
+
+def test_sharded_tensors_are_owned_by_their_shards() -> None:
+    p = plan([tensor("w", (10, 4), line(("dp",), 4), ("shard", 0))], 4)
+    assert owners(p, "w") == [0, 1, 2, 3]
+    assert [p.filemap.data_bytes(r) for r in range(4)] == [48, 48, 48, 16]
+
+
+def test_layers_share_grids_and_owner_maps() -> None:
+    mesh = line(("dp",), 4)
+    p = plan([tensor(f"w{i}", (8, 4), mesh, ("shard", 0)) for i in range(50)], 4)
+    assert (len(p.grids), len(p.owners)) == (1, 1)
+
+
+def test_replicas_of_shards_take_turns() -> None:
+    mesh = line(("rep", "dp"), 2, 2)
+    p = plan([tensor(f"w{i}", (8, 4), mesh, "replicate", ("shard", 0)) for i in range(4)], 4)
+    assert [p.filemap.data_bytes(r) for r in range(4)] == [2 * 64] * 4
+    assert {tuple(owners(p, t.name)) for t in p.tensors} == {(0, 1), (2, 3)}
+
+
+def test_a_large_replicated_tensor_is_cut_over_its_holders() -> None:
+    rows = 4 * SPLIT_BYTES // 400
+    p = plan([tensor("w", (rows, 100))], 4)
+    assert sorted(owners(p, "w")) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=60), st.integers(1, 9))
+def test_replicated_bytes_are_balanced(sizes: list[int], world: int) -> None:
+    p = plan([tensor(f"t{i}", (n,)) for i, n in enumerate(sizes)], world)
+    loads = [p.filemap.data_bytes(r) for r in range(world)]
+    assert sum(loads) == 4 * sum(sizes)
+    # The guarantee of longest-processing-time scheduling, loosely.
+    assert max(loads) <= sum(loads) / world + 4 * max(sizes)
+
+
+def test_stages_share_what_both_hold_and_keep_what_is_theirs() -> None:
+    a = Structure.of([tensor("tied", (4,)), tensor("a", (4,))])
+    b = Structure.of([tensor("tied", (4,)), tensor("b", (4,))])
+    p = build_plan([RankGroup(a, (0, 1)), RankGroup(b, (2, 3))], 4)
+    assert {t.name for t in p.tensors} == {"tied", "a", "b"}
+    assert owners(p, "a")[0] in (0, 1)
+    assert owners(p, "b")[0] in (2, 3)
+    assert p.leaders == (0, 2)
+
+
+def test_a_stage_of_a_larger_mesh_is_written_by_its_own_ranks() -> None:
+    mesh = line(("pp", "dp"), 2, 2)
+    late = Structure.of([tensor("late", (8,), mesh, "replicate", ("shard", 0))])
+    p = build_plan([RankGroup(Structure(), (0, 1)), RankGroup(late, (2, 3))], 4)
+    assert owners(p, "late") == [2, 3]
+
+
+def test_a_shard_that_nobody_holds_is_an_error() -> None:
+    mesh = line(("pp", "dp"), 2, 2)
+    late = Structure.of([tensor("late", (8,), mesh, "replicate", ("shard", 0))])
+    with pytest.raises(UsageError, match="no set of ranks"):
+        build_plan([RankGroup(late, (1, 2))], 4)
+
+
+def test_ranks_that_disagree_on_a_shape_are_named() -> None:
+    a = Structure.of([tensor("w", (4,))])
+    b = Structure.of([tensor("w", (5,))])
+    with pytest.raises(UsageError) as caught:
+        build_plan([RankGroup(a, (0,)), RankGroup(b, (1,))], 2)
+    assert caught.value.kind == "structure"
+    assert caught.value.where == "w"
+
+
+def test_zero_sized_and_scalar_tensors_have_one_piece() -> None:
+    p = plan([tensor("e", (0, 3)), tensor("s", ())], 3)
+    assert all(len(owners(p, n)) == 1 for n in ("e", "s"))
+
+
+def test_a_strided_shard_has_a_piece_for_each_part() -> None:
+    p = plan([tensor("gate_up", (8, 2), line(("tp",), 2), ("strided", 0, 2))], 2)
+    assert owners(p, "gate_up") == [0, 1, 0, 1]
+
+
+def test_the_plan_is_the_same_whoever_computes_it() -> None:
+    tensors = [tensor(f"t{i}", (i, 3), dtype="bfloat16") for i in range(20)]
+    assert plan(tensors, 5).digest == plan(list(tensors), 5).digest
+    assert plan(tensors, 5).digest != plan(tensors, 6).digest

@@ -1,0 +1,69 @@
+"""The writing process: what reaches the root of a save that fails or is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptd.checkpoint.save import writer
+from ckptd.checkpoint.save.messages import Response
+from ckptd.checkpoint.save.writer import SaveWriter
+from ckptd.errors import StoreError
+from ckptd.store import StoreSpec, open_store
+from ckptd.store.memory import forget_memory
+from tests.checkpoint.save.nearjob import NearJob
+from tests.checkpoint.save.saving import Job, plan_of, values
+from tests.processes import until
+
+ROWS = 6 << 20  # 24 MiB of float32: three slices
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
+    return str(tmp_path / "root")
+
+
+def test_an_upload_of_a_save_that_is_given_up_ends_before_it_is_whole(root: str) -> None:
+    job = NearJob(root, slots=1, throttle=4e6, linger_s=1.0)
+    job.plan = plan_of({"w": (ROWS,)})
+    handle = job.save(1, {"w": np.zeros(ROWS, np.float32)}, root=True)
+    until(lambda: handle.progress.done_bytes > 0)
+    assert handle.progress.done_bytes < 4 * ROWS
+    job.client.abandon(1, "another rank failed")
+    until(lambda: not job.client.busy)  # the slot is read no more
+    found = [info.key for info in open_store(root).list("data/")]
+    assert not [key for key in found if key.endswith(".safetensors")]
+    assert job.catalogue.latest() is None
+    agent = job.agent
+    job.close()
+    os.kill(agent, signal.SIGKILL)  # it would keep the snapshot in memory for another life
+
+
+def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next save may find a free slot, and begin as if the last one had gone well."""
+    sent: list[str] = []
+    plain = SaveWriter.send
+
+    def send(self: SaveWriter, message: Response) -> None:
+        sent.append(type(message).__name__)
+        plain(self, message)
+
+    def full(*args: object) -> None:
+        raise StoreError("the disk is full", kind="no-space")
+
+    monkeypatch.setattr(SaveWriter, "send", send)
+    monkeypatch.setattr(writer, "drain", full)
+    spec = StoreSpec("memory://failed-slot")
+    job = Job(spec, store=spec.open())  # the writer is a thread of this process
+    handle = job.save(1, values(1))
+    until(lambda: not job.client.busy)
+    with pytest.raises(StoreError, match="the disk is full"):
+        handle.durable(20.0)
+    job.close()
+    forget_memory("failed-slot")
+    assert [name for name in sent if name in {"ShardStored", "Freed"}] == ["ShardStored", "Freed"]

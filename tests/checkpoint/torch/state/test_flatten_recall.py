@@ -1,0 +1,291 @@
+"""Leaves that are recalled are those that another look would find, whatever was done between."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from ckptd.checkpoint.torch.state import flatten as module
+from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
+from ckptd.checkpoint.torch.state.leaves import Leaves
+from ckptd.errors import UsageError
+
+State = dict[str, Any]
+
+
+def make() -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optim.step()
+    return {
+        "model": model,
+        "optim": optim,
+        "plain": {"w": torch.zeros(3), "n": 1},
+        "tokens": 7,
+        "list": [1, 2],
+    }
+
+
+def tie(s: State) -> None:
+    s["model"][2].weight = nn.Parameter(s["model"][0].weight.detach().t().contiguous())
+
+
+def swap_data(s: State) -> None:
+    s["model"][0].weight.data = torch.ones_like(s["model"][0].weight)
+
+
+def resize(s: State) -> None:
+    s["plain"]["w"].resize_(5)
+
+
+def in_place(s: State) -> None:
+    with torch.no_grad():
+        s["model"][0].weight.add_(1.0)
+
+
+def learning_rate(s: State) -> None:
+    s["optim"].param_groups[0]["lr"] *= 2
+
+
+def new_group(s: State) -> None:
+    extra = nn.Linear(2, 2)
+    s[f"extra{len(s)}"] = extra
+    s["optim"].add_param_group({"params": list(extra.parameters())})
+
+
+def forget_state(s: State) -> None:
+    s["optim"].state.pop(s["model"][0].weight, None)
+
+
+def state_value(s: State) -> None:
+    if s["model"][0].bias in s["optim"].state:
+        s["optim"].state[s["model"][0].bias]["note"] = len(s)
+
+
+def new_state_tensor(s: State) -> None:
+    if s["model"][0].bias in s["optim"].state:
+        s["optim"].state[s["model"][0].bias]["extra"] = torch.ones(2)
+
+
+def alias(s: State) -> None:
+    s["again"] = s["plain"]["w"]
+
+
+def hide_buffer(s: State) -> None:
+    s["model"][1]._non_persistent_buffers_set.add("running_mean")
+
+
+def load_optimizer(s: State) -> None:
+    s["optim"].load_state_dict(copy.deepcopy(s["optim"].state_dict()))
+
+
+def other_hidden(s: State) -> None:
+    """As many buffers as before are left out, and not the same ones."""
+    hidden = s["model"][1]._non_persistent_buffers_set
+    hidden ^= {"running_mean", "running_var"} if hidden else {"running_mean"}
+
+
+def other_dicts(s: State) -> None:
+    for inner in s["model"].modules():
+        for name in ("_parameters", "_buffers", "_modules"):
+            object.__setattr__(inner, name, OrderedDict(reversed(getattr(inner, name).items())))
+
+
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "optimizer loaded": load_optimizer,
+    "optimizer's state replaced": lambda s: setattr(s["optim"], "state", defaultdict(dict)),
+    "others hidden": other_hidden,
+    "other dictionaries": other_dicts,
+    "nothing": lambda s: None,
+    "value": lambda s: s.update(tokens=s["tokens"] + 1),
+    "value inside": lambda s: s["plain"].update(n=s["plain"]["n"] + 1),
+    "list": lambda s: s["list"].append(3),
+    "value becomes tensor": lambda s: s.update(tokens=torch.tensor(1)),
+    "value with a tensor": lambda s: s.update(list=[torch.ones(2), 1]),
+    "array": lambda s: s.update(array=np.arange(3)),
+    "tensor replaced": lambda s: s["plain"].update(w=torch.ones(3)),
+    "key": lambda s: s["plain"].update({f"k{len(s['plain'])}": torch.ones(1)}),
+    "key gone": lambda s: s["plain"].pop("w", None) if len(s["plain"]) > 2 else None,
+    "parameter": lambda s: setattr(s["model"][0], "scale", nn.Parameter(torch.ones(1))),
+    "buffer": lambda s: s["model"][1].register_buffer("more", torch.ones(2)),
+    "buffer replaced": lambda s: setattr(s["model"][1], "running_var", torch.full((4,), 2.0)),
+    "child": lambda s: s["model"].append(nn.Linear(3, 3)),
+    "generator": lambda s: s.update(rng=torch.Generator().manual_seed(1)),
+    "tied": tie,
+    "data": swap_data,
+    "resized": resize,
+    "in place": in_place,
+    "rate": learning_rate,
+    "group": new_group,
+    "no state": forget_state,
+    "state value": state_value,
+    "state tensor": new_state_tensor,
+    "alias": alias,
+    "hidden": hide_buffer,
+}
+
+
+def seen(leaves: Leaves) -> Any:
+    return (
+        [(n, x.tensor.data_ptr(), x.shape, x.dtype, x.kind, x.path, x.aliases)
+         for n, x in leaves.tensors.items() if x.kind != "ndarray"],
+        [(n, x.tensor.tolist()) for n, x in leaves.tensors.items() if x.kind == "ndarray"],
+        {n: (x.raw, x.kind, x.path) for n, x in leaves.objects.items()},
+        {n: x.raw for n, x in leaves.per_rank.items()},
+        leaves.aliases,
+        list(map(id, leaves.optimizers)),
+    )  # fmt: skip
+
+
+def outcome(look: Callable[[State], Leaves], state: State) -> Any:
+    try:
+        return seen(look(state))
+    except Exception as error:  # noqa: BLE001 - the same one has to come from both
+        return type(error), str(error)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
+def test_what_is_recalled_is_what_is_there(changes: list[str]) -> None:
+    state, flattener = make(), Flattener()
+    for change in ["nothing", *changes, "nothing"]:
+        CHANGES[change](state)
+        assert outcome(flattener.flatten, state) == outcome(flatten, state), change
+
+
+def test_a_state_that_stays_is_not_looked_through_again(monkeypatch: Any) -> None:
+    state, flattener = make(), Flattener()
+    first = flattener.flatten(state)
+    looked: list[str] = []
+    monkeypatch.setattr(module, "collect", lambda *_: looked.append("again"))
+    for change in ("value", "in place", "rate"):
+        CHANGES[change](state)
+        again = flattener.flatten(state)
+        assert seen(again)[0] == seen(first)[0]
+        assert all(x.origin is first.tensors[n].origin for n, x in again.tensors.items())
+    assert not looked
+    assert again.objects["tokens"].raw == 8
+
+
+def test_memory_that_is_looked_at_in_another_order_is_another_state() -> None:
+    weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+    state, flattener = {"w": weight}, Flattener()
+    flattener.flatten(state)
+    weight.data = weight.data.t()  # the same memory, the same shape
+    found = flattener.flatten(state).tensors["w"].tensor
+    assert torch.equal(found, torch.arange(9.0).view(3, 3).t())
+
+
+def test_leaves_of_one_state_are_known_as_such() -> None:
+    state, flattener = make(), Flattener()
+    known = [flattener.flatten(state).known]
+    for change in (CHANGES["value"], CHANGES["in place"], swap_data, CHANGES["nothing"]):
+        change(state)
+        known.append(flattener.flatten(state).known)
+    assert known[0] is not None
+    assert known[0] is known[1] is known[2]
+    assert known[3] is not known[2]
+    assert known[3] is known[4]
+
+
+def parted(how: str, one: nn.Parameter, other: nn.Parameter) -> None:
+    """Give `other` memory of its own again."""
+    new = torch.full_like(other.data, 5.0)
+    if how == "data":
+        other.data = new
+    elif how == "set_":
+        with torch.no_grad():
+            other.set_(new)
+    elif how == "swap":
+        torch.utils.swap_tensors(other, nn.Parameter(new))
+    else:
+        one.data = new  # the first of the two, whose name both have
+
+
+WAYS_APART = ("data", "set_", "swap", "first")
+
+
+@pytest.mark.parametrize("how", WAYS_APART)
+def test_names_of_one_memory_part_when_their_memory_does(how: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    one, other = model["a"].weight, model["b"].weight
+    other.data = one.data
+    state, flattener = {"model": model}, Flattener()
+    assert flattener.flatten(state).aliases == {"model.b.weight": "model.a.weight"}
+    flattener.flatten(state)
+    parted(how, one, other)
+    leaves = flattener.flatten(state)
+    assert not leaves.aliases
+    assert torch.equal(leaves.tensors["model.b.weight"].tensor, other.detach())
+    assert torch.equal(leaves.tensors["model.a.weight"].tensor, one.detach())
+
+
+def test_an_empty_tensor_parts_from_its_alias_too() -> None:
+    """It has no address, and ranks whose shards are not empty see the names part."""
+    one, other = torch.empty(0), torch.empty(0)
+    other.set_(one)
+    state = {"a": one, "b": other}
+    flattener = Flattener()
+    assert flattener.flatten(state).aliases == {"b": "a"}
+    other.set_(torch.empty(0))
+    assert not flattener.flatten(state).aliases
+
+
+def test_the_form_of_memory_is_looked_at() -> None:
+    """Same address, same shape, same strides: other dtype, other sign."""
+    state, flattener = {"w": torch.ones(4)}, Flattener()
+    flattener.flatten(state)
+    state["w"].data = state["w"].data.view(torch.int32)
+    assert flattener.flatten(state).tensors["w"].dtype == "int32"
+    state["w"].data = torch._neg_view(state["w"].data)
+    found = flattener.flatten(state).tensors["w"].tensor
+    assert torch.equal(found, state["w"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_recalled_like_any_other() -> None:
+    """Its slots look like dicts, and are none: a save failed of a state with one."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    state: State = {"model": model, "optim": torch.optim.Adam(model.parameters())}
+    flattener = Flattener()
+    known = flattener.flatten(state).known
+    assert flattener.flatten(state).known is known is not None
+    model(torch.ones(4, 2)).sum().backward()
+    state["optim"].step()
+    found, wanted = flattener.flatten(state), flatten(state)
+    assert found.known is not known
+    assert {n: x.tensor.tolist() for n, x in found.tensors.items()} == {
+        n: x.tensor.tolist() for n, x in wanted.tensors.items()
+    }
+    assert "optim.0.weight.exp_avg" in found.tensors
+
+
+class Sometimes(nn.Linear):
+    """Keeps state outside its parameters once it has been used."""
+
+    used = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.used:
+            destination[prefix + "cache"] = torch.ones(1)
+
+
+def test_a_module_that_writes_its_own_state_is_asked_each_time() -> None:
+    state, flattener = {"model": Sometimes(2, 2)}, Flattener()
+    flattener.flatten(state)
+    state["model"].used = True
+    with pytest.raises(UsageError) as caught:
+        flattener.flatten(state)
+    assert caught.value.kind == "module-state"

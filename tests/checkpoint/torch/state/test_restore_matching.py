@@ -1,0 +1,37 @@
+"""A strict load never picks one of several things that a name means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
+from ckptd.checkpoint.torch.state.restore import Matching, SavedState, match, prepare, saved_names
+from ckptd.errors import MismatchError
+
+
+def matched(state: dict[str, object], *, strict: bool, per_rank: str = "") -> Matching:
+    """Match a state with a checkpoint in which ``a`` is a tensor and a value."""
+    manifest = Manifest(
+        step=1,
+        generation=1,
+        attempt="0001",
+        world_size=1,
+        files=(),
+        grids=(),
+        owners=(),
+        tensors=(TensorEntry("t", "float32", (2,), 0, 0, 0, ("a",)),),
+        objects=(ObjectEntry("a", 3, per_rank=per_rank),),
+    )
+    saved = SavedState.of(manifest)
+    names = saved_names(saved, lambda n: n, lambda n: True)
+    return match(prepare(state, names), saved, lambda n: True, lambda n: n, strict=strict)
+
+
+@pytest.mark.parametrize("live", [torch.zeros(2), 0], ids=["tensor", "value"])
+@pytest.mark.parametrize("per_rank", ["", "drop"])
+def test_a_name_that_is_a_tensor_and_a_value(live: object, per_rank: str) -> None:
+    state = {"a": live, "t": torch.zeros(2)}
+    with pytest.raises(MismatchError, match="a: both a tensor and a value"):
+        matched(state, strict=True, per_rank=per_rank)
+    assert "a" in matched(state, strict=False, per_rank=per_rank).unexpected

@@ -1,0 +1,51 @@
+"""Filling live tensors where they lie, on the host (devices: `device/test_restore.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import ckptd
+from ckptd.checkpoint.torch.filling import Filling
+from ckptd.checkpoint.torch.state.describe import Describer
+
+
+def test_a_strided_tensor_is_filled_where_it_lies(tmp_path: Path) -> None:
+    saved = {"column": torch.rand(40), "turned": torch.rand(30, 50), "cube": torch.rand(2, 3, 4, 5)}
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, saved)
+    table = torch.full((40, 7), 9.0)
+    live = {
+        "column": table[:, 2],
+        "turned": torch.zeros(50, 30).t(),
+        "cube": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+    filling = Filling(Describer([0]))
+    for number, (name, tensor) in enumerate(live.items()):
+        filling.add(name, tensor, number)
+        (_, target) = filling.filled[-1]
+        assert isinstance(target, np.ndarray)
+        start = target.__array_interface__["data"][0]
+        assert start == tensor.data_ptr()
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.load(live)
+    assert all(torch.equal(live[n], saved[n]) for n in saved)
+    others = torch.cat([table[:, :2], table[:, 3:]], 1)
+    assert bool((others == 9.0).all())
+
+
+def test_what_a_checkpoint_leaves_out_stays_as_it_is() -> None:
+    """Also where a tensor has a buffer beside it, whose bytes would be anything."""
+    base = torch.arange(20.0)
+    overlapping = base.as_strided((6, 4), (3, 1))
+    rows = torch.rand(5, 7).t()
+    before = overlapping.clone(), rows.clone()
+    filling = Filling(Describer([0]))
+    filling.add("overlapping", overlapping, 0)
+    assert filling.rows(rows) is not None
+    with filling:
+        filling.finish()
+    assert torch.equal(overlapping, before[0])
+    assert torch.equal(rows, before[1])

@@ -1,0 +1,115 @@
+"""``ckptd top``: what it lists first, once and as JSON, on a daemon that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ckptd.cli.screen import odd_rows, screen
+from ckptd_simulated.feed import PlantedAt
+from tests.cli.running import Cli
+from tests.monitor.daemon.daemons import Running, fed, running
+from tests.processes import until
+
+
+def columns(status: list[int], age: list[float | None]) -> dict[str, Any]:
+    n = len(status)
+    return {
+        "rank": list(range(n)),
+        "node": [0] * n,
+        "pid": [4711 + i if i else None for i in range(n)],
+        "nodes": ["a[red]node"],
+        "status": status,
+        "progress_age_s": age,
+        "self_s": [None] * n,
+        "score": [None] * n,
+        "step": [-1] * n,
+        "pending": [None] * n,
+    }
+
+
+def test_the_least_well_come_first() -> None:
+    ranks = columns([0, 1, 5, 3, 2, 4, 1], [0.1, 2.0, 0.1, 9.0, 3.0, None, 7.0])
+    assert odd_rows(ranks, 10) == [3, 4, 2, 5, 6, 1, 0]
+    assert odd_rows(ranks, 2) == [3, 4]
+
+
+def test_names_are_not_markup_and_lost_is_said() -> None:
+    job = {
+        "job": "[bold]j",
+        "state": "waiting",
+        "step": None,
+        "ranks_reporting": 1,
+        "world": 1,
+        "agents": {"up": 0, "silent": 1},
+        "goodput": None,
+        "phases": {},
+    }
+    out = StringIO()
+    Console(width=120, file=out).print(screen(job, columns([0], [None]), [], 5, "12:00:00"))
+    text = out.getvalue()
+    assert "[bold]j" in text
+    assert "a[red]node" in text
+    assert "lost since 12:00:00" in text
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_process_ids_are_told_where_they_are_known(width: int) -> None:
+    job = {
+        "job": "j",
+        "state": "ok",
+        "step": None,
+        "ranks_reporting": 2,
+        "world": 2,
+        "agents": {"up": 1, "silent": 0},
+        "goodput": None,
+        "phases": {},
+    }
+    out = StringIO()
+    ranks = columns([0, 0], [0.2, 0.1]) | {"nodes": ["a-node-of-a-long-name.example.org"]}
+    Console(width=width, file=out).print(screen(job, ranks, [], 5))
+    lines = out.getvalue().splitlines()
+    head = next(n for n, line in enumerate(lines) if "RANK" in line)
+    assert lines[head].split()[:3] == ["RANK", "NODE", "PID"]
+    cells = [line.split() for line in lines[head + 1 :]]
+    assert [(c[0], c[2]) for c in cells] == [("0", "-"), ("1", "4712")]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("top") / "history") as it:
+        with fed(it, 16, PlantedAt("stop", 5, 0.5)):
+            until(lambda: it.service.rounds.last.open, "no incident opens")
+            yield it
+
+
+def address(daemon: Running) -> str:
+    return f"{daemon.url}/?token={daemon.token}"
+
+
+def test_once(cli: Cli, daemon: Running) -> None:
+    out = cli.good("top", "--daemon", address(daemon), "--limit", "3").out
+    assert "incident" in out.splitlines()[0]
+    assert "16 of 16 ranks" in out
+    assert "non-communication hang" in out
+    row = out.splitlines().index(next(x for x in out.splitlines() if x.startswith("RANK")))
+    assert out.splitlines()[row + 1].split()[:2] == ["5", "n1"]
+    assert len(out.splitlines()[row + 1 :]) == 3
+
+
+def test_json(cli: Cli, daemon: Running) -> None:
+    found = cli.json("top", "--daemon", address(daemon))
+    assert found["url"] == daemon.url
+    assert found["job"]["world"] == 16
+    assert found["ranks"]["rank"] == list(range(16))
+    assert [s["name"] for s in found["incidents"][0]["verdict"]["suspects"]] == ["5"]
+
+
+def test_it_is_refused(cli: Cli, daemon: Running) -> None:
+    assert cli("top", "--daemon", daemon.url, "--json").error["kind"] == "no-token"
+    for wrong in (("--every", "0"), ("--limit", "-1")):
+        assert cli("top", "--daemon", address(daemon), *wrong, "--json").code == 2

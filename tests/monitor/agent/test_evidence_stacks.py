@@ -1,0 +1,107 @@
+"""Stacks of ranks that run, are stopped, or have ended; with py-spy and without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.monitor.agent import evidence
+from ckptd.monitor.agent.evidence import py_spy, take_stack, take_stacks
+from tests.processes import stop
+
+STUCK = """
+import time
+def deep_inside():
+    print(flush=True)
+    time.sleep(600)
+deep_inside()
+"""
+
+
+@contextmanager
+def stuck() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "py-spy"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(evidence, "py_spy", lambda: str(program))
+
+
+def test_a_stopped_rank_shows_its_stack() -> None:
+    assert py_spy() is not None
+    with stuck() as one, stuck() as two:
+        stop(one.pid)
+        found = take_stacks([(3, one.pid), (5, two.pid)], timeout_s=60)
+        assert sorted(found) == [3, 5]
+        if any("forbids it" in stack.text for stack in found.values()):
+            pytest.skip("STACKS OF PYTHON ARE NOT TESTED: the kernel forbids py-spy here")
+        for stack in found.values():
+            assert stack.how == "py-spy"
+            assert "deep_inside" in stack.text
+            assert stack.taken_s > 0
+        assert "stopped" in found[3].text
+        assert one.poll() is None
+
+
+def test_a_process_that_has_ended() -> None:
+    with stuck() as process:
+        pid = process.pid
+    stack = take_stack(pid)
+    assert stack.how == ""
+    assert "has ended" in stack.text
+
+
+def test_a_zombie() -> None:
+    with stuck() as process:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert "zombie" in take_stack(process.pid, 60).text
+
+
+def test_without_py_spy_the_kernel_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "py_spy", lambda: None)
+    with stuck() as process:
+        stack = take_stack(process.pid)
+    assert stack.how == "kernel"
+    assert "py-spy, of the extra monitor, is not installed" in stack.text
+    assert f"thread {process.pid}" in stack.text
+
+
+def test_what_forbids_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_py_spy(tmp_path, monkeypatch, "echo 'Error: Permission denied (os error 13)' >&2; exit 1")
+    with stuck() as process:
+        stack = take_stack(process.pid)
+    assert stack.how == "kernel"
+    assert "CAP_SYS_PTRACE" in stack.text
+
+
+def test_one_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_py_spy(tmp_path, monkeypatch, "exec sleep 600")
+    with stuck() as process:
+        stack = take_stack(process.pid, timeout_s=0.2)
+    assert "was not done after" in stack.text
+
+
+def test_endless_text_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_py_spy(tmp_path, monkeypatch, "head -c 1000000 /dev/zero | tr '\\0' x; echo; echo end")
+    with stuck() as process:
+        stack = take_stack(process.pid, 60)
+    assert len(stack.text) <= 1 << 16
+    assert "In the kernel" in stack.text

@@ -1,0 +1,143 @@
+"""The check before a job over nodes that are threads here: who is missed, lost and let in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.base.net.connection import Connection, greet_server
+from ckptd.errors import DeadlineError, StoreError
+from ckptd.monitor.agent.preflight import (
+    ORDER_S,
+    PURPOSE,
+    NodeHello,
+    Preflight,
+    PreflightNode,
+    PreflightOutcome,
+    PreflightPlan,
+    coordinate,
+    take_part,
+)
+
+SECRET = b"0123456789abcdef"
+END_S = 60.0
+Part = Callable[[tuple[str, int]], object]
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield listener
+
+
+def node(folder: Path, name: str, rank: int = -1, secret: bytes = SECRET) -> Part:
+    return lambda address: take_part(
+        address, secret, PreflightNode(name, rank, folder), END_S, END_S
+    )
+
+
+@contextmanager
+def beside(listener: socket.socket, parts: Sequence[Part]) -> Iterator[list[object]]:
+    """Run parts of nodes in threads; give what each returns or raises, complete at the end."""
+    results: list[object] = [None] * len(parts)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = parts[number](listener.getsockname())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    yield results
+    for thread in threads:
+        thread.join(END_S)
+        assert not thread.is_alive()
+
+
+def check(
+    listener: socket.socket, parts: Sequence[Part], plan: PreflightPlan
+) -> tuple[Preflight, list[object]]:
+    said: list[str] = []
+    with beside(listener, parts) as results:
+        found = coordinate(listener, SECRET, plan, said.append)
+    assert said[0].startswith(f"{len(found.nodes)} of {plan.nodes} nodes")
+    return found, results
+
+
+def failures(found: Preflight) -> list[tuple[str, str]]:
+    """Return what failed; on a busy machine threads that share it may seem slow."""
+    kinds = ("absent", "extra", "lost", "reach", "arithmetic")
+    return [(f.name, f.what) for f in found.findings if f.what in kinds]
+
+
+def test_all_come_and_learn_what_came_of_it(listener: socket.socket, tmp_path: Path) -> None:
+    parts = [node(tmp_path, f"n{k}", k) for k in range(3)]
+    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=1000))
+    assert found.nodes == ("n0", "n1", "n2")
+    assert failures(found) == []
+    assert set(found.machines) == set(found.skews_s) == {"n0", "n1", "n2"}
+    assert (found.links.pairs, found.links.of) == (3, 3)
+    assert set(found.seconds) == {"gather", "test", "probe", "confirm"}
+    assert results == [PreflightOutcome(found.healthy, found.findings)] * 3
+
+
+def test_nobody_comes(listener: socket.socket) -> None:
+    found, _ = check(listener, [], PreflightPlan(nodes=2, wait_s=0.1))
+    assert failures(found) == [("rank 0", "absent"), ("rank 1", "absent")]
+    assert found.links.latency_s is None
+
+
+def test_strangers_and_other_secrets_are_not_let_in_and_who_is_missing_is_named(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    def stranger(address: tuple[str, int]) -> object:
+        with socket.create_connection(address) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            while sock.recv(1000):
+                pass
+        return None
+
+    parts = [node(tmp_path, "n0", 0), node(tmp_path, "n1", 1, b"another secret.."), stranger]
+    found, results = check(listener, parts, PreflightPlan(nodes=2, wait_s=3.0, probe_bytes=1000))
+    assert ("rank 1", "absent") in failures(found)
+    assert any("connections were refused" in f.message for f in found.findings)
+    assert isinstance(results[0], PreflightOutcome)
+    assert not results[0].healthy
+    assert isinstance(results[1], StoreError)
+    assert results[1].kind == "permission"
+
+
+def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_path: Path) -> None:
+    def leaving(address: tuple[str, int]) -> object:
+        wire = Connection(socket.create_connection(address), "coordinator", ORDER_S)
+        greet_server(wire, SECRET, PURPOSE, wait_s=END_S)
+        wire.send(NodeHello("gone", 1, "127.0.0.1", 1))
+        wire.release()
+        return None
+
+    parts = [node(tmp_path, "n0", 0), leaving, node(tmp_path, "n2", 2)]
+    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=1000))
+    assert failures(found) == [("gone", "lost")]
+    assert set(found.machines) == {"n0", "n2"}
+    assert isinstance(results[2], PreflightOutcome)
+
+
+def test_names_that_two_nodes_share_are_told_apart(listener: socket.socket, tmp_path: Path) -> None:
+    parts = [node(tmp_path, "same", 0), node(tmp_path, "same", 1)]
+    found, _ = check(listener, parts, PreflightPlan(nodes=2, wait_s=END_S, probe_bytes=1000))
+    assert found.nodes == ("same", "same#2")
+
+
+def test_no_coordinator(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    with pytest.raises(DeadlineError) as caught:
+        take_part(address, SECRET, PreflightNode("n", 0, tmp_path), 0.1, END_S)
+    assert caught.value.kind == "no-rendezvous"

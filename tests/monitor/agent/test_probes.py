@@ -1,0 +1,85 @@
+"""Links are measured between agents that know one secret, and with nobody else."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+
+import pytest
+
+from ckptd.errors import StoreError
+from ckptd.monitor.agent.probes import listen_for_probes, measure, shown_address
+from ckptd.monitor.report import LinkProbe
+
+SECRET = b"a secret of tests, long enough"
+
+
+def probe(address: str, size: int = 1 << 17) -> LinkProbe:
+    return LinkProbe(nonce=9, from_node="a", to_node="b", address=address, size=size)
+
+
+def test_a_link_is_measured() -> None:
+    with listen_for_probes(SECRET) as answerer:
+        result = measure(probe(shown_address(answerer)), SECRET)
+    assert (result.nonce, result.src, result.dst, result.error) == (9, "a", "b", "")
+    assert 0 < result.seconds < math.inf
+
+
+def test_another_secret_is_refused() -> None:
+    with listen_for_probes(SECRET) as answerer:
+        result = measure(probe(shown_address(answerer)), b"another secret of some length")
+        assert result.seconds == math.inf
+        assert result.error
+        assert measure(probe(shown_address(answerer)), SECRET).error == ""
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    result = measure(probe(address), SECRET)
+    assert result.seconds == math.inf
+    assert "refused" in result.error
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "host:port", "127.0.0.1:99999"])
+def test_an_address_that_is_none(address: str) -> None:
+    result = measure(probe(address), SECRET)
+    assert result.seconds == math.inf
+    assert result.error
+
+
+def test_strangers_do_not_keep_others_out() -> None:
+    with listen_for_probes(SECRET) as answerer:
+        address = ("127.0.0.1", answerer.port)
+        strangers = [socket.create_connection(address) for _ in range(20)]
+        for stranger in strangers:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        end = time.monotonic() + 60
+        while measure(probe(shown_address(answerer)), SECRET).error:
+            assert time.monotonic() < end
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_an_address_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_BIND", "192.0.2.1")
+    with pytest.raises(StoreError) as info:
+        listen_for_probes(SECRET)
+    assert info.value.kind == "listen"
+
+
+def test_the_address_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_BIND", "127.0.0.2")
+    with listen_for_probes(SECRET) as answerer:
+        assert shown_address(answerer) == f"127.0.0.2:{answerer.port}"
+        assert measure(probe(shown_address(answerer)), SECRET).error == ""
+        monkeypatch.setenv("CKPTD_BIND", "::1")
+        assert shown_address(answerer) == f"[::1]:{answerer.port}"
+
+
+def test_it_is_the_one_by_which_the_daemon_is_reached() -> None:
+    with listen_for_probes(SECRET, "127.0.0.3") as answerer:
+        assert shown_address(answerer, "127.0.0.3").startswith("127.0.0.")
+        assert measure(probe(shown_address(answerer, "127.0.0.3")), SECRET).error == ""
+    assert shown_address(answerer, "no.such.host.invalid").startswith("127.0.0.1:")

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckptd.base.net.signing import MAC_HEADER, sign_request
+from ckptd.monitor.daemon.access import Access
+from tests.monitor.daemon.daemons import JOB, SECRET, Running, running
+
+
+def test_reading_needs_the_token(daemon: Running) -> None:
+    refused = daemon.ask("GET", "/api/v1/job", token=False)
+    assert (refused.status, refused.kind) == (401, "no-token")
+    assert daemon.ask("GET", "/api/v1/job").status == 200
+    wrong = daemon.ask("GET", "/api/v1/job", headers={"Authorization": "Bearer é"}, token=False)
+    assert wrong.status == 401
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/", "/api/v1/challenge"])
+def test_what_is_told_to_everybody(daemon: Running, path: str) -> None:
+    assert daemon.ask("GET", path, token=False).status == 200
+
+
+def test_url_with_the_token_logs_in_and_is_left_at_once(daemon: Running) -> None:
+    answer = daemon.ask("GET", f"/?token={daemon.token}", token=False)
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert daemon.token not in cookie
+    pair = cookie.partition(";")[0]
+    assert daemon.ask("GET", "/api/v1/job", headers={"Cookie": pair}, token=False).status == 200
+    broken = {"Cookie": pair[:-1] + "x"}
+    assert daemon.ask("GET", "/api/v1/job", headers=broken, token=False).status == 401
+    assert "set-cookie" not in daemon.ask("GET", "/?token=wrong", token=False).headers
+
+
+def login(daemon: Running) -> str:
+    body = f'{{"token": "{daemon.token}"}}'.encode()
+    answer = daemon.ask("POST", "/api/v1/login", body, token=False)
+    assert answer.status == 200
+    return answer.headers["set-cookie"].partition(";")[0]
+
+
+def test_login_by_post(daemon: Running) -> None:
+    assert login(daemon)
+    for body in (b'{"token": "no"}', b'{"token": 1}', b"{}"):
+        assert daemon.ask("POST", "/api/v1/login", body, token=False).status == 401
+    assert daemon.ask("POST", "/api/v1/login", b"[", token=False).status == 400
+
+
+def test_acting_by_cookie_needs_the_origin(daemon: Running) -> None:
+    path, cookie = "/api/v1/incidents/none/ack", {"Cookie": login(daemon)}
+    assert daemon.ask("POST", path, b"{}", cookie, token=False).status == 401
+    mine = {**cookie, "Origin": daemon.url}
+    assert daemon.ask("POST", path, b"{}", mine, token=False).kind == "no-incident"
+    other = {**cookie, "Origin": "http://evil.example"}
+    assert daemon.ask("POST", path, b"{}", other, token=False).kind == "bad-origin"
+
+
+@pytest.mark.parametrize("origin", ["null", "http://127.0.0.1:1", "http://[", "x"])
+def test_other_sites_are_refused(daemon: Running, origin: str) -> None:
+    assert daemon.ask("GET", "/api/v1/job", headers={"Origin": origin}).status in (403, 421)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[", "a b"])
+def test_names_of_strangers_are_refused(daemon: Running, host: str) -> None:
+    answer = daemon.ask("GET", "/api/v1/job", headers={"Host": host})
+    assert answer.status in (400, 421)
+
+
+@pytest.mark.parametrize("host", ["head.example", "[", "a b"])
+def test_agents_may_call_it_as_they_like_and_pages_cannot_sign(daemon: Running, host: str) -> None:
+    headers = {"Host": host}
+    for path in ("/api/v1/sheets", "/api/v1/found"):
+        answer = daemon.ask("POST", path, b"x", headers, token=False)
+        assert (answer.status, answer.kind) == (403, "bad-mac")
+        challenge = daemon.service.ingest.challenge
+        mac = sign_request(SECRET, "POST", path, challenge, b"x")
+        answer = daemon.ask("POST", path, b"x", headers | {MAC_HEADER: mac}, token=False)
+        assert answer.kind == "bad-sheet"
+        page = headers | {"Origin": "http://evil.example"}
+        assert daemon.ask("POST", path, b"x", page, token=False).kind == "bad-origin"
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:80", "10.1.2.3:4"])
+def test_names_that_cannot_be_a_strangers_are_taken(daemon: Running, host: str) -> None:
+    assert daemon.ask("GET", "/api/v1/job", headers={"Host": host}).status == 200
+
+
+def test_metrics_and_names_as_told(tmp_path: Path) -> None:
+    access = Access(token="t", job=JOB, metrics_open=False, names=frozenset({"head.example"}))
+    with running(tmp_path / "history", access=access) as daemon:
+        assert daemon.ask("GET", "/metrics", token=False).status == 401
+        given = {"Authorization": "bearer t", "Host": "head.example:1"}
+        assert daemon.ask("GET", "/metrics", headers=given, token=False).status == 200
+
+
+def test_page_may_load_nothing_from_elsewhere(daemon: Running) -> None:
+    for path in ("/", "/index.html", "/nothing"):
+        policy = daemon.ask("GET", path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert not re.search(r"https?:|\*", policy)
+
+
+@pytest.mark.parametrize("path", ["/../app.py", "/%2e%2e/app.py", "/..%2fapp.py", "//etc/passwd"])
+def test_no_way_out_of_the_page(daemon: Running, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", daemon.port), timeout=60) as sock:
+        sock.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404")
