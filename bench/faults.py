@@ -1,8 +1,7 @@
 """Whom the monitor names when real ranks fail, and after how long.
 
     python bench/faults.py                        # 5 seeds of each kind; table, results, picture
-    python bench/faults.py --out FILE...          # publish what `python -m
-    tests.monitor.faults.run` wrote
+    python bench/faults.py --out FILE...   # publish what `python -m tests.monitor.faults.run` wrote
 
 Four gloo ranks, the real agent and daemon, a fault at a random rank, step and place in the step;
 what is planted and what counts as right: `tests.monitor.faults.kinds`. Times are from the fault to

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from ckptd.checkpoint.torch.data.tokens import global_tokens, scale_gradients
     from ckptd.elastic.torch.hooks.canonical import CanonicalGradients
     from ckptd.elastic.torch.hooks.kept import KeptGradients
+    from ckptd.elastic.torch.session.interrupt import Interrupted
     from ckptd.elastic.torch.session.session import session
     from ckptd.elastic.torch.session.world import World
 
 __all__ = [
     "CanonicalGradients",
     "ElasticSampler",
+    "Interrupted",
     "KeptGradients",
     "Schedule",
     "World",
@@ -37,6 +39,7 @@ __all__ = [
 _MODULES = {
     "CanonicalGradients": "elastic.torch.hooks.canonical",
     "ElasticSampler": "checkpoint.torch.data.sampler",
+    "Interrupted": "elastic.torch.session.interrupt",
     "KeptGradients": "elastic.torch.hooks.kept",
     "World": "elastic.torch.session.world",
     "global_tokens": "checkpoint.torch.data.tokens",

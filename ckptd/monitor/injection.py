@@ -94,9 +94,8 @@ def _guard() -> None:
     if os.environ.get("CKPTD_LEASE") and not _importing():
         try:
             importlib.import_module("ckptd.elastic.torch.session.leaseguard").guard_steps()
-            if (
-                "ckptd.elastic.torch.session.zygote_child" not in sys.modules
-            ):  # which sees to that itself
+            # A child of the zygote sees to that itself.
+            if "ckptd.elastic.torch.session.zygote_child" not in sys.modules:
                 importlib.import_module("ckptd.elastic.lastwords").note_uncaught()
         except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
             _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)

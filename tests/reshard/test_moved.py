@@ -1,5 +1,4 @@
-"""Bytes that a new layout moves; the counts of layouts are in
-tests/cli/reshard/test_relayout.py."""
+"""Bytes that a new layout moves; counts of layouts: tests/cli/reshard/test_relayout.py."""
 
 from __future__ import annotations
 

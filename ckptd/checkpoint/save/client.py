@@ -25,6 +25,7 @@ from ckptd.base.runtime.ranks import Board
 from ckptd.checkpoint.save.arena import KEEPING, Slot, Slots
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import (
+    PROTOCOL,
     AbortSave,
     Blob,
     Freed,
@@ -46,6 +47,7 @@ from ckptd.checkpoint.save.messages import (
     WriteProgress,
     WriterHello,
     WriterReady,
+    check_protocol,
 )
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.save.tiers import LINGER_S, ROOT, TierSpec
@@ -245,7 +247,7 @@ class WriterClient:
         self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._agent = agent
-        self._hello = WriterHello(spec, board.rank, board.world)
+        self._hello = WriterHello(spec, board.rank, board.world, protocol=PROTOCOL)
         self._answer: WriterReady | None = None
         self._ready = threading.Event()
         self._connected = threading.Event()
@@ -625,8 +627,11 @@ class WriterClient:
     def _handle(self, message: Response) -> None:
         self._last_message_at = time.monotonic()
         if isinstance(message, WriterReady):
-            if message.error is not None:
-                error = CkptdError.from_dict(message.error)
+            try:
+                check_protocol(message.protocol, "the process that writes")
+                if message.error is not None:
+                    raise CkptdError.from_dict(message.error)
+            except CkptdError as error:
                 self._worker_gone(error.message, error)
                 return
             self._answer = message

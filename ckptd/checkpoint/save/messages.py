@@ -25,6 +25,7 @@ from ckptd.store import StoreSpec
 
 __all__ = [
     "INLINE_OBJECT_BYTES",
+    "PROTOCOL",
     "AbortSave",
     "AgentContents",
     "AskEnd",
@@ -54,6 +55,7 @@ __all__ = [
     "WriteProgress",
     "WriterHello",
     "WriterReady",
+    "check_protocol",
     "visit",
 ]
 
@@ -180,6 +182,33 @@ class Extra(msgspec.Struct, frozen=True):
     on_change: str = ""
 
 
+PROTOCOL = 2
+"""Number of the messages between a trainer and the process that writes for it.
+
+Raise it when a process of the version before would misread one. A node's agent outlives trainers,
+so a trainer may meet one of another version: both sides refuse another number. Versions that send
+none count as 1.
+"""
+
+
+def check_protocol(protocol: int, sender: str) -> None:
+    """Check the number that the other side sent.
+
+    Raises
+    ------
+    WorkerError
+        kind ``other-version``: it is another one.
+    """
+    if protocol != PROTOCOL:
+        raise WorkerError(
+            f"{sender} is of another version of ckptd",
+            kind="other-version",
+            wanted=f"protocol {PROTOCOL}",
+            found=f"protocol {protocol}",
+            hint="end the agent of that version: ckptd agent stop --now",
+        )
+
+
 class WriterHello(msgspec.Struct, frozen=True, tag=True):
     """First message: where to write, and for which rank.
 
@@ -203,6 +232,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
     linger_s: float = 0.0
     bind: str = ""
     key: str = ""
+    protocol: int = 1
 
 
 class Partner(msgspec.Struct, frozen=True, tag=True):
@@ -383,8 +413,7 @@ class WriterReady(msgspec.Struct, frozen=True, tag=True):
     pid_space
         Whose numbers `pid` is of: an agent in another container counts otherwise.
     neighbours
-        Nodes of the life before, as its trainers named them; None: an agent of a version that
-        takes no `Neighbours` and would end at one.
+        Nodes of the life before, as its trainers named them.
     error
         `CkptdError.to_dict`: nothing can be written.
     """
@@ -395,8 +424,9 @@ class WriterReady(msgspec.Struct, frozen=True, tag=True):
     local: str = ""
     secret: str = ""
     pid_space: str = ""
-    neighbours: _Known | None = None
+    neighbours: _Known = ()
     error: dict[str, str | None] | None = None
+    protocol: int = 1
 
 
 class WriteProgress(msgspec.Struct, frozen=True, tag=True):

@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from ckptd import events
 from ckptd.base.runtime.channel import Channel, SocketChannel
 from ckptd.base.runtime.host import pid_space
@@ -32,6 +30,7 @@ from ckptd.checkpoint.save.commit import commit_attempt
 from ckptd.checkpoint.save.dedup import ChunkDedup
 from ckptd.checkpoint.save.drain import StagedShard, drain, stage_shard
 from ckptd.checkpoint.save.messages import (
+    PROTOCOL,
     AbortSave,
     Freed,
     Happened,
@@ -53,6 +52,7 @@ from ckptd.checkpoint.save.messages import (
     WriteProgress,
     WriterHello,
     WriterReady,
+    check_protocol,
 )
 from ckptd.checkpoint.save.neartiers import NodeTiers
 from ckptd.checkpoint.save.structure import RankPlan
@@ -131,6 +131,7 @@ class SaveWriter:
                 hello, _ = self._channel.receive(60.0) or (None, None)
             if not isinstance(hello, WriterHello):
                 return
+            check_protocol(hello.protocol, "the trainer")
             self._hello = hello
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
@@ -140,7 +141,7 @@ class SaveWriter:
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self.send(WriterReady(os.getpid(), error=error.to_dict()))
+            self.send(WriterReady(os.getpid(), error=error.to_dict(), protocol=PROTOCOL))
         except EOFError:
             self._trainer_died, self.died_at = True, time.monotonic()
         finally:
@@ -148,13 +149,18 @@ class SaveWriter:
 
     def _ready(self, hello: WriterHello) -> WriterReady:
         if self._near is None:
-            return WriterReady(os.getpid())
+            return WriterReady(os.getpid(), protocol=PROTOCOL)
         self._near.prepare(hello.tiers)
         self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
         served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
-        ready = WriterReady(os.getpid(), self._near.here, *served)
-        known = self._near.neighbours
-        return msgspec.structs.replace(ready, pid_space=pid_space(), neighbours=known)
+        return WriterReady(
+            os.getpid(),
+            self._near.here,
+            *served,
+            pid_space=pid_space(),
+            neighbours=self._near.neighbours,
+            protocol=PROTOCOL,
+        )
 
     @property
     def linger_s(self) -> float:

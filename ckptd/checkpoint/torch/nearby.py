@@ -278,23 +278,15 @@ class Nearby:
             self._replaced_read = number
 
     def _send_neighbours(self, client: WriterClient) -> None:
-        """Send the agent the other nodes, for the next life, if its version takes the message."""
-        if client.answer().neighbours is not None:
-            client.set_neighbours(self._neighbours())
+        """Send the agent the other nodes, for the next life."""
+        client.set_neighbours(self._neighbours())
 
     def _report(self, client: WriterClient) -> _Report:
         answer = client.answer()
         self._here = answer.here
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
         node = _Node(self._node, domain, answer.memory, answer.local, answer.secret)
-        if self._secret is not None and answer.secret:
-            # What it asks for may be the job's secret itself, which must not be on the board.
-            _log.warning(
-                "this node's agent is of an older version, and other nodes do not use it: "
-                "ckptd agent stop --now ends it"
-            )
-            node = msgspec.structs.replace(node, memory="", local="", secret="")
-        return _Report(node, (answer.neighbours or ()) if self._reports_former else ())
+        return _Report(node, answer.neighbours if self._reports_former else ())
 
     def _neighbours(self) -> Neighbours:
         """Return what this node's agent is to remember for the next life.

@@ -331,7 +331,7 @@ class Question:
     def answer(
         self, memory: str | None, checkpoint: str | None, program: str | None
     ) -> RelayoutAnswer:
-        """RelayoutAnswer it; see `ckptd.reshard.cli.relayout.relayout`."""
+        """Answer it; see `ckptd.reshard.cli.relayout.relayout`."""
         with ExitStack() as stack:
             model = None
             if checkpoint is not None:

@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,9 @@ import pytest
 from ckptd.base.runtime.agentlink import AgentPlace, listen, locked, reach
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
+from ckptd.checkpoint.save.messages import AskEnd, visit
 from ckptd.checkpoint.save.tiers import TierSpec
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, WorkerError
 from ckptd.store import StoreSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
 from tests.processes import PATIENCE_S, agents_in, lives, until
@@ -293,3 +297,50 @@ def test_nodes_whose_trainers_die_together_agree_on_what_is_saved(
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not any(map(lives, pids)))
+
+
+OLD_AGENT = """
+import ckptd.checkpoint.save.messages as messages
+messages.PROTOCOL = 1  # what an agent that sends no number counts as
+messages.check_protocol = lambda *_: None  # and it looks at none
+from ckptd.checkpoint.agent.__main__ import main
+main()
+"""
+
+
+def test_a_trainer_refuses_an_agent_of_another_version(root: str) -> None:
+    place = AgentPlace(root, "n0")
+    with locked(place), listen(place) as listener:
+        words = ["--fd", str(listener.fileno()), "--job", place.job, "--node", place.node]
+        words += ["--folder", str(place.socket.parent)]
+        old = subprocess.Popen(
+            [sys.executable, "-c", OLD_AGENT, *words], pass_fds=[listener.fileno()]
+        )
+    try:
+        job = NearJob(root)
+        with pytest.raises(WorkerError, match="is of another version of ckptd") as caught:
+            job.client.answer()
+        assert caught.value.kind == "other-version"
+        assert "ckptd agent stop" in str(caught.value.hint)
+        job.close()
+        visit(reached(place), AskEnd(now=True))
+        assert old.wait(PATIENCE_S) == 0
+    finally:
+        old.kill()
+
+
+def test_an_agent_refuses_a_trainer_of_another_version(
+    monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    monkeypatch.setattr("ckptd.checkpoint.save.client.PROTOCOL", 1)
+    job = NearJob(root)
+    with pytest.raises(WorkerError, match="the trainer is of another version of ckptd"):
+        job.client.answer()
+    job.close()
+    visit(reached(job.place), AskEnd(now=True))
+
+
+def reached(place: AgentPlace) -> socket.socket:
+    found = reach(place.socket)
+    assert found is not None
+    return found

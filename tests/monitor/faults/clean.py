@@ -1,5 +1,6 @@
-"""A job without a fault: ``python -m tests.monitor.faults.clean --minutes 30 [--load 2] [--loop
-hand]``.
+"""A job without a fault.
+
+``python -m tests.monitor.faults.clean --minutes 30 [--load 2] [--loop hand]``
 
 It checkpoints, evaluates, compiles and collects garbage, beside processes that only compute. Nobody
 may be accused, and an unwatched run of as many steps must end with the same parameters.

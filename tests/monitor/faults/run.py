@@ -1,5 +1,6 @@
-"""The matrix: ``python -m tests.monitor.faults.run --seeds 5 [--kinds ...] [--floor 2] [--load
-2]``.
+"""The matrix of kinds and seeds.
+
+``python -m tests.monitor.faults.run --seeds 5 [--kinds ...] [--floor 2] [--load 2]``
 
 Each kind is planted with each seed in a job of real ranks, watched by the real agent and daemon.
 What was recorded is judged again afterwards, and must say the same. Results go to standard output

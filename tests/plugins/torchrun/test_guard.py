@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ckptd.base.runtime.agentlink import AgentPlace, connect_agent, reach
+from ckptd.checkpoint.save.messages import AskEnd, visit
 from ckptd.elastic.lease import LeaseFile
 from ckptd_torchrun import guard
 from ckptd_torchrun.guard import TOKEN_VARIABLE, children_of, marked
@@ -97,19 +102,54 @@ def test_workers_die_when_their_lease_is_over_and_not_before(lease: LeaseFile) -
     until(lambda: not marked(token))
 
 
-def test_what_must_outlive_a_trainer_is_not_marked(tmp_path: Path) -> None:
+def test_what_must_outlive_a_trainer_is_not_marked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The node's agent, the watcher and a writing process, started as the product starts them."""
     token = os.urandom(8).hex()
-    package = tmp_path / "ckptd"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "agent.py").write_text("input()")
-    environ = os.environ | {TOKEN_VARIABLE: token}
-    pipe = {"stdin": subprocess.PIPE, "env": environ, "cwd": tmp_path}
-    plain = subprocess.Popen([sys.executable, "-c", "input()"], **pipe)  # type: ignore[call-overload]
-    keeper = subprocess.Popen([sys.executable, "-m", "ckptd.checkpoint.agent"], **pipe)  # type: ignore[call-overload]
-    try:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ExitStack() as stack:
+        place = AgentPlace("guarded", "n", str(tmp_path))
+        stack.enter_context(connect_agent(place))
+        stack.callback(lambda: visit(_reached(place), AskEnd(now=True)))
+        for words in (
+            ["ckptd.monitor.agent.watched", "--job", "j", "--daemon", "http://127.0.0.1:1"],
+            ["ckptd.checkpoint.save.writer", str(theirs.fileno())],
+        ):
+            keeper = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+            stack.callback(keeper.communicate, timeout=PATIENCE_S)
+            stack.callback(keeper.kill)
+            until(lambda pid=keeper.pid: _imports_ckptd(pid))
+        plain = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        stack.callback(plain.communicate, b"\n", timeout=PATIENCE_S)
         until(lambda: plain.pid in marked(token))
+        kept = {p.pid for p in psutil.Process().children() if token in p.environ().values()}
+        assert len(kept) == 4
         assert marked(token) == {plain.pid}
-    finally:
-        for process in (plain, keeper):
-            process.communicate(b"\n", timeout=PATIENCE_S)
+
+
+def test_the_guard_names_modules_that_are_there() -> None:
+    for words in guard._OURS:
+        flag, _, module = words.decode().partition("\0")
+        assert flag == "-m"
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        if spec.submodule_search_locations is not None:
+            assert importlib.util.find_spec(f"{module}.__main__") is not None
+
+
+def _reached(place: AgentPlace) -> socket.socket:
+    found = reach(place.socket)
+    assert found is not None
+    return found
+
+
+def _imports_ckptd(pid: int) -> bool:
+    """Tell whether a process has come as far as its program: native code of msgspec is mapped."""
+    with open(f"/proc/{pid}/maps") as file:
+        return "msgspec" in file.read()
