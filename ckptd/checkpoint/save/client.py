@@ -632,7 +632,7 @@ class WriterClient:
                 if message.error is not None:
                     raise CkptdError.from_dict(message.error)
             except CkptdError as error:
-                self._worker_gone(error.message, error)
+                self._worker_gone(error.found or error.message, error)
                 return
             self._answer = message
             self._ready.set()
@@ -846,6 +846,7 @@ class WriterClient:
             cause.message if cause else "the writing process died",
             kind=cause.kind if cause else None,
             where=cause.where if cause else f"process {self.pid}",
+            wanted=cause.wanted if cause else None,
             found=f"exit status {code}; {found}" if code is not None else found,
             hint=cause.hint if cause else self._hint(),
         )
