@@ -15,6 +15,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import plan_gc, run_gc
 from ckptd.checkpoint.tools.verify import check_records, verify
 from ckptd.store import open_store
+from tests.checkpoint.compat.training import Training
 
 BEFORE_DIGESTS = Path(__file__).parent / "root-539564c"
 """Records without digests. Steps 1 to 3, gone back to 2, loaded, step 4; step 1 is pinned."""
@@ -61,3 +62,27 @@ def test_it_is_loaded_and_goes_on(root: Path) -> None:
     assert catalogue.commits() == [CommitName(1, 1), CommitName(5, 4)]
     catalogue.rollback(1)
     assert catalogue.latest() == CommitName(1, 1)
+
+
+def test_a_training_of_before_the_slices_goes_on(tmp_path: Path) -> None:
+    """Each kind of leaf: the next two steps are those of a training that was never interrupted."""
+    kept = Path(__file__).parent / "root-d283f0fa"
+    root = Path(shutil.copytree(kept, tmp_path / "root"))
+    unbroken = Training(1)
+    for _ in range(3):
+        unbroken.step()
+    expected = [unbroken.step() for _ in range(2)]
+    resumed = Training(2)
+    with ckptd.Checkpointer(str(root)) as ck:
+        state = resumed.state()
+        assert ck.load(state) == 3
+        assert torch.equal(resumed.others["half"], torch.full((3,), 1.0, dtype=torch.bfloat16))
+        assert resumed.others["count"] == 1
+        assert resumed.others["name"] == "1"
+        assert resumed.others["list"][0] == 1
+        assert torch.equal(resumed.others["list"][1]["b"], torch.full((2, 2), 1))
+        assert state["mine"].value == {"count": 1}
+        assert all(torch.equal(resumed.step(), step) for step in expected)
+        ck.save(5, resumed.state()).durable(60)
+    catalogue = Catalogue(open_store(str(root)))
+    assert all(verify(catalogue, name).ok for name in catalogue.commits())
