@@ -10,7 +10,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
+
+import numpy as np
 
 from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.errors import CorruptError, MismatchError, RefusedError
@@ -58,6 +61,10 @@ PART = re.compile(r"^shard-([0-9]{5})-")
 """How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_AXES = 64
+_CHECKSUM_BYTES = 4
+"""Storages of this length differ where their CRC does, and only there."""
+_BLOCK = 1 << 22
+_MAX_SPAN = 1 << 28
 _REFUSED = ("_rebuild_sharded_tensor", "_rebuild_qtensor")
 
 
@@ -264,10 +271,13 @@ def _parts(
 def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool) -> None:
     """Refuse what two files hold and nothing says that it is the same.
 
-    A DTensor says so. Of plain tensors only single elements are compared: counters of steps.
+    A DTensor says so. A plain tensor beside DTensors is one that every rank has whole, a buffer:
+    the bytes of all ranks are compared. Where no tensor of a file says which part it is, plain ones
+    may be parts, so that only single elements are compared: counters of steps.
     """
     plain: dict[str, ForeignPiece] = {}
     parts: dict[tuple[Any, ...], ForeignPiece] = {}
+    parted = {p.file for p in pieces if isinstance(p.at, TensorAt) and p.at.part is not None}
     for piece in pieces:
         at = piece.at
         if not isinstance(at, TensorAt):
@@ -280,26 +290,60 @@ def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool)
         first = plain.setdefault(piece.name, piece)
         if first is piece:
             continue
-        if piece.numel > 1 or not ranks or not _same(names, first, piece):
-            parted = any(isinstance(p.at, TensorAt) and p.at.part is not None for p in pieces)
+        alike = (first.dtype, first.shape) == (piece.dtype, piece.shape)
+        both = first.file in parted and piece.file in parted
+        if not ranks or not alike or (piece.numel > 1 and not both):
             remedy = _LAYOUT if ranks else _RENAME if parted else _ONE_FILE
             raise _twice(first, piece, "tensors of one name", *remedy)
+        if not _same(names, first, piece):
+            raise CorruptError(
+                "ranks hold different values of a tensor that none of them says it has a part of",
+                kind="replicas-differ",
+                where=f"{first.file} and {piece.file}: {piece.name}"[:400],
+                wanted="equal bytes on all ranks",
+                found=f"other values of {piece.shape}",
+                hint=f"if they are parts: {_LAYOUT[1]}",
+            )
 
 
-def _same(names: Listing, *both: ForeignPiece) -> bool:
-    """Whether two tensors of one element are equal; reads them only if their checksums differ."""
-    if len({(p.dtype, p.shape) for p in both}) > 1:
-        return False
-    ats = [p.at for p in both if isinstance(p.at, TensorAt)]
+def _same(names: Listing, first: ForeignPiece, piece: ForeignPiece) -> bool:
+    """Whether two tensors of one type and shape have the same bytes.
+
+    Checksums of files tell it for storages that are no longer than one.
+    """
+    ats = [p.at for p in (first, piece) if isinstance(p.at, TensorAt)]
     sums = [(a.found.checksum(a.tensor.storage.key), a.tensor.offset) for a in ats]
-    if sums[0] == sums[1] and sums[0][0][0]:
+    if sums[0] == sums[1] and sums[0][0][0] and sums[0][0][1] <= _CHECKSUM_BYTES:
         return True
-    values = []
-    for piece, at in zip(both, ats, strict=True):
-        start, size = at().start, piece.numel * DTYPES[piece.dtype].itemsize
-        read = names.reads(piece.file.removeprefix(names.prefix))
-        values.append(read(start, start + size) if size else b"")
-    return values[0] == values[1]
+    blocks = [_blocks(names, p) for p in (first, piece)]
+    return all(a == b for a, b in zip_longest(*blocks))
+
+
+def _blocks(names: Listing, piece: ForeignPiece) -> Iterator[bytes]:
+    """Yield the elements of a tensor of a file in row-major order, as many at a time as fit."""
+    at = piece.at if isinstance(piece.at, Extent) else piece.at()
+    read, item = names.reads(piece.file.removeprefix(names.prefix)), DTYPES[piece.dtype].itemsize
+    if at.strides is not None:
+        span = 1 + sum((n - 1) * s for n, s in zip(piece.shape, at.strides, strict=True))
+        if max(span, piece.numel) * item > _MAX_SPAN:
+            raise RefusedError(
+                "a view that is too large to be compared with other ranks'",
+                kind="unreadable-format",
+                where=f"{piece.file}: {piece.name}"[:400],
+                wanted=f"at most {_MAX_SPAN} bytes",
+                found=f"{piece.shape}, strides {at.strides}",
+                hint="save it with .contiguous()",
+            )
+        raw = read(at.start, at.start + span * item)
+        steps = tuple(s * item for s in at.strides)
+        gathered = np.ndarray(piece.shape, np.dtype(f"V{item}"), raw, 0, steps).tobytes()
+    size = piece.numel * item
+    for start in range(0, size, _BLOCK):
+        end = min(start + _BLOCK, size)
+        if at.strides is not None:
+            yield gathered[start:end]
+        else:
+            yield read(at.start + start, at.start + end)
 
 
 _ONE_FILE = "one file", "name the file that is meant"

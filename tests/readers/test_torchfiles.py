@@ -16,17 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptd.errors import CkptdError
 from ckptd.readers import torchfiles
 from ckptd.readers.pickles import PickledObject
+from ckptd.testing.ranks import run_ranks
 from ckptd.types import Box
 from tests.cli.running import Cli
 from tests.readers.opening import fails, open_reader
 
 VERL = "model_world_size_4_rank_{}.pt"
+VERL2 = "model_world_size_2_rank_{}.pt"
 
 
 def bits(t: torch.Tensor) -> bytes:
@@ -234,6 +237,51 @@ def test_plain_tensors_of_ranks_are_refused(tmp_path: Path) -> None:
     assert "--from LAYOUT" in str(error.hint)
 
 
+def save_with_buffers(folder: str) -> None:
+    """Save a model of FSDP2 a file a rank, as verl does: alike, and with other values on rank 1."""
+    from torch.distributed.fsdp import fully_shard  # slow, and for one test only
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    net.register_buffer("router_bias", torch.arange(12.0).reshape(3, 4).t())
+    fully_shard(net)
+    for case, value in {"other": float(rank), "alike": 0.0}.items():
+        net[1].running_var.fill_(1.0)[3] = 1.0 + value
+        name = f"model_world_size_2_rank_{rank}.pt"
+        torch.save(net.state_dict(), Path(folder) / case / name)
+    state = net.state_dict()
+    state["router_bias"] = state["router_bias"].contiguous()  # the same values, lying otherwise
+    torch.save(state, Path(folder) / "lying" / f"model_world_size_2_rank_{rank}.pt")
+    state["router_bias"] = torch.ones(4, 3 + rank)
+    torch.save(state, Path(folder) / "shapes" / f"model_world_size_2_rank_{rank}.pt")
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_buffers_beside_dtensors_are_taken_once_where_all_ranks_have_the_same(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in ("alike", "other", "lying", "shapes"):
+        (tmp_path / case).mkdir()
+    run_ranks(2, save_with_buffers, str(tmp_path))
+    shutil.copy(tmp_path / "alike" / VERL2.format(0), tmp_path / "lying")
+    monkeypatch.setattr(torchfiles, "_BLOCK", 20)
+    wanted = torch.arange(12.0).reshape(3, 4).t().contiguous()
+    for case in ("alike", "lying"):
+        found = cli("export", str(tmp_path / case), str(tmp_path / f"{case}-hf"))
+        assert found.code == 0, found.err
+        values = load_file(tmp_path / f"{case}-hf" / "model.safetensors")
+        assert values["router_bias"].tobytes() == bits(wanted)
+        assert values["1.running_var"].tolist() == [1.0] * 6
+        assert values["0.weight"].shape == (6, 4)
+        assert "1.num_batches_tracked" in values
+    error = fails(tmp_path / "other")
+    assert error.kind == "replicas-differ"
+    assert error.where == f"{VERL2.format(0)} and {VERL2.format(1)}: 1.running_var"
+    assert fails(tmp_path / "shapes").kind == "bad-pieces"
+
+
 def test_hostile_files(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(300)}, tmp_path / "a.pt")
     raw = (tmp_path / "a.pt").read_bytes()
@@ -380,7 +428,7 @@ def test_single_elements_of_ranks(tmp_path: Path) -> None:
             assert reader.tensor("step") == 1
             assert reader.objects() == {"epoch": 3}
             assert reader.manifest.metadata["ckptd.foreign"]["left_out"] == ["rank"]
-    assert fails(tmp_path).kind == "bad-pieces"
+    assert fails(tmp_path).kind == "replicas-differ"
 
 
 @pytest.mark.parametrize(
