@@ -342,7 +342,8 @@ class Checkpointer:
         Parameters
         ----------
         step
-            Completed steps; later than the last one saved or loaded.
+            Completed steps; later than the last one saved or loaded. An earlier one is refused,
+            also where nothing is due: count on through epochs.
         state
             Any nesting of dicts and lists of tensors, DTensors, modules, optimizers, schedulers,
             loaders, `ckptd.PerRank`, `ckptd.Rng` and plain values.
@@ -366,6 +367,7 @@ class Checkpointer:
         begun_ns = time.monotonic_ns()
         step = check_step(step)
         self._check_open()
+        self._lineage.follow(step)
         began = time.monotonic()
         # First, so that ranks count alike also where an earlier failure is raised on one of them.
         root = self._cadence.due(step, self._last_on_root)
@@ -379,7 +381,7 @@ class Checkpointer:
             self._events.skipped(CommitName(step, self._lineage.generation), "no slot is free")
             return SaveHandle.unsaved(step, self._lineage.generation, "skipped")
         self._lineage.claim_for_save(step)
-        attempt = self._lineage.next_attempt(step)
+        attempt = self._lineage.next_attempt()
         name = CommitName(step, self._lineage.generation)
         with self._events.saving(name, attempt, begun_ns):
             handle = self._saver.save(

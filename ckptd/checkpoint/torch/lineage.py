@@ -16,6 +16,8 @@ from ckptd.monitor.torch.recorder.recorder import phase
 __all__ = ["Lineage"]
 
 _log = logging.getLogger("ckptd")
+_STILL = 100
+"""Calls of one step after which the log says that no save is due at them."""
 
 
 class _Unclaimed(NamedTuple):
@@ -51,6 +53,8 @@ class Lineage:
         self.root_id = ""
         self.claim_id = ""
         self._unclaimed: _Unclaimed | None = None
+        self._called: int | None = None
+        self._still = 0
 
     def newest(self) -> CommitName | None:
         """Return the newest commit of the line, the same on every rank."""
@@ -116,6 +120,7 @@ class Lineage:
 
         *claimed, text, newest = self._agreement.on_rank_zero("claim", claim)
         self._take((*claimed, text, newest))
+        self._called, self._still = None, 0
         late = bool(text) or not at_once
         self._unclaimed = _Unclaimed(parent, committed, newest) if late else None
         if text:
@@ -144,13 +149,17 @@ class Lineage:
 
         self._agreement.on_rank_zero("catalogue", run)
 
-    def next_attempt(self, step: int) -> str:
-        """Return the attempt's name; every rank counts alike.
+    def follow(self, step: int) -> None:
+        """Take the step of a call of ``save``, before any rule says whether it is due.
+
+        Rules by step and by clock count from the last save: a step before it would be due to none
+        of them, and a loop that counts from 1 again in each epoch would never save again. One that
+        goes back without passing the last save may be rolled back in memory: the log says it.
 
         Raises
         ------
         RefusedError
-            kind ``behind``: `step` is earlier than the last one of this generation. The same step
+            kind ``behind``: `step` is earlier than the last one saved or loaded. The same step
             may be tried again: if it was committed after all, the handle fails.
         """
         if self.last_step is not None and step < self.last_step:
@@ -159,7 +168,28 @@ class Lineage:
                 kind="behind",
                 wanted=f"a step from {self.last_step} on",
                 found=step,
-                hint="to go back, load() the older step first",
+                hint="count on through epochs, and from what load() returns after a restart;"
+                " to go back, load() the older step first",
             )
+        before, self._called = self._called, step
+        self._still = self._still + 1 if step == before else 0
+        if self._agreement.board.rank:
+            return
+        if before is not None and step < before:
+            _log.warning(
+                "save(%d) after save(%d): steps go back, and only one that is later than the last "
+                "that was saved is due: count on through epochs",
+                step,
+                before,
+            )
+        elif self._still == _STILL:
+            _log.warning(
+                "save(%d) was called %d times: steps must grow for another save to be due",
+                step,
+                _STILL + 1,
+            )
+
+    def next_attempt(self) -> str:
+        """Return the attempt's name; every rank counts alike."""
         self._attempts += 1
         return attempt_name(self._attempts, self.claim_id)
