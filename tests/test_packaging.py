@@ -65,6 +65,7 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
         f"ckptd/monitor/daemon/page/{n}" for n in ("index.html", "js/main.js", "fonts/inter.woff2")
     } <= set(names)
     assert f"{info}/licenses/LICENSE" in names
+    assert [n for n in names if n.endswith("README.md")] == []  # pages for those who change it
     assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
     site = tmp_path / "site"
