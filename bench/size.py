@@ -1,10 +1,13 @@
 """How much code there is: lines without blanks, comments and docstrings, by package.
 
-    python bench/size.py [FOLDER] [--json]
+    python bench/size.py [FOLDER] [--json | --budget]
 
 A line counts when it has a token that is neither a comment nor part of a docstring. FOLDER is a
 checkout, by default this one; packages are the folders below ``ckptd``, ``plugins`` and
 ``examples``, then ``tests`` and ``bench`` as a whole.
+
+``--budget`` compares the slices of ``ckptd`` with the table in ``docs/design/house.md``, and exits
+with 1 when one has more code than it may have.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -22,6 +26,8 @@ from pathlib import Path
 import common
 
 ROOT = Path(__file__).resolve().parents[1]
+HOUSE = "docs/design/house.md"
+GROUND = "ground"
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -105,12 +111,53 @@ def sizes(root: Path) -> dict[str, Size]:
     return found
 
 
+def slice_sizes(root: Path) -> dict[str, int]:
+    """Count the code lines of each slice; the files directly in ``ckptd`` and events are ground."""
+    found: dict[str, int] = {}
+    for path in sorted((root / "ckptd").rglob("*.py")):
+        top, *rest = path.relative_to(root / "ckptd").parts
+        name = top if rest and top != "events" else GROUND
+        text = path.read_text()
+        found[name] = found.get(name, 0) + code_lines(text, ast.parse(text))
+    return found
+
+
+def budgets(root: Path) -> dict[str, int]:
+    """Read how many code lines each slice may have, from the page that says so."""
+    _, _, section = (root / HOUSE).read_text().partition("\n## Budgets\n")
+    rows = re.findall(r"(?m)^\| (\w+) \| (\d+) \|$", section.partition("\n## ")[0])
+    return {name: int(most) for name, most in rows}
+
+
+def compare_with_budgets(root: Path) -> int:
+    """Print slices, code lines and budgets, and what is wrong; return the exit code."""
+    found, most = slice_sizes(root), budgets(root)
+    rows = [
+        [name, found.get(name, 0), most.get(name, "")] for name in [*most, *found.keys() - most]
+    ]
+    print(common.table(["slice", "code", "budget"], rows))
+    wrong = [
+        f"{name}: {code} code lines, {code - most[name]} above its budget of {most[name]}"
+        for name, code in found.items()
+        if code > most.get(name, code)
+    ]
+    wrong += [f"{name}: has no budget in {HOUSE}" for name in sorted(found.keys() - most)]
+    wrong += [
+        f"{name}: has a budget in {HOUSE}, and no code" for name in sorted(most.keys() - found)
+    ]
+    print(*wrong, sep="\n", file=sys.stderr, end="\n" if wrong else "")
+    return int(bool(wrong))
+
+
 def main() -> None:
     """Print the table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--json", action="store_true", help="counts by package as JSON")
+    parser.add_argument("--budget", action="store_true", help="slices against their budgets")
     options = parser.parse_args()
+    if options.budget:
+        sys.exit(compare_with_budgets(options.folder))
     found = sizes(options.folder)
     for top in ("ckptd", "plugins", "examples"):
         inside = [s for name, s in found.items() if name.split("/")[0] == top]
