@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -110,8 +111,111 @@ def test_no_public_class_has_the_name_of_another() -> None:
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
 
 
+HOUSE = ROOT / "docs/design/house.md"
+READMES = sorted((ROOT / "ckptd").glob("**/README.md"))
+MOST_OF_A_README = 80
+SLICES = sorted(
+    p.parent.name for p in (ROOT / "ckptd").glob("*/__init__.py") if p.parent.name != "events"
+)
+
+
+def named_in(text: str) -> set[str]:
+    """Return the paths and modules that a page names in backticks."""
+    found = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|cpp|lay|md))`", text))
+    return found - {path for path in found if path.startswith("./")}
+
+
+def missing(page: Path, *bases: Path) -> list[str]:
+    """Return what a page names and none of the folders has."""
+    there = [ROOT, ROOT / "ckptd", *bases]
+    return sorted(n for n in named_in(page.read_text()) if not any((b / n).exists() for b in there))
+
+
+def uncut() -> list[str]:
+    """Return the modules whose imports the contract of layers passes over."""
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    ignored = rules["importlinter:contract:layers"].get("ignore_imports", "")
+    return [line.partition(" -> ")[0] for line in ignored.splitlines() if line.strip()]
+
+
+def test_names_of_pages_are_found() -> None:
+    text = "`a/b.py`, `a/b`, `c.py`, `a.b`, `plugins/`, `GET /x`, `./x/y`, `a/*.py`, a/c.py"
+    assert named_in(text) == {"a/b.py", "a/b", "c.py", "plugins/"}
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/design").glob("*.md")), ids=lambda p: p.stem)
 def test_modules_that_a_design_page_names_are_there(page: Path) -> None:
-    named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page.read_text())
-    bases = [ROOT, ROOT / "ckptd", *([ROOT / "ckptd/lay"] if page.stem == "lay" else [])]
-    assert [n for n in named if not any((base / n).exists() for base in bases)] == []
+    bases = [ROOT / "ckptd/lay"] if page.stem == "lay" else []
+    assert [n for n in missing(page, *bases) if n.endswith(".py")] == []
+
+
+def test_every_slice_has_a_page() -> None:
+    assert [p.parent.name for p in READMES] == ["ckptd", *SLICES]
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda p: p.parent.name)
+def test_the_page_of_a_slice_is_true_and_short(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= MOST_OF_A_README
+    assert missing(page, page.parent) == []
+    started = re.findall(r"`python -m ([\w.]+)", text)
+    assert [n for n in started if n not in NAMES and n + ".__main__" not in NAMES] == []
+    nouns = re.findall(r"(?m)^\| `(\w+)` \| `([\w/.]+)` \|", text)
+    assert 5 <= len(nouns) <= 10
+    where = {noun: (page.parent / module).read_text() for noun, module in nouns}
+    assert [
+        n for n, code in where.items() if not re.search(rf"(?m)^(class |def )?{n}\b", code)
+    ] == []
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_the_page_of_a_slice_counts_the_imports_that_are_to_be_cut(name: str) -> None:
+    count = sum(module.split(".")[1] == name for module in uncut())
+    said = f"Still to be cut: {count} import" if count else "nothing is still to be cut here"
+    text = " ".join((ROOT / f"ckptd/{name}/README.md").read_text().split())
+    assert said.lower() in text.lower()
+
+
+def test_the_number_of_imports_to_be_cut_is_written_down() -> None:
+    """One more, or one less, changes a line of the page on which the rules stand."""
+    (said,) = re.findall(r"(?m)^Imports still to be cut: (\d+)\.$", HOUSE.read_text())
+    assert int(said) == len(uncut())
+
+
+def test_every_slice_has_a_budget() -> None:
+    _, _, section = HOUSE.read_text().partition("\n## Budgets\n")
+    rows = re.findall(r"(?m)^\| (\w+) \| \d+ \|$", section)
+    assert sorted(rows) == sorted(["ground", *SLICES])
+
+
+def shadowed(root: Path) -> list[str]:
+    """Return the programs beside a folder called torch that are not started as modules.
+
+    Python puts the folder of a program that is run by its path first on ``sys.path``: ``import
+    torch`` would give it the folder beside it. With ``python -m`` that is the current folder.
+    """
+    texts = {
+        path: path.read_text()
+        for top in ("ckptd", "plugins", "examples", "tests", "bench")
+        for path in (root / top).rglob("*.py")
+    }
+    as_modules = {n for text in texts.values() for n in re.findall(r'"-m",\s*"([\w.]+)"', text)}
+    return [
+        name
+        for path, text in texts.items()
+        if path.name != "__main__.py"
+        and '\nif __name__ == "__main__":' in text
+        and (path.parent / "torch").is_dir()
+        and (name := str(path.relative_to(root)))
+        and name.removesuffix(".py").replace("/", ".") not in as_modules
+    ]
+
+
+def test_no_program_is_run_beside_a_folder_called_torch(tmp_path: Path) -> None:
+    (tmp_path / "tests/ring/torch").mkdir(parents=True)
+    for name in ("ring/program", "ring/module", "ring/__main__", "ring/torch/inside", "other"):
+        (tmp_path / f"tests/{name}.py").write_text('\nif __name__ == "__main__":\n    main()\n')
+    (tmp_path / "tests/test_ring.py").write_text('run(["python", "-m", "tests.ring.module"])\n')
+    assert shadowed(tmp_path) == ["tests/ring/program.py"]
+    assert shadowed(ROOT) == []
