@@ -31,6 +31,31 @@ Renames = Mapping[str, Sequence[str]]
 _STATE, _OBJECT = "state", "groups"
 _GROUPS = "param_groups."
 _PARAMS = "params"
+_DECOUPLED = "decoupled_weight_decay"
+_TORCHS = frozenset(
+    [
+        "alpha",
+        "amsgrad",
+        "beta2_decay",
+        "capturable",
+        "centered",
+        "dampening",
+        "decoupled_weight_decay",
+        "differentiable",
+        "etas",
+        "foreach",
+        "fused",
+        "history_size",
+        "initial_accumulator_value",
+        "lambd",
+        "lr_decay",
+        "momentum_decay",
+        "ns_coefficients",
+        "rho",
+        "step_sizes",
+    ]
+)
+"""Hyperparameters by which torch's optimizers differ, and which no group has for itself alone."""
 _NUMBERED = re.compile(
     rf"([0-9]{{1,6}})\.({re.escape(OPTIMIZER_CLASS)}|[^.]+)(?:\.([0-9]{{1,6}}))?", re.ASCII
 )
@@ -112,6 +137,11 @@ def gathered(
     -------
     objects
         All others, and the groups object; as they were where values do not say whose they are.
+
+    Raises
+    ------
+    MismatchError
+        kind ``lay-fit``: they are groups of several optimizers, each of which wants its own.
     """
     above = settings_above(groups)
     mine = {o.name.removeprefix(above): o for o in objects if o.name.startswith(above)}
@@ -120,8 +150,32 @@ def gathered(
     values = _numbered(mine) or _flattened(mine, params)
     if not values:
         return objects
+    _check_one(values, above)
     others = [o for o in objects if not o.name.startswith(above)]
     return [*others, ObjectEntry(groups, values, kind="groups")]
+
+
+def _check_one(groups: Sequence[Mapping[str, Any]], above: str) -> None:
+    """Refuse groups of several optimizers, which torch's state dict holds as one list."""
+    kinds = {_kind(group): number for number, group in enumerate(groups)}
+    if len(kinds) < 2:
+        return
+    (first, one), (second, other), *_ = kinds.items()
+    raise MismatchError(
+        "groups of several optimizers, which a state dict of torch holds as those of one",
+        kind="lay-fit",
+        where=f"{above}{one} and {above}{other}",
+        wanted="groups of one optimizer: all of them have the same hyperparameters",
+        found=f"{', '.join(sorted(first ^ second))[:200]} in one of them only",
+        hint="load it with torch.distributed.checkpoint; or go on with the weights alone:"
+        " ckptd export, or ckptd reshard of what dcp.save({'model': ...}) holds",
+    )
+
+
+def _kind(group: Mapping[str, Any]) -> frozenset[str]:
+    """Return what tells the optimizer of a group: torch gives each group all hyperparameters."""
+    decoupled = {f"{_DECOUPLED}=True"} if group.get(_DECOUPLED) else set()
+    return _TORCHS.intersection(group) | decoupled
 
 
 def _numbered(values: Mapping[str, ObjectEntry]) -> list[dict[str, Any]] | None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ckptd
 from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.errors import MismatchError
 from ckptd.lay.bind import bind_stored
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import File, Layout, Stored, library
@@ -168,6 +169,71 @@ def test_a_state_of_dcp_is_loaded_by_a_checkpointer(tmp_path: Path, cli: Cli, fl
     for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
         for name, value in optimizer.state[theirs].items():
             assert torch.equal(loaded.state[mine][name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("flat", [False, True])
+def test_groups_of_two_optimizers_do_not_become_those_of_one(
+    tmp_path: Path, cli: Cli, flat: bool
+) -> None:
+    """No state loads that: as they are, names of DCP keep what its own load takes."""
+    net = nn.Sequential(nn.Linear(4, 4))
+    both = [torch.optim.Muon([net[0].weight], lr=0.1), torch.optim.AdamW([net[0].bias], lr=0.1)]
+    net(torch.ones(1, 4)).sum().backward()
+    for optimizer in both:
+        optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(net, both, options=options)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "weights", no_dist=True)
+    found = cli("reshard", str(tmp_path / "dcp"), str(tmp_path / "root"), "--to", "names.ckptd")
+    assert found.code == 1
+    assert "groups of several optimizers" in found.err
+    assert "ns_coefficients" in found.err
+    assert not (tmp_path / "root").exists() or not any((tmp_path / "root").rglob("*.safetensors"))
+    # What the hint says.
+    assert cli("export", str(tmp_path / "dcp"), str(tmp_path / "hf")).code == 0
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == weights.keys()
+    found = cli("reshard", str(tmp_path / "weights"), str(tmp_path / "r"), "--to", "names.ckptd")
+    assert found.code == 0, found.err
+
+
+TORCHS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+]
+
+
+def test_any_two_kinds_of_torchs_optimizers_are_told_apart() -> None:
+    assert len(TORCHS) > 12
+    groups = [
+        {**kind([torch.ones(2, 2)], lr=0.1).param_groups[0], "params": [kind.__name__]}
+        for kind in TORCHS
+        if kind is not torch.optim.Optimizer
+    ]
+    for pair in permutations(groups, 2):
+        known = [
+            ObjectEntry(f"optim.param_groups.{n}.{key}", value)
+            for n, group in enumerate(pair)
+            for key, value in group.items()
+        ]
+        with pytest.raises(MismatchError) as caught:
+            gathered(known, "optim.state.groups", [])
+        assert caught.value.kind == "lay-fit"
+
+
+def test_groups_of_one_optimizer_may_have_settings_of_their_own() -> None:
+    """As those of one Muon for matrices, which is an Adam for the rest."""
+    known = entries(
+        optim__param_groups__0__use_muon=True,
+        optim__param_groups__0__momentum=0.9,
+        optim__param_groups__0__params=["a"],
+        optim__param_groups__1__use_muon=False,
+        optim__param_groups__1__betas=[0.9, 0.95],
+        optim__param_groups__1__params=["b"],
+    )
+    assert len(gathered(known, "optim.state.groups", ["a", "b"])[0].value) == 2
 
 
 class Scaled(nn.Module):
