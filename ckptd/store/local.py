@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.base.runtime.host import filesystem_of
 from ckptd.errors import (
     CkptdError,
     ConflictError,
@@ -50,12 +51,14 @@ from ckptd.store.base import (
     root_gone,
 )
 from ckptd.store.osio import (
+    NO_LINKS,
     O_DIRECT,
     Os,
     PagePool,
     WatchedOs,
     copy_bytes,
     is_cached,
+    no_winner,
     reading,
     start_writeback,
     write_all,
@@ -421,8 +424,10 @@ class LocalStore(Store):
     """Plain files below a folder.
 
     A put writes a temporary file beside its target, fsyncs it, gives it its name by ``link`` (when
-    create-only) or ``rename``, and fsyncs the folder. The folder is made by the first write; files
-    and folders get the permissions that the umask leaves, group and setgid of the folder above.
+    create-only) or ``rename``, and fsyncs the folder. Where a disk of this host has no hard links
+    (exFAT, FAT), ``renameat2`` with RENAME_NOREPLACE stands in for ``link``. The folder is made by
+    the first write; files and folders get the permissions that the umask leaves, group and setgid
+    of the folder above.
 
     Parameters
     ----------
@@ -616,14 +621,37 @@ class LocalStore(Store):
         try:
             self._system.link(temporary, path)
         except OSError as error:
+            if error.errno in NO_LINKS:
+                self._rename_new(temporary, path, error)
+                return
             # NFS repeats a request whose reply was lost, and then reports our own success as
             # "exists"; the number of names and the identity of the file tell.
             if _is_linked(temporary, path):
                 return
             if isinstance(error, FileExistsError):
-                raise ConflictError(
-                    "the object exists already", kind="exists", where=path
-                ) from error
+                raise _exists(path) from error
+            device = os.lstat(temporary).st_dev
+            if error.errno == errno.EIO and filesystem_of(device) == "fuse.rclone":
+                raise no_winner(error, path, device) from error  # its answer to every link
+            raise
+
+    def _rename_new(self, temporary: str, path: str, refusal: OSError) -> None:
+        """Give the name where there are no links, if the kernel of this host alone decides.
+
+        A file system of the network, or of a process (FUSE), may take RENAME_NOREPLACE and still
+        replace what another host put there a moment ago: SMB does. Only on a disk of this host no
+        other host can, and the kernel holds the folder's lock from the look to the rename.
+        """
+        device = os.lstat(temporary).st_dev
+        if os.major(device) == 0:  # no block device: the network's, FUSE's, memory
+            raise no_winner(refusal, path, device) from refusal
+        try:
+            self._system.rename_new(temporary, path)
+        except FileExistsError as error:
+            raise _exists(path) from error
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                raise no_winner(refusal, path, device) from error
             raise
 
     def _in_folder(self, folder: str, act: Callable[[], None]) -> None:
@@ -787,6 +815,10 @@ class LocalStore(Store):
 def _non_defaults(options: msgspec.Struct) -> dict[str, Any]:
     default = msgspec.to_builtins(type(options)())
     return {k: v for k, v in msgspec.to_builtins(options).items() if v != default[k]}
+
+
+def _exists(path: str) -> ConflictError:
+    return ConflictError("the object exists already", kind="exists", where=path)
 
 
 def _is_linked(temporary: str, path: str) -> bool:

@@ -20,9 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError
+from ckptd.base.runtime.host import filesystem_of
+from ckptd.errors import (
+    CkptdError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    TransientStoreError,
+)
 
 __all__ = [
+    "NO_LINKS",
     "O_DIRECT",
     "Os",
     "PagePool",
@@ -32,6 +40,7 @@ __all__ = [
     "explain",
     "is_cached",
     "map_pages",
+    "no_winner",
     "open_plain",
     "pages",
     "reading",
@@ -61,6 +70,17 @@ _HEALS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
+NO_LINKS = {
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+}
+"""What ``link`` and ``renameat2`` report where the file system, or a filter, has none of them."""
+_RENAME_NOREPLACE = 1
+_HERE = -100  # AT_FDCWD
 _NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -101,6 +121,20 @@ class Os:
     def link(self, path: str, target: str) -> None:
         """Give the file `path` a second name, which must be free."""
         os.link(path, target, follow_symlinks=False)
+
+    def rename_new(self, path: str, target: str) -> None:
+        """Rename to a name that must be free. See `LocalStore` for where that has one winner."""
+        call = _libc(
+            "renameat2",
+            *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint),
+        )
+        code = errno.ENOSYS
+        if call is not None:
+            names = os.fsencode(path), os.fsencode(target)
+            if call(_HERE, names[0], _HERE, names[1], _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path, None, target)
 
     def replace(self, path: str, target: str) -> None:
         """Rename, replacing what is there."""
@@ -244,6 +278,11 @@ class WatchedOs(Os):
         self._hook("os.link", target)
         self._inner.link(path, target)
 
+    def rename_new(self, path: str, target: str) -> None:
+        """Report, then do."""
+        self._hook("os.rename-new", target)
+        self._inner.rename_new(path, target)
+
     def replace(self, path: str, target: str) -> None:
         """Report, then do."""
         self._hook("os.replace", target)
@@ -353,9 +392,23 @@ def open_plain(path: str) -> int:
     raise NotFoundError("no such object", where=path, found="not a plain file")
 
 
+def no_winner(error: OSError, path: str, device: int) -> RefusedError:
+    """Return the refusal of a file system on which two writers of `path` could both win."""
+    kind = filesystem_of(device) or "a file system of unknown type"
+    return RefusedError(
+        "this file system has no hard links: two writers of one step could both win",
+        kind="no-create-only",
+        where=path,
+        wanted="hard links, or a file system on a disk of this host that knows RENAME_NOREPLACE",
+        found=f"{_told(error)}; {kind}",
+        hint="give the bucket itself as the root (s3://, gs://, az://), or a folder on a file "
+        "system with hard links (ext4, XFS, NFS, Lustre, most SMB)",
+    )
+
+
 def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdError:
     """Return the contract's error for `error`, met at `path` while writing `size` bytes."""
-    found = f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror or error}"
+    found = _told(error)
     if error.errno in _FULL:
         return StoreError(
             "no space left",
@@ -369,6 +422,10 @@ def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdErro
         return StoreError(f"{what}: not permitted", kind="permission", where=path, found=found)
     kind = TransientStoreError if error.errno in _HEALS else StoreError
     return kind(what, where=path, found=found)
+
+
+def _told(error: OSError) -> str:
+    return f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror or error}"
 
 
 def _free(path: str) -> str:

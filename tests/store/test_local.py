@@ -23,6 +23,7 @@ from ckptd.store import open_store
 from ckptd.store.local import LocalOptions, LocalStore
 from ckptd.store.osio import Os, WatchedOs
 from ckptd.testing.store import pattern
+from tests.store.places import refuse_link
 
 MIB = 1 << 20
 
@@ -474,7 +475,7 @@ def test_a_mapped_object_survives_its_replacement(tmp_path: Path) -> None:
 # -- the seam itself -----------------------------------------------------------------------------
 
 
-def test_every_system_call_can_be_watched(tmp_path: Path) -> None:
+def test_every_system_call_can_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A campaign that misses a step proves less than it says."""
     seen: list[str] = []
     store = LocalStore(tmp_path / "root")
@@ -484,6 +485,9 @@ def test_every_system_call_can_be_watched(tmp_path: Path) -> None:
     write(store, "a/d", pattern(MIB + 1))
     store.sync("a/")
     store.delete(["a/b", "a/c", "a/d"])
+    monkeypatch.setattr(os, "link", refuse_link)
+    monkeypatch.setattr(os, "major", lambda device: 8)  # a disk, wherever the test runs
+    store.put("a/e", b"1", create_only=True)
     calls = {n.replace("_", "-") for n, v in vars(Os).items() if callable(v) and n[0] != "_"}
     assert {p.removeprefix("os.") for p in seen} == calls
     assert {n for n in vars(Os) if n[0] != "_"} == {n for n in vars(WatchedOs) if n[0] != "_"}

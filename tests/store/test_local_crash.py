@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.context
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from ckptd.store import FaultRule, FaultSpec, StoreSpec
 from ckptd.store.base import Store
 from ckptd.testing.store import pattern
+from tests.store.places import refuse_link, skip_without_disk
 
 OLD = b"old"
 SMALL = pattern(5000)
@@ -30,6 +32,12 @@ def put(store: Store) -> None:
 
 def put_new(store: Store) -> None:
     store.put("deep/folder/key", SMALL, create_only=True)
+
+
+def put_new_without_links(store: Store) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", refuse_link)
+        put_new(store)
 
 
 def writer(store: Store) -> None:
@@ -47,6 +55,7 @@ def delete(store: Store) -> None:
 ACTS: dict[str, Callable[[Store], None]] = {
     "put": put,
     "put_new": put_new,
+    "put_new_without_links": put_new_without_links,
     "writer": writer,
     "delete": delete,
 }
@@ -94,7 +103,7 @@ def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
         else:
             assert found in (before, wanted), step
         effect = found != before
-        if act == "put_new" and found == wanted:
+        if act.startswith("put_new") and found == wanted:
             store.delete([key])
         ACTS[act](store)
         assert store.exists(key) == (act != "delete"), step
@@ -106,7 +115,14 @@ def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
 
 @pytest.mark.parametrize(
     ("act", "there"),
-    [("put", False), ("put", True), ("put_new", False), ("writer", False), ("delete", True)],
+    [
+        ("put", False),
+        ("put", True),
+        ("put_new", False),
+        ("put_new_without_links", False),
+        ("writer", False),
+        ("delete", True),
+    ],
 )
 def test_sigkill_at_every_system_call(
     tmp_path: Path,
@@ -115,6 +131,8 @@ def test_sigkill_at_every_system_call(
     run_child: Callable[[StoreSpec, str], int | None],
     report: Callable[[str], None],
 ) -> None:
+    if act == "put_new_without_links":
+        skip_without_disk(tmp_path)
     before = OLD if there else None
 
     def prepare(name: str) -> StoreSpec:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptd.base.net.address import is_loopback
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import RefusedError, StoreError, UsageError
 
 __all__ = [
     "CHALLENGE_PATH",
@@ -220,6 +220,14 @@ def _make(path: Path) -> None:
         os.link(draft, path)
     except FileExistsError:
         return
+    except OSError as error:
+        raise StoreError(
+            "the job's secret cannot be kept here",
+            where=str(path),
+            wanted="a file system with room and with hard links",
+            found=str(error),
+            hint=f"set {SECRET_VARIABLE}",
+        ) from error
     finally:
         draft.unlink()
 

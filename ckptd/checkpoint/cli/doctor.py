@@ -179,6 +179,7 @@ def _refusal(document: DoctorDocument) -> RefusedError | None:
                 where=document.root,
                 wanted="a store on which exactly one of several writers creates an object",
                 found=check.message,
-                hint="a local or shared file system, or S3 with If-None-Match",
+                hint="the bucket itself (s3:// with If-None-Match, gs://, az://), or a folder on a "
+                "file system with hard links (ext4, XFS, NFS, Lustre, most SMB)",
             )
     return None

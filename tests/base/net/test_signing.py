@@ -19,7 +19,8 @@ from ckptd.base.net.signing import (
     sign_answer,
     sign_request,
 )
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import RefusedError, StoreError, UsageError
+from tests.store.places import refuse_link
 
 SECRET = b"0123456789abcdef"
 
@@ -39,6 +40,16 @@ def test_secret_is_made_once_and_belongs_to_one_job(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         secret_path(job, tmp_path).name for job in "ab"
     )
+
+
+def test_a_folder_without_hard_links_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refuse_link)
+    with pytest.raises(StoreError) as caught:
+        job_secret("a", tmp_path)
+    assert "CKPTD_SECRET" in str(caught.value.hint)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_secret_of_the_environment_comes_first(
