@@ -190,10 +190,11 @@ def test_every_slice_has_a_budget() -> None:
 
 
 def shadowed(root: Path) -> list[str]:
-    """Return the programs beside a folder called torch that are not started as modules.
+    """Return the programs beside a folder called torch that are run by their path.
 
-    Python puts the folder of a program that is run by its path first on ``sys.path``: ``import
-    torch`` would give it the folder beside it. With ``python -m`` that is the current folder.
+    Python puts the folder of such a program first on ``sys.path``: ``import torch`` would give it
+    the folder beside it. With ``python -m`` that is the current folder. A program is a file that
+    a text names by its path, or one that guards its main part and that none starts as a module.
     """
     texts = {
         path: path.read_text()
@@ -201,21 +202,33 @@ def shadowed(root: Path) -> list[str]:
         for path in (root / top).rglob("*.py")
     }
     as_modules = {n for text in texts.values() for n in re.findall(r'"-m",\s*"([\w.]+)"', text)}
-    return [
-        name
+    # `Path(__file__).with_name("x.py")`, `HERE / "x.py"`, `ROOT / "tests/x.py"`
+    by_path = {
+        base / name
         for path, text in texts.items()
-        if path.name != "__main__.py"
-        and '\nif __name__ == "__main__":' in text
-        and (path.parent / "torch").is_dir()
-        and (name := str(path.relative_to(root)))
-        and name.removesuffix(".py").replace("/", ".") not in as_modules
-    ]
+        for name in re.findall(r'"((?:\w+/)*\w+\.py)"', text)
+        for base in (path.parent, root)
+    }
+    found = []
+    for path, text in texts.items():
+        if not (path.parent / "torch").is_dir() or path.name in ("__init__.py", "__main__.py"):
+            continue
+        name = path.relative_to(root).as_posix()
+        guarded = '\nif __name__ == "__main__":' in text
+        started = name.removesuffix(".py").replace("/", ".") in as_modules
+        if path in by_path or (guarded and not started):
+            found.append(name)
+    return sorted(found)
 
 
 def test_no_program_is_run_beside_a_folder_called_torch(tmp_path: Path) -> None:
     (tmp_path / "tests/ring/torch").mkdir(parents=True)
     for name in ("ring/program", "ring/module", "ring/__main__", "ring/torch/inside", "other"):
         (tmp_path / f"tests/{name}.py").write_text('\nif __name__ == "__main__":\n    main()\n')
-    (tmp_path / "tests/test_ring.py").write_text('run(["python", "-m", "tests.ring.module"])\n')
-    assert shadowed(tmp_path) == ["tests/ring/program.py"]
+    for name in ("ring/node", "ring/helpers", "ring/torch/node"):
+        (tmp_path / f"tests/{name}.py").write_text("main()\n")
+    (tmp_path / "tests/ring/test_ring.py").write_text(
+        'run(["python", "-m", "tests.ring.module"])\nrun([Path(__file__).with_name("node.py")])\n'
+    )
+    assert shadowed(tmp_path) == ["tests/ring/node.py", "tests/ring/program.py"]
     assert shadowed(ROOT) == []
