@@ -325,11 +325,16 @@ class LayoutProgram:
             items += _companions(self.layout, items)
         items = [i for i in items if i is not old and i != old]
         recipe = self.is_recipe
-        return replace(self, file=File((*items, *_overridden(old, statements, recipe=recipe))))
+        inner = f"{old.name}.{_GIVEN}"
+        while any(isinstance(i, Layout) and i.name == inner for i in items):
+            inner += f".{_GIVEN}"
+        return replace(
+            self, file=File((*items, *_overridden(old, statements, inner, recipe=recipe)))
+        )
 
 
 def _overridden(
-    old: Layout, statements: Sequence[Statement], *, recipe: bool
+    old: Layout, statements: Sequence[Statement], name: str, *, recipe: bool
 ) -> tuple[Layout, ...]:
     """Return a layout with further statements, which go before its own.
 
@@ -337,7 +342,7 @@ def _overridden(
     """
     if recipe:
         return (replace(old, statements=(*statements, *old.statements)),)
-    inner = replace(old, name=f"{old.name}.{_GIVEN}")
+    inner = replace(old, name=name)
     # What a layout says besides its rules is not taken over by those that use it.
     besides = [s for s in old.statements if isinstance(s, Flat | Pipe | Object | Files)]
     return inner, replace(old, statements=(*statements, Use(inner.name), *besides))

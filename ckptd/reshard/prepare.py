@@ -17,7 +17,7 @@ from ckptd.lay.copies import TargetPlan
 from ckptd.lay.promise import PROMISES
 from ckptd.lay.proving import prove
 from ckptd.lay.resolve import Bound, Resolved
-from ckptd.lay.syntax import show
+from ckptd.lay.syntax import Stored, show
 from ckptd.reshard.compose import Composed, TensorLink, apart_of, bind_to, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.layouts import (
@@ -32,7 +32,7 @@ from ckptd.reshard.layouts import (
 from ckptd.reshard.plan import Target
 from ckptd.reshard.reading import BlockCache, bytes_wanted
 from ckptd.reshard.reports import Costs, Proved, RuleReport, SourceProgram
-from ckptd.reshard.source import Stock
+from ckptd.reshard.source import Stock, in_section
 from ckptd.reshard.target import Assembled, assemble_target
 from ckptd.reshard.verify import Expected, expect
 
@@ -44,6 +44,7 @@ __all__ = [
     "prepare",
     "prove_target",
     "rules_of",
+    "section_of",
     "source_program",
 ]
 
@@ -101,6 +102,23 @@ def inferred(stock: Stock, *, has_sections: bool = True) -> LayoutProgram:
     """
     sections = has_sections and stock.has_sections
     return infer(stock.shapes, has_sections=sections, objects=stock.objects)
+
+
+def section_of(stock: Stock, section: str) -> Stock:
+    """Return what a source has below a name, without it; raises as `in_section`.
+
+    Its program is kept where that speaks of parameters below the name.
+    """
+    lay, above = "", f"{section}."
+    if stock.lay and not stock.hinted:
+        kept = _kept(stock)
+        resolved = kept.resolve()
+        if resolved.params.startswith(above):
+            said = Stored(
+                resolved.params.removeprefix(above), resolved.state_names.removeprefix(above)
+            )
+            lay = kept.with_rules([show(said)]).text
+    return in_section(stock, section, lay)
 
 
 def apart_from(stock: Stock, source: LayoutProgram) -> Stock:
@@ -224,16 +242,32 @@ def _check_recognised(
     if first is None or same:
         return
     groups = [o.name for o in stock.objects if o.kind == "groups"]
+    section = _section_of(first, stock)
     raise MismatchError(
         "the names of the source do not tell parameters from states of an optimizer",
         kind="lay-fit",
         where=first,
         wanted="one model and one optimizer, states named by their parameters",
         found=f"groups of {len(groups)} optimizers: {', '.join(groups[:4])}" if groups else None,
-        hint="leave states out, for example -e 'from: optimizer.** = drop' --allow lossy, keep the"
+        hint=f"--section {section}, which reads the names below it without it"
+        if section
+        else "leave states out, for example -e 'from: optimizer.** = drop' --allow lossy, keep the"
         " names (a recipe without names.*), or say with --from LAYOUT how they are"
         ' called: stored "model.{name}" states "optim.{name}.{state}"',
     )
+
+
+def _section_of(state: str, stock: Stock) -> str:
+    """Return the section in which names tell whose a state is; "" for none."""
+    *above, _ = state.split(".")
+    for depth in range(1, len(above) + 1):
+        top = ".".join(above[:depth])
+        inside = {
+            n.removeprefix(f"{top}."): s for n, s in stock.shapes.items() if n.startswith(f"{top}.")
+        }
+        if infer(inside).resolve().states:
+            return top
+    return ""
 
 
 def _fitting_hint(

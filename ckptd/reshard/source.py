@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +25,11 @@ from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.load.source import PerRankValues
 from ckptd.checkpoint.load.witnesses import read_witness
+from ckptd.errors import NotFoundError, UsageError
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 
-__all__ = ["Stock", "StockTensor", "open_own"]
+__all__ = ["Stock", "StockTensor", "in_section", "open_own"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +97,9 @@ class Stock:
     has_sections
         Whether names begin with a section of a state, as a job of ckptd saves it: what somebody
         else calls ``model.`` is a part of the names of weights.
+    outside
+        Names of tensors and objects that are left out: they are not in the section that was asked
+        for.
     """
 
     source: PieceLocations
@@ -116,6 +120,7 @@ class Stock:
     unread: Sequence[str] = ()
     apart: frozenset[str] = frozenset()
     has_sections: bool = True
+    outside: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> Mapping[str, StockTensor]:
@@ -178,6 +183,81 @@ def open_own(reader: CkptdReader) -> Stock:
         unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
         has_sections=reader.has_sections,
     )
+
+
+def in_section(stock: Stock, section: str, lay: str) -> Stock:
+    """Return what a source has below a name, without it.
+
+    Parameters
+    ----------
+    lay
+        The program that it keeps, with the names that are left; or empty.
+
+    Raises
+    ------
+    NotFoundError
+        kind ``no-section``: there is no such tensor.
+    UsageError
+        kind ``bad-argument``: pieces are in files of ranks, whose layout says names.
+    """
+    if stock.locate is not None:
+        raise UsageError(
+            "names in files of ranks are what the layout says",
+            kind="bad-argument",
+            where=f"--section {section}",
+            hint="-e 'from: stored \"SECTION.{name}\"'",
+        )
+    above, said = f"{section}.", {t.name: (t.name, *t.aliases) for t in stock.tensors}
+    inside = {
+        t: [n.removeprefix(above) for n in names if n.startswith(above)]
+        for t, names in said.items()
+    }
+    encoded = {o.tensor: o.name.startswith(above) for o in stock.objects if o.tensor}
+    tensors, old = [], {}
+    for tensor in stock.tensors:
+        names = inside[tensor.name]
+        if encoded.get(tensor.name, bool(names)):
+            first, *others = names or [tensor.name]
+            old[first] = tensor.name
+            tensors.append(replace(tensor, name=first, aliases=tuple(others)))
+    if not any(not t.encoded for t in tensors):
+        tops = dict.fromkeys(n.partition(".")[0] for n in said if "." in n)
+        raise NotFoundError(
+            f"the source has no section {section!r}",
+            kind="no-section",
+            found=f"sections {', '.join(list(tops)[:_MOST_NAMED])}" if tops else "no section",
+        )
+    new = {o: n for n, o in old.items()}
+    objects = [
+        msgspec.structs.replace(o, name=o.name.removeprefix(above), tensor=new.get(o.tensor, ""))
+        for o in stock.objects
+        if o.name.startswith(above)
+    ]
+    outside = [n for names in said.values() for n in names if not n.startswith(above)]
+    outside = [n for n in outside if n not in encoded]
+    outside += [o.name for o in stock.objects if not o.name.startswith(above)]
+    return replace(
+        stock,
+        identity=f"{stock.identity}\nsection {section}",
+        tensors=tensors,
+        objects=objects,
+        values=lambda names: _renamed(stock.values([old[n] for n in names]), new),
+        per_rank=lambda name: stock.per_rank(above + name),
+        lay=lay,
+        hinted=False,
+        has_sections=stock.has_sections and section.rpartition(".")[2] != _MODEL,
+        outside=tuple(outside),
+    )
+
+
+def _renamed(
+    values: Mapping[str, NDArray[Any]], new: Mapping[str, str]
+) -> Mapping[str, NDArray[Any]]:
+    return {new[n]: value for n, value in values.items()}
+
+
+_MODEL = "model"
+_MOST_NAMED = 8
 
 
 def _names(found: object) -> list[str]:

@@ -19,7 +19,7 @@ from ckptd.reshard.source import Stock, open_own
 from ckptd.store import Store, open_store
 
 SAMPLES = Path(__file__).parent / "samples"
-MODELS = Path(__file__).parents[1] / "layout" / "lay" / "models" / "models.json"
+MODELS = Path(__file__).parents[1] / "lay" / "models" / "models.json"
 """Names, shapes and configurations that Hugging Face transformers saved."""
 
 

@@ -23,6 +23,7 @@ from ckptd.lay.syntax import File, Layout, Stored, library
 from ckptd.reshard.groups import gathered, groups_name
 from ckptd.reshard.layouts import LayoutProgram, infer, wrapped
 from tests.cli.running import Cli
+from tests.readers.opening import write_model
 
 NAMES = [n for n in library.names() if n.startswith("names.")]
 SHAPES = {"layers.0.w": (4, 2), "layers.1.w": (4, 2), "norm": (3,), "logit_scale": ()}
@@ -234,6 +235,124 @@ def test_groups_of_one_optimizer_may_have_settings_of_their_own() -> None:
         optim__param_groups__1__params=["b"],
     )
     assert len(gathered(known, "optim.state.groups", ["a", "b"])[0].value) == 2
+
+
+class Tied(nn.Module):
+    """A model whose output weight is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def tied(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    for _ in range(seed):
+        model.embed.weight.grad = torch.randn_like(model.embed.weight)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("make", [trained, tied])
+@pytest.mark.parametrize("above", ["app", "run.actor"])
+def test_a_section_is_read_as_what_has_none(
+    tmp_path: Path, cli: Cli, above: str, make: Callable[..., Any]
+) -> None:
+    """``{"app": AppState}`` of DCP's tutorial, and one of several models."""
+    model, optimizer = make(2)
+    weights, states = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optim": states, "seen": torch.tensor(3)}
+    for key in reversed(above.split(".")):
+        state = {key: state}
+    state["step"] = 7
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source, root = str(tmp_path / "dcp"), str(tmp_path / "root")
+    found = cli("reshard", source, root, "--to", "names.ckptd")
+    assert found.code == 1
+    assert f"--section {above}," in found.err
+    found = cli("reshard", source, root, "--to", "names.ckptd", "--section", above)
+    assert found.code == 0, found.err
+    assert "left out: step (1 in all)" in found.err
+    fresh, loaded = make(1)
+    others: dict[str, Any] = {"seen": torch.tensor(0)}
+    with ckptd.Checkpointer(root) as ck:
+        ck.load({"model": fresh, "optim": loaded, **others})
+    assert others["seen"] == 3
+    assert all(map(torch.equal, fresh.state_dict().values(), model.state_dict().values()))
+    assert {g["lr"] for g in loaded.param_groups} == {0.2}
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert optimizer.state[theirs]
+        for name, value in optimizer.state[theirs].items():
+            assert torch.equal(loaded.state[mine][name], value), name
+
+
+KV_SWAPPED = """
+use llama
+layout swapped of llama on none {
+  model.layers.{l}.self_attn.{k,v}_proj.weight = L{l}.{v,k}[(kv hd) h]
+  use hf.llama
+}
+"""
+
+
+def test_a_section_has_the_names_of_a_layout(tmp_path: Path, cli: Cli) -> None:
+    """A root of ``{"model": model}`` is told to have one, and what it keeps still counts."""
+    made = write_model(tmp_path / "hf")
+    net = nn.Module()
+    for name, value in made.items():
+        at, (*above, last) = net, name.split(".")
+        for key in above:
+            if not hasattr(at, key):
+                at.add_module(key, nn.Module())
+            at = getattr(at, key)
+        at.register_parameter(last, nn.Parameter(torch.from_numpy(value)))
+    root, kept, out = (str(tmp_path / n) for n in ("root", "kept", "out"))
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, {"model": net, "seen": torch.tensor(3)})
+    command = ("--from", "hf.llama", "--to", "hf.llama", "-e", "let kv = 2")
+    found = cli("reshard", root, out, *command, "--format", "hf")
+    assert found.code == 1
+    assert "--section model" in found.err
+    assert "= drop" not in found.err
+    found = cli("reshard", root, out, *command, "--section", "model", "--format", "hf")
+    assert found.code == 0, found.err
+    assert "left out: seen" in found.err
+    values = load_file(tmp_path / "out" / "model.safetensors")
+    assert values.keys() == made.keys()
+    assert all(torch.equal(values[n], torch.from_numpy(v)) for n, v in made.items())
+    # What it keeps is compared with what is said, under the names that are left.
+    found = cli("reshard", str(tmp_path / "hf"), kept, *command, "-e", "use names.ckptd")
+    assert found.code == 0, found.err
+    wrong = tmp_path / "swapped.lay"
+    wrong.write_text(KV_SWAPPED)
+    said = ("--from", str(wrong), "--to", "hf.llama", "-e", "let kv = 2", "--section", "model")
+    assert "contradicts the one that it keeps" in cli("reshard", kept, f"{out}2", *said).err
+    # A rule for the source, where the program that it keeps was made with rules.
+    more = ("-e", "from: lm_head.weight = head[v h]")
+    found = cli("reshard", kept, f"{out}3", *more, "--to", "hf.llama")
+    assert found.code == 0, found.err
+
+
+@pytest.mark.parametrize("section", ["b", "a.w", "a.other"])
+def test_a_section_that_is_none(tmp_path: Path, cli: Cli, section: str) -> None:
+    root = str(tmp_path / "root")
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, {"a": {"w": torch.ones(2), "other": ["x" * 9] * 40_000}, "c": 3})
+    command = ("reshard", root, str(tmp_path / "o"), "--to", "ddp", "--section")
+    found = cli(*command, section, "--json")
+    assert found.error["kind"] == "no-section"
+    # Large values go with their section.
+    assert cli(*command, "a").code == 0
+    with ckptd.Checkpointer(str(tmp_path / "o")) as ck:
+        state: dict[str, Any] = {"w": torch.zeros(2), "other": []}
+        ck.load(state)
+    assert state["w"].tolist() == [1, 1]
+    assert state["other"] == ["x" * 9] * 40_000
 
 
 class Scaled(nn.Module):

@@ -254,14 +254,31 @@ def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     layout = f"layout {resolved.name}"
     packs = any(flat.group.kind != "each" for flat in resolved.flats)
     for group in itertools.islice(groups.values(), _MAX_KINDS):
-        yield _unmatched(group, patterns, layout, packs=packs and not observed.stored)
+        above = _section(group[0].name, patterns) if observed.stored else ""
+        yield _unmatched(group, patterns, layout, above, packs=packs and not observed.stored)
     if len(groups) > _MAX_KINDS:
         message = f"no rule matches {len(groups) - _MAX_KINDS} more kinds of names"
         yield Finding("unmatched", message, rule=layout, fit=True)
 
 
+def _section(name: str, patterns: Iterable[str]) -> str:
+    """Return what stands before a name that would have a rule without it; "" for none."""
+    bare = {_bare(p) for p in patterns}
+    *above, _ = name.split(".")
+    for count in range(1, len(above) + 1):
+        top = ".".join(above[:count])
+        if _DIGITS.sub("0", name.removeprefix(f"{top}.")) in bare:
+            return top
+    return ""
+
+
 def _unmatched(
-    group: list[SeenTensor], patterns: Mapping[str, Equation], layout: str, *, packs: bool
+    group: list[SeenTensor],
+    patterns: Mapping[str, Equation],
+    layout: str,
+    above: str,
+    *,
+    packs: bool,
 ) -> Finding:
     first = group[0]
     names = {s.name for s in group}
@@ -287,14 +304,23 @@ def _unmatched(
             "a buffer of a flat is flat.NUMBER.params or flat.NUMBER.STATE, by the state's short"
             " name, unless the flat says another name: as"
         )
-    notes.append(f"to leave it out, write: {drop} = drop")
+    if above:
+        notes.append(
+            f"the layout has such names without {above!r}: reshard --section {above}, or, with what"
+            f' else there is, a line in it: stored "{above}.{{name}}"'
+        )
+    else:
+        notes.append(f"to leave it out, write: {drop} = drop")
     message = f"no rule matches {first}{more}"
     return Finding("unmatched", message, rule=layout, notes=tuple(notes), fit=True)
 
 
 def _like(pattern: str, name: str) -> bool:
-    bare = re.sub(r"\{[^}]*\}", "0", pattern)
-    return _DIGITS.sub("0", bare) == _DIGITS.sub("0", name)
+    return _bare(pattern) == _DIGITS.sub("0", name)
+
+
+def _bare(pattern: str) -> str:
+    return _DIGITS.sub("0", re.sub(r"\{[^}]*\}", "0", pattern))
 
 
 def _pattern(name: str) -> str:

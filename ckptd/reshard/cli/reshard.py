@@ -131,6 +131,10 @@ def reshard(
     to: To,
     from_: From = None,
     rule: Rules = None,
+    section: Annotated[
+        str | None,
+        option("Read what the source has below this name, without it: 'app', 'model'."),
+    ] = None,
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
@@ -184,7 +188,9 @@ def reshard(
     memory = size_of(budget, "--budget")
     most = size_of(max_shard_size, "--max-shard-size")
     rules = [r.strip() for r in rule or ()]
-    with prepared(source, to, from_, rules, step, allowed=allow or (), trust=trust) as found:
+    with prepared(
+        source, to, from_, rules, step, section=section, allowed=allow or (), trust=trust
+    ) as found:
         run = ReshardRun(found, shard, memory, format=format, most=most, untie=untie)
         document = ReshardDocument(
             source=source,

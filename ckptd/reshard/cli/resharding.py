@@ -22,6 +22,7 @@ from ckptd.reshard.prepare import (
     prepare,
     prove_target,
     rules_of,
+    section_of,
     source_program,
 )
 from ckptd.reshard.ranks import RankShapes, open_ranks, rank_shapes
@@ -138,7 +139,8 @@ class ReshardRun:
     def dropped(self) -> tuple[str, ...]:
         """What is left out."""
         composed = self._prepared.assembled.composed
-        return (*composed.dropped, *composed.lost, *self._left_out)
+        outside = self._prepared.stock.outside
+        return (*composed.dropped, *composed.lost, *self._left_out, *outside)
 
     @property
     def simplified(self) -> tuple[str, ...]:
@@ -246,6 +248,7 @@ def prepared(
     rules: Sequence[str],
     step: int,
     *,
+    section: str | None = None,
     allowed: Collection[str] = (),
     trust: bool = False,
 ) -> Iterator[Prepared]:
@@ -255,6 +258,8 @@ def prepared(
     ----------
     rules
         Statements; those that begin with ``from:`` are the source's.
+    section
+        The name below which the source is read.
     allowed
         ``lossy``, ``layout``.
     trust
@@ -270,6 +275,8 @@ def prepared(
         own = read_program(given, "--from", lambda run: run.source).with_rules(mine)
         described = own.resolve()
     with open_stock(source, step, described) as stock:
+        if section is not None:
+            stock = section_of(stock, section)
         if own is None:
             own = source_program(stock, None).with_rules(mine)
         yield prepare(
