@@ -82,7 +82,7 @@ def attach_now() -> None:
         return
     try:
         if _importing():
-            importlib.import_module("ckptd.monitor.torch.recorder.recorder").attach_when_joined()
+            importlib.import_module("ckptd.monitor.torch.recorder.joining").attach_when_joined()
         else:
             importlib.import_module("ckptd.monitor.torch.recorder.recorder").attach_when_known()
     except Exception as error:  # noqa: BLE001 - the watched program must not notice

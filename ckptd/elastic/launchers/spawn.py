@@ -26,11 +26,12 @@ import sys
 if sys.path and not sys.path[0]:
     sys.path.append(sys.path.pop(0))
 try:
-    from ckptd.elastic.torch.session.zygote import main
-except ImportError as error:
+    import torch.distributed  # which serves the job store
+except (ImportError, OSError) as error:  # OSError: a shared library of PyTorch is not there
     from ckptd.elastic.launchers.spawn import tell_broken
     tell_broken(int(sys.argv[1]), error)
     sys.exit(1)
+from ckptd.elastic.torch.session.zygote import main
 rest = main(sys.argv[1:])
 if sys.path and not sys.path[-1]:
     sys.path.pop()
@@ -135,7 +136,7 @@ class Spawner:
             return self.process.wait()
 
 
-def tell_broken(fd: int, error: ImportError) -> None:
+def tell_broken(fd: int, error: Exception) -> None:
     """Tell the launcher, in the zygote's place, that there can be none."""
     with socket.socket(fileno=fd) as sock:
         broken = f"PyTorch cannot be imported: {type(error).__name__}: {error}"

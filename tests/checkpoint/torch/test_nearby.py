@@ -10,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,17 +189,6 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
     assert asked(nodes[1]) == ["ckptd://127.0.0.1:1", "ckptd://127.0.0.1:9"]
     for node in nodes:
         node.close()
-
-
-def test_an_agent_that_knows_no_neighbours_is_told_of_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    raw = msgspec.msgpack.encode({"type": "WriterReady", "pid": 1, "memory": "ckptd://127.0.0.1:1"})
-    before, now = Client(msgspec.msgpack.decode(raw, type=WriterReady)), agent_at(1)
-    for agent in (before, now):
-        node_on(LocalBoard(), "n0", monkeypatch).exchange(agent)
-    assert not any(isinstance(message, Neighbours) for message in before.told)
-    assert any(isinstance(message, Neighbours) for message in now.told)
 
 
 def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ckptd.errors import CorruptError
 from ckptd.store import open_store
 from tests.cli.running import Cli
 
-FIXTURE = Path(__file__).parents[2] / "compat/root-539564c"
+FIXTURE = Path(__file__).parents[2] / "checkpoint/compat/root-539564c"
 
 
 @pytest.fixture

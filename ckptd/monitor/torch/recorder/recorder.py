@@ -8,7 +8,6 @@ ring; the program goes on unwatched.
 from __future__ import annotations
 
 import atexit
-import importlib
 import logging
 import os
 import re
@@ -16,12 +15,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.base.runtime.agentlink import run_folder
@@ -32,6 +29,7 @@ from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_has
 from ckptd.monitor.torch.recorder.cost import call_cost
 from ckptd.monitor.torch.recorder.counters import CounterSource
 from ckptd.monitor.torch.recorder.hook import no_call_under_way
+from ckptd.monitor.torch.recorder.joining import attach_when_joined
 from ckptd.monitor.torch.recorder.making import Making
 from ckptd.monitor.torch.recorder.native import NativeSource
 from ckptd.monitor.torch.recorder.pulse import RingPulse
@@ -42,7 +40,6 @@ __all__ = [
     "Recorder",
     "at_step",
     "attach",
-    "attach_when_joined",
     "attach_when_known",
     "detach",
     "phase",
@@ -53,27 +50,6 @@ __all__ = [
 
 
 _log = logging.getLogger("ckptd.monitor")
-
-
-def attach_when_joined() -> None:
-    """Attach the recorder right after `init_process_group`; it is imported only then.
-
-    Never raises then: what is wrong is logged, and the program runs unwatched.
-    """
-    join = distributed_c10d.init_process_group
-
-    @wraps(join)
-    def joined(*args: Any, **more: Any) -> None:
-        join(*args, **more)
-        try:
-            recorder = importlib.import_module("ckptd.monitor.torch.recorder.recorder")
-            if recorder.wanted():
-                recorder.attach()
-        except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            _log.warning("collectives are not recorded: %r", error, exc_info=error)
-
-    distributed_c10d.init_process_group = joined
-    dist.init_process_group = joined
 
 
 _SOURCES: dict[str, MakeSource] = {
