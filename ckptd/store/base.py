@@ -912,6 +912,12 @@ def checked_url(url: object) -> str:
             wanted="a path, file:///path, s3://bucket/prefix, or another URL, as text",
             found=type(url).__name__,
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            "this name is no UTF-8", kind="bad-url", where=repr(text)[:200], wanted="text"
+        ) from None
     found = _NEARLY.match(text)
     if found and not _URL.match(text.lstrip()) and found.group(1).lower() in _known():
         name, rest = found.group(1).lower(), found.group(2).lstrip("/")

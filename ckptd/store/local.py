@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.base.runtime.host import filesystem_of
 from ckptd.errors import (
     CkptdError,
     ConflictError,
@@ -51,13 +50,13 @@ from ckptd.store.base import (
     root_gone,
 )
 from ckptd.store.osio import (
-    NO_LINKS,
     O_DIRECT,
     Os,
     PagePool,
     WatchedOs,
     copy_bytes,
     is_cached,
+    knows_none,
     no_winner,
     reading,
     start_writeback,
@@ -621,7 +620,7 @@ class LocalStore(Store):
         try:
             self._system.link(temporary, path)
         except OSError as error:
-            if error.errno in NO_LINKS:
+            if knows_none(error, os.path.dirname(path)):
                 self._rename_new(temporary, path, error)
                 return
             # NFS repeats a request whose reply was lost, and then reports our own success as
@@ -630,9 +629,6 @@ class LocalStore(Store):
                 return
             if isinstance(error, FileExistsError):
                 raise _exists(path) from error
-            device = os.lstat(temporary).st_dev
-            if error.errno == errno.EIO and filesystem_of(device) == "fuse.rclone":
-                raise no_winner(error, path, device) from error  # its answer to every link
             raise
 
     def _rename_new(self, temporary: str, path: str, refusal: OSError) -> None:
@@ -642,16 +638,16 @@ class LocalStore(Store):
         replace what another host put there a moment ago: SMB does. Only on a disk of this host no
         other host can, and the kernel holds the folder's lock from the look to the rename.
         """
-        device = os.lstat(temporary).st_dev
-        if os.major(device) == 0:  # no block device: the network's, FUSE's, memory
-            raise no_winner(refusal, path, device) from refusal
+        folder = os.path.dirname(path)
+        if os.major(os.stat(folder).st_dev) == 0:  # no block device: the network's, FUSE's, memory
+            raise no_winner(refusal, path) from refusal
         try:
             self._system.rename_new(temporary, path)
         except FileExistsError as error:
             raise _exists(path) from error
         except OSError as error:
-            if error.errno in NO_LINKS:
-                raise no_winner(refusal, path, device) from error
+            if knows_none(error, folder):
+                raise no_winner(refusal, path) from error
             raise
 
     def _in_folder(self, folder: str, act: Callable[[], None]) -> None:
@@ -704,8 +700,11 @@ class LocalStore(Store):
             missing.append(path)
             path = os.path.dirname(path)
         for path in reversed(missing):
-            with suppress(FileExistsError):
+            try:
                 self._system.mkdir(path)
+            except FileExistsError:
+                if not os.path.isdir(path):  # a file, or a link that leads nowhere
+                    raise
             self._system.fsync_folder(os.path.dirname(path))
 
     def writer(self, key: str, size: int) -> Writer:

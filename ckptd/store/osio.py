@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.base.runtime.host import filesystem_of
 from ckptd.errors import (
     CkptdError,
     NotFoundError,
@@ -30,7 +29,6 @@ from ckptd.errors import (
 )
 
 __all__ = [
-    "NO_LINKS",
     "O_DIRECT",
     "Os",
     "PagePool",
@@ -39,6 +37,7 @@ __all__ = [
     "drop_pages",
     "explain",
     "is_cached",
+    "knows_none",
     "map_pages",
     "no_winner",
     "open_plain",
@@ -56,7 +55,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _O_CLOEXEC = os.O_CLOEXEC
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 _HEALS = {
@@ -70,7 +69,7 @@ _HEALS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-NO_LINKS = {
+_NO_LINKS = {
     errno.EINVAL,
     errno.EMLINK,
     errno.ENOSYS,
@@ -392,9 +391,20 @@ def open_plain(path: str) -> int:
     raise NotFoundError("no such object", where=path, found="not a plain file")
 
 
-def no_winner(error: OSError, path: str, device: int) -> RefusedError:
+def knows_none(error: OSError, folder: str) -> bool:
+    """Tell whether `error` means that there are no links in `folder`, or no RENAME_NOREPLACE."""
+    if error.errno == errno.EIO:
+        from ckptd.base.runtime.host import filesystem_of
+
+        return filesystem_of(os.stat(folder).st_dev) == "fuse.rclone"  # its answer to every link
+    return error.errno in _NO_LINKS
+
+
+def no_winner(error: OSError, path: str) -> RefusedError:
     """Return the refusal of a file system on which two writers of `path` could both win."""
-    kind = filesystem_of(device) or "a file system of unknown type"
+    from ckptd.base.runtime.host import filesystem_of  # opening a path need not pay for it
+
+    kind = filesystem_of(os.stat(os.path.dirname(path)).st_dev) or "a file system of unknown type"
     return RefusedError(
         "this file system has no hard links: two writers of one step could both win",
         kind="no-create-only",
@@ -408,6 +418,8 @@ def no_winner(error: OSError, path: str, device: int) -> RefusedError:
 
 def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdError:
     """Return the contract's error for `error`, met at `path` while writing `size` bytes."""
+    from ckptd.base.runtime.host import limit_of
+
     found = _told(error)
     if error.errno in _FULL:
         return StoreError(
@@ -418,10 +430,19 @@ def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdErro
             found=f"{found}; {_free(path)}",
             hint="free space or raise the quota; `ckptd gc` removes what no kept step needs",
         )
+    if error.errno == errno.EFBIG:
+        return StoreError(
+            "a file of this size may not be written",
+            kind="no-space",
+            where=path,
+            wanted=None if size is None else f"{size} bytes",
+            found=found,
+            hint=limit_of(error),
+        )
     if error.errno in _DENIED:
         return StoreError(f"{what}: not permitted", kind="permission", where=path, found=found)
     kind = TransientStoreError if error.errno in _HEALS else StoreError
-    return kind(what, where=path, found=found)
+    return kind(what, where=path, found=found, hint=limit_of(error))
 
 
 def _told(error: OSError) -> str:

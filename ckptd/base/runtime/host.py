@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import platform
@@ -24,6 +25,7 @@ __all__ = [
     "environment",
     "filesystem_of",
     "host_id",
+    "limit_of",
     "many_files",
     "mapped_files",
     "mount_of",
@@ -225,6 +227,20 @@ def mount_of(path: str | os.PathLike[str]) -> Mount | None:
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
+
+
+def limit_of(error: object) -> str | None:
+    """Say which limit of this process an error of the system is about; None for any other."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        return f"this process may have {most} open files: raise `ulimit -n`"
+    if code != errno.EFBIG:
+        return None
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most == resource.RLIM_INFINITY:
+        return "the file system takes no file of that size (FAT: 4 GiB)"
+    return f"this process may make files of {most} bytes, memory files too: raise `ulimit -f`"
 
 
 def filesystem_of(device: int) -> str | None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import BLOCK_BYTES
+from ckptd.base.runtime.host import limit_of
 from ckptd.base.runtime.ranks import (
     STALL_S,
     Board,
@@ -136,19 +137,20 @@ class SharedMemory:
         StoreError
             kind ``no-space``: neither memory nor the temporary folder has room.
         """
-        found = []
+        found, limit = [], None
         for place in [folder] if folder else [SHM_FOLDER, tempfile.gettempdir()]:
             path = os.path.join(place, f"ckptd-{os.getpid()}-{secrets.token_hex(8)}")
             try:
                 return SharedMemory._create(path, size)
             except OSError as error:
                 found.append(f"{place}: {error.strerror}")
+                limit = limit_of(error)
         raise StoreError(
             "no room for a buffer that the ranks of this host share",
             kind="no-space",
             wanted=f"{size} bytes",
             found="; ".join(found),
-            hint="give load() a smaller budget_bytes, or point TMPDIR at a larger disk",
+            hint=limit or "give load() a smaller budget_bytes, or point TMPDIR at a larger disk",
         )
 
     @staticmethod

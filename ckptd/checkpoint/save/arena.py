@@ -27,7 +27,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.runtime.host import available_bytes
+from ckptd.base.runtime.host import available_bytes, limit_of
 from ckptd.errors import CkptdError, SaveError
 from ckptd.store.osio import map_pages
 
@@ -279,12 +279,14 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
 
 
 def _no_memory(size: int, found: object) -> SaveError:
+    limit = limit_of(found)
     return SaveError(
-        "no memory to stage the state in",
+        f"no memory to stage the state in{'' if limit is None else ': a limit of this process'}",
         kind="no-memory",
         wanted=f"{size / 1e9:.2f} GB of shared memory",
         found=found,
-        hint="save less per rank (shard over more ranks), or raise the container's memory limit",
+        hint=limit
+        or "save less per rank (shard over more ranks), or raise the container's memory limit",
     )
 
 
