@@ -680,6 +680,7 @@ class Loader:
                     saved = SavedState.of(manifest)
                     if about_foreign(manifest) and not options.renamed:
                         options = _without_sections(options, state, saved)
+                        options = _with_stacks(options, state, saved)
                     matching, leaves, plan, filling, laid = self._plan(
                         state, saved, filemap, options, store
                     )
@@ -1024,6 +1025,16 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
         to_saved=lambda name: outer.get(name, name),
         to_live=lambda name: bare.get(name, name),
     )
+
+
+def _with_stacks(options: _Options, state: Mapping[str, Any], saved: SavedState) -> _Options:
+    """Return options with layouts for experts that the state holds stacked and files do not."""
+    if options.job is not None:
+        return options
+    from ckptd.reshard.torch.layout.source import stacked
+
+    found = stacked(state, look(state), saved.tensors)
+    return options if found is None else replace(options, job=found[0], source=found[1])
 
 
 def _doubtful(
