@@ -253,7 +253,7 @@ def test_the_form_of_memory_is_looked_at() -> None:
     assert torch.equal(found, state["w"])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_module_is_recalled_like_any_other() -> None:
     """Its slots look like dicts, and are none: a save failed of a state with one."""
     model = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
