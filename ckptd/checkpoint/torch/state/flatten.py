@@ -31,7 +31,7 @@ from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups,
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value
-from ckptd.checkpoint.torch.state.walk import Site, is_stateful, walk
+from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
@@ -101,6 +101,9 @@ class _Look:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.owners.append(optimizer)
+        if has_own_words(optimizer):
+            self.rereads = True
+            return
         things, facts = self.things, self.facts
         for group in optimizer.param_groups:
             facts.append(len(group["params"]))
@@ -382,7 +385,7 @@ def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
         add_array(sink, place, value, site.put)
     elif is_stateful(value):
         put = partial(_give_state, value, place.name)
-        add_value(sink, place, value.state_dict(), put)
+        add_value(sink, place, value.state_dict(), put, fresh=True)
     elif isinstance(value, DataLoader):
         raise _no_position(place)
     else:

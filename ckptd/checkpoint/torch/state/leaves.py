@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -406,6 +407,7 @@ class Leaves:
 
     `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
     into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
+    `handing` are those that give an object all that was loaded of it, by its own load.
     `optimizers` are those of the state. Two that have one `known` object have the same tensor
     leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
     `misfits` says of optimizers, by name, why a load has no leaves for them.
@@ -416,6 +418,7 @@ class Leaves:
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pending: list[PendingState] = field(default_factory=list)
+    handing: list[PendingState] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     known: object | None = None
     misfits: dict[str, str] = field(default_factory=dict)
@@ -507,6 +510,8 @@ class Sink:
     ----------
     live
         The live tensors of all leaves and of all their aliases.
+    hyper
+        How many hyperparameters lie in one memory, by `memory_key`.
     """
 
     def __init__(self, saved: SavedNames | None = None, device: torch.device | None = None) -> None:
@@ -516,6 +521,11 @@ class Sink:
         self._paths: dict[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
         self.live: list[torch.Tensor] = []
+        self.hyper: Counter[Hashable] = Counter()
+
+    def holder(self, key: Hashable) -> TensorLeaf | None:
+        """Return the leaf that has the memory for which `memory_key` gives `key`."""
+        return self._by_memory.get(key)
 
     @staticmethod
     def again(leaves: Leaves, paths: dict[str, str]) -> Sink:

@@ -7,7 +7,8 @@ depend on the order of groups, and on which parameters a rank happens to hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS
-from ckptd.checkpoint.format.names import escape_key
+from ckptd.checkpoint.format.names import escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
-from ckptd.checkpoint.torch.state.leaves import PendingState, SavedNames, Sink, StatePlace
+from ckptd.checkpoint.torch.state.leaves import (
+    PendingState,
+    SavedNames,
+    Sink,
+    StatePlace,
+    memory_key,
+)
 from ckptd.checkpoint.torch.state.modules import module_tensors, reshard, target_device
+from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import torch_dtype
-from ckptd.checkpoint.torch.state.values import add_value
-from ckptd.checkpoint.torch.state.walk import Site, unseen_state
-from ckptd.errors import MismatchError, UsageError
+from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
+from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, unseen_state
+from ckptd.errors import CorruptError, MismatchError, UsageError
 
 __all__ = ["ParameterOwners", "add_groups", "add_optimizer", "misfit", "record"]
 
 
-_CLASSES, _DEFAULTS = "classes", "defaults"
+_CLASSES, _DEFAULTS, _SHARED = "classes", "defaults", "shared"
 _BASE = "torch.optim."
 # What torch's own optimizers keep of a parameter, whatever their options; "step" tells nothing.
 _STATE = {
@@ -231,23 +239,35 @@ def add_optimizer(
     Of an optimizer that cannot take the saved state nothing is added but why not, in
     `Leaves.misfits`.
 
+    An optimizer that says its state itself (an override, a hook) is asked: what it says is saved,
+    what is more than torch's own as ``<place>.state_dict``, and its own load gets all of it.
+
     Raises
     ------
     UsageError
         An unowned parameter, a state that belongs to no parameter, a container of optimizers.
     """
-    _check_optimizer(optimizer, place)
+    own = has_own_words(optimizer)
+    said = _Said.of(optimizer, place) if own and sink.saved is None else None
+    _check_optimizer(optimizer, place, said)
     names = owners.names(optimizer, place)
+    if said is not None:
+        _add_said(sink, place, optimizer, names, said)
+        return
     saved = _saved_state(sink.saved, place.name, set(names.values()))
     at = _groups_at(place)
     known = sink.saved is not None and at.name in sink.saved.objects
     if sink.saved is not None and known:
-        keys = {key for entries in saved.values() for key in entries}
+        # What it says itself may have names that torch's own of its class has not.
+        keys = {key for entries in saved.values() for key in entries} if not own else set()
         groups = sink.saved.groups.get(at.name)
         if (why := misfit(optimizer, groups, set(names.values()), keys)) is not None:
             # Nothing of it has a place here: what is taken is all of a state, or nothing.
             sink.leaves.misfits[place.name] = why
             return
+    if own:
+        _Handing(sink, place, optimizer, names).add(saved)
+        return
     add_groups(sink, place, optimizer, names)
     if sink.saved is not None and isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
@@ -284,13 +304,202 @@ def add_groups(
 ) -> StatePlace:
     """Add the hyperparameters of an optimizer; return where. `ParameterOwners` has the `names`."""
     at = _groups_at(place)
-    put = partial(_put_groups, optimizer, names)
+    # Of a save nothing is kept that the program may let go.
+    put = _nothing if sink.saved is None else _Hyperparameters(sink, optimizer, names).put
 
     def check(value: Any) -> None:
         _match_groups(optimizer, names, at.name, value)
 
     sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
     return at
+
+
+# --- what an optimizer says itself ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an optimizer's own ``state_dict()`` says.
+
+    Attributes
+    ----------
+    groups
+        As many as the live ones, with as many parameters each.
+    state
+        By the number of a parameter, in the order of the live groups.
+    more
+        Everything that torch's own would not say, as the whole dictionary without the rest.
+    """
+
+    groups: list[Mapping[str, Any]]
+    state: dict[int, Mapping[Any, Any]]
+    more: dict[Any, Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer, place: StatePlace) -> _Said:
+        """Ask an optimizer.
+
+        Raises
+        ------
+        UsageError
+            kind ``optimizer-state``: it raised, or what it says does not tell what is whose.
+        """
+
+        def wrong(found: str, cause: Exception | None = None) -> UsageError:
+            error = UsageError(
+                "an optimizer's own state_dict() does not say what belongs to which parameter",
+                kind="optimizer-state",
+                where=place.name,
+                wanted="state and param_groups, with the numbers of parameters, as torch has them",
+                found=f"{type(optimizer).__name__}: {found}"[:500],
+                hint="let state_dict() begin with that of torch.optim.Optimizer",
+            )
+            error.__cause__ = cause
+            return error
+
+        try:
+            said: object = optimizer.state_dict()
+        except Exception as error:
+            raise wrong(f"raised {error!r}", error) from error
+        whole: Mapping[Any, Any] = said if isinstance(said, Mapping) else {}
+        groups, state = (whole.get(k) for k in _TORCHS)
+        if not isinstance(groups, list) or not isinstance(state, Mapping):
+            raise wrong("another form")
+        numbers = [g.get("params") if isinstance(g, Mapping) else None for g in groups]
+        live = [len(g["params"]) for g in optimizer.param_groups]
+        if [len(n) if isinstance(n, list) else None for n in numbers] != live:
+            raise wrong("other groups than it has")
+        known = {n: at for at, n in enumerate(n for own in numbers for n in own or ())}
+        if len(known) != sum(live) or not all(type(n) is int for n in known):
+            raise wrong("parameters that are not numbered one by one")
+        mine = {known[n]: entry for n, entry in state.items() if n in known}
+        if bad := [n for n, entry in mine.items() if not isinstance(entry, Mapping)]:
+            raise wrong(f"state of parameter {bad[0]} that is no dictionary")
+        more = {k: v for k, v in whole.items() if k not in _TORCHS}
+        if loose := {n: entry for n, entry in state.items() if n not in known}:
+            more["state"] = loose
+        return _Said(groups, mine, more)
+
+
+_TORCHS = ("param_groups", "state")
+_MORE = "state_dict"
+
+
+def _more_at(place: StatePlace) -> StatePlace:
+    return place.child(_MORE, ".state_dict()")
+
+
+def _add_said(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str], said: _Said
+) -> None:
+    """Add what an optimizer says itself to the leaves of a save."""
+    at = _groups_at(place)
+    sink.add_object(at, _groups(optimizer, names, said.groups), _nothing, kind="groups")
+    for number, parameter in enumerate(_parameters(optimizer)):
+        fqn = names[id(parameter)]
+        of = place.child(fqn, f".state[{fqn}]")
+        entries = said.state.get(number, {})
+        for key in sorted(entries, key=str):
+            where, value = of.child(escape_key(key), f"[{key!r}]"), entries[key]
+            if isinstance(value, torch.Tensor):
+                sink.add_tensor(where, value, "optim")
+            else:
+                add_value(sink, where, value, _nothing, kind="optim")
+    if said.more:
+        add_value(sink, _more_at(place), said.more, _nothing)
+
+
+class _Handing:
+    """Collects what a load brings of an optimizer, and gives all of it to the optimizer's own load.
+
+    No memory that the optimizer has is written to before.
+    """
+
+    def __init__(
+        self, sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
+    ) -> None:
+        self._sink = sink
+        self._place = place
+        self._optimizer = optimizer
+        self._names = names
+        self._groups: Any = None
+        self._more: dict[Any, Any] = {}
+        self._state: dict[int, dict[Any, Any]] = {}
+
+    def add(self, saved: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the leaves of all that the checkpoint has."""
+        sink, at, more = self._sink, _groups_at(self._place), _more_at(self._place)
+        found = [at.name]
+
+        def check(value: Any) -> None:
+            _match_groups(self._optimizer, self._names, at.name, value)
+
+        sink.add_object(at, None, partial(setattr, self, "_groups"), kind="groups", check=check)
+        if sink.saved is not None and more.name in sink.saved.objects:
+            add_value(sink, more, None, partial(setattr, self, "_more"), fresh=True)
+            found.append(more.name)
+        number = 0
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                fqn = self._names[id(parameter)]
+                of = self._place.child(fqn, f".state[{fqn}]")
+                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name)
+                for key, what in sorted(saved.get(fqn, {}).items(), key=str):
+                    put = partial(self._put, number, key)
+                    found.append(param.take(key, what, put))
+                number += 1
+        self._sink.leaves.handing.append(PendingState(tuple(found), self._hand))
+
+    def _put(self, number: int, key: str, value: Any) -> None:
+        self._state.setdefault(number, {})[key] = value
+
+    def _hand(self) -> None:
+        if self._groups is None:
+            # Without groups a part is loaded: what is not is as it was.
+            said = _Said.of(self._optimizer, self._place)
+            live = self._optimizer.param_groups
+            pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]
+            pairs = [*zip(live, said.groups, strict=True)]
+            state = {
+                n: {**said.state.get(n, {}), **self._state.get(n, {})} for n in self._numbers()
+            }
+            more = {**said.more, **self._more}
+        else:
+            pairs = _match_groups(self._optimizer, self._names, "groups", self._groups)
+            state, more = self._state, self._more
+        groups, number = [], 0
+        for own, group in pairs:
+            ids = list(range(number, number := number + len(own["params"])))
+            hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
+            groups.append({**hyper, "params": ids})
+        loose = more.get("state", {})
+        entries = {n: state[n] for n in self._numbers() if state.get(n)}
+        whole = {**more, "state": {**loose, **entries}, "param_groups": groups}
+        call_with(self._optimizer.load_state_dict, self._place.name, whole)
+        if type(self._optimizer).load_state_dict is Optimizer.load_state_dict:
+            self._keep_dtypes()
+
+    def _keep_dtypes(self) -> None:
+        """Let state have the type that it was saved with: torch's load gives it its parameter's."""
+        for number, parameter in enumerate(_parameters(self._optimizer)):
+            held = self._optimizer.state.get(parameter, {})
+            for key, value in self._state.get(number, {}).items():
+                now = held.get(key)
+                both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+                cast = both and now.dtype == parameter.dtype != value.dtype
+                if cast and torch.equal(now, value.to(now.dtype)):
+                    held[key] = value
+
+    def _numbers(self) -> range:
+        return range(sum(len(g["params"]) for g in self._optimizer.param_groups))
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _nothing(value: Any) -> None:
+    """Put nothing: this is a save."""
 
 
 def _groups_at(place: StatePlace) -> StatePlace:
@@ -331,6 +540,23 @@ class _Parameter:
                 PendingState((place.name,), partial(self._put, key, new), self._unit)
             )
 
+    def take(self, key: str, saved: str, put: Callable[[Any], None]) -> str:
+        """Give what is loaded of a state to `put`; return the name of its leaf."""
+        place = self._place.child(escape_key(key), f"[{key!r}]")
+        if saved == "object":
+            add_value(self._sink, place, None, put, kind="optim", fresh=True)
+            return place.name
+        live = (self._optimizer.state.get(self._parameter) or {}).get(key)
+        entry = self._sink.saved.tensor(place.name) if self._sink.saved else None
+        if entry is not None and isinstance(live, torch.Tensor) and tuple(live.shape) == entry[1]:
+            dtype = torch_dtype(entry[0], place.name)
+            new = fresh_tensor(live, dtype, entry[1], self._sink.device)
+        else:
+            new = self._make(key, place.name)
+        leaf = self._sink.add_tensor(place, new, "optim")
+        self._sink.leaves.pending.append(PendingState((leaf.name,), partial(put, new)))
+        return leaf.name
+
     def _put(self, key: str, value: Any) -> None:
         self._optimizer.state[self._parameter][key] = value
 
@@ -361,7 +587,15 @@ def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
             yield from _tensors_in(f"{name}.{i}", item)
 
 
-def _check_optimizer(optimizer: Optimizer, place: StatePlace) -> None:
+def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None) -> None:
+    inside = optimizer.optimizers if isinstance(optimizer, HostedOptimizer) else ()
+    if speaking := [o for o in inside if has_own_words(o)]:
+        raise UsageError(
+            "an optimizer inside another says its state itself, and is not asked there",
+            kind="optimizer-container",
+            where=place.name,
+            found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
+        )
     if hidden := unseen_state(optimizer):
         raise UsageError(
             "an optimizer's state is not where optimizers have theirs",
@@ -371,8 +605,10 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace) -> None:
             found=f"{type(optimizer).__name__}: state of {hidden} parameters in state_dict() alone",
             hint="put the optimizers that have the state into the state of the checkpoint",
         )
+    if said is not None:
+        return  # what is of no parameter is said as well
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    loose = [k for k in optimizer.state if id(k) not in held and optimizer.state[k]]
+    loose = [k for k in optimizer.state if id(k) not in held and holds_state(optimizer.state[k])]
     if loose:
         raise UsageError(
             "an optimizer has state that belongs to none of its parameters",
@@ -381,15 +617,24 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace) -> None:
             found=f"{len(loose)} entries, the first for {_short(loose[0])}",
             hint="state must be keyed by parameters of the optimizer's groups",
         )
+    for entry in optimizer.state.values():
+        if not isinstance(entry, Mapping) and entry is not None:
+            raise UsageError(
+                "an optimizer's state of a parameter is no dictionary",
+                kind="optimizer-state",
+                where=place.name,
+                found=type(entry).__name__,
+                hint='keep it under a key: optimizer.state[parameter]["name"]',
+            )
 
 
 def _short(key: Any) -> str:
     return f"a tensor {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
 
 
-def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[str, dict[str, str]]:
+def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[str, dict[Any, str]]:
     """Return what the checkpoint has, by FQN and state name: ``tensor`` or ``object``."""
-    out: dict[str, dict[str, str]] = {}
+    out: dict[str, dict[Any, str]] = {}
     if saved is None:
         return out
     prefix = name + "."
@@ -398,23 +643,43 @@ def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[st
     for full, what in found:
         fqn, _, key = full[len(prefix) :].rpartition(".")
         if fqn in fqns:
-            out.setdefault(fqn, {})[key] = what
+            out.setdefault(fqn, {})[_state_key(key)] = what
     return out
+
+
+def _state_key(segment: str) -> str | int:
+    try:
+        return unescape_key(segment)
+    except CorruptError:  # a name that ckptd did not write
+        return segment
 
 
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    said = record(optimizer)
-    return [
-        {
-            "params": sorted(names[id(p)] for p in group["params"]),
-            **{k: v for k, v in group.items() if k not in _NOT_HYPER},
-            OPTIMIZER_CLASS: said,
-        }
-        for group in optimizer.param_groups
-    ]
+def _groups(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    said: Sequence[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the groups for a checkpoint; `said` has the hyperparameters that count."""
+    own = record(optimizer)
+    live = optimizer.param_groups
+    hypers = live if said is None else said
+    times = Counter(memory_key(t) for hyper in hypers for _, t in _tensors_of(hyper))
+    numbers = {key: n for n, (key, count) in enumerate(times.items()) if count > 1}
+    groups = []
+    for group, hyper in zip(live, hypers, strict=True):
+        keys = {path: memory_key(t) for path, t in _tensors_of(hyper)} if numbers else {}
+        shared = {path: numbers[key] for path, key in keys.items() if key in numbers}
+        groups.append(
+            {
+                "params": sorted(names[id(p)] for p in group["params"]),
+                **{k: v for k, v in hyper.items() if k not in _NOT_HYPER},
+                OPTIMIZER_CLASS: {**own, _SHARED: shared} if shared else own,
+            }
+        )
+    return groups
 
 
 def _match_groups(
@@ -470,21 +735,86 @@ def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:
     return f"{len(shown)} groups {where}: {'; '.join(shown[:8])}"
 
 
-@torch.no_grad()
-def _put_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Any) -> None:
-    for live, group in _match_groups(optimizer, names, "groups", saved):
-        for key, value in group.items():
-            if key not in _NOT_HYPER:
-                live[key] = _fit(live.get(key), value)
+class _Hyperparameters:
+    """Puts saved groups into an optimizer's.
+
+    A tensor keeps its identity, which a captured graph or a scheduler may hold, where nothing else
+    of the state lies in its memory. What was one tensor in several places is one again, and what
+    was not is not, however the program came to its defaults.
+    """
+
+    def __init__(self, sink: Sink, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._sink = sink
+        self._optimizer = optimizer
+        self._names = names
+        self._made: dict[int, Any] = {}
+        for group in optimizer.param_groups:
+            for _, tensor in _tensors_of(group):
+                sink.hyper[memory_key(tensor)] += 1
+
+    @torch.no_grad()
+    def put(self, saved: Any) -> None:
+        """Replace the hyperparameters."""
+        pairs = _match_groups(self._optimizer, self._names, "groups", saved)
+        labels = [_labels(group) for _, group in pairs]
+        # What the slots of one live tensor are to hold: several things, or one.
+        self._wanted: dict[Hashable, list[int | None]] = {}
+        for (live, _), label in zip(pairs, labels, strict=True):
+            for path, tensor in _tensors_of(live):
+                self._wanted.setdefault(memory_key(tensor), []).append(label.get(path))
+        for (live, group), label in zip(pairs, labels, strict=True):
+            for key, value in group.items():
+                if key not in _NOT_HYPER:
+                    live[key] = self._fit(live.get(key), value, key, label)
+
+    def _fit(self, live: Any, new: Any, path: str, labels: Mapping[str, int]) -> Any:
+        """Return `new` in the form of `live`."""
+        if isinstance(live, torch.Tensor):
+            label = labels.get(path)
+            made = self._made.get(label) if label is not None else None
+            if made is not None and _same(made[0], new):
+                return made[1]
+            put = self._put(live, new)
+            if label is not None and made is None:
+                self._made[label] = new, put
+            return put
+        if isinstance(live, list | tuple) and isinstance(new, list | tuple):
+            if len(live) == len(new):
+                pairs = enumerate(zip(live, new, strict=True))
+                return type(new)(self._fit(a, b, f"{path}.{i}", labels) for i, (a, b) in pairs)
+        elif isinstance(new, torch.Tensor) and live is not None and new.ndim == 0:
+            return new.item()
+        return new
+
+    def _put(self, live: torch.Tensor, new: Any) -> torch.Tensor:
+        is_tensor = isinstance(new, torch.Tensor)
+        value = new if is_tensor else torch.as_tensor(new, dtype=live.dtype)
+        key = memory_key(live)
+        wanted = self._wanted.get(key, [])
+        alone = len(wanted) == 1 or (None not in wanted and len({*wanted}) == 1)
+        alone = alone and self._sink.hyper[key] == len(wanted) and self._sink.holder(key) is None
+        if alone and (value.dtype, value.shape) == (live.dtype, live.shape):
+            return live.copy_(value)
+        return value.to(live.device).clone()
 
 
-def _fit(live: Any, new: Any) -> Any:
-    """Return `new` in the form of `live`: a tensor hyperparameter keeps its identity."""
-    if isinstance(live, torch.Tensor):
-        # A captured graph, or a scheduler, may hold this very tensor.
-        return live.copy_(torch.as_tensor(new, dtype=live.dtype))
-    if isinstance(live, list | tuple) and isinstance(new, list | tuple) and len(live) == len(new):
-        return type(new)(_fit(a, b) for a, b in zip(live, new, strict=True))
-    if isinstance(new, torch.Tensor) and live is not None and new.ndim == 0:
-        return new.item()
-    return new
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _tensors_of(group: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the tensors among the hyperparameters of a group, and their paths."""
+    for key, value in group.items():
+        if key not in _NOT_HYPER:
+            yield from _tensors_in(key, value)
+
+
+def _labels(group: Mapping[str, Any]) -> dict[str, int]:
+    """Return which hyperparameters of a saved group are one tensor with others; same number."""
+    said = group.get(OPTIMIZER_CLASS)
+    found = said.get(_SHARED) if isinstance(said, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {k: n for k, n in found.items() if type(n) is int}

@@ -352,10 +352,19 @@ def apply_objects(
     for tensor in leaves.tensors.values():
         if tensor.assign is not None and tensor.name in filled:
             tensor.assign(tensor.tensor)
-    # Groups first: a scheduler's load_state_dict may look at its optimizer.
+    # Optimizers first: a scheduler's load_state_dict may look at its optimizer.
+    handed = {name for handing in leaves.handing for name in handing.names}
     objects = [leaf for name, leaf in leaves.objects.items() if name in values]
-    for leaf in sorted(objects, key=lambda o: o.kind != "groups"):
-        leaf.put(values[leaf.name])
+    for leaf in objects:
+        if leaf.kind == "groups" or leaf.name in handed:
+            leaf.put(values[leaf.name])
+    for handing in leaves.handing:
+        if any(name in filled or name in values for name in handing.names):
+            handing.change()
+    leaves.handing.clear()
+    for leaf in objects:
+        if leaf.kind != "groups" and leaf.name not in handed:
+            leaf.put(values[leaf.name])
     # Random streams last: what came before may have drawn from them.
     own = [leaf for name, leaf in leaves.per_rank.items() if name in chosen]
     for value in sorted(own, key=lambda v: v.random):

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import escape_key
-from ckptd.checkpoint.torch.state.leaves import SavedNames, Sink, StatePlace, TensorKind
+from ckptd.checkpoint.torch.state.leaves import (
+    PendingState,
+    SavedNames,
+    Sink,
+    StatePlace,
+    TensorKind,
+    memory_key,
+)
+from ckptd.checkpoint.torch.state.modules import target_device
 from ckptd.checkpoint.torch.state.objects import TensorRef, map_refs, refs
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, torch_dtype
 from ckptd.checkpoint.torch.state.walk import fqn_segment, is_state_dict, refuse_optimizer_ids
 from ckptd.errors import MismatchError, UsageError
 from ckptd.types import DTYPES
 
-__all__ = ["add_array", "add_value"]
+__all__ = ["add_array", "add_value", "fresh_tensor"]
 
 
 Array = np.ndarray[Any, Any]
@@ -73,12 +84,19 @@ def add_value(
     put: Callable[[Any], None],
     *,
     kind: TensorKind = "tensor",
+    fresh: bool = False,
 ) -> None:
     """Add `value` as one object; tensors in its dicts, lists and tuples become leaves.
 
     In a load the checkpoint decides the structure: tensors that only the live value has are left
     out, those that only the checkpoint has are made, and `put` is given the saved structure with
     live tensors where there are some.
+
+    Parameters
+    ----------
+    fresh
+        The value is what an object said of itself, and `put` is its own load: no memory that it
+        said is written to. Names of one tensor in the checkpoint are names of one tensor again.
 
     Raises
     ------
@@ -88,7 +106,10 @@ def add_value(
     inner: dict[str, tuple[StatePlace, torch.Tensor]] = {}
     bare = _take_tensors(place, value, inner, {})
     if sink.saved is not None and place.name in sink.saved.objects:
-        inner = _adopt(sink.saved, place, inner)
+        inner = _adopt(sink, place, inner, fresh=fresh)
+    elif sink.saved is not None and fresh and sink.saved.tensors:
+        _add_parts(sink, bare, inner, put, kind)
+        inner = {}
     for at, tensor in inner.values():
         sink.add_tensor(at, tensor, kind)
 
@@ -161,26 +182,90 @@ def _segment(key: Any) -> str:
 
 
 def _adopt(
-    saved: SavedNames, place: StatePlace, inner: dict[str, tuple[StatePlace, torch.Tensor]]
+    sink: Sink,
+    place: StatePlace,
+    inner: dict[str, tuple[StatePlace, torch.Tensor]],
+    *,
+    fresh: bool,
 ) -> dict[str, tuple[StatePlace, torch.Tensor]]:
     """Return the tensors that the checkpoint has below `place`, live ones where they fit."""
     adopted: dict[str, tuple[StatePlace, torch.Tensor]] = {}
+    made: dict[str, torch.Tensor] = {}
+    saved = sink.saved or SavedNames({})
     for name in saved.tensors_below(place.name):
         entry = saved.tensor(name)
         if entry is None:
             continue
         dtype, shape = entry
         at, live = inner.get(name, (None, None))
-        if at is not None and live is not None and _keeps(live, shape):
+        if at is not None and live is not None and _keeps(sink, name, live, shape, fresh=fresh):
             adopted[name] = (at, live)
             continue
-        device = None if live is None or live.is_meta else live.device
-        new = torch.zeros(shape, dtype=torch_dtype(dtype, name), device=device)
         path = at.path if at is not None else f"{place.path} -> {name}"
-        adopted[name] = (at or StatePlace(name, path, place.section), new)
+        one = saved.aliases.get(name, name) if fresh else name
+        if one not in made:
+            made[one] = fresh_tensor(live, torch_dtype(dtype, name), shape, sink.device)
+        adopted[name] = (at or StatePlace(name, path, place.section), made[one])
     return adopted
 
 
-def _keeps(live: torch.Tensor, shape: tuple[int, ...]) -> bool:
+def _keeps(
+    sink: Sink, name: str, live: torch.Tensor, shape: tuple[int, ...], *, fresh: bool
+) -> bool:
     """Return whether a load must fill this very tensor: it fits, or others know it."""
-    return tuple(live.shape) == shape or live.requires_grad or is_dtensor(live)
+    fits = tuple(live.shape) == shape
+    if not fits or not fresh:
+        return fits or live.requires_grad or is_dtensor(live)
+    # Of what an object says only what is one tensor with others of the state, there and here.
+    saved, leaf = sink.saved, sink.holder(memory_key(live))
+    if saved is None or leaf is None:
+        return False
+    one = saved.aliases.get(name, name)
+    return any(saved.aliases.get(n, n) == one for n in (leaf.name, *leaf.aliases))
+
+
+def fresh_tensor(
+    live: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device | None,
+) -> torch.Tensor:
+    """Return memory for what the checkpoint has, in the form of `live`, if it is of that shape.
+
+    What the checkpoint leaves out of it is what `live` has.
+    """
+    if live is None or live.is_meta or tuple(live.shape) != shape:
+        on = None if live is None else target_device(live, device)
+        size = math.prod(shape) * dtype.itemsize
+        # torch makes no zeros of some types.
+        return torch.zeros(size, dtype=torch.uint8, device=on).view(dtype).reshape(shape)
+    new = live.detach().clone()
+    new = new if new.dtype == dtype else torch.empty_like(new, dtype=dtype)
+    if isinstance(live, nn.Parameter):
+        return nn.Parameter(new, requires_grad=live.requires_grad)
+    return new.requires_grad_(live.requires_grad)
+
+
+def _add_parts(
+    sink: Sink,
+    said: Any,
+    inner: dict[str, tuple[StatePlace, torch.Tensor]],
+    put: Callable[[Any], None],
+    kind: TensorKind,
+) -> None:
+    """Add what an object said where the checkpoint has tensors of it, and not what is around them.
+
+    It is given what it said, with what was loaded in it.
+    """
+    loaded = {name: live for name, (_, live) in inner.items()}
+    names = []
+    for name, (at, live) in inner.items():
+        entry = sink.saved.tensor(name) if sink.saved else None
+        dtype = live.dtype if entry is None else torch_dtype(entry[0], name)
+        new = fresh_tensor(live, dtype, tuple(live.shape), sink.device)
+        leaf = sink.add_tensor(at, new, kind)
+        take = partial(loaded.__setitem__, name, new)
+        sink.leaves.pending.append(PendingState((leaf.name,), take))
+        names.append(leaf.name)
+    change = lambda: put(map_refs(said, loaded.__getitem__))  # noqa: E731
+    sink.leaves.handing.append(PendingState(tuple(names), change))

@@ -31,6 +31,8 @@ from ckptd.errors import UsageError
 
 __all__ = [
     "Site",
+    "has_own_words",
+    "holds_state",
     "is_optimizer",
     "is_state_dict",
     "is_stateful",
@@ -44,6 +46,9 @@ __all__ = [
 _PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
 _OF_TORCH = ("_optimizer_", "_profile_hook")
 """Hooks of an optimizer's steps: they lead to everything that was ever registered."""
+_WORDS = ("state_dict", "load_state_dict", "__setstate__")
+_SAYING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_TAKING = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _MOST = 4096
 """Objects that are looked through in one wrapper."""
 
@@ -108,13 +113,30 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
 
 def unseen_state(optimizer: Optimizer) -> int:
     """Return how many parameters have state that only ``state_dict()`` shows."""
-    if any(optimizer.state.values()) or type(optimizer).state_dict is Optimizer.state_dict:
+    if type(optimizer).state_dict is Optimizer.state_dict or any(
+        map(holds_state, optimizer.state.values())
+    ):
         return 0
     try:
         state = optimizer.state_dict().get("state")
     except Exception:  # noqa: BLE001 - it gives no state, and has none that is seen
         return 0
-    return sum(bool(s) for s in state.values()) if isinstance(state, Mapping) else 0
+    return sum(map(holds_state, state.values())) if isinstance(state, Mapping) else 0
+
+
+def holds_state(entry: Any) -> bool:
+    """Tell whether an optimizer's state of a parameter is any; a tensor is, whatever is in it."""
+    return isinstance(entry, torch.Tensor) or bool(entry)
+
+
+def has_own_words(optimizer: Any) -> bool:
+    """Return whether an optimizer says or takes more than torch's own: an override, or a hook."""
+    own = getattr(optimizer, "__dict__", {})
+    if not own.keys().isdisjoint(_WORDS) or any(own.get(hooks) for hooks in _SAYING + _TAKING):
+        return True
+    words = (getattr(type(optimizer), word, None) for word in _WORDS)
+    # Those that torch's own have only fill in what older checkpoints lack.
+    return not all(str(getattr(w, "__module__", "")).startswith("torch.optim.") for w in words)
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -191,6 +213,11 @@ def _attributes(value: Any, depth: int, at: str = "") -> Iterator[tuple[str, Any
 def _check_wrapper(wrapper: Any, inner: _Inner, where: str) -> None:
     """Raise where something is lost if the wrapper is taken off."""
     own = _own_state(wrapper, inner.value) or _own_keys(wrapper, inner.value)
+    own += (
+        [hooks for hooks in _TAKING if vars(wrapper).get(hooks)]
+        if hasattr(wrapper, "__dict__")
+        else []
+    )
     if own:
         raise UsageError(
             "a wrapper of an optimizer has state of its own beside the optimizer's",
@@ -211,7 +238,7 @@ def _own_state(wrapper: Any, inner: Any) -> list[str]:
     names: set[str] = set()
     for key, entries in state.items():
         held = theirs.get(key) if isinstance(theirs, Mapping) else None
-        if not entries or entries is held:
+        if not holds_state(entries) or entries is held:
             continue
         # A copy of the optimizer's __dict__ keeps the state that it had at that time.
         more = set(entries) - set(held or ()) if isinstance(entries, Mapping) else {key}
@@ -221,7 +248,9 @@ def _own_state(wrapper: Any, inner: Any) -> list[str]:
 
 def _own_keys(wrapper: Any, inner: Any) -> list[str]:
     """Return what the wrapper's ``state_dict()`` has more than the optimizer's; looks once."""
-    if getattr(type(wrapper), "state_dict", None) in (None, Optimizer.state_dict):
+    own = getattr(wrapper, "__dict__", {})
+    says = any(own.get(hooks) for hooks in _SAYING)
+    if getattr(type(wrapper), "state_dict", None) in (None, Optimizer.state_dict) and not says:
         return []
     with suppress(TypeError):
         if wrapper in _checked:
