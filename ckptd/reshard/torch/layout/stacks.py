@@ -26,7 +26,7 @@ __all__ = ["FAMILIES", "stacked"]
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertNames:
     """How a family calls experts.
 
     Attributes
@@ -47,16 +47,16 @@ class Stack:
 
 
 _GATE = ("gate.weight", "gate.weight", "router[e h]")
-_QWEN = Stack()
-_MIXTRAL = Stack(file="block_sparse_moe", inner="{w1,w3}", down="w2", others=(_GATE,))
+_QWEN = ExpertNames()
+_MIXTRAL = ExpertNames(file="block_sparse_moe", inner="{w1,w3}", down="w2", others=(_GATE,))
 
-FAMILIES: Mapping[str, Stack] = {
+FAMILIES: Mapping[str, ExpertNames] = {
     "afmoe": _QWEN,
     "cohere2_moe": _QWEN,
     "deepseek_v2": _QWEN,
     "deepseek_v3": _QWEN,
     "dots1": _QWEN,
-    "ernie4_5_moe": Stack(
+    "ernie4_5_moe": ExpertNames(
         others=(
             (
                 "gate.moe_statics.e_score_correction_bias",
@@ -65,17 +65,17 @@ FAMILIES: Mapping[str, Stack] = {
             ),
         )
     ),
-    "exaone_moe": Stack(
+    "exaone_moe": ExpertNames(
         others=(("gate.e_score_correction_bias", "e_score_correction_bias", "bias[e]"),)
     ),
     "flex_olmo": _QWEN,
     "glm4_moe": _QWEN,
     "glm4_moe_lite": _QWEN,
     "hunyuan_v1_moe": _QWEN,
-    "jamba": Stack("feed_forward", "feed_forward"),
-    "lfm2_moe": Stack("feed_forward", "feed_forward", "{w1,w3}", "w2"),
+    "jamba": ExpertNames("feed_forward", "feed_forward"),
+    "lfm2_moe": ExpertNames("feed_forward", "feed_forward", "{w1,w3}", "w2"),
     "minimax": _MIXTRAL,
-    "minimax_m2": Stack(
+    "minimax_m2": ExpertNames(
         file="block_sparse_moe",
         inner="{w1,w3}",
         down="w2",
@@ -83,7 +83,7 @@ FAMILIES: Mapping[str, Stack] = {
     ),
     "mixtral": _MIXTRAL,
     "olmoe": _QWEN,
-    "phimoe": Stack(
+    "phimoe": ExpertNames(
         file="block_sparse_moe",
         inner="{w1,w3}",
         down="w2",
@@ -107,11 +107,11 @@ _NUMBERED = re.compile(r"((?:.*\.)?)([0-9]+)")
 class _Block:
     """What holds experts: how its family calls them, and its name in the state and in files."""
 
-    stack: Stack
+    stack: ExpertNames
     live: str
     file: str
 
-    def alike(self) -> tuple[Stack, str, str]:
+    def alike(self) -> tuple[ExpertNames, str, str]:
         """Return the same for the blocks of all layers."""
         found = _NUMBERED.fullmatch(self.live)
         if found is None:
@@ -183,7 +183,7 @@ def _blocks(
                 yield _Block(stack, block, file)
 
 
-def _family(module: nn.Module) -> Stack | None:
+def _family(module: nn.Module) -> ExpertNames | None:
     """Return how the family of a module calls experts; wrappers make classes of their own."""
     for base in type(module).__mro__:
         if base.__module__.startswith(_MODELS):
@@ -193,7 +193,7 @@ def _family(module: nn.Module) -> Stack | None:
 
 def _text(blocks: Iterable[_Block]) -> str:
     """Return a program of two layouts: the state's, and the checkpoint's."""
-    groups: dict[tuple[Stack, str, str], list[_Block]] = {}
+    groups: dict[tuple[ExpertNames, str, str], list[_Block]] = {}
     for block in blocks:
         groups.setdefault(block.alike(), []).append(block)
     space: list[str] = []
