@@ -152,11 +152,14 @@ class SaveWriter:
             return WriterReady(os.getpid(), protocol=PROTOCOL)
         self._near.prepare(hello.tiers)
         self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
-        served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
+        nowhere = ("", "", "")
+        memory, local, secret = self._near.serve(hello.bind, hello.key) if hello.bind else nowhere
         return WriterReady(
             os.getpid(),
             self._near.here,
-            *served,
+            memory,
+            local,
+            secret,
             pid_space=pid_space(),
             neighbours=self._near.neighbours,
             protocol=PROTOCOL,
