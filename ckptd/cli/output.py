@@ -105,24 +105,41 @@ class Reply:
         else:
             self._show()
         _warnings.clear()
+        _left_out.clear()
 
 
 _warnings: list[str] = []
 """What `warn` has said in this command."""
+_left_out: dict[str, tuple[int, list[str]]] = {}
+"""What `left_out` has said, by source."""
+_MOST_SHOWN = 4
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """Values of a source that ckptd does not read: how many, and names of the first ones."""
+
+    source: str
+    count: int
+    names: list[str]
 
 
 def print_document(document: Document) -> None:
-    """Print a document to standard output; what `warn` has said is its field ``warnings``."""
+    """Print a document to standard output, with what `warn` and `left_out` have said."""
     body: Any = document
     if _warnings:
         body = msgspec.to_builtins(document) | {"warnings": list(_warnings)}
-        _warnings.clear()
+    if _left_out:
+        values = [LeftOut(source, *found) for source, found in _left_out.items()]
+        body = msgspec.to_builtins(body) | {"values_left_out": msgspec.to_builtins(values)}
+    _warnings.clear()
+    _left_out.clear()
     print(json_text(body, indent=1))
 
 
 def print_error(error: CkptdError, as_json: bool) -> None:
     """Print an error to standard error, with its traceback when ``CKPTD_DEBUG`` is set."""
     _warnings.clear()
+    _left_out.clear()
     if as_json:
         body = {"error": error.to_dict(), "exit_code": error.exit_code}
         print(json_text(body), file=sys.stderr)
@@ -139,6 +156,23 @@ def warn(text: str) -> None:
     """Print what somebody should look at to standard error, and into the document of ``--json``."""
     _warnings.append(text)
     note(text)
+
+
+def left_out(source: str, count: int, names: Sequence[str]) -> None:
+    """Print how many values of a source are not read; the field ``values_left_out`` of ``--json``.
+
+    Parameters
+    ----------
+    source
+        What the user named.
+    count, names
+        How many, and the first of them; nothing is said of none.
+    """
+    if count:
+        _left_out[source] = count, list(names)
+        more = f" and {count - _MOST_SHOWN} more" if count > _MOST_SHOWN else ""
+        shown = ", ".join(names[:_MOST_SHOWN]) + more
+        note(f"{source}: left out, neither tensors nor plain values: {count}: {shown}")
 
 
 def note(text: str) -> None:

@@ -21,7 +21,7 @@ from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.container import Chunk, header_bytes, parse_header
 from ckptd.checkpoint.format.names import MAX_STEP
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.readers.pickles import PickledObject, walk_values
+from ckptd.readers.pickles import PickledObject, numpy_value, walk_values
 from ckptd.readers.zips import Extent, ReadRange
 from ckptd.store.base import ObjectInfo, Store
 from ckptd.types import DTYPES, Box, ByteRange
@@ -98,6 +98,9 @@ class Foreign:
         Values that JSON has, by name.
     left_out
         Names of values that JSON has not.
+    unread_tensors
+        Tensors of kinds that the reader does not read, by name: what each is. Nothing that is
+        asked for one of them goes on without it.
     unread
         Files that look like a part of it and are none.
     step
@@ -120,6 +123,7 @@ class Foreign:
     lay: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     has_sections: bool = True
+    unread_tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 class SeenFiles:
@@ -422,12 +426,13 @@ def json_value(value: Any) -> Any:
     Raises
     ------
     MismatchError
-        It holds what is no number, text, list, tuple or dict, or too much.
+        It holds what is no number, text, list, tuple, dict or small array of numpy, or too much.
     """
     left = MAX_VALUES
     for path, leaf in walk_values(value):
         left -= 1
         good = leaf is None or isinstance(leaf, bool | int | float | str)
+        good = good or numpy_value(leaf) is not None
         size = len(leaf) if isinstance(leaf, str) else 0
         size = leaf.bit_length() * 8 if isinstance(leaf, int) else size
         if left < 0 or not good or size > _MAX_CHARS:
@@ -447,4 +452,4 @@ def _plain(value: Any) -> Any:
         return {_plain(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_plain(v) for v in value)
-    return value
+    return numpy_value(value) if isinstance(value, PickledObject) else value

@@ -18,6 +18,7 @@ from ckptd.readers.pickles import (
     GlobalName,
     PickledObject,
     PickledTensor,
+    check_read,
     counts,
     read_pickle,
     short_text,
@@ -135,14 +136,6 @@ class _Items:
             if not box.numel and 0 not in shape:
                 continue
             file, start, end = self._span(name, box.offset, len(chunks) == 1)
-            if end - start < box.numel * DTYPES[dtype].itemsize:
-                raise CorruptError(
-                    "an item is shorter than its part of the tensor",
-                    kind="truncated",
-                    where=f"{file}: {name}",
-                    wanted=f"{box.numel * DTYPES[dtype].itemsize} bytes",
-                    found=f"{end - start} bytes",
-                )
             at = _Item(self._names, file, start, end, name, box.shape, dtype, self._headers)
             key = self._names.key(file)
             if original is None:
@@ -258,6 +251,8 @@ class _Item:
         if head[:4] == _ZIP:
             file = open_zip(read, self._start, self._end, where)
             tensor = file.value
+            # Before its length is judged: a subclass may take less room than what it stands for.
+            check_read(tensor, where)
             if not isinstance(tensor, PickledTensor):
                 raise CorruptError("an item is no tensor", kind="bad-size", where=where)
             found, extent = (tensor.dtype, tensor.shape), extent_of(file, tensor, where)
@@ -265,6 +260,15 @@ class _Item:
             chunk, start = self._chunk(where)
             found = CODES.get(chunk.code, ""), chunk.shape
             extent = Extent(start + chunk.start)
+        size = math.prod(self._shape) * DTYPES[self._dtype].itemsize
+        if head[:4] == _ZIP and self._end - self._start < size:
+            raise CorruptError(
+                "an item is shorter than its part of the tensor",
+                kind="truncated",
+                where=where,
+                wanted=f"{size} bytes",
+                found=f"{self._end - self._start} bytes",
+            )
         if found != (self._dtype, self._shape):
             raise CorruptError(
                 "an item holds another tensor than the metadata says",

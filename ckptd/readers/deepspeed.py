@@ -34,7 +34,7 @@ from ckptd.readers.base import (
     step_of,
     step_or,
 )
-from ckptd.readers.pickles import PickledTensor, counts, named_values, short_text
+from ckptd.readers.pickles import PickledTensor, check_read, counts, named_values, short_text
 from ckptd.readers.torchfiles import TensorAt, load_torch, whole_piece
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
@@ -244,6 +244,8 @@ def _file_tensors(
             for name, value in named_values(found.value, key):
                 if isinstance(value, PickledTensor):
                     yield key, number, prefix + name, found, value
+                else:
+                    check_read(value, f"{key}: {name}")
 
 
 def _files(names: Listing) -> Iterator[ForeignPiece]:
@@ -333,6 +335,7 @@ def _universal(
             found = load_torch(parameter, file)
             value = found.value.get("param") if isinstance(found.value, dict) else found.value
             if not isinstance(value, PickledTensor):
+                check_read(value, parameter.key(file))
                 continue
             state, name = file.removesuffix(".pt"), folder.removesuffix("/")
             key, shape = parameter.key(file), shapes.get(name, value.shape)
@@ -867,6 +870,7 @@ def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
     """
     key = model.key
     for name, value in named_values(model.value.get("module") or {}, key):
+        check_read(value, f"{key}: {name}")
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
             yield whole_piece(name, model.found, value, key)
 

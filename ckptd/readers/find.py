@@ -11,7 +11,7 @@ from importlib import import_module
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
-from ckptd.readers.base import Foreign, FormatReader, Listing, damaged
+from ckptd.readers.base import Foreign, ForeignPiece, FormatReader, Listing, damaged
 from ckptd.readers.hf import END, local_pieces
 from ckptd.readers.hubcache import follow_cache
 from ckptd.readers.megatron import open_buckets
@@ -113,12 +113,13 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
     store = follow_cache(store)
     here = Listing(store)
     with _damage(here):
-        pieces = [
-            replace(piece, name=f"{file}: {piece.name}")
-            for file in files
-            for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
-        ]
-        foreign = Foreign(pieces, has_sections=False)
+        pieces: list[ForeignPiece] = []
+        left_out: list[str] = []
+        for file in files:
+            is_safe = file.endswith(END)
+            found = local_pieces(here, file) if is_safe else local_tensors(here, file, left_out)
+            pieces += (replace(piece, name=f"{file}: {piece.name}") for piece in found)
+        foreign = Foreign(pieces, left_out=left_out, has_sections=False)
         return ForeignRoot(store, foreign, "ranks", step, here.seen)
 
 

@@ -8,6 +8,7 @@ bounded by the pickle's length.
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.checkpoint.format.words import MODULE, MODULE_HINT, PLAIN_HINT
 from ckptd.errors import CkptdError, CorruptError, MismatchError, RefusedError
 from ckptd.types import DTYPES
 
@@ -23,10 +28,14 @@ __all__ = [
     "PickledObject",
     "PickledStorage",
     "PickledTensor",
+    "UnreadTensor",
+    "check_read",
     "counts",
     "named_values",
+    "numpy_value",
     "read_pickle",
     "short_text",
+    "unread_kind",
     "walk_values",
 ]
 
@@ -37,6 +46,8 @@ _MAX_PATH = 4096
 _MAX_CHARS = 1 << 26
 _MAX_NAMED = 1 << 14
 _MAX_DEPTH = 64
+_MOST_AXES = 32
+_NUMBERS = re.compile("[<>=|]?[biufc][0-9]{1,2}")
 _MAX_MARKS = 1 << 12
 _FREE = 1 << 18
 _TIME_S = 4.0
@@ -70,10 +81,6 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-
-
-class _UnreadError(ValueError):
-    """A tensor that a pickle holds is of a kind that is not read: what, and how to save it."""
 
 
 class GlobalName(str):
@@ -138,6 +145,16 @@ class PickledObject:
         return f"<{self.cls}>"
 
 
+class UnreadTensor(PickledObject):
+    """A tensor, or its storage, of a kind that is not read: `cls` says which, `hint` what helps."""
+
+    __slots__ = ("hint",)
+
+    def __init__(self, cls: str, hint: str) -> None:
+        super().__init__(cls)
+        self.hint = hint
+
+
 def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
     """Return what a pickle holds.
 
@@ -153,8 +170,7 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
     Raises
     ------
     RefusedError
-        kind ``unsafe-pickle``: names the global; kind ``unreadable-format``: a tensor is of a type
-        that is not read, or a view that conjugates or negates.
+        kind ``unsafe-pickle``: names the global.
     CorruptError
         kind ``bad-pickle``, or ``limits``.
     """
@@ -167,14 +183,6 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
         return machine.run()
     except CkptdError:
         raise
-    except _UnreadError as error:
-        raise RefusedError(
-            "a tensor of this kind is not read",
-            kind="unreadable-format",
-            where=f"{where}, byte {machine.at}",
-            found=error.args[0],
-            hint=error.args[1],
-        ) from None
     except (
         IndexError,
         KeyError,
@@ -269,6 +277,109 @@ def short_text(value: Any) -> str:
     return str(value[:80] if isinstance(value, str) else value) if plain else _kind(value)
 
 
+_EMPTY = ("UninitializedParameter", "UninitializedBuffer")
+_ARRAYS = ("_reconstruct", "_frombuffer")
+_MOST_ARRAY_BYTES = 1 << 15
+
+
+def unread_kind(value: Any) -> tuple[str, str] | None:
+    """Return what a tensor of a kind that is not read is, and what helps; None for all else.
+
+    An object that is called with tensors counts as one: subclasses may say themselves how they are
+    pickled. So does a module that has tensors; other objects with such attributes do not.
+    """
+    if isinstance(value, PickledStorage):
+        return f"a storage of {value.dtype}", "save a tensor of it: torch.tensor(storage)"
+    if isinstance(value, UnreadTensor):
+        return value.cls, value.hint
+    if not isinstance(value, PickledObject):
+        return None
+    if "_parameters" in value.fields and _has_tensor(value):
+        return MODULE + value.cls, MODULE_HINT
+    if value.cls.startswith("numpy."):
+        if value.short not in _ARRAYS or numpy_value(value) is not None:
+            return None
+        return "a numpy array", "save torch.from_numpy(array)"
+    made = _is_tensor(value) or value.cls == "torch.Tensor" or value.short in _EMPTY
+    if not made and not any(_is_tensor(arg) for arg in value.args):
+        return None
+    of = next((a for a in value.args if isinstance(a, GlobalName)), "")
+    return (str(of) if value.short == "_rebuild_wrapper_subclass" and of else value.cls), PLAIN_HINT
+
+
+def _has_tensor(value: PickledObject) -> bool:
+    """Whether a module has a tensor, or one below it has; as far as a bounded look shows."""
+    left, stack = MAX_VALUES, [value]
+    while stack and left:
+        fields = stack.pop().fields
+        for table in (fields.get(n) for n in ("_parameters", "_buffers", "_modules")):
+            for item in table.values() if isinstance(table, dict) else ():
+                left -= 1
+                if isinstance(item, PickledTensor) or _is_tensor(item):
+                    return True
+                if isinstance(item, PickledObject) and left > 0:
+                    stack.append(item)
+    return left <= 0
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, of any kind, without a look into what it is made of."""
+    if isinstance(value, PickledTensor | PickledStorage | UnreadTensor):
+        return True
+    return isinstance(value, PickledObject) and value.short.startswith("_rebuild")
+
+
+def check_read(value: Any, where: str) -> None:
+    """Refuse a value that is a tensor of a kind that is not read; kind ``unreadable-format``."""
+    found = unread_kind(value)
+    if found is not None:
+        raise RefusedError(
+            "a tensor of this kind is not read",
+            kind="unreadable-format",
+            where=where[:400],
+            found=found[0][:200],
+            hint=found[1],
+        )
+
+
+def numpy_value(value: Any) -> NDArray[Any] | np.generic | None:
+    """Return a small array, or a number, of numpy; None for one that is large, or of objects."""
+    if not isinstance(value, PickledObject) or not value.cls.startswith("numpy."):
+        return None
+    try:
+        if value.short == "scalar":
+            about, raw = value.args
+            shape, is_column = counts(()), False
+        elif value.short == "_frombuffer":
+            raw, about, shape, order = value.args
+            is_column = order == "F"
+        elif value.short == "_reconstruct":
+            _, shape, about, is_column, raw = value.fields["state"]
+        else:
+            return None
+        dtype = _numpy_dtype(about)
+        shape = counts(shape, _MOST_AXES)
+        if not isinstance(raw, bytes) or len(raw) > _MOST_ARRAY_BYTES:
+            return None
+        flat = np.frombuffer(raw, dtype).astype(dtype.newbyteorder("="))
+        array = flat.reshape(shape, order="F" if is_column else "C")
+    except (KeyError, TypeError, ValueError):
+        return None
+    return flat[0] if value.short == "scalar" else array
+
+
+def _numpy_dtype(about: Any) -> np.dtype[Any]:
+    """Return the type of an array's numbers; `ValueError`, or another, for objects and texts."""
+    name = about.args[0]
+    state = about.fields.get("state", ())
+    dtype = np.dtype(name) if _NUMBERS.fullmatch(name) else None
+    if dtype is None or dtype.name not in DTYPES:
+        raise ValueError("a type that is not one of numbers")
+    is_big = len(state) > 1 and state[1] == ">"
+    found: np.dtype[Any] = dtype.newbyteorder(">") if is_big else dtype
+    return found
+
+
 def _kind(value: Any) -> str:
     return value.cls[:80] if isinstance(value, PickledObject) else f"a {type(value).__name__}"
 
@@ -299,10 +410,7 @@ def _text_size(key: Any) -> int:
 def _dtype(name: object) -> str:
     if not isinstance(name, GlobalName):
         raise TypeError("a type of numbers that is no global")
-    text = name.removeprefix("torch.")
-    if text not in DTYPES:
-        raise _UnreadError(f"numbers of type {name[:80]}", "save it as another type")
-    return text
+    return name.removeprefix("torch.")
 
 
 def _layout(name: Any) -> GlobalName:
@@ -316,15 +424,17 @@ def _tensor(
 ) -> Any:
     """Do `torch._utils._rebuild_tensor_v3`; `bits` say that values are not those of the storage."""
     if bits is not None and not (isinstance(bits, dict) and not any(bits.values())):
-        raise _UnreadError(
+        return UnreadTensor(
             "a view that conjugates or negates", "save tensor.resolve_conj().resolve_neg()"
         )
     shape, strides, (offset,) = counts(shape), counts(strides), counts((offset,))
     if len(shape) != len(strides):
         raise ValueError("shape and strides of a tensor disagree")
     dtype = None if dtype is None else _dtype(dtype)
+    if dtype is not None and dtype not in DTYPES:
+        return UnreadTensor(f"numbers of type {dtype[:80]}", "save it as another type")
     if not isinstance(storage, PickledStorage):
-        return PickledObject("torch.Tensor")
+        return storage if isinstance(storage, UnreadTensor) else PickledObject("torch.Tensor")
     return PickledTensor(storage, offset, shape, strides, storage.dtype if dtype is None else dtype)
 
 
@@ -335,10 +445,21 @@ def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     if function in _CALLS and not function.startswith("torch._utils."):
         raise ValueError(f"a tensor of a subclass that {function[:80]} makes")
     known = _CALLS.get(function)
+    if known is None and not function.startswith("torch._utils._rebuild"):
+        return UnreadTensor(function[:200], PLAIN_HINT)
     made = PickledObject(function, args) if known is None else known(*args)
     if isinstance(made, PickledObject):
         _build(made, state)
+    elif _holds_tensor(state):
+        # The attributes are a part of the value: without them the data says something else.
+        return UnreadTensor(short_text(cls), PLAIN_HINT)
     return made
+
+
+def _holds_tensor(state: Any) -> bool:
+    """Whether attributes of an object have a tensor among them."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return any(_is_tensor(v) for part in parts if isinstance(part, dict) for v in part.values())
 
 
 def _inner(owner: Any, name: Any) -> Any:
@@ -738,9 +859,11 @@ class _Machine:
             dtype = text.removesuffix("Storage").replace("Float8", "float8")
         if dtype is None:
             raise ValueError(f"no storage: {text[:80]}")
-        if dtype not in DTYPES:
-            raise _UnreadError(f"a storage of type {text[:80]}", "dequantize() or cast it first")
-        self.push(PickledStorage(key, dtype, numel))
+        if dtype in DTYPES:
+            self.push(PickledStorage(key, dtype, numel))
+        else:
+            hint = "dequantize() or cast it first"
+            self.push(UnreadTensor(f"a storage of type {text[:80]}", hint))
 
     def op_refuse(self) -> None:
         raise self.unsafe(f"opcode {self.raw[self.at - 1 : self.at]!r}")

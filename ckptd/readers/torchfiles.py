@@ -27,7 +27,14 @@ from ckptd.readers.base import (
     step_of,
 )
 from ckptd.readers.hints import config_hints
-from ckptd.readers.pickles import PickledObject, PickledTensor, counts, named_values
+from ckptd.readers.pickles import (
+    PickledObject,
+    PickledTensor,
+    check_read,
+    counts,
+    named_values,
+    unread_kind,
+)
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import DTYPES, Box
 
@@ -65,7 +72,6 @@ _CHECKSUM_BYTES = 4
 """Storages of this length differ where their CRC does, and only there."""
 _BLOCK = 1 << 22
 _MAX_SPAN = 1 << 28
-_REFUSED = ("_rebuild_sharded_tensor", "_rebuild_qtensor")
 
 
 class TorchReader:
@@ -86,13 +92,18 @@ class TorchReader:
         has_sections = False
         pieces: list[ForeignPiece] = []
         values = KeptValues()
+        unread_tensors: dict[str, str] = {}
         for file in files:
             found = load_torch(names, file)
             for own, value in named_values(found.value, names.key(file)):
                 name = sections.get(file, "") + own
                 parts = _parts(names, file, found, name, value, ranks.get(file))
                 if parts is None:
-                    values.add(name, value)
+                    kind = unread_kind(value)
+                    if kind is None:
+                        values.add(name, value)
+                    else:
+                        unread_tensors.setdefault(name, kind[0])
                     continue
                 pieces += parts
                 top = isinstance(found.value, dict) and own in found.value
@@ -103,7 +114,15 @@ class TorchReader:
         lay, sizes = config_hints(names) if of_model else ("", {})
         left_out = list(values.left_out)
         return Foreign(
-            pieces, values.objects(), left_out, unread, step, lay, sizes, has_sections=has_sections
+            pieces,
+            values.objects(),
+            left_out,
+            unread,
+            step,
+            lay,
+            sizes,
+            has_sections=has_sections,
+            unread_tensors=unread_tensors,
         )
 
 
@@ -127,13 +146,19 @@ def load_torch(names: Listing, file: str) -> TorchZip:
     return open_zip(names.reads(file), 0, names.size(file), names.key(file))
 
 
-def local_tensors(names: Listing, file: str) -> Iterator[ForeignPiece]:
-    """Yield the tensors of one file of a rank, as they are there."""
+def local_tensors(names: Listing, file: str, left_out: list[str]) -> Iterator[ForeignPiece]:
+    """Yield the tensors of one file of a rank, as they are there; raises as `check_read`.
+
+    The names of other values go into `left_out`.
+    """
     found, key = load_torch(names, file), names.key(file)
     for name, value in named_values(found.value, key):
         local = value.get("_local_tensor") if isinstance(value, PickledObject) else value
         if isinstance(local, PickledTensor):
             yield whole_piece(name, found, local, key)
+        else:
+            check_read(value, f"{key}: {name}")
+            left_out.append(f"{file}: {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +265,6 @@ def _parts(
             for box, t, part in shards
         ]
     if isinstance(value, PickledObject):
-        if value.short in _REFUSED:
-            raise RefusedError(
-                "a tensor of this kind is not read",
-                kind="unreadable-format",
-                where=where,
-                found=value.cls,
-                hint="save a full state dict, or with torch.distributed.checkpoint",
-            )
         local = value.get("_local_tensor")
         if not isinstance(local, PickledTensor):
             return None
@@ -393,6 +410,7 @@ def _shards(
         for shard in local:
             about, tensor = shard.fields["metadata"], shard.fields["tensor"]
             box = Box(counts(about.fields["shard_offsets"]), counts(about.fields["shard_sizes"]))
+            check_read(tensor, where)
             if not isinstance(tensor, PickledTensor) or tensor.shape != box.shape:
                 raise ValueError(f"a shard of another shape than {box.shape}")
             if len(box.offset) != len(shape) or len(box.shape) != len(shape):

@@ -46,6 +46,7 @@ from ckptd.checkpoint.format.names import (
     generation_key,
 )
 from ckptd.checkpoint.format.records import Commit, Generation, RootMarker, encode_record
+from ckptd.checkpoint.format.words import shown_tensors, unread_tensors
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.readers.base import Foreign, ForeignPiece, SeenFiles, time_text
 from ckptd.readers.zips import Extent
@@ -213,6 +214,10 @@ class ForeignRoot(ReadOnlyStore):
         As given.
     name
         Of its one checkpoint.
+    left_out
+        How many values are neither tensors nor plain, and the names of the first ones.
+    unread
+        Tensors of kinds that are not read, in words; empty for none.
 
     Raises
     ------
@@ -220,6 +225,8 @@ class ForeignRoot(ReadOnlyStore):
         kind ``missing-file``, ``truncated`` or ``limits``.
     MismatchError
         kind ``bad-pieces``: the parts of a tensor overlap, leave holes, or are no grid.
+    RefusedError
+        kind ``unreadable-format``: all of its tensors are of kinds that are not read.
     """
 
     def __init__(
@@ -250,11 +257,18 @@ class ForeignRoot(ReadOnlyStore):
             check_name(t.name, next(iter(t.pieces.values())).file)
         for name in foreign.objects:
             check_name(name, self.url)
+        for name in foreign.unread_tensors:
+            check_name(name, self.url)
+        if not tensors and foreign.unread_tensors:
+            raise unread_tensors(foreign.unread_tensors, self.url)
         if not tensors:
             raise NotFoundError(
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
             )
         step = foreign.step if foreign.step is not None else step
+        named = [_text(n[:200]) for n in foreign.left_out[:_MOST_NAMED]]
+        self.left_out = len(foreign.left_out), named
+        self.unread = shown_tensors(foreign.unread_tensors)
         self._make(tensors, foreign, step)
 
     def foreign_path(self, key: str) -> Path | None:
@@ -354,7 +368,8 @@ class ForeignRoot(ReadOnlyStore):
     def _about(self, foreign: Foreign) -> dict[str, Any]:
         return {
             "format": self.format,
-            "left_out": [_text(n[:200]) for n in foreign.left_out[:_MOST_NAMED]],
+            "left_out": self.left_out[1],
+            "unread_tensors": {n: _text(kind) for n, kind in foreign.unread_tensors.items()},
             "unread": [_text(n) for n in foreign.unread[:_MOST_NAMED]],
             "sizes": dict(foreign.sizes),
             "has_sections": foreign.has_sections,

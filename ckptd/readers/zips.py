@@ -178,7 +178,7 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
     Raises
     ------
     RefusedError
-        kind ``unreadable-format``: a file of torch before 1.6, or of the other byte order; kind
+        kind ``unreadable-format``: torch's legacy format, or the other byte order; kind
         ``unsafe-pickle``.
     CorruptError
         kind ``bad-zip``: no zip, or one whose directory lies; what `read_pickle` raises.
@@ -214,10 +214,11 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
 def _no_zip(read: ReadRange, start: int, end: int, where: str) -> Exception:
     if _OLD in read(start, min(end, start + 64)):
         return RefusedError(
-            "a file of torch before 1.6, which is no zip",
+            "a file of torch.save in its legacy format, which is no zip",
             kind="unreadable-format",
             where=where,
-            hint="torch.save(torch.load(OLD, weights_only=True), NEW) writes it anew",
+            wanted="a zip, which torch.save writes since 1.6 unless it is asked for the other",
+            hint="torch.save(torch.load(OLD, weights_only=True), NEW) converts it",
         )
     head = read(start, min(end, start + 8))
     is_zip = head[: len(_LOCAL)] == _LOCAL

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.grids.grid import Grid, Piece, whole
+from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.load.plan import Change
 from ckptd.errors import MismatchError
 from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
@@ -373,6 +374,23 @@ def compose_layouts(
     )
 
 
+def refuse_unread(source: Resolved, stock: Stock) -> None:
+    """Refuse a source with tensors of kinds that are not read, unless its layout drops them.
+
+    Raises
+    ------
+    RefusedError
+        kind ``unreadable-format``: names them, and says what each is.
+    """
+    if not stock.unread_tensors:
+        return
+    dropped = set(_dropped(source, stock))
+    unread = {n: kind for n, kind in stock.unread_tensors.items() if n not in dropped}
+    if unread:
+        hint = "; or leave them out: -e 'from: NAME = drop' --allow lossy"
+        raise unread_tensors(unread, "the source", hint)
+
+
 def apart_of(source: Resolved, stock: Stock) -> frozenset[str]:
     """Return the tensors that the program of a source does not speak of."""
     return frozenset(seen.name for seen in from_stored(source, stock.shapes).unmatched)
@@ -470,7 +488,7 @@ def _dropped(source: Resolved, stock: Stock) -> list[str]:
     drops, rules = Matcher(bare, stored=True), Matcher(source, stored=True)
     templates = NameTemplates(source)
     out = []
-    for name in stock.shapes:
+    for name in (*stock.shapes, *stock.unread_tensors):
         undressed = templates.take(name)
         inner = undressed.name if undressed else name
         found = rules.match(inner)

@@ -19,6 +19,7 @@ import numpy as np
 
 from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.names import unescape_fqn
+from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.load.source import Array, CheckpointReader, batches
 from ckptd.errors import (
     CkptdError,
@@ -143,12 +144,16 @@ def plan_export(
         write.
     RefusedError
         Kind ``left-out``: no section was asked for, and there are weights outside of the default.
+        Kind ``unreadable-format``: what is asked for has tensors of kinds that are not read.
     UsageError
         Kinds ``bad-argument``, ``duplicate-name``, ``dtype`` (a type that safetensors lacks).
     MismatchError
         Kind ``absent``: the checkpoint leaves out parts of these tensors.
     """
     prefix, is_state = _prefix(reader, section), _states(reader)
+    reader.refuse_unread(lambda n: n.startswith(prefix) and not (section is None and is_state(n)))
+    if reader.is_foreign and section != EVERYTHING:
+        _refuse_arrays(reader, prefix)
     renamed = _renamer(rename)
     items: list[Item] = []
     left_out: list[str] = []
@@ -165,6 +170,9 @@ def plan_export(
         names = [renamed(_plain(n.removeprefix(prefix))) for n in inside]
         if names:
             items += _items(reader, tensor, names, dtype, untie=untie)
+    if section is None:
+        weights_out += [n for n in reader.unread if not n.startswith(prefix) and not is_state(n)]
+    left_out += reader.unread
     if section is None and weights_out:
         raise _left_out(reader, prefix, weights_out)
     if not items:
@@ -185,6 +193,19 @@ def plan_export(
         tuple(left_out),
         tuple(o.name for o in reader.entries),
     )
+
+
+def _refuse_arrays(reader: CheckpointReader, prefix: str) -> None:
+    """Refuse arrays of numpy among the weights: they are values, which an export does not have."""
+    arrays = [
+        o.name
+        for o in reader.entries
+        if o.name.startswith(prefix) and isinstance(o.value, dict)
+        if o.value.get("$") == "array"
+    ]
+    if arrays:
+        hint = f"; or --section {EVERYTHING} exports all tensors, and no arrays"
+        raise unread_tensors(dict.fromkeys(arrays, "an array of numpy"), reader.url, hint)
 
 
 def _states(reader: CheckpointReader) -> Callable[[str], bool]:
@@ -236,7 +257,7 @@ def _prefix(reader: CheckpointReader, section: str | None) -> str:
             return ""
         if end or not prefix.endswith("."):
             prefix = f"{_DEFAULT_SECTION}."
-    every = [n for t in reader.names for n in (t, *reader.info(t).aliases)]
+    every = [n for t in reader.names for n in (t, *reader.info(t).aliases)] + [*reader.unread]
     if any(n.startswith(prefix) for n in every):
         return prefix
     sections = sorted({n.partition(".")[0] for n in every if "." in n})

@@ -18,7 +18,14 @@ from ckptd.lay.promise import PROMISES
 from ckptd.lay.proving import prove
 from ckptd.lay.resolve import Bound, Resolved
 from ckptd.lay.syntax import Stored, show
-from ckptd.reshard.compose import Composed, TensorLink, apart_of, bind_to, compose_layouts
+from ckptd.reshard.compose import (
+    Composed,
+    TensorLink,
+    apart_of,
+    bind_to,
+    compose_layouts,
+    refuse_unread,
+)
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.layouts import (
     LayoutProgram,
@@ -189,11 +196,14 @@ def prepare(
     MismatchError
         kind ``lay-kept``: the source's program contradicts the one that the source keeps.
     RefusedError
-        kind ``lossy``: values would change, or something would be left out.
+        kind ``lossy``: values would change, or something would be left out. Kind
+        ``unreadable-format``: the source has tensors of kinds that are not read, and its layout
+        does not drop them.
     """
     if trust:
         known = {k: v for k, v in stock.metadata.items() if k != UNORDERED}
         stock = replace(stock, metadata=known)
+    refuse_unread(source.resolve(), stock)
     hint = _fitting_hint(stock, source, rules, is_recipe=target.is_recipe)
     source = source if hint is None or not hint.note else inferred(stock)
     resolved = source.resolve()

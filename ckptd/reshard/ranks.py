@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -346,6 +346,7 @@ class _Opened:
     headers: list[dict[str, _Local]]
     files: list[int]
     shapes: RankShapes
+    left_out: tuple[int, Sequence[str]]
 
 
 def _open(store: Store, layout: Resolved, step: int) -> _Opened:
@@ -365,7 +366,9 @@ def _open(store: Store, layout: Resolved, step: int) -> _Opened:
     config = foreign_sizes(reader.manifest) if buckets else config_hints(here)[1]
     sizes = {a: n for a, n in config.items() if a in axes and a not in layout.sizes}
     identity = reader.commit.manifest_digest
-    return _Opened(reader.places, identity, paths, headers, files, RankShapes(shapes, sizes))
+    return _Opened(
+        reader.places, identity, paths, headers, files, RankShapes(shapes, sizes), root.left_out
+    )
 
 
 def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
@@ -413,7 +416,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
     _check_all_described(headers, keys_of, files, described, layout)
-    return _stock(ranks, dtypes, step, opened.identity)
+    return replace(_stock(ranks, dtypes, step, opened.identity), left_out=opened.left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,10 @@ class Stock:
         Files beside those of the source that look like weights and are not read.
     apart
         Names of tensors that its program does not speak of, and that the target has as they are.
+    unread_tensors
+        Tensors of kinds that are not read, by name: what each is. A program may drop them.
+    left_out
+        Of files of ranks: how many values are no tensors, and names of the first ones.
     has_sections
         Whether names begin with a section of a state, as a job of ckptd saves it: what somebody
         else calls ``model.`` is a part of the names of weights.
@@ -119,6 +123,8 @@ class Stock:
     locate: Callable[[str, int, Sequence[Block], DType], Sequence[Take]] | None = None
     unread: Sequence[str] = ()
     apart: frozenset[str] = frozenset()
+    unread_tensors: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[int, Sequence[str]] = (0, ())
     has_sections: bool = True
     outside: tuple[str, ...] = ()
 
@@ -181,6 +187,7 @@ def open_own(reader: CkptdReader) -> Stock:
         sizes=foreign_sizes(manifest),
         # Those files are beside the foreign checkpoint, not beside a copy of it.
         unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
+        unread_tensors=reader.unread,
         has_sections=reader.has_sections,
     )
 

@@ -444,7 +444,7 @@ def test_views_that_change_values(tmp_path: Path, view: torch.Tensor) -> None:
     torch.save({"x": view}, tmp_path / "a.pt")
     error = fails(tmp_path)
     assert error.kind == "unreadable-format"
-    assert "resolve_conj" in str(error.hint)
+    assert "x (a view that conjugates" in str(error.found)
     torch.save({"x": view.resolve_conj().resolve_neg()}, tmp_path / "a.pt")
     assert open_reader(tmp_path).tensor("x").tolist() == view.tolist()
 
@@ -493,9 +493,12 @@ def test_tensors_of_other_kinds(tmp_path: Path, tensor: str) -> None:
     else:
         value["\ud800"] = torch.ones(1)
     torch.save(value, tmp_path / "a.pt")
-    error = fails(tmp_path)
-    wanted = "unreadable-format" if tensor == "qint8" else "bad-name"
-    assert (error.kind, "QInt8Storage" in str(error.found)) == (wanted, tensor == "qint8")
+    if tensor == "qint8":
+        reader = open_reader(tmp_path)
+        assert reader.tensor("w").tolist() == [1, 1]
+        assert reader.unread == {"q": "torch._utils._rebuild_qtensor"}
+        return
+    assert fails(tmp_path).kind == "bad-name"
 
 
 def test_numbers_beyond_reason_are_left_out(tmp_path: Path) -> None:

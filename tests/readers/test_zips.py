@@ -97,7 +97,7 @@ def test_the_format_of_before_is_refused_by_name() -> None:
     with pytest.raises(RefusedError) as caught:
         opened(out.getvalue())
     assert caught.value.kind == "unreadable-format"
-    assert "1.6" in caught.value.message
+    assert "legacy format" in caught.value.message
 
 
 # -- hostile ---------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from cyclopts import Parameter
 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
-from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
+from ckptd.checkpoint.load.opening import foreign_format, foreign_loss, open_catalogue
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import hold_or_read, reading
-from ckptd.cli.output import warn
+from ckptd.cli.output import left_out, warn
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.readers.find import split_file
 from ckptd.readers.torchfiles import SHARD
@@ -128,6 +128,10 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
             warn(f"{suspect.message} ({suspect.where})")
         yield catalogue
         if found:
+            count, names, unread = foreign_loss(catalogue)
+            left_out(root, count, names)
+            if unread:
+                warn(f"{root}: not read: {unread}")
             # Last: an error in JSON is alone on standard error.
             shard = SHARD.search(file)
             if shard and int(shard[2]) > 1:

@@ -119,10 +119,11 @@ def diff(
     with opened(a.root) as mine, opened(b.root) as other:
         with held(mine, a.find(mine), "diff") as x, held(other, b.find(other), "diff") as y:
             readers = CkptdReader(mine, x), CkptdReader(other, y)
+            only = _only(readers, tensor)
+            for reader in readers:
+                reader.refuse_unread(only)
             with progress_bar("comparing") as bar:
-                report = diff_readers(
-                    *readers, values=not no_values, only=_only(readers, tensor), progress=bar
-                )
+                report = diff_readers(*readers, values=not no_values, only=only, progress=bar)
             objects = _objects(readers, report)
         document = DiffDocument(
             left=Named(mine.store.url, x.step, x.generation),
@@ -154,7 +155,7 @@ def _only(
 ) -> Callable[[str], bool] | None:
     if not pattern:
         return None
-    known = [n for r in readers for n in (*r.names, *(o.name for o in r.entries))]
+    known = [n for r in readers for n in (*r.names, *r.unread, *(o.name for o in r.entries))]
     if not any(matches(name, pattern) for name in known):
         raise no_tensor(pattern, readers[0].names, readers[0].url)
     return lambda name: matches(name, pattern)

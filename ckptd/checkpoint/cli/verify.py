@@ -20,12 +20,14 @@ from ckptd.cli.output import (
     shorten,
     size_text,
 )
-from ckptd.errors import CorruptError, StoreError, UsageError
+from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError
 
 __all__ = ["VerifyDocument", "verify"]
 
 _MOST_SHOWN = 100
 _DETAIL_WIDTH = 100
+_UNREAD = "unreadable-format"
+"""Kind of a tensor that nobody can check here, which does not make the rest bad."""
 _NOT_CORRUPT = frozenset({"permission", "no-space", "store", "store-transient", "stalled"})
 """Kinds that tell of a store that failed, and not of bytes that are wrong."""
 
@@ -64,7 +66,8 @@ def verify(
 ) -> Reply:
     """Check every byte of a checkpoint; name tensor, chunk, file and rank of what is bad.
 
-    The exit code is 3 when something is.
+    The exit code is 3 when something is, and 5 when all that is wrong is that a foreign checkpoint
+    has tensors of kinds that are not read.
     """
     address = CheckpointAddress.of(where)
     if all and address.step is not None:
@@ -103,7 +106,9 @@ def _exit_code(reports: list[VerifyReport], records: tuple[VerifyFinding, ...]) 
     kinds = {f.kind for r in reports for f in r.findings} | {f.kind for f in records}
     if not kinds:
         return 0
-    return StoreError.exit_code if kinds <= _NOT_CORRUPT else CorruptError.exit_code
+    if kinds == {_UNREAD}:
+        return RefusedError.exit_code
+    return StoreError.exit_code if kinds <= _NOT_CORRUPT | {_UNREAD} else CorruptError.exit_code
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -126,7 +131,9 @@ def _show_report(report: VerifyReport) -> None:
         did = f"{size_text(r.read_bytes)} read" if r.deep else "sizes and headers only"
         print(f"{title}: good; {r.tensors} tensors in {r.files} files, {did}")
     else:
-        print(f"{title}: BAD, {count} finding{'s' * (count != 1)}")
+        unread = all(f.kind == _UNREAD for f in r.findings)
+        verdict = "NOT ALL READ" if unread else "BAD"
+        print(f"{title}: {verdict}, {count} finding{'s' * (count != 1)}")
         _show_findings(report)
     if r.absent:
         print(f"  {len(r.absent)} tensors are incomplete on purpose")

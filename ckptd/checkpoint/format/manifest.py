@@ -38,6 +38,7 @@ __all__ = [
     "decode_manifest",
     "encode_manifest",
     "foreign_sizes",
+    "foreign_unread",
 ]
 
 T = TypeVar("T")
@@ -334,6 +335,16 @@ def about_foreign(manifest: Manifest) -> dict[str, Any]:
     """
     found = manifest.metadata.get(FOREIGN)
     return found if isinstance(found, dict) else {}
+
+
+def foreign_unread(manifest: Manifest) -> dict[str, str]:
+    """Return the tensors of a foreign checkpoint that its reader does not read: what each is.
+
+    None for what was made from one: it was not made with such a tensor.
+    """
+    found = about_foreign(manifest).get("unread_tensors")
+    known = UNDIGESTED in manifest.requires and isinstance(found, dict)
+    return {str(k): str(v) for k, v in found.items()} if known and found else {}
 
 
 def foreign_sizes(manifest: Manifest) -> dict[str, int]:

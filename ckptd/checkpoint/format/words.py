@@ -13,14 +13,20 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.filemap import FileMap
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
+from ckptd.errors import RefusedError
 
 __all__ = [
+    "MODULE",
+    "MODULE_HINT",
+    "PLAIN_HINT",
     "TITLE",
     "Layouts",
     "TensorLayout",
     "hint_text",
     "object_text",
     "ranks_text",
+    "shown_tensors",
+    "unread_tensors",
     "value_text",
 ]
 
@@ -250,3 +256,33 @@ def hint_text(lay: str, sizes: Mapping[str, int]) -> str:
     title = TITLE.match(lay)
     said = [f"{axis}={n}" for axis, n in sizes.items()]
     return " ".join([*([title[1]] if title else []), *said])
+
+
+# -- tensors of kinds that are not read ------------------------------------------------------------
+
+PLAIN_HINT = "save plain tensors: dequantize(), to_dense() or unwrap it before torch.save"
+MODULE = "a module, pickled whole: "
+MODULE_HINT = (
+    "where its classes can be imported, and if you trust it, as this runs what it says:"
+    " torch.save(torch.load(OLD, weights_only=False).state_dict(), NEW)"
+)
+_MOST_SHOWN = 8
+
+
+def unread_tensors(values: Mapping[str, str], where: str, hint: str = "") -> RefusedError:
+    """Return the error for tensors of kinds that are not read: their names, and what each is."""
+    is_module = any(kind.startswith(MODULE) for kind in values.values())
+    return RefusedError(
+        "tensors of kinds that are not read",
+        kind="unreadable-format",
+        where=where,
+        found=shown_tensors(values),
+        hint=(MODULE_HINT if is_module else PLAIN_HINT) + hint,
+    )
+
+
+def shown_tensors(values: Mapping[str, str]) -> str:
+    """Return names of tensors with what each is, in words; empty for none."""
+    shown = [f"{name} ({kind})"[:200] for name, kind in list(values.items())[:_MOST_SHOWN]]
+    more = f" and {len(values) - len(shown)} more" if len(values) > len(shown) else ""
+    return ", ".join(shown) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptd.checkpoint.format.names import ROOT_MARKER
@@ -15,7 +15,14 @@ from ckptd.readers.find import find_foreign, format_of, readers, split_file
 from ckptd.readers.twin import ForeignRoot
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = ["begin_beside", "begin_root", "foreign_format", "open_catalogue", "opened"]
+__all__ = [
+    "begin_beside",
+    "begin_root",
+    "foreign_format",
+    "foreign_loss",
+    "open_catalogue",
+    "opened",
+]
 
 _log = logging.getLogger("ckptd")
 
@@ -154,3 +161,16 @@ def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
 def foreign_format(catalogue: Catalogue) -> str:
     """Return the name of the reader of a foreign checkpoint; empty for a root of ckptd's own."""
     return catalogue.store.format if isinstance(catalogue.store, ForeignRoot) else ""
+
+
+def foreign_loss(catalogue: Catalogue) -> tuple[int, Sequence[str], str]:
+    """Return what a reader found in a foreign checkpoint and does not convert.
+
+    Returns
+    -------
+    tuple[int, Sequence[str], str]
+        The number of values that are neither tensors nor plain, names of the first ones, and, in
+        words, the tensors of kinds that are not read.
+    """
+    store = catalogue.store
+    return (*store.left_out, store.unread) if isinstance(store, ForeignRoot) else (0, (), "")

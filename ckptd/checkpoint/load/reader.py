@@ -13,7 +13,13 @@ from ckptd.base.grids.block import box_region
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.invariants import check_manifest
-from ckptd.checkpoint.format.manifest import ObjectEntry, TensorEntry, about_foreign
+from ckptd.checkpoint.format.manifest import (
+    UNDIGESTED,
+    ObjectEntry,
+    TensorEntry,
+    about_foreign,
+    foreign_unread,
+)
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.format.words import Layouts, TensorLayout
@@ -79,6 +85,8 @@ class CkptdReader(CheckpointReader):
         self.program = self.manifest.lay
         self.entries = self.manifest.objects
         self.has_sections = about_foreign(self.manifest).get("has_sections") is not False
+        self.is_foreign = UNDIGESTED in self.manifest.requires
+        self.unread = foreign_unread(self.manifest)
         self._encoded = {o.tensor for o in self.manifest.objects if o.tensor}
 
     @cached_property

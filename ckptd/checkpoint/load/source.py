@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.grid import Grid
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import ObjectEntry
-from ckptd.checkpoint.format.words import TensorLayout
+from ckptd.checkpoint.format.words import TensorLayout, unread_tensors
 from ckptd.errors import NotFoundError
 from ckptd.types import Box, DType
 
@@ -70,6 +71,10 @@ class CheckpointReader(ABC):
     has_sections
         Whether names begin with a section of a state, as a job of ckptd saves it; else ``model.``
         is a part of weights' own names.
+    is_foreign
+        Whether the files are those of another program.
+    unread
+        Tensors of kinds that are not read, by name: what each is. They are not in `infos`.
     """
 
     url: str
@@ -77,6 +82,8 @@ class CheckpointReader(ABC):
     program: str
     entries: Sequence[ObjectEntry]
     has_sections: bool = True
+    is_foreign: bool = False
+    unread: Mapping[str, str] = MappingProxyType({})
 
     @property
     @abstractmethod
@@ -115,6 +122,23 @@ class CheckpointReader(ABC):
     @abstractmethod
     def grid(self, name: str) -> Grid:
         """Return the pieces in which a tensor is stored."""
+
+    def refuse_unread(self, asked: Callable[[str], bool] | None = None) -> None:
+        """Refuse to go on without a tensor of a kind that is not read.
+
+        Parameters
+        ----------
+        asked
+            Tells which names matter; None is all of them.
+
+        Raises
+        ------
+        RefusedError
+            kind ``unreadable-format``: names them, and says what each is.
+        """
+        found = {n: kind for n, kind in self.unread.items() if asked is None or asked(n)}
+        if found:
+            raise unread_tensors(found, f"{self.url}, {self.title}")
 
     # -- tensors -------------------------------------------------------------------------------
 

@@ -356,12 +356,14 @@ class Transfer:
         CorruptError
             The original is damaged: names tensor, chunk, file and rank. The target is unchanged.
         RefusedError
-            Kind ``behind``: the target has that step, or a later one, and it is another one.
+            Kind ``behind``: the target has that step, or a later one, and it is another one. Kind
+            ``unreadable-format``: the original has tensors of kinds that are not read.
         ConflictError
             Kind ``at-work``: another copy into this root is at work. Kind ``superseded``: a job
             claimed a generation of the target meanwhile.
         """
         original = CkptdReader(self._source, commit)
+        original.refuse_unread()
         check_files(original.manifest, original.filemap, original.manifest_path)
         present = self._present(original)
         if present is not None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ from ckptd.checkpoint.load.witnesses import (
     WitnessCheck,
 )
 from ckptd.checkpoint.root.index import Index
-from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError
 from ckptd.store.base import Store
 
 __all__ = ["Scan", "ScanChunk", "ScanSegment", "check_records", "segments", "targets", "verify"]
@@ -175,6 +176,13 @@ class Scan:
     def _segment(self, segment: ScanSegment, files: LocalFiles) -> None:
         try:
             self._scan(segment, files)
+        except RefusedError as error:
+            if len(segment.targets) > 1:
+                # One of them is of a kind that is not read, which says nothing of the others.
+                for target in segment.targets:
+                    self._segment(ScanSegment(segment.file, (target,), segment.available), files)
+                return
+            self._unread(segment, error)
         except CkptdError as error:
             entry = self._places.manifest.files[segment.file]
             self._findings.add(VerifyFinding.of(error, entry.path, entry.rank))
@@ -185,10 +193,20 @@ class Scan:
             if self._progress is not None:
                 self._progress(self.read_bytes, self._total)
 
+    def _unread(self, segment: ScanSegment, error: RefusedError) -> None:
+        """Report a tensor of a foreign checkpoint that is of a kind that is not read."""
+        entry = self._places.manifest.files[segment.file]
+        name = self._places.filemap.tensors[segment.targets[0].tensor].name
+        finding = VerifyFinding.of(error, entry.path, entry.rank)
+        self._findings.add(msgspec.structs.replace(finding, tensor=name))
+
     def _scan(self, segment: ScanSegment, files: LocalFiles) -> None:
         entry = self._places.manifest.files[segment.file]
         lo = segment.targets[0].start // BLOCK_BYTES * BLOCK_BYTES
         end = -(-segment.targets[-1].end // BLOCK_BYTES) * BLOCK_BYTES
+        if self._places.indexes[segment.file] is None:
+            # Without digests no block has to be whole, and what lies beside is not read.
+            lo, end = segment.targets[0].start, segment.targets[-1].end
         end = min(end, segment.available, entry.data_bytes)
         waiting = iter(segment.targets)
         upcoming = next(waiting, None)
@@ -383,6 +401,16 @@ class _Verification:
 
     def go(self, deep: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
         self._check_whole()
+        for name, kind in self._reader.unread.items():
+            self._findings.add(
+                VerifyFinding(
+                    kind="unreadable-format",
+                    message="a tensor of this kind is not read",
+                    tensor=name,
+                    where=self._manifest.folder,
+                    found=kind,
+                )
+            )
         self._witness = WitnessCheck(self._store, self._manifest, self._findings, deep=deep)
         run_all(
             [i for i, f in enumerate(self._manifest.files) if f.data_start],

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptd.checkpoint.cli.address import CheckpointAddress, held, opened, spec_of
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.cli.output import progress_bar
+from ckptd.cli.output import left_out, progress_bar
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.lay.resolve import Resolved
 from ckptd.reshard.execute import Budget
@@ -60,7 +60,9 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
         if ranks is None or error.kind not in ("not-a-root", "no-root"):
             raise
     with spec_of(source).open() as store:
-        yield open_ranks(store, ranks, step)
+        stock = open_ranks(store, ranks, step)
+        yield stock
+        left_out(source, *stock.left_out)
 
 
 def shapes_of_ranks(source: str, layout: Resolved) -> RankShapes | None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptd.checkpoint.format.manifest import Manifest
+from ckptd.checkpoint.format.manifest import Manifest, foreign_unread
+from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.torch.state.flatten import collect
 from ckptd.checkpoint.torch.state.leaves import (
     Dropped,
@@ -164,7 +165,15 @@ def match(
     MismatchError
         kind ``mismatch``: lists every missing and unexpected name (unless `strict` is False) and
         every difference of shape or dtype, with the nearest names.
+    RefusedError
+        kind ``unreadable-format``: the foreign checkpoint has tensors of kinds that are not read.
     """
+    unread = foreign_unread(saved.manifest)
+    if unread:
+        asked = {to_saved(n) for n in (*leaves.tensors, *leaves.aliases) if wanted(n)}
+        asked |= {n for n in unread if strict and wanted(n)}
+        if some := {n: kind for n, kind in unread.items() if n in asked}:
+            raise unread_tensors(some, f"step {saved.manifest.step}")
     found = Matching()
     differences: list[str] = []
     used: set[str] = set()
