@@ -40,6 +40,10 @@ _BLOCK = 64
 """Rounds after which ranks count themselves, so that rank 0 may delete what it posted before."""
 
 
+_FAN = 16
+"""Ranks whose values one rank joins; see `Agreement.in_tree`."""
+
+
 class Agreement:
     """Numbered rounds on a board: every rank makes the same calls in the same order.
 
@@ -124,10 +128,52 @@ class Agreement:
             return digest([value])
         key = f"agree/{round_of}/{name}" if round_of else self._key(name)
         if self.board.rank != 0:
-            self.board.set(f"{key}/{self.board.rank}", value)
+            self.board.set(f"{key}/{self.board.rank}", b"+" + value)
         # Rank 0 may have waited its whole time for a straggler before it answers.
         patience = 2 * self._timeout_s
-        return self._answer(f"{key}/answer", lambda: digest(self._reports(key, value)), patience)
+        ranks = range(1, self.board.world)
+        reports = partial(self._reports, key, value, ranks, self._timeout_s)
+        return self._answer(f"{key}/answer", lambda: digest(reports()), patience)
+
+    def in_tree(self, name: str, value: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
+        """Join the values of all ranks, and return the result on every rank.
+
+        Each rank joins what a few others have joined before, and posts that: none handles the
+        values of all, which may be large where those of `all_reports` are small.
+
+        Parameters
+        ----------
+        join
+            Joins values in any order and grouping.
+
+        Raises
+        ------
+        CkptdError
+            What `join` raised on any rank; kind ``rank-died`` when a rank is gone;
+            `DeadlineError` naming the ranks that are missing.
+        """
+        rank, world = self.board.rank, self.board.world
+        if world == 1:
+            return join([value])
+        key = self._key(name)
+        below = range(_FAN * rank + 1, min(_FAN * (rank + 1) + 1, world))
+        # A rank may have waited its whole time for a straggler, at each level.
+        patience = self._timeout_s * _levels(rank, world)
+
+        def joined() -> bytes:
+            return join(self._reports(key, value, below, patience))
+
+        if rank == 0:
+            return self._answer(f"{key}/answer", joined, patience)
+        try:
+            mine = joined()
+        except Exception as error:
+            report = msgspec.json.encode(_reported(error).to_dict())
+            self.board.set(f"{key}/{rank}", b"-" + report)
+            raise
+        self.board.set(f"{key}/{rank}", b"+" + mine)
+        patience = self._timeout_s * (_levels(0, world) + 1)
+        return self._answer(f"{key}/answer", joined, patience)
 
     def no_errors(self, error: Exception | None, pulse: Pulse | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
@@ -192,35 +238,46 @@ class Agreement:
                 raise
             self.board.set(key, b"+" + value)
             return value
-        raw = self.wait(key, 0, timeout_s)
-        if raw.startswith(b"-"):
-            raise CkptdError.from_dict(msgspec.json.decode(raw[1:]))
-        return raw[1:]
+        return _value(self.wait(key, 0, timeout_s))
 
-    def _reports(self, key: str, own: bytes) -> list[bytes]:
-        """Collect on rank 0, by rank."""
+    def _reports(self, key: str, own: bytes, ranks: range, timeout_s: float) -> list[bytes]:
+        """Collect what `ranks` posted, by rank, behind the value of this one."""
         out = [own]
-        end = time.monotonic() + self._timeout_s
-        for rank in range(1, self.board.world):
+        end = time.monotonic() + timeout_s
+        for rank in ranks:
             try:
                 left = max(0.01, end - time.monotonic())
-                out.append(self.wait(f"{key}/{rank}", rank, left))
+                out.append(_value(self.wait(f"{key}/{rank}", rank, left)))
                 self.board.delete(f"{key}/{rank}")
             except DeadlineError as error:
-                raise self._missing(key, rank) from error
+                raise self._missing(key, range(rank, ranks.stop), timeout_s) from error
         return out
 
-    def _missing(self, key: str, first: int) -> DeadlineError:
-        world = self.board.world
-        missing = [r for r in range(first, world) if self.board.peek(f"{key}/{r}") is None]
+    def _missing(self, key: str, ranks: range, timeout_s: float) -> DeadlineError:
+        missing = [r for r in ranks if self.board.peek(f"{key}/{r}") is None]
         return DeadlineError(
             "ranks did not report in time",
             kind="board",
             where=key,
-            wanted=f"all {world} ranks within {self._timeout_s:.0f} s",
+            wanted=f"all {self.board.world} ranks within {timeout_s:.0f} s",
             found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
             hint=EVERY_RANK,
         )
+
+
+def _value(raw: bytes) -> bytes:
+    """Return what a rank posted, or raise what it raised."""
+    if raw.startswith(b"-"):
+        raise CkptdError.from_dict(msgspec.json.decode(raw[1:]))
+    return raw[1:]
+
+
+def _levels(rank: int, world: int) -> int:
+    """Return how many levels of ranks a tree has below one of them."""
+    levels = 0
+    while (rank := _FAN * rank + 1) < world:
+        levels += 1
+    return levels
 
 
 def _reported(error: Exception) -> CkptdError:

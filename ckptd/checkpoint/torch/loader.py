@@ -38,7 +38,7 @@ from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.format.witness_full import FullWitness
 from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
 from ckptd.checkpoint.load.hostgroup import HostGroup
-from ckptd.checkpoint.load.plan import Want, read_plan
+from ckptd.checkpoint.load.plan import ReadPlan, Want, read_plan
 from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
@@ -65,9 +65,11 @@ from ckptd.checkpoint.torch.state.restore import (
     look,
     match,
     prepare,
+    refuse_misfit,
     saved_names,
     selector,
 )
+from ckptd.checkpoint.torch.unexpected import without_place
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import (
     CkptdError,
@@ -470,9 +472,9 @@ class LoadReport:
     step, generation
         The checkpoint.
     missing
-        Live names that the checkpoint has not; only with ``strict=False``.
+        Live names of this rank that the checkpoint has not; only with ``strict=False``.
     unexpected
-        Names in the checkpoint that the live state has not.
+        Names in the checkpoint that no rank's state has a place for; only with ``strict=False``.
     skipped
         Newer steps that were corrupt or lost, each with the reason. The step itself is among them
         where its snapshot was, and its commit was loaded.
@@ -617,6 +619,7 @@ class Loader:
                 (sources.unheld,) if sources.unheld else (),
             )
             self._tell(report, begun)
+            self._log_left(report)
             if not weights_only and only is None and elsewhere is None:
                 at_step(report.step)
             return report
@@ -643,6 +646,17 @@ class Loader:
                 warnings=report.warnings,
             )
         )
+
+    def _log_left(self, report: LoadReport) -> None:
+        """Say in one line what a load that is not strict has left; rank 0 what all ranks left."""
+        there = report.unexpected if self._agreement.board.rank == 0 else ()
+        left = []
+        if report.missing:
+            left.append(f"{_few(report.missing)} not in the checkpoint: the state keeps its own")
+        if there:
+            left.append(f"{_few(there)} in the checkpoint, and no rank has a place for it")
+        if left:
+            _log.warning("step %d is loaded in part: %s", report.step, "; ".join(left))
 
     def _layouts(
         self, state: Mapping[str, Any], source: LayoutSpec | None
@@ -672,26 +686,43 @@ class Loader:
         rank, root = self._agreement.board.rank, sources.catalogue.store
         with sources.held(candidate), saving(root, candidate.name, "", rank):
             error: Exception | None = None
-            store = sources.store
+            saved, matching, store = None, Matching(), sources.store
+            with ExitStack() as reading:
+                try:
+                    with no_collection():
+                        manifest, filemap, values, witness = sources.manifest(candidate)
+                        reading.enter_context(read_ahead(store, self._likely(manifest, options)))
+                        named = SavedState.of(manifest)
+                        if about_foreign(manifest) and not options.renamed:
+                            options = _without_sections(options, state, named)
+                            options = _with_stacks(options, state, named)
+                        matching, leaves, filling, laid = self._match(
+                            state, named, filemap, options
+                        )
+                    saved = named
+                except Exception as caught:  # noqa: BLE001 - no_errors raises it
+                    error = caught
+                # A rank that failed takes part: it must not leave the others waiting.
+                unexpected = without_place(self._agreement, saved, matching.unexpected)
+                matching.unexpected = unexpected
+                try:
+                    if saved is not None:
+                        hint = "" if laid is None else laid.hint
+                        refuse_misfit(matching, saved, leaves, strict=options.strict, hint=hint)
+                        with no_collection():
+                            plan = self._plan(saved, filemap, filling, laid, options, store)
+                            self._compare_copies(matching, leaves, manifest, filemap, store)
+                except Exception as caught:  # noqa: BLE001 - no_errors raises it
+                    error = caught
             try:
-                with no_collection():
-                    manifest, filemap, values, witness = sources.manifest(candidate)
-                with no_collection(), read_ahead(store, self._likely(manifest, options)):
-                    saved = SavedState.of(manifest)
-                    if about_foreign(manifest) and not options.renamed:
-                        options = _without_sections(options, state, saved)
-                        options = _with_stacks(options, state, saved)
-                    matching, leaves, plan, filling, laid = self._plan(
-                        state, saved, filemap, options, store
-                    )
-                    self._compare_copies(matching, leaves, manifest, filemap, store)
-                objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
-                if laid is not None:
-                    objects = laid.objects(objects)
-                check_objects(leaves, objects, per_rank)
+                if error is None:
+                    objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
+                    if laid is not None:
+                        objects = laid.objects(objects)
+                    check_objects(leaves, objects, per_rank)
             except Exception as caught:  # noqa: BLE001 - no_errors raises it
                 error = caught
-            # A rank that fails here must not leave the others waiting inside the read.
+            # Nor inside the read.
             self._agreement.no_errors(error)
             if not options.strict:
                 self._refuse_nothing(matching, laid)
@@ -785,14 +816,14 @@ class Loader:
             failed.poisoned = True
             raise
 
-    def _plan(
+    def _match(
         self,
         state: Mapping[str, Any],
         saved: SavedState,
         filemap: FileMap,
         options: _Options,
-        store: UnionStore,
-    ) -> tuple[Matching, Any, Any, Filling, LaidLoad | None]:
+    ) -> tuple[Matching, Leaves, Filling, LaidLoad | None]:
+        """Find what of the checkpoint goes where in this rank's state."""
         laid, to_saved, rest = None, options.to_saved, saved
         if options.job is not None:
             from ckptd.reshard.torch.layout.loading import LaidLoad
@@ -819,15 +850,25 @@ class Loader:
         for name, number in matching.tensors.items():
             filling.add(name, leaves.tensors[name].tensor, number)
         if laid is not None:
-            laid.match(leaves, wanted, filling, matching, strict=options.strict)
-        plan = read_plan(
+            laid.match(leaves, wanted, filling, matching)
+        return matching, leaves, filling, laid
+
+    @staticmethod
+    def _plan(
+        saved: SavedState,
+        filemap: FileMap,
+        filling: Filling,
+        laid: LaidLoad | None,
+        options: _Options,
+        store: UnionStore,
+    ) -> ReadPlan:
+        return read_plan(
             saved.manifest,
             filemap,
             [*filling.wants, *(laid.wants if laid is not None else ())],
             store=store,
             allow_absent=not options.strict,
         )
-        return matching, leaves, plan, filling, laid
 
     def _refuse_nothing(self, matching: Matching, laid: LaidLoad | None) -> None:
         """Refuse a checkpoint of which no rank's state has anything.
@@ -1054,6 +1095,11 @@ def _doubtful(
         found=f"{section}.{name} without {section!r}; {other} with it",
         hint="rename= says which is which",
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more names" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:

@@ -41,6 +41,7 @@ __all__ = [
     "look",
     "match",
     "prepare",
+    "refuse_misfit",
     "selector",
 ]
 
@@ -102,6 +103,12 @@ class Matching:
     copies
         By further live name of a tensor that is filled: its name, and the number of what the
         checkpoint has under the further one.
+    missing
+        Live names that the checkpoint has not.
+    unexpected
+        Names in the checkpoint that this rank's state has no place for: another rank's may have.
+    differences
+        What fits in no case, a line each.
     """
 
     tensors: dict[str, int] = field(default_factory=dict)
@@ -110,6 +117,7 @@ class Matching:
     copies: dict[str, tuple[str, int]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
 
 def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
@@ -158,13 +166,11 @@ def match(
     """Pair live leaves with saved entries.
 
     A tensor with several live names may be several tensors in the checkpoint: it is filled with
-    one of them, and the others are copies that must be equal.
+    one of them, and the others are copies that must be equal. `refuse_misfit` raises what does not
+    fit, when it is known what other ranks have a place for.
 
     Raises
     ------
-    MismatchError
-        kind ``mismatch``: lists every missing and unexpected name (unless `strict` is False) and
-        every difference of shape or dtype, with the nearest names.
     RefusedError
         kind ``unreadable-format``: the foreign checkpoint has tensors of kinds that are not read.
     """
@@ -175,7 +181,7 @@ def match(
         if some := {n: kind for n, kind in unread.items() if n in asked}:
             raise unread_tensors(some, f"step {saved.manifest.step}")
     found = Matching()
-    differences: list[str] = []
+    differences = found.differences
     used: set[str] = set()
     for name, leaf in leaves.tensors.items():
         if not wanted(name):
@@ -218,12 +224,33 @@ def match(
         below = tuple(f"{n}." for n in misfits)
         found.unexpected = [n for n in found.unexpected if not n.startswith(below)]
         differences += [f"{n}: both a tensor and a value in the checkpoint" for n in doubtful]
-    if differences or (strict and (found.missing or found.unexpected)):
-        raise _error(found, differences, saved, leaves, strict)
+        return found
     for name, why in misfits.items():
         _log.warning("%s keeps its own state: %s", name, why)
         found.missing.append(f"{name}.groups")
     return found
+
+
+def refuse_misfit(
+    found: Matching, saved: SavedState, leaves: Leaves, *, strict: bool, hint: str = ""
+) -> None:
+    """Raise what `match` found and no load can do.
+
+    Parameters
+    ----------
+    found
+        Its `unexpected` are names that no rank has a place for.
+    hint
+        A further way out.
+
+    Raises
+    ------
+    MismatchError
+        kind ``mismatch``: lists every missing and unexpected name (unless `strict` is False) and
+        every difference of shape or dtype, with the nearest names.
+    """
+    if found.differences or (strict and (found.missing or found.unexpected)):
+        raise _error(found, saved, leaves, strict, hint)
 
 
 def _match_objects(
@@ -251,9 +278,9 @@ def _match_objects(
 
 
 def _error(
-    found: Matching, differences: list[str], saved: SavedState, leaves: Leaves, strict: bool
+    found: Matching, saved: SavedState, leaves: Leaves, strict: bool, hint: str
 ) -> MismatchError:
-    lines = list(differences)
+    lines = list(found.differences)
     if strict:
         lines += [f"{n}: missing in the checkpoint{_near(n, saved.names())}" for n in found.missing]
         live = {*leaves.tensors, *leaves.objects, *leaves.per_rank}
@@ -261,10 +288,11 @@ def _error(
     shown = "\n    ".join(lines[:MAX_LISTED])
     more = f"\n    ... and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
     return MismatchError(
-        f"the state and the checkpoint do not fit: {len(differences)} differ, "
+        f"the state and the checkpoint do not fit: {len(found.differences)} differ, "
         f"{len(found.missing)} missing, {len(found.unexpected)} unexpected\n    {shown}{more}",
         where=f"step {saved.manifest.step}",
-        hint="rename= maps names, only= and weights_only= select, strict=False loads what fits"
+        hint=hint
+        + "rename= maps names, only= and weights_only= select, strict=False loads what fits"
         + (" and leaves an optimizer of another kind as it is; " if leaves.misfits else "; ")
         + "shapes and dtypes must agree in any case",
     )

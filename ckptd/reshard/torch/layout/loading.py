@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from ckptd.checkpoint.load.plan import Conversion, Want
 from ckptd.checkpoint.torch.filling import U8, Filling, LiveTarget
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.checkpoint.torch.state.restore import MAX_LISTED, Matching
+from ckptd.checkpoint.torch.state.restore import Matching
 from ckptd.errors import MismatchError
 from ckptd.lay.copies import TargetPlan
 from ckptd.lay.local import LaidTensor
@@ -56,10 +56,13 @@ class LaidLoad:
         For `ckptd.checkpoint.load.plan.read_plan`.
     filled
         The tensors of this rank that they fill.
+    hint
+        What else helps where types differ.
     """
 
     source: LaidSource
     describer: Describer
+    hint = "a cast in a rule of the job's layout changes types; "
 
     def __post_init__(self) -> None:
         self.wants: list[Want] = []
@@ -145,8 +148,6 @@ class LaidLoad:
         wanted: Callable[[str], bool],
         filling: Filling,
         found: Matching,
-        *,
-        strict: bool,
     ) -> None:
         """Plan the filling of everything that the layout speaks of.
 
@@ -159,17 +160,8 @@ class LaidLoad:
         filling
             Gives the targets.
         found
-            Gets what was filled, what is missing and what is not wanted.
-        strict
-            Whether missing and unexpected names are errors.
-
-        Raises
-        ------
-        MismatchError
-            Lists every difference.
+            Gets what was filled, what is missing, what differs, and what has no place here.
         """
-        differences: list[str] = []
-        missing: list[str] = []
         states: set[str] = set()
         for leaf in leaves.tensors.values():
             if not self._kinds(leaf):
@@ -180,20 +172,17 @@ class LaidLoad:
                     continue
                 if kind.tensor is not None:
                     states.add(kind.tensor.state)
-                    self._one(leaf, name, kind.tensor, filling, differences, missing, found)
+                    self._one(leaf, name, kind.tensor, filling, found)
                 elif kind.scalar is not None:
-                    self._scalar(leaf, name, kind.scalar, filling, missing, found)
-        unexpected = self._unexpected(wanted, states)
-        found.missing += missing
-        found.unexpected += unexpected
-        if differences or (strict and (missing or unexpected)):
-            raise _error(differences, missing if strict else [], unexpected if strict else [])
+                    self._scalar(leaf, name, kind.scalar, filling, found)
+        found.unexpected += self._unexpected(wanted, states)
 
     def _unexpected(self, wanted: Callable[[str], bool], states: set[str]) -> list[str]:
-        """Return tensors of the checkpoint that the live state has no place for."""
+        """Return tensors of the checkpoint that this rank's state has no place for."""
         out = [n for n in self.source.unused() if wanted(n)]
-        if "" in states:
-            # A rank that has parameters has all their states, or the state has no optimizer.
+        if "" in states or not states:
+            # A rank that has parameters has all their states, or the state has no optimizer; one
+            # that has none leaves it to the others.
             form = self.source.form
             gone = {s for s in form.states if s not in states}
             keys = form.by_name
@@ -210,16 +199,14 @@ class LaidLoad:
         name: str,
         tensor: LaidTensor,
         filling: Filling,
-        differences: list[str],
-        missing: list[str],
         found: Matching,
     ) -> None:
         offered = self.offered.get(tensor.name)
         if offered is None:
-            missing.append(name)
+            found.missing.append(name)
             return
         if (leaf.dtype, leaf.shape) != offered:
-            differences.append(
+            found.differences.append(
                 f"{name}: wanted {leaf.dtype}{list(leaf.shape)}, "
                 f"found {offered[0]}{list(offered[1])}"
             )
@@ -258,12 +245,11 @@ class LaidLoad:
         name: str,
         scalar: tuple[int, tuple[int, ...], str],
         filling: Filling,
-        missing: list[str],
         found: Matching,
     ) -> None:
         numbers = self._scalars(*scalar)
         if not numbers:
-            missing.append(name)
+            found.missing.append(name)
             return
         target = filling.value(leaf.tensor.detach())
         if target is None:
@@ -304,19 +290,3 @@ class LaidLoad:
         for target, dtype, fills in self._fills:
             for fill in fills:
                 filling.fill(target, fill, dtype)
-
-
-def _error(
-    differences: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]
-) -> MismatchError:
-    lines = [*differences]
-    lines += [f"{n}: missing in the checkpoint" for n in missing]
-    lines += [f"{n}: not in the live state" for n in unexpected]
-    shown = "\n    ".join(lines[:MAX_LISTED])
-    more = f"\n    ... and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
-    return MismatchError(
-        f"the state and the checkpoint do not fit: {len(differences)} differ, "
-        f"{len(missing)} missing, {len(unexpected)} unexpected\n    {shown}{more}",
-        hint="a cast in a rule of the job's layout changes types; only= and weights_only= select, "
-        "strict=False loads what fits",
-    )

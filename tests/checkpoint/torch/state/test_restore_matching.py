@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
-from ckptd.checkpoint.torch.state.restore import Matching, SavedState, match, prepare, saved_names
+from ckptd.checkpoint.torch.state.restore import (
+    Matching,
+    SavedState,
+    match,
+    prepare,
+    refuse_misfit,
+    saved_names,
+)
 from ckptd.errors import MismatchError
 
 
@@ -25,7 +32,10 @@ def matched(state: dict[str, object], *, strict: bool, per_rank: str = "") -> Ma
     )
     saved = SavedState.of(manifest)
     names = saved_names(saved, lambda n: n, lambda n: True)
-    return match(prepare(state, names), saved, lambda n: True, lambda n: n, strict=strict)
+    leaves = prepare(state, names)
+    found = match(leaves, saved, lambda n: True, lambda n: n, strict=strict)
+    refuse_misfit(found, saved, leaves, strict=strict)
+    return found
 
 
 @pytest.mark.parametrize("live", [torch.zeros(2), 0], ids=["tensor", "value"])
