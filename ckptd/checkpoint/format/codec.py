@@ -36,7 +36,7 @@ from ckptd.checkpoint.format.strictjson import unique_keys
 from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.types import DTYPES, dtype_of
 
-__all__ = ["decode", "encode", "is_named_tuple", "register"]
+__all__ = ["decode", "encode", "is_named_tuple", "is_plain_array", "register"]
 
 MAX_DEPTH = 64
 MAX_ALIKE = 32
@@ -236,12 +236,14 @@ def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
 
 
 def _encode_bytes_and_numbers(value: Any, where: str) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"$": "bytes", "v": base64.b64encode(bytes(value)).decode()}
+    if type(value) is bytes:
+        return {"$": "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, complex) and not isinstance(value, np.generic):
         return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
     if isinstance(value, np.ndarray | np.generic):
         name = value.dtype.name
+        if isinstance(value, np.ndarray) and not is_plain_array(value):
+            raise _unsavable(value, where, f"{type(value).__module__}.{type(value).__qualname__}")
         if name not in DTYPES:
             raise _unsavable(value, where, f"numpy dtype {value.dtype}")
         raw = np.asarray(value, dtype=value.dtype.newbyteorder("<")).tobytes()
@@ -249,6 +251,11 @@ def _encode_bytes_and_numbers(value: Any, where: str) -> Any:
         text = base64.b64encode(raw).decode()
         return {"$": tag, "dtype": name, "shape": list(np.shape(value)), "v": text}
     raise _unsavable(value, where, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def is_plain_array(value: object) -> bool:
+    """Return whether an array is no more than its elements: a masked one would lose its mask."""
+    return type(value) in (np.ndarray, np.memmap)
 
 
 def _unsavable(value: object, where: str, found: str) -> UsageError:
@@ -463,6 +470,7 @@ def _register() -> None:
         encode=lambda f: [f.numerator, f.denominator],
         decode=lambda raw: fractions.Fraction(*raw),
     )
+    register(bytearray, name="bytearray", encode=bytes, decode=bytearray)
     register(range, name="range", encode=_bounds, decode=_made_range)
     register(slice, name="slice", encode=_bounds, decode=_made_slice)
 

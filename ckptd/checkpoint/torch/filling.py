@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Fill, Region
-from ckptd.base.grids.grid import is_unshared
+from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.base.torch.device import kind_of
 from ckptd.checkpoint.format.witness import check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
 from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import as_bytes, flat_memory, local_tensor
 from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
 
-__all__ = ["U8", "Filling", "LiveTarget", "TargetElements"]
+__all__ = ["U8", "Filling", "Image", "LiveTarget", "TargetElements", "overlapping"]
 
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
@@ -219,3 +221,75 @@ def _is_memory(local: torch.Tensor) -> bool:
 def _has_memory(local: torch.Tensor) -> bool:
     """Tell whether views of a tensor's memory can be had."""
     return local.device.type == "cpu" or kind_of(local.device).module is not None
+
+
+# --- tensors that lie over one another -----------------------------------------------------------
+
+
+def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
+    """Return leaves that have some memory in common, with all that they reach; each by itself fits.
+
+    It is computed from addresses: two storages may lie over the same memory.
+    """
+    spans = []
+    for leaf in leaves:
+        local = leaf.local
+        if local.is_meta or not local.numel():
+            continue
+        start = local.data_ptr()
+        spans.append((str(local.device), start, start + _reach(local), leaf))
+    spans.sort(key=lambda span: span[:2])
+    groups: list[list[TensorLeaf]] = []
+    device, end = "", 0
+    for on, start, stop, leaf in spans:
+        if on == device and start < end:
+            groups[-1].append(leaf)
+        else:
+            groups.append([leaf])
+            device, end = on, 0
+        end = max(end, stop)
+    # Columns of one matrix reach over one another, and have nothing in common.
+    return [group for group in groups if len(group) > 1 and _meet(group)]
+
+
+def _reach(local: torch.Tensor) -> int:
+    """Return how many bytes lie between the beginning of a tensor and its end."""
+    if local.is_contiguous():
+        return local.nbytes
+    return reach_of(tuple(local.shape), local.stride()) * local.element_size()
+
+
+def _meet(group: Sequence[TensorLeaf]) -> bool:
+    image = Image(group)
+    return any(image.lay(leaf, np.zeros(leaf.local.nbytes, np.uint8))[0] for leaf in group)
+
+
+class Image:
+    """What the memory of some tensors on the host would be, if values were written to it."""
+
+    def __init__(self, group: Sequence[TensorLeaf]) -> None:
+        self._start = min(leaf.local.data_ptr() for leaf in group)
+        size = max(leaf.local.data_ptr() + _reach(leaf.local) for leaf in group) - self._start
+        self._bytes = np.zeros(size, np.uint8)
+        self._known = np.zeros(size, np.bool_)
+
+    def lay(self, leaf: TensorLeaf, values: U8) -> tuple[int, int]:
+        """Write the values of a tensor, in the order of its rows.
+
+        Returns
+        -------
+        met, differ
+            How many bytes were written before, and how many of these had another value.
+        """
+        local = leaf.local
+        size = local.element_size()
+        shape, strides = (*local.shape, size), (*(s * size for s in local.stride()), 1)
+        start = local.data_ptr() - self._start
+        there, known = (
+            as_strided(memory[start:], shape, strides) for memory in (self._bytes, self._known)
+        )
+        rows = values.reshape(shape)
+        met, differ = int(known.sum()), int((known & (there != rows)).sum())
+        there[...] = rows
+        known[...] = True
+        return met, differ

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from itertools import chain
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ckptd import events
 from ckptd.base.torch.device import is_capturing
@@ -32,6 +33,7 @@ from ckptd.monitor.torch.recorder.recorder import phase
 __all__ = ["Gate"]
 
 _log = logging.getLogger("ckptd")
+_HOOKED = "_ckptd_hooked"
 
 
 class GatedCopies(Protocol):
@@ -69,12 +71,14 @@ class Gate:
         self._earlier: deque[GatedCopies] = deque(maxlen=MOST_SLOTS)
         self._give_up: Callable[[str], None] | None = None
         self._scope = events.current()
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = (
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Removable]] = (
             weakref.WeakKeyDictionary()
         )
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[TensorLeaf], bool]:
-        """Let the steps of `optimizers` wait here, from now on.
+        """Let the steps of `optimizers` wait here, from now on, and their changes of mode.
+
+        ``train()`` and ``eval()`` of an optimizer rewrite parameters where it has them.
 
         Returns
         -------
@@ -101,6 +105,7 @@ class Gate:
                 self._hooks[optimizer] = [
                     optimizer.register_step_pre_hook(hook),
                     optimizer.register_step_post_hook(self._after_step),
+                    _Modes(optimizer, hook, self._after_step),
                 ]
         return lambda leaf: (
             leaf.kind == "optim" or (leaf.kind == "param" and id(leaf.origin) in held)
@@ -215,6 +220,59 @@ class Gate:
         for hook in chain.from_iterable(self._hooks.values()):
             hook.remove()
         self._hooks.clear()
+
+
+class _Removable(Protocol):
+    def remove(self) -> None:
+        """Call the hook no more."""
+
+
+class _Modes:
+    """Hooks of ``train()`` and ``eval()`` of one optimizer, for which torch has none.
+
+    Its class calls them, as it does those of steps: a copy of an optimizer takes none with it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[..., None],
+        after: Callable[..., None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._before, self._after = before, after
+        for name in ("train", "eval"):
+            owner = next((k for k in type(optimizer).__mro__ if name in vars(k)), object)
+            method = vars(owner).get(name)
+            # An optimizer may be a module as well, whose modes are another thing.
+            own = issubclass(owner, torch.optim.Optimizer) and not hasattr(method, _HOOKED)
+            if own and isinstance(method, FunctionType):
+                setattr(owner, name, self._hooked(method))
+        _modes.setdefault(optimizer, []).append(self)
+
+    @staticmethod
+    def _hooked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def hooked(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            hooks = [*_modes.get(optimizer, ())]
+            for hook in hooks:
+                hook._before(optimizer)
+            try:
+                return method(optimizer, *args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook._after(optimizer)
+
+        setattr(hooked, _HOOKED, True)
+        return hooked
+
+    def remove(self) -> None:
+        """Call the hooks no more."""
+        if (optimizer := self._optimizer()) is not None and self in _modes.get(optimizer, ()):
+            _modes[optimizer].remove(self)
+
+
+_modes: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Modes]] = weakref.WeakKeyDictionary()
 
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ from ckptd.checkpoint.save.recover import (
     finished_files,
     unpacked,
 )
-from ckptd.checkpoint.torch.filling import Filling, TargetElements
+from ckptd.checkpoint.torch.filling import Filling, Image, TargetElements, overlapping
 from ckptd.checkpoint.torch.ondevice import refuse_capture
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves
@@ -712,6 +712,7 @@ class Loader:
                         with no_collection():
                             plan = self._plan(saved, filemap, filling, laid, options, store)
                             self._compare_copies(matching, leaves, manifest, filemap, store)
+                            self._compare_overlaps(matching, manifest, filemap, store)
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
                     error = caught
             try:
@@ -774,8 +775,9 @@ class Loader:
         data = self._snapshot(manifest.step, manifest.generation, manifest.attempt)
         own = file_key(manifest.folder, self._agreement.board.rank)
         for number, entry in enumerate(manifest.files):
-            # It is shorter than the snapshot where chunks that had not changed were left out.
-            if data is not None and entry.path == own and entry.data_bytes == len(data):
+            # It is shorter than the snapshot where chunks that had not changed were left out, and a
+            # rank without data wrote none.
+            if data and entry.path == own and entry.data_bytes == len(data):
                 return InMemory(number, data, self._is_locked(data))
         return None
 
@@ -846,6 +848,7 @@ class Loader:
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
         others = leaves if laid is None else laid.rest(leaves)
         matching = match(others, rest, wanted, to_saved, strict=options.strict)
+        matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         filling = Filling(self._describer)
         for name, number in matching.tensors.items():
             filling.add(name, leaves.tensors[name].tensor, number)
@@ -936,6 +939,36 @@ class Loader:
                         found=f"{count} bytes of {held.local.numel() * itemsize} differ",
                         hint="only= selects one of them, such as"
                         f" only=lambda name: name != {alias!r}; or untie them",
+                    )
+
+    def _compare_overlaps(
+        self, matching: Matching, manifest: Manifest, filemap: FileMap, store: UnionStore
+    ) -> None:
+        """Compare what the checkpoint has of live tensors that have some memory in common.
+
+        Raises
+        ------
+        MismatchError
+            kind ``mismatch``: one place in memory would have two values.
+        """
+        places = PieceLocations(manifest, filemap, store)
+        for group in matching.overlaps:
+            image = Image(group)
+            for leaf in group:
+                held = self._describer.held(leaf.name, leaf.tensor)
+                values = np.empty(leaf.local.nbytes, np.uint8)
+                wants = [Want(matching.tensors[leaf.name], held.regions, values)]
+                execute(read_plan(manifest, filemap, wants, places=places), store)
+                _, differ = image.lay(leaf, values)
+                if differ:
+                    names = ", ".join(other.name for other in group[:8])
+                    raise MismatchError(
+                        "tensors of the state lie over one another, and were apart when saved",
+                        kind="mismatch",
+                        where=names + (" ..." if len(group) > 8 else ""),
+                        wanted="equal values where they have memory in common",
+                        found=f"{differ} bytes of {leaf.name} differ from what another has there",
+                        hint="give each of them memory of its own: tensor.clone()",
                     )
 
     def _host_group(self) -> HostGroup | None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,53 @@ def test_a_step_waits_until_the_state_is_copied(
         steps_late(slow, state)
         handle.durable(30.0)
         assert not torch.equal(model[0].weight, wanted["0.weight"])
+    assert_loads(root, state, 1, wanted)
+
+
+class Moded(torch.optim.SGD):
+    """Rewrites its parameters as its mode changes, as those that need no schedule do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 2.0)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+
+
+class Heir(Moded):
+    def train(self) -> None:
+        super().train()
+
+
+@pytest.mark.parametrize("kind", [Moded, Heir])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_change_of_mode_waits_until_the_state_is_copied(
+    kind: Any, mode: str, root: str, slow: threading.Event
+) -> None:
+    # The save failed as `mutated`.
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optim": optimizer}
+    other = kind(network().parameters(), lr=0.1)
+    with ckptd.Checkpointer(root) as ck:
+        wanted = copy_of(state)
+        ck.save(1, state)
+        deepcopy(optimizer).eval()  # neither another one nor a copy waits
+        other.eval()
+        changed = threading.Thread(target=getattr(optimizer, mode))
+        changed.start()
+        changed.join(0.1)
+        assert changed.is_alive()
+        assert torch.equal(model[0].weight, wanted["0.weight"])
+        slow.set()
+        changed.join(30.0)
+        ck.wait()
+        assert not torch.equal(model[0].weight, wanted["0.weight"])
+    slow.set()
     assert_loads(root, state, 1, wanted)
 
 

@@ -21,7 +21,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptd.checkpoint.format import codec, reseed
 from ckptd.checkpoint.format.invariants import MAX_DIMS
 from ckptd.checkpoint.format.names import MAX_NAME_CHARS
-from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, local_tensor
+from ckptd.checkpoint.torch.state.tensors import (
+    dtype_name,
+    has_own_places,
+    is_dtensor,
+    local_tensor,
+)
 from ckptd.errors import MismatchError, UsageError
 
 __all__ = [
@@ -290,7 +295,7 @@ class TensorLeaf:
         The live object that `tensor` was made from: a parameter, say.
     assign
         Where `tensor` is a copy because the live memory cannot be filled (a read-only array, an
-        expanded tensor): puts a tensor in the live one's place. `apply_objects` calls it.
+        expanded tensor): brings it there, as memory of the live tensor. `apply_objects` calls it.
     own
         Why each rank may have values of its own, of which the lowest rank's are saved:
         ``broadcast``, DistributedDataParallel overwrites those of the others; ``statistics``, a
@@ -544,13 +549,9 @@ class Sink:
         place: StatePlace,
         tensor: torch.Tensor,
         kind: TensorKind,
-        assign: Callable[[torch.Tensor], None] | None = None,
         own: OwnKind = "",
     ) -> TensorLeaf:
         """Add a tensor, or an alias when its memory is a leaf already.
-
-        `assign` puts another tensor in its place; it is used only where the memory of this one
-        cannot be filled.
 
         Raises
         ------
@@ -581,7 +582,7 @@ class Sink:
             kind=kind,
             path=place.path,
             origin=tensor,
-            assign=None if filled is live else assign or partial(_copy_into, live),
+            assign=None if filled is live else partial(_give_memory, tensor),
             own=own,
         )
         self._by_memory[key] = leaf
@@ -666,10 +667,7 @@ def is_fillable(local: torch.Tensor) -> bool:
     """Return whether writing elements one by one into this memory gives the tensor."""
     if local.is_conj() or local.is_neg():
         return False
-    strides = local.stride()
-    return 0 not in strides or not any(
-        s == 0 and n > 1 for s, n in zip(strides, local.shape, strict=True)
-    )
+    return local.is_contiguous() or has_own_places(local)
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -677,8 +675,11 @@ def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return plain.clone(memory_format=torch.contiguous_format)
 
 
-def _copy_into(live: torch.Tensor, new: torch.Tensor) -> None:
-    live.copy_(new)
+def _give_memory(live: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a tensor memory of its own: others may hold it, an optimizer its parameter."""
+    live.data = new
+    if is_dtensor(live) and is_dtensor(new):
+        live._local_tensor = new._local_tensor
 
 
 def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> None:

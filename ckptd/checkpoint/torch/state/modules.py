@@ -223,19 +223,14 @@ def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
     """Add the leaves of `module`. Changes nothing, but see `reshard`."""
     reshard(module)
     for entry in module_tensors(module, place):
-        assign = partial(_set_slot, entry.slots, entry.key)
         at = place.child(entry.fqn, f".{entry.fqn}")
-        sink.add_tensor(at, entry.tensor, entry.kind, assign, entry.own)
+        sink.add_tensor(at, entry.tensor, entry.kind, entry.own)
     for prefix, inner, _ in _named_modules(module, "", place):
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             fqn = escape_fqn(prefix) + _EXTRA
             put = partial(call_with, inner.set_extra_state, place.child(fqn, "").name)
             value = inner.get_extra_state() if sink.saved is None else None
             sink.add_object(place.child(fqn, f".{fqn}"), value, put)
-
-
-def _set_slot(slots: dict[str, Any], key: str, new: torch.Tensor) -> None:
-    slots[key] = nn.Parameter(new) if isinstance(slots[key], nn.Parameter) else new
 
 
 class _Wrapper:

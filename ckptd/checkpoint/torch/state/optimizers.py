@@ -532,7 +532,7 @@ class _Parameter:
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
             add_value(self._sink, place, live, partial(self._put, key), kind="optim")
         elif isinstance(live, torch.Tensor):
-            self._sink.add_tensor(place, live, "optim", partial(self._put, key))
+            self._sink.add_tensor(place, live, "optim")
         else:
             new = self._make(key, place.name)
             self._sink.add_tensor(place, new, "optim")

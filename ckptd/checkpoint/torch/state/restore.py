@@ -28,6 +28,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     Reseed,
     SavedNames,
     Sink,
+    TensorLeaf,
 )
 from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
 from ckptd.checkpoint.torch.state.walk import walk
@@ -103,6 +104,8 @@ class Matching:
     copies
         By further live name of a tensor that is filled: its name, and the number of what the
         checkpoint has under the further one.
+    overlaps
+        Leaves that have some memory in common, in groups.
     missing
         Live names that the checkpoint has not.
     unexpected
@@ -115,6 +118,7 @@ class Matching:
     objects: dict[str, int] = field(default_factory=dict)
     per_rank: dict[str, int] = field(default_factory=dict)
     copies: dict[str, tuple[str, int]] = field(default_factory=dict)
+    overlaps: list[list[TensorLeaf]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)

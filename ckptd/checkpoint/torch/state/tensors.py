@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeGuard
 import numpy as np
 import torch
 
-from ckptd.base.grids.grid import reach_of
+from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.errors import UsageError
 from ckptd.types import DTYPES, dtype_of
 
@@ -23,6 +23,7 @@ __all__ = [
     "dtype_name",
     "flat_memory",
     "fsdp2_is_loaded",
+    "has_own_places",
     "is_async",
     "is_dtensor",
     "is_fsdp1",
@@ -119,6 +120,19 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     part = tensor._local_tensor if is_dtensor(tensor) else tensor
     return part.trigger_wait() if type(part) not in _PLAIN and is_async(part) else part
+
+
+def has_own_places(tensor: torch.Tensor) -> bool:
+    """Return whether each element of a tensor has a place of its own in memory."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not tensor.numel() or is_unshared(shape, strides):
+        return True
+    reach = reach_of(shape, strides)
+    if reach < tensor.numel():
+        return False
+    places = torch.zeros(reach, dtype=torch.bool)
+    places.as_strided(shape, strides).fill_(True)
+    return int(places.sum()) == tensor.numel()
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:

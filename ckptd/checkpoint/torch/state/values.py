@@ -41,23 +41,32 @@ def add_array(sink: Sink, place: StatePlace, array: Array, put: Callable[[Any], 
     Raises
     ------
     UsageError
-        kind ``unsavable``: an array of objects, strings, dates or records.
+        kind ``unsavable``: an array of objects, strings, dates or records, or of a class that adds
+        to arrays (a masked one).
     """
     shared, tensor = _as_tensor(array, place)
     leaf = sink.add_tensor(place, tensor, "ndarray")
-    if not shared:
-        leaf.assign = lambda new: put(_as_array(new, array.dtype))
+    if not shared or leaf.assign is not None:
+        before = leaf.assign if leaf.name != place.name else None
+
+        def assign(new: torch.Tensor) -> None:
+            if before is not None:
+                before(new)
+            put(_as_array(new, array.dtype))
+
+        leaf.assign = assign
 
 
 def _as_tensor(array: Array, place: StatePlace) -> tuple[bool, torch.Tensor]:
     name = array.dtype.name
-    if name not in DTYPES:
+    if name not in DTYPES or not codec.is_plain_array(array):
         raise UsageError(
-            f"a numpy array of this dtype cannot be saved: {place.path}",
+            f"a numpy array of this kind cannot be saved: {place.path}",
             kind="unsavable",
             where=place.name,
-            wanted="numbers or bools",
-            found=str(array.dtype),
+            wanted="numbers or bools, and no more than these",
+            found=f"{type(array).__name__} of {array.dtype}",
+            hint="save what it is made of: of a masked array data and mask",
         )
     strides_fit = all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
     shared = array.flags.writeable and array.dtype.isnative and strides_fit
@@ -120,7 +129,7 @@ def add_value(
                 "a value refers to a tensor that was not loaded", where=place.name, wanted=name
             )
         # The live object where there is one: a Parameter stays the one that its optimizer knows.
-        return inner[name][1] if name in inner and leaf.assign is None else leaf.tensor
+        return inner[name][1] if name in inner else leaf.tensor
 
     def check(saved: Any) -> None:
         for name in refs(saved):
