@@ -104,8 +104,8 @@ class Lineage:
     ) -> str:
         """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
 
-        Where nothing can be written (a full disk, a read-only root), or not `at_once`, the first
-        save claims it: a program that only reads needs none, and would take the line from the job
+        Where nothing can be written (a full disk, a read-only root, a store that cannot decide who
+        creates an object first), or not `at_once`, the first save claims it: a program that only reads needs none, and would take the line from the job
         that trains. Returns a warning about what could not be written; else nothing.
         """
 
@@ -114,7 +114,9 @@ class Lineage:
                 return 0, parent.step, "", "", "", self._catalogue.newest_generation()
             try:
                 return self._claim(parent, "load", committed=committed)
-            except StoreError as error:
+            except (StoreError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.kind != "no-create-only":
+                    raise
                 text = f"no generation is claimed before the first save: {error.message}"
                 return 0, parent.step, "", "", text, self._catalogue.newest_generation()
 

@@ -27,6 +27,7 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.processes import PATIENCE_S
+from tests.store.places import refuse_link
 
 _OTHER = 65534  # nobody's number
 _CLONE_NEWNS = 0x20000
@@ -105,6 +106,18 @@ def test_names_that_are_none(tmp_path: Path, cli: Cli) -> None:
     assert "ENAMETOOLONG" in save(str(tmp_path / ("x" * 256)))
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "is in the way" in save(str(tmp_path / "dangling"))
+
+
+def test_a_root_without_hard_links_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        assert save(root, 1, 10) == "works"
+        monkeypatch.setattr(os, "link", refuse_link)
+        assert load(root, 1, 10) == "works"
+        said = save(root, 2, 10)
+        assert said.startswith("RefusedError no-create-only: this file system has no hard links")
+        assert load(root, 1, 10) == "works"
 
 
 # -- processes -----------------------------------------------------------------------------------
