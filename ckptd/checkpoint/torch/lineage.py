@@ -105,8 +105,9 @@ class Lineage:
         """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
 
         Where nothing can be written (a full disk, a read-only root, a store that cannot decide who
-        creates an object first), or not `at_once`, the first save claims it: a program that only reads needs none, and would take the line from the job
-        that trains. Returns a warning about what could not be written; else nothing.
+        creates an object first), or not `at_once`, the first save claims it: a program that only
+        reads needs none, and would take the line from the job that trains. Returns a warning about
+        what could not be written; else nothing.
         """
 
         def claim() -> Any:
