@@ -753,7 +753,14 @@ class Loader:
                             self._check_witness(witness, places.result(), manifest, filling, laid)
 
                 self._undamaged(complete)
-            apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
+            apply_objects(
+                leaves,
+                objects,
+                per_rank,
+                tensors=matching.tensors,
+                required=matching.required,
+                strict=options.strict,
+            )
             _tell_followers(leaves, per_rank, candidate.step)
             return matching, read
 
@@ -1064,7 +1071,8 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
         names have a section.
     """
     there = saved.names()
-    leaves = look(state).tensors
+    live = look(state)
+    leaves = live.tensors
     bare: dict[str, str] = {}
     outer: dict[str, str] = {}
     for section in state:
@@ -1085,6 +1093,12 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
         every = (n for name, leaf in leaves.items() for n in (name, *leaf.aliases))
         names = (n for n in every if n.startswith(start) and n.removeprefix(start) in there)
         outer |= {n: n.removeprefix(start) for n in names}
+        # What is no tensor here, or is known to the code of a module alone.
+        values = [f"{start}{n}" for n in sorted(there - outer.keys() - set(chain(*inner)))]
+        values = [n for n in values if n in live.objects or live.converts(n)]
+        outer |= {n: n.removeprefix(start) for n in values}
+        inner.append([n.removeprefix(start) for n in values])
+        mine.append(values)
         for name, own in zip(chain(*inner), chain(*mine), strict=True):
             if name in there and bare.setdefault(name, own) != own:
                 raise MismatchError(

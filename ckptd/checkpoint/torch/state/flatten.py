@@ -25,13 +25,14 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
     can_reseed,
 )
-from ckptd.checkpoint.torch.state.modules import add_module, reshard
+from ckptd.checkpoint.torch.state.modules import add_module, reshard, versions
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
+from ckptd.checkpoint.torch.state.words import add_note, says, says_of_kinds
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
@@ -84,6 +85,7 @@ class _Look:
         for module in top.modules():
             owners.append(module)
             facts.append(type(module))
+            self.rereads |= says(module)
             for slots in (module._modules, module._parameters, module._buffers):
                 facts.append(len(slots))
                 if slots:
@@ -91,12 +93,9 @@ class _Look:
                     things += slots.values()
             if module._buffers:
                 facts.append(frozenset(module._non_persistent_buffers_set))
-        plain = nn.Module
-        self.rereads |= any(
-            kind.get_extra_state is not plain.get_extra_state
-            or kind._save_to_state_dict is not plain._save_to_state_dict
-            for kind in set(map(type, owners))
-            if issubclass(kind, plain)
+        kinds = {kind for kind in set(map(type, owners)) if issubclass(kind, nn.Module)}
+        self.rereads |= says_of_kinds(kinds) or any(
+            kind.get_extra_state is not nn.Module.get_extra_state for kind in kinds
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -307,6 +306,7 @@ class Flattener:
     def __init__(self) -> None:
         self._recall = Recall()
         self._owners = ParameterOwners(())
+        self._versions: dict[str, dict[str, Any]] = {}
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
         """Return the leaves of `state`."""
@@ -323,6 +323,9 @@ class Flattener:
         sink = Sink()
         self._owners = collect(sink, sites)
         self._recall.keep(sites, sink.leaves, sink.live, sink.path)
+        if sink.leaves.known is not None:
+            modules = [s for s in sites if isinstance(s.value, nn.Module)]
+            self._versions = {s.place.name: versions(s.value, s.place) for s in modules}
         return sink.leaves
 
     def _reread(self, sink: Sink, sites: list[Site]) -> None:
@@ -331,6 +334,9 @@ class Flattener:
             if isinstance(site.value, torch.optim.Optimizer):
                 names = self._owners.names(site.value, site.place)
                 add_groups(sink, site.place, site.value, names)
+            elif isinstance(site.value, nn.Module):
+                for prefix, note in self._versions[site.place.name].items():
+                    add_note(sink, site.place, prefix, note)
             elif not is_heavy(site):
                 _add(sink, site, self._owners)
 

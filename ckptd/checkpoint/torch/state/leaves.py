@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, get_args
@@ -39,6 +39,7 @@ __all__ = [
     "ObjectLeaf",
     "OnChange",
     "OwnKind",
+    "OwnPath",
     "PendingState",
     "PerRank",
     "PerRankLeaf",
@@ -406,6 +407,25 @@ class PendingState:
     unit: str = ""
 
 
+class OwnPath(Protocol):
+    """A way by which an object itself takes its state; see `words.LoadPath`."""
+
+    owned: set[str]
+
+    def converts(self, name: str) -> bool:
+        """Tell whether the object may do without a name, or with another one in its place."""
+
+    def load(
+        self,
+        leaves: Leaves,
+        filled: Collection[str],
+        required: Callable[[str], bool],
+        *,
+        strict: bool,
+    ) -> None:
+        """Give the object what was read."""
+
+
 @dataclass(slots=True)
 class Leaves:
     """A state, flattened: three dicts by name, in order of traversal.
@@ -415,7 +435,8 @@ class Leaves:
     `handing` are those that give an object all that was loaded of it, by its own load.
     `optimizers` are those of the state. Two that have one `known` object have the same tensor
     leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
-    `misfits` says of optimizers, by name, why a load has no leaves for them.
+    `misfits` says of optimizers, by name, why a load has no leaves for them. `paths` are what
+    `apply_objects` loads by, once tensors are filled.
     """
 
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
@@ -427,10 +448,15 @@ class Leaves:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     known: object | None = None
     misfits: dict[str, str] = field(default_factory=dict)
+    paths: list[OwnPath] = field(default_factory=list)
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""
         return self.tensors.get(self.aliases.get(name, name))
+
+    def converts(self, name: str) -> bool:
+        """Tell whether an object itself says whether a name is missing."""
+        return any(path.converts(name) for path in self.paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,12 +473,15 @@ class SavedNames:
         Tensor name by alias.
     groups
         The encoded value of each object of the kind ``groups``.
+    foreign
+        Whether another program wrote it: then nothing says which versions modules had.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     objects: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, Any] = field(default_factory=dict)
+    foreign: bool = False
     _sorted: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -543,6 +572,10 @@ class Sink:
     def path(self, name: str) -> str:
         """Return where a name stands in the program."""
         return self._paths[name]
+
+    def has(self, name: str) -> bool:
+        """Tell whether something was added under `name`."""
+        return name in self._paths
 
     def add_tensor(
         self,

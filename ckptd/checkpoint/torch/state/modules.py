@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptd.base.torch.device import accelerator, kind_of
 from ckptd.checkpoint.format.names import escape_fqn
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
@@ -29,10 +27,22 @@ from ckptd.checkpoint.torch.state.leaves import (
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import (
     fsdp2_is_loaded,
-    is_dtensor,
     is_fsdp1,
     is_fsdp2,
     local_tensor,
+    target_device,
+)
+from ckptd.checkpoint.torch.state.words import (
+    NOTE,
+    LoadPath,
+    Placed,
+    Said,
+    add_note,
+    add_word,
+    is_same_memory,
+    said_versions,
+    says,
+    says_of_kinds,
 )
 from ckptd.errors import UsageError
 
@@ -44,24 +54,8 @@ __all__ = [
     "materialise",
     "module_tensors",
     "reshard",
-    "target_device",
+    "versions",
 ]
-
-
-def target_device(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
-    """Return where memory for `tensor` belongs: `device` when it is on the meta device.
-
-    Without `device`: the device of a DTensor's mesh, else the current device of the accelerator,
-    else the CPU.
-    """
-    if not tensor.is_meta:
-        return tensor.device
-    if device is not None:
-        return device
-    kind = kind_of(tensor.device_mesh.device_type) if is_dtensor(tensor) else accelerator()
-    if kind is None or not kind.is_available:
-        return torch.device("cpu")
-    return kind.current_device()
 
 
 def materialise(
@@ -202,9 +196,15 @@ def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTenso
     Raises
     ------
     UsageError
-        Kinds ``fsdp1`` and ``module-state`` for modules whose state is not in their parameters.
+        Kind ``fsdp1`` for modules whose state is not in their parameters.
     """
-    for prefix, inner, wrapper in _named_modules(module, "", place):
+    return _tensors(_named_modules(module, "", place), place)
+
+
+def _tensors(
+    named: Iterable[tuple[Placed, _Wrapper | None]], place: StatePlace
+) -> Iterator[ModuleTensor]:
+    for (_, prefix, inner), wrapper in named:
         _check_module(inner, prefix, place)
         for key, parameter in inner._parameters.items():
             if parameter is not None:
@@ -220,17 +220,134 @@ def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTenso
 
 
 def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
-    """Add the leaves of `module`. Changes nothing, but see `reshard`."""
+    """Add the leaves of `module`. Changes nothing, but see `reshard`, and what its hooks do.
+
+    Raises
+    ------
+    UsageError
+        kind ``module-state``: what the module itself says of its state cannot be saved.
+    """
     reshard(module)
-    for entry in module_tensors(module, place):
+    named = list(_named_modules(module, "", place))
+    if sink.saved is None:
+        _add_saved(sink, place, module, named)
+    else:
+        _add_loaded(sink, sink.saved, place, module, named)
+
+
+def versions(module: nn.Module, place: StatePlace) -> dict[str, dict[str, Any]]:
+    """Return the notes of modules that nothing but their version is to be said of, by prefix."""
+    return said_versions([p for p, _ in _named_modules(module, "", place)])
+
+
+_WORDS: TensorKind = "buffer"
+"""Tensors that a module says besides its parameters and buffers are as good as buffers."""
+
+# By module: its tensors when it was last compared with what it says.
+_compared: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def _add_saved(
+    sink: Sink, place: StatePlace, module: nn.Module, named: list[tuple[Placed, _Wrapper | None]]
+) -> None:
+    placed = [p for p, _ in named]
+    said = _said(place, module, named)
+    words = {} if said is None else dict(said.values)
+    other, unsaid = [], []
+    for entry in _tensors(named, place):
         at = place.child(entry.fqn, f".{entry.fqn}")
-        sink.add_tensor(at, entry.tensor, entry.kind, entry.own)
-    for prefix, inner, _ in _named_modules(module, "", place):
+        word = words.pop(entry.fqn, _UNSAID)
+        if word is _UNSAID or is_same_memory(word, entry.tensor):
+            sink.add_tensor(at, entry.tensor, entry.kind, entry.own)
+            unsaid += [entry.fqn] if word is _UNSAID else []
+        else:
+            add_word(sink, at, word, entry.kind)
+            other.append(entry.fqn)
+    for fqn, inner in _extra_states(placed):
+        word = words.pop(fqn, _UNSAID)
+        unsaid += [fqn] if word is _UNSAID else []
+        value = inner.get_extra_state() if word is _UNSAID else word
+        sink.add_object(place.child(fqn, f".{fqn}"), value, inner.set_extra_state)
+    notes = said_versions(placed)
+    if said is not None:
+        said.check_taken(words)
+        for fqn, word in words.items():
+            add_word(sink, place.child(fqn, f".{fqn}"), word, _WORDS)
+        notes |= said.notes([*words, *other], unsaid)
+    for prefix, note in notes.items():
+        add_note(sink, place, prefix, note)
+
+
+_UNSAID: Final = object()
+
+
+def _said(
+    place: StatePlace, module: nn.Module, named: list[tuple[Placed, _Wrapper | None]]
+) -> Said | None:
+    """Return what a module says, where that may be anything but its parameters and buffers.
+
+    Of one in which nothing has code of its own it is compared once, as long as it has the same
+    tensors.
+    """
+    placed = [p for p, _ in named]
+    speaks = says_of_kinds({type(p.module) for p in placed}) or any(says(p.module) for p in placed)
+    if speaks:
+        for p in placed:
+            _check_module(p.module, p.prefix, place)
+        return Said(place, module, placed)
+    form = [(entry.fqn, id(entry.tensor)) for entry in _tensors(named, place)]
+    if _compared.get(module) == form:
+        return None
+    said = Said(place, module, placed)
+    _compared[module] = form
+    return said
+
+
+def _extra_states(placed: Iterable[Placed]) -> Iterator[tuple[str, nn.Module]]:
+    for _, prefix, inner in placed:
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            fqn = escape_fqn(prefix) + _EXTRA
-            put = partial(call_with, inner.set_extra_state, place.child(fqn, "").name)
-            value = inner.get_extra_state() if sink.saved is None else None
-            sink.add_object(place.child(fqn, f".{fqn}"), value, put)
+            yield escape_fqn(prefix) + _EXTRA, inner
+
+
+def _add_loaded(
+    sink: Sink,
+    saved: SavedNames,
+    place: StatePlace,
+    module: nn.Module,
+    named: list[tuple[Placed, _Wrapper | None]],
+) -> None:
+    placed = [p for p, _ in named]
+    path = LoadPath.of(place, module, placed, saved)
+    known = set()
+    for entry in _tensors(named, place):
+        at = place.child(entry.fqn, f".{entry.fqn}")
+        add = partial(sink.add_tensor, at, entry.tensor, entry.kind, entry.own)
+        known.add(entry.fqn)
+        if path is None:
+            add()
+        else:
+            path.add_slot(sink, at, entry.fqn, entry.tensor, entry.kind, add)
+    for fqn, inner in _extra_states(placed):
+        at = place.child(fqn, f".{fqn}")
+        known.add(fqn)
+        if path is None:
+            sink.add_object(at, None, partial(call_with, inner.set_extra_state, at.name))
+        else:
+            path.add_object(sink, at, fqn)
+    for raw, prefix, _ in placed:
+        name = place.child(escape_fqn(prefix) + NOTE, "").name
+        if name not in saved.objects or sink.has(name):
+            continue
+        if path is None:
+            add_note(sink, place, prefix, None)
+        else:
+            path.add_note(sink, prefix, raw)
+    if path is not None:
+        for fqn in path.said.values:
+            if fqn not in known:
+                path.add_word(sink, place.child(fqn, f".{fqn}"), fqn, _WORDS)
+        path.adopt(sink, _WORDS)
+        sink.leaves.paths.append(path)
 
 
 class _Wrapper:
@@ -253,8 +370,9 @@ def _named_modules(
     place: StatePlace,
     around: tuple[nn.Module, ...] = (),
     wrapper: _Wrapper | None = None,
-) -> Iterator[tuple[str, nn.Module, _Wrapper | None]]:
-    """Yield canonical prefixes, modules and what wraps them; shared modules come each time.
+    raw: str = "",
+) -> Iterator[tuple[Placed, _Wrapper | None]]:
+    """Yield modules with their prefixes, and what wraps them; shared modules come each time.
 
     A prefix is empty or ends in a dot.
     """
@@ -264,36 +382,21 @@ def _named_modules(
         )
     if isinstance(module, DistributedDataParallel):
         wrapper = _Wrapper(module)
-    yield prefix, module, wrapper
+    yield Placed(raw, prefix, module), wrapper
     for key, child in module._modules.items():
         if child is None:
             continue
         # DDP's `module` is an ordinary attribute name elsewhere, so only the wrapper's own goes.
         wrapped = key == "module" and isinstance(module, DistributedDataParallel | DataParallel)
         inner = prefix if wrapped or key in _TRANSPARENT else f"{prefix}{key}."
-        yield from _named_modules(child, inner, place, (*around, module), wrapper)
+        yield from _named_modules(child, inner, place, (*around, module), wrapper, f"{raw}{key}.")
 
 
 def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:
-    where = place.child(prefix.removesuffix("."), "").name
     if is_fsdp1(module):
         raise UsageError(
             "FullyShardedDataParallel (FSDP1) flattens parameters, and their names and shapes go",
             kind="fsdp1",
-            where=where,
+            where=place.child(prefix.removesuffix("."), "").name,
             hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
-    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-        return
-    known = {*module._parameters, *module._buffers, _EXTRA}
-    kept: OrderedDict[str, Any] = OrderedDict()
-    module._save_to_state_dict(kept, "", True)
-    if unknown := sorted(set(kept) - known):
-        raise UsageError(
-            "a module keeps state outside its parameters and buffers",
-            kind="module-state",
-            where=where,
-            found=f"{type(module).__name__}: {', '.join(unknown[:8])}",
-            hint="give it get_extra_state() and set_extra_state(), or put "
-            "module.state_dict() into the state",
         )

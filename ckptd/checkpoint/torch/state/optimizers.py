@@ -26,9 +26,9 @@ from ckptd.checkpoint.torch.state.leaves import (
     StatePlace,
     memory_key,
 )
-from ckptd.checkpoint.torch.state.modules import module_tensors, reshard, target_device
+from ckptd.checkpoint.torch.state.modules import module_tensors, reshard
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import torch_dtype
+from ckptd.checkpoint.torch.state.tensors import target_device, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, unseen_state
 from ckptd.errors import CorruptError, MismatchError, UsageError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptd.checkpoint.format.manifest import Manifest, foreign_unread
+from ckptd.checkpoint.format.manifest import Manifest, about_foreign, foreign_unread
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.torch.state.flatten import collect
 from ckptd.checkpoint.torch.state.leaves import (
@@ -112,6 +112,8 @@ class Matching:
         Names in the checkpoint that this rank's state has no place for: another rank's may have.
     differences
         What fits in no case, a line each.
+    required
+        Tells which names must be in the checkpoint.
     """
 
     tensors: dict[str, int] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class Matching:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    required: Callable[[str], bool] = bool
 
 
 def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
@@ -156,6 +159,7 @@ def saved_names(
             for n, i in saved.objects.items()
             if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
         },
+        foreign=bool(about_foreign(saved.manifest)),
     )
 
 
@@ -184,7 +188,7 @@ def match(
         asked |= {n for n in unread if strict and wanted(n)}
         if some := {n: kind for n, kind in unread.items() if n in asked}:
             raise unread_tensors(some, f"step {saved.manifest.step}")
-    found = Matching()
+    found = Matching(required=lambda name: strict and wanted(name))
     differences = found.differences
     used: set[str] = set()
     for name, leaf in leaves.tensors.items():
@@ -198,7 +202,9 @@ def match(
             if source in saved.tensors and (wanted(one) or not sources):
                 sources.setdefault(saved.tensors[source], one)
         if not sources:
-            found.missing.append(name)
+            # Where a module's own code sees what is there, it finds what is missing as well.
+            if not (strict and leaves.converts(name)):
+                found.missing.append(name)
             continue
         for number, one in sources.items():
             entry = saved.manifest.tensors[number]
@@ -212,7 +218,7 @@ def match(
                 found.copies[one] = name, number
             else:
                 found.tensors[name] = number
-    _match_objects(found, leaves, saved, wanted, to_saved, used)
+    _match_objects(found, leaves, saved, wanted, to_saved, used, strict=strict)
     live = (*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank)
     live_names = {to_saved(n) for n in live}
     everything = [*saved.tensors, *saved.objects, *saved.per_rank]
@@ -264,6 +270,8 @@ def _match_objects(
     wanted: Callable[[str], bool],
     to_saved: Callable[[str], str],
     used: set[str],
+    *,
+    strict: bool,
 ) -> None:
     tables = (
         (leaves.objects, saved.objects, found.objects),
@@ -277,7 +285,7 @@ def _match_objects(
             if source in there:
                 out[name] = there[source]
                 used.add(source)
-            else:
+            elif not (strict and leaves.converts(name)):
                 found.missing.append(name)
 
 
@@ -334,7 +342,7 @@ def prepare(
     saved
         What this load is going to read.
     device
-        Where tensors on the meta device get their memory; see `modules.target_device`.
+        Where tensors on the meta device get their memory; see `tensors.target_device`.
 
     Raises
     ------
@@ -358,6 +366,8 @@ def apply_objects(
     per_rank: Mapping[str, Any] | None = None,
     *,
     tensors: Collection[str] | None = None,
+    required: Callable[[str], bool] | None = None,
+    strict: bool = True,
 ) -> None:
     """Put everything into the state that is not the content of a tensor.
 
@@ -373,6 +383,9 @@ def apply_objects(
         Names of the leaves that were filled; None when all were, but for those of optimizers
         whose groups are not among `values`. Memory that was made for others does not enter the
         state: an optimizer must not find moments that nobody wrote.
+    required, strict
+        Of modules that take their state by code of their own: which names must be among what they
+        are given, and how they are asked. Without `required`, all where all were filled.
 
     Raises
     ------
@@ -393,8 +406,9 @@ def apply_objects(
     for tensor in leaves.tensors.values():
         if tensor.assign is not None and tensor.name in filled:
             tensor.assign(tensor.tensor)
-    # Optimizers first: a scheduler's load_state_dict may look at its optimizer.
+    # Optimizers first: a scheduler's load_state_dict may look at its optimizer. Then modules.
     handed = {name for handing in leaves.handing for name in handing.names}
+    handed |= {name for path in leaves.paths for name in path.owned}
     objects = [leaf for name, leaf in leaves.objects.items() if name in values]
     for leaf in objects:
         if leaf.kind == "groups" or leaf.name in handed:
@@ -403,6 +417,9 @@ def apply_objects(
         if any(name in filled or name in values for name in handing.names):
             handing.change()
     leaves.handing.clear()
+    every = tensors is None
+    for path in leaves.paths:
+        path.load(leaves, filled, required or (lambda name: every), strict=strict)
     for leaf in objects:
         if leaf.kind != "groups" and leaf.name not in handed:
             leaf.put(values[leaf.name])

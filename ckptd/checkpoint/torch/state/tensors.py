@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ckptd.base.grids.grid import is_unshared, reach_of
+from ckptd.base.torch.device import accelerator, kind_of
 from ckptd.errors import UsageError
 from ckptd.types import DTYPES, dtype_of
 
@@ -29,6 +30,7 @@ __all__ = [
     "is_fsdp1",
     "is_fsdp2",
     "local_tensor",
+    "target_device",
     "torch_dtype",
 ]
 
@@ -204,3 +206,19 @@ class _Memory:
             "shape": (nbytes,),
             "typestr": "|u1",
         }
+
+
+def target_device(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
+    """Return where memory for `tensor` belongs: `device` when it is on the meta device.
+
+    Without `device`: the device of a DTensor's mesh, else the current device of the accelerator,
+    else the CPU.
+    """
+    if not tensor.is_meta:
+        return tensor.device
+    if device is not None:
+        return device
+    kind = kind_of(tensor.device_mesh.device_type) if is_dtensor(tensor) else accelerator()
+    if kind is None or not kind.is_available:
+        return torch.device("cpu")
+    return kind.current_device()

@@ -22,9 +22,8 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorKind,
     memory_key,
 )
-from ckptd.checkpoint.torch.state.modules import target_device
 from ckptd.checkpoint.torch.state.objects import TensorRef, map_refs, refs
-from ckptd.checkpoint.torch.state.tensors import is_dtensor, torch_dtype
+from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.walk import fqn_segment, is_state_dict, refuse_optimizer_ids
 from ckptd.errors import MismatchError, UsageError
 from ckptd.types import DTYPES

@@ -1,0 +1,521 @@
+"""What modules say of their state themselves: by a ``state_dict`` of their own, or by hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckptd.checkpoint.format.names import escape_fqn, unescape_fqn
+from ckptd.checkpoint.torch.state.leaves import (
+    Leaves,
+    SavedNames,
+    Sink,
+    StatePlace,
+    TensorKind,
+    TensorLeaf,
+    memory_key,
+)
+from ckptd.checkpoint.torch.state.objects import call_with
+from ckptd.checkpoint.torch.state.tensors import dtype_name, torch_dtype
+from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
+from ckptd.errors import CkptdError, UsageError
+
+__all__ = [
+    "NOTE",
+    "LoadPath",
+    "Placed",
+    "Said",
+    "add_note",
+    "add_word",
+    "is_same_memory",
+    "said_versions",
+    "says",
+    "says_of_kinds",
+]
+
+NOTE = "_own_state"
+"""The last segment of the name of what `Said.notes` gives."""
+
+# What is defined here says and takes parameters and buffers as they are, or under other keys.
+_PLAIN = frozenset(
+    {
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "torch.nn.modules.batchnorm",
+        "torch.nn.modules.instancenorm",
+        "torch.nn.modules.lazy",
+        "torch.nn.modules.module",
+        "torch.nn.utils.parametrizations",
+        "torch.nn.utils.spectral_norm",
+    }
+)
+_UNSAID = "_checkpoint_wrapped_module."  # the wrapper's hooks take it out of keys
+
+
+class Placed(NamedTuple):
+    """A module, the prefix that torch gives its keys, and the canonical one of its names."""
+
+    raw: str
+    prefix: str
+    module: nn.Module
+
+
+# --- code of somebody's own -----------------------------------------------------------------------
+
+
+def _is_own(function: Any) -> bool:
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "with_module"):  # torch's wrapper around a hook
+            function = function.hook
+        else:
+            return getattr(function, "__module__", None) not in _PLAIN
+
+
+def _is_replaced(module: nn.Module, *names: str) -> bool:
+    own = module.__dict__
+    return any(n in own or _is_own(getattr(type(module), n, None)) for n in names)
+
+
+def says_of_kinds(kinds: Iterable[type]) -> bool:
+    """Tell whether any of these classes has code of its own in ``state_dict()``."""
+    names = ("state_dict", "_save_to_state_dict")
+    return any(_is_own(getattr(kind, n, None)) for kind in kinds for n in names)
+
+
+def says(module: nn.Module) -> bool:
+    """Tell whether a module itself, without its class, has such code; its children aside."""
+    own = module.__dict__
+    if "state_dict" in own or "_save_to_state_dict" in own or "_version" in own:
+        return True
+    post, pre = own.get("_state_dict_hooks"), own.get("_state_dict_pre_hooks")
+    return bool(
+        (post and any(map(_is_own, post.values()))) or (pre and any(map(_is_own, pre.values())))
+    )
+
+
+def _says(module: nn.Module) -> bool:
+    return says(module) or says_of_kinds((type(module),))
+
+
+def _takes(module: nn.Module) -> bool:
+    """Tell whether a module has code of its own that sees the values before they are copied."""
+    hooks = module.__dict__.get("_load_state_dict_pre_hooks")
+    return _is_replaced(module, "_load_from_state_dict") or bool(
+        hooks and any(map(_is_own, hooks.values()))
+    )
+
+
+def _follows(module: nn.Module) -> bool:
+    """Tell whether a module has code of its own that comes after a load."""
+    hooks = module.__dict__.get("_load_state_dict_post_hooks")
+    return bool(hooks and any(map(_is_own, hooks.values())))
+
+
+def _usual_version(module: nn.Module) -> Any:
+    """Return the version that a checkpoint need not have: torch's own, or the first."""
+    owner = next(k for k in type(module).__mro__ if "_version" in vars(k))
+    torchs = owner.__module__.partition(".")[0] == "torch"
+    return vars(owner)["_version"] if torchs else nn.Module._version
+
+
+def said_versions(placed: Iterable[Placed]) -> dict[str, dict[str, Any]]:
+    """Return notes, by prefix, of modules whose version is not the usual one."""
+    return {
+        p.prefix: {"metadata": {"version": p.module._version}}
+        for p in placed
+        if p.module._version != 1 and p.module._version != _usual_version(p.module)
+    }
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+class Said:
+    """What the ``state_dict()`` of a module says now.
+
+    Attributes
+    ----------
+    values
+        By name, below the module's place. Tensors are the memory that the module named.
+    keys
+        The module's own key of each name.
+    speaking
+        Prefixes of the modules that have code of their own in it.
+    metadata
+        By prefix of torch; None where it says none.
+
+    Raises
+    ------
+    UsageError
+        kind ``module-state``: it raised, or is no mapping of names.
+    """
+
+    def __init__(self, place: StatePlace, top: nn.Module, placed: list[Placed]) -> None:
+        self._place, self._top = place, top
+        self.speaking = {p.prefix: p for p in placed if _says(p.module)}
+        taking = {escape_fqn(p.prefix) for p in placed if _takes(p.module)}
+        if _is_replaced(top, "load_state_dict"):
+            taking.add("")
+        self._taking = tuple(taking)
+        self._prefixes: dict[str, str] = {}
+        self._raws: dict[str, str] = {}
+        for p in placed:
+            said = p.raw.replace(_UNSAID, "")
+            self._prefixes.setdefault(p.raw, p.prefix)
+            self._prefixes.setdefault(said, p.prefix)
+            self._raws[escape_fqn(p.prefix)] = said  # the innermost of wrappers comes last
+        try:
+            said_now: object = top.state_dict()
+        except CkptdError:
+            raise
+        except Exception as error:
+            raise self.refused("a module's own state_dict() failed", repr(error)[:500]) from error
+        if not isinstance(said_now, Mapping) or not all(type(k) is str for k in said_now):
+            raise self.refused("a module's own state_dict() is no dict with names as keys", "")
+        self.metadata: Mapping[str, Any] | None = getattr(said_now, "_metadata", None)
+        self.values: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
+        for key, value in said_now.items():
+            name = escape_fqn(self._canonical(key))
+            if name in self.keys:
+                found = f"{self.keys[name]} and {key}"
+                raise self.refused("a module's own state_dict() has two values of one name", found)
+            self.values[name], self.keys[name] = value, key
+
+    def _canonical(self, key: str) -> str:
+        head = key
+        while head:
+            head = head.rpartition(".")[0]
+            prefix = self._prefixes.get(f"{head}." if head else "")
+            if prefix is not None:
+                return prefix + key[len(head) + 1 if head else 0 :]
+        return key
+
+    def takes(self, name: str) -> bool:
+        """Tell whether code of a module's own sees a name before torch does, as it is loaded."""
+        return name.startswith(self._taking)
+
+    def key(self, name: str) -> str:
+        """Return the module's own key of a name, said or not."""
+        if name in self.keys:
+            return self.keys[name]
+        head = name
+        while head:
+            head = head.rpartition(".")[0]
+            raw = self._raws.get(f"{head}." if head else "")
+            if raw is not None:
+                return raw + unescape_fqn(name[len(head) + 1 if head else 0 :])
+        return unescape_fqn(name)
+
+    def notes(self, words: Collection[str], unsaid: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return what a load must know besides the values, by prefix of who says them.
+
+        It is there for each module with code of its own, so that ranks whose modules say different
+        things disagree on it.
+
+        Parameters
+        ----------
+        words
+            Names of what it says besides the memory of its parameters and buffers.
+        unsaid
+            Names of those parameters and buffers that it does not say.
+        """
+        said = self.metadata
+        notes: dict[str, dict[str, Any]] = {
+            prefix: {
+                "words": [],
+                "unsaid": [],
+                "metadata": None if said is None else dict(said.get(placed.raw[:-1], {})),
+            }
+            for prefix, placed in self.speaking.items()
+        }
+        for what, names in (("words", words), ("unsaid", unsaid)):
+            for name in sorted(names):
+                if (speaker := self._speaker(name)) is not None:
+                    notes[speaker.prefix][what].append(name)
+        return notes
+
+    def _speaker(self, name: str) -> Placed | None:
+        """Return the module that says a name: the nearest with code of its own, or the first."""
+        nearest = sorted(self.speaking.values(), key=lambda p: -len(p.prefix))
+        of = (p for p in nearest if name.startswith(escape_fqn(p.prefix)))
+        return next(of, nearest[-1] if nearest else None)
+
+    def check_taken(self, words: Collection[str]) -> None:
+        """Raise where nothing takes one of `words` when the module is loaded."""
+        lost = sorted(name for name in words if not self.takes(name))
+        if lost:
+            by = self._speaker(lost[0]) or Placed("", "", self._top)
+            raise self.refused(
+                "a module says state that it does not take when it is loaded",
+                ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8]),
+                by,
+            )
+
+    def refused(self, message: str, found: str, by: Placed | None = None) -> UsageError:
+        """Return the error that says that this cannot be saved; `by` default is the whole."""
+        by = by or Placed("", "", self._top)
+        kind = type(by.module).__name__
+        return UsageError(
+            message,
+            kind="module-state",
+            where=self._place.child(escape_fqn(by.prefix.removesuffix(".")), "").name,
+            found=f"{kind}: {found}" if found else kind,
+            hint="module.load_state_dict(module.state_dict()) must take it; or give the module "
+            "get_extra_state() and set_extra_state()",
+        )
+
+
+def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
+    """Tell whether a value is a tensor on the very memory of `tensor`, seen in the same way.
+
+    Memory that nobody can compare is taken to be the same: it cannot be saved in either case.
+    """
+    if value is tensor:
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    try:
+        return memory_key(value) == memory_key(tensor)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return type(value) is type(tensor)
+
+
+def add_word(sink: Sink, at: StatePlace, value: Any, kind: TensorKind) -> None:
+    """Add what a module says to a save."""
+    if isinstance(value, torch.Tensor):
+        sink.add_tensor(at, value, kind)
+    else:
+        add_value(sink, at, value, _nowhere, kind=kind)
+
+
+def add_note(
+    sink: Sink, place: StatePlace, prefix: str, note: Any, put: Callable[[Any], None] | None = None
+) -> None:
+    """Add a note of `Said.notes`, or the place of one in a load."""
+    fqn = escape_fqn(prefix) + NOTE
+    sink.add_object(place.child(fqn, f".{fqn}"), note, put or _nowhere)
+
+
+def _nowhere(value: Any) -> None:
+    pass
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+class LoadPath:
+    """The way by which a module takes a state: its own ``load_state_dict``, run over what was read.
+
+    Parameters and buffers are filled where they lie, and the module is given these very tensors:
+    copying one over itself costs nothing. Below a module with code of its own that sees the values
+    it is given copies, since that code may change them, or write what it makes of them over them.
+
+    Attributes
+    ----------
+    said
+        What the module says before the load.
+    owned
+        Names of the objects that are kept for the module.
+    """
+
+    def __init__(
+        self, place: StatePlace, module: nn.Module, placed: list[Placed], saved: SavedNames
+    ) -> None:
+        self._place, self._module, self._placed, self._saved = place, module, placed, saved
+        self.said = Said(place, module, placed)
+        self.owned: set[str] = set()
+        self._start = f"{place.name}."
+        self._names: dict[str, str] = {}
+        self._raw: dict[str, torch.Tensor] = {}
+        self._apart: set[str] = set()
+        self._stored: dict[str, Any] = {}
+        self._notes: dict[str, dict[str, Any]] = {}
+
+    @staticmethod
+    def of(
+        place: StatePlace, module: nn.Module, placed: list[Placed], saved: SavedNames
+    ) -> LoadPath | None:
+        """Return the path of a module, if anything in it has code of its own."""
+        some = _is_replaced(module, "load_state_dict")
+        some = some or any(
+            _says(p.module) or _takes(p.module) or _follows(p.module) for p in placed
+        )
+        return LoadPath(place, module, placed, saved) if some else None
+
+    def converts(self, name: str) -> bool:
+        """Tell whether code of a module's own sees this name before torch does, present or not."""
+        return name.startswith(self._start) and self.said.takes(name[len(self._start) :])
+
+    # -- leaves ----------------------------------------------------------------------------------
+
+    def add_slot(
+        self,
+        sink: Sink,
+        at: StatePlace,
+        fqn: str,
+        tensor: torch.Tensor,
+        kind: TensorKind,
+        add: Callable[[], object],
+    ) -> None:
+        """Add a parameter or buffer: by `add`, where what was saved has its form."""
+        word = self.said.values.get(fqn)
+        self._name(fqn, at)
+        self._raw[at.name] = tensor
+        form = self._saved.tensor(at.name)
+        other = self.converts(at.name) or (
+            isinstance(word, torch.Tensor)
+            and _form(word) == form
+            and not is_same_memory(word, tensor)
+        )
+        fits = form == _form(tensor) or (form is None and at.name not in self._saved.objects)
+        if fits or not other or tensor.is_meta:
+            add()
+        else:
+            self._add(sink, at, word, kind)
+
+    def add_word(self, sink: Sink, at: StatePlace, fqn: str, kind: TensorKind) -> None:
+        """Add what the module says besides."""
+        self._name(fqn, at)
+        self._add(sink, at, self.said.values[fqn], kind)
+
+    def add_object(self, sink: Sink, at: StatePlace, fqn: str) -> None:
+        """Add a value that is saved as one object."""
+        self._name(fqn, at)
+        self._own(at.name)
+        sink.add_object(at, None, partial(self._store, at.name))
+
+    def add_note(self, sink: Sink, prefix: str, raw: str) -> None:
+        """Add the note of a module."""
+        self._own(self._place.child(escape_fqn(prefix) + NOTE, "").name)
+        add_note(sink, self._place, prefix, None, partial(self._notes.__setitem__, raw))
+
+    def adopt(self, sink: Sink, kind: TensorKind) -> None:
+        """Add what was saved under names that are not known here, and that the module may know."""
+        start = len(self._start)
+        for name in self._saved.objects:
+            if self.converts(name) and self._saved.objects[name] == "value" and not sink.has(name):
+                fqn = name[start:]
+                last = fqn.rpartition(".")[2]
+                if last == NOTE:
+                    prefix = unescape_fqn(fqn.removesuffix(NOTE))
+                    self.add_note(sink, prefix, self.said.key(fqn).removesuffix(NOTE))
+                    continue
+                at = self._place.child(fqn, f" -> {name}")
+                self._name(fqn, at)
+                self._add(sink, at, None, kind)
+        for name in self._saved.tensors_below(self._place.name):
+            if self.converts(name) and not sink.has(name):
+                at = self._place.child(name[start:], f" -> {name}")
+                self._name(name[start:], at)
+                self._add(sink, at, None, kind)
+
+    def _name(self, fqn: str, at: StatePlace) -> None:
+        self._names[self.said.key(fqn)] = at.name
+
+    def _own(self, name: str) -> None:
+        self.owned.add(name)
+
+    def _store(self, name: str, value: Any) -> None:
+        self._stored[name] = value
+
+    def _add(self, sink: Sink, at: StatePlace, live: Any, kind: TensorKind) -> None:
+        name, form = at.name, self._saved.tensor(at.name)
+        tensor = live if isinstance(live, torch.Tensor) else None
+        if name in self._saved.objects or (form is None and tensor is None):
+            self._own(name)
+            value = live if name in self._saved.objects else None
+            add_value(sink, at, value, partial(self._store, name), kind=kind, fresh=True)
+            return
+        mine = form is None or tensor is None or _form(tensor) == form
+        if tensor is not None and mine and (form is None or sink.holder(memory_key(tensor))):
+            sink.add_tensor(at, tensor, kind)
+            return
+        dtype, shape = form or _form(live)
+        new = fresh_tensor(tensor, torch_dtype(dtype, name), shape, sink.device)
+        sink.add_tensor(at, new, kind)
+        self._apart.add(name)
+
+    # -- the load itself ---------------------------------------------------------------------------
+
+    def load(
+        self,
+        leaves: Leaves,
+        filled: Collection[str],
+        required: Callable[[str], bool],
+        *,
+        strict: bool,
+    ) -> None:
+        """Give the module what was read; nothing where nothing was.
+
+        Parameters
+        ----------
+        filled
+            Names of the tensor leaves that were filled.
+        required
+            Names that must have been read. Of the others the module gets what it has.
+        strict
+            As for ``load_state_dict``.
+
+        Raises
+        ------
+        UsageError
+            kind ``load-state-dict``: it raised.
+        """
+        start = len(self._start)
+        unsaid = {n for note in self._notes.values() for n in note.get("unsaid", ())}
+        given: OrderedDict[str, Any] = OrderedDict()
+        read = False
+        for key, name in self._names.items():
+            leaf = leaves.tensor(name)
+            if leaf is not None and leaf.name in filled:
+                read = True
+                value = self._tensor(name, leaf)
+            elif name in self._stored:
+                read = True
+                value = self._stored[name]
+            elif required(name):
+                continue
+            elif name in self._raw:
+                value = self._copied(name, self._raw[name])
+            elif name[start:] in self.said.values:
+                value = self.said.values[name[start:]]
+            else:
+                continue
+            if name[start:] not in unsaid:
+                given[key] = value
+        if not read:
+            return
+        metadata = self._metadata()
+        if metadata is not None:
+            vars(given)["_metadata"] = metadata
+        take = self._module.load_state_dict
+        call_with(take if strict else partial(take, strict=False), self._place.name, given)
+
+    def _tensor(self, name: str, leaf: TensorLeaf) -> torch.Tensor:
+        if name in self._apart:
+            return leaf.tensor
+        return self._copied(name, leaf.origin)
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if self.converts(name) else tensor
+
+    def _metadata(self) -> Mapping[str, Any] | None:
+        """Return what torch would have in the file: versions, and what hooks wrote beside them."""
+        notes = {raw: note["metadata"] for raw, note in self._notes.items() if "metadata" in note}
+        if self._saved.foreign or any(m is None for m in notes.values()):
+            return None
+        usual = {p.raw: {"version": _usual_version(p.module)} for p in self._placed}
+        return OrderedDict((raw[:-1], found) for raw, found in {**usual, **notes}.items())
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return dtype_name(tensor.dtype), tuple(tensor.shape)

@@ -1,0 +1,595 @@
+"""What a module says of itself comes back as torch's own save and load bring it back."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, spectral_norm
+
+import ckptd
+from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
+from ckptd.errors import CkptdError, MismatchError, UsageError
+from tests.checkpoint.torch.state.oracle import differences, reloaded
+
+# --- modules that say more than they hold ---------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Two numbers that are no tensors, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.n: Any = 0
+
+
+class Override(Counted):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        found[kwargs.get("prefix", "") + "n"] = torch.tensor(self.n)
+        return found
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(state_dict)
+        self.n = int(given.pop("n"))
+        return super().load_state_dict(given, *args, **kwargs)
+
+
+def post_hook() -> nn.Module:
+    module = Counted()
+
+    def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
+        said[prefix + "n"] = torch.tensor(own.n)
+
+    def take(own: Any, given: Any, prefix: str, *rest: Any) -> None:
+        own.n = int(given.pop(prefix + "n"))
+
+    module.register_state_dict_post_hook(say)
+    module.register_load_state_dict_pre_hook(take)
+    return module
+
+
+def pre_hook() -> nn.Module:
+    """Bring a number into a buffer as the module is asked, and out of it as it is loaded."""
+    module = Counted()
+    module.register_buffer("count", torch.zeros(1))
+    module.register_state_dict_pre_hook(lambda own, prefix, keep: own.count.fill_(own.n))
+
+    def take(own: Any, keys: Any) -> None:
+        own.n = int(own.count)
+
+    module.register_load_state_dict_post_hook(take)
+    return module
+
+
+class NewBuffer(Counted):
+    """Puts another tensor into the place of its buffer whenever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_state_dict_pre_hook(NewBuffer._fill)
+
+    def _fill(self, prefix: str, keep: bool) -> None:
+        self.count = torch.tensor([float(self.n)])
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(given, prefix, *rest)
+        self.n = int(self.count)
+
+
+class Own(Counted):
+    """Says and takes by torch's inner methods."""
+
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(said, prefix, keep_vars)
+        said[prefix + "n"] = self.n  # no tensor
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        self.n = given.pop(prefix + "n")
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+class Derived(Counted):
+    """Has what follows from its weights, and no buffer for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = self.lin.weight.detach() * 2
+        self.register_load_state_dict_post_hook(Derived._derive)
+
+    def _derive(self, keys: Any = None) -> None:
+        self.twice = self.lin.weight.detach() * 2
+
+
+class Listed(nn.Module):
+    """Says a list of tensors, as long as it is now, in a dict: as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = {"all": [], "name": "x"}
+
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        said[prefix + "seen"] = copy.deepcopy(self.seen)
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        self.seen = given.pop(prefix + "seen")
+
+
+class Turned(nn.Module):
+    """Keeps a matrix turned in files: the same shape, and none of its memory may be mixed."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(*shape))
+        self._register_state_dict_hook(Turned._turn)
+        self._register_load_state_dict_pre_hook(self._turn_back)
+
+    def _turn(self, said: Any, prefix: str, meta: Any) -> None:
+        said[prefix + "w"] = said[prefix + "w"].t()
+
+    def _turn_back(self, given: Any, prefix: str, *rest: Any) -> None:
+        given[prefix + "w"] = given[prefix + "w"].t()
+
+
+class TurnedAtLoad(nn.Module):
+    """Says its parameter as it is, and turns what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(3, 3))
+        self._register_load_state_dict_pre_hook(self._turn)
+
+    def _turn(self, given: Any, prefix: str, *rest: Any) -> None:
+        given[prefix + "w"] = given[prefix + "w"].t()
+
+
+class Cast(nn.Module):
+    """Says its half-precision parameter in single precision; torch casts it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(3).half())
+        self.register_state_dict_post_hook(Cast._cast)
+
+    def _cast(self, said: Any, prefix: str, meta: Any) -> None:
+        said[prefix + "w"] = said[prefix + "w"].float()
+
+
+class Queue(nn.Module):
+    """Its buffer has as many rows as the checkpoint."""
+
+    def __init__(self, rows: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.rand(rows, 2))
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        self.rows = torch.empty_like(given[prefix + "rows"])
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+class Inside(nn.Module):
+    """Says what it holds under the names of the module that it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.load_state_dict(state_dict, *args, **kwargs)
+
+
+class Partial(Counted):
+    """Leaves a layer out of what it says, and takes no more than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(1, 1)
+        nn.init.ones_(self.frozen.weight)
+        nn.init.ones_(self.frozen.bias)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        return OrderedDict((k, v) for k, v in found.items() if "frozen" not in k)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if any("frozen" in key for key in state_dict):
+            raise KeyError("frozen")
+        return self.lin.load_state_dict(
+            {k.removeprefix("lin."): v for k, v in state_dict.items()}, *args, **kwargs
+        )
+
+
+class Noted(Counted):
+    """Writes beside the version what it wants to know as it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(Noted._note)
+
+    def _note(self, said: Any, prefix: str, meta: Any) -> None:
+        meta["n"] = self.n
+
+    def _load_from_state_dict(self, given: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        super()._load_from_state_dict(given, prefix, meta, *rest)
+        self.n = meta["n"]
+
+
+class Extra(Own):
+    def get_extra_state(self) -> Any:
+        return {"extra": self.n + 1, "t": torch.full((2,), float(self.n))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def on_instance() -> nn.Module:
+    """Give one instance methods of its own."""
+    module = Counted()
+
+    def say(self: Any, said: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, said, prefix, keep_vars)
+        said[prefix + "n"] = torch.tensor(self.n)
+
+    def take(self: Any, given: Any, prefix: str, *rest: Any) -> None:
+        self.n = int(given.pop(prefix + "n"))
+        nn.Module._load_from_state_dict(self, given, prefix, *rest)
+
+    vars(module)["_save_to_state_dict"] = MethodType(say, module)
+    vars(module)["_load_from_state_dict"] = MethodType(take, module)
+    return module
+
+
+def shared() -> nn.Module:
+    module = post_hook()
+    return nn.ModuleDict({"a": module, "b": nn.Sequential(module, nn.BatchNorm1d(2))})
+
+
+def compiled(make: Callable[[], nn.Module]) -> nn.Module:
+    wrapper = torch.compile(make(), backend="eager")
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
+
+
+def tied() -> nn.Module:
+    """Say a parameter of a child under another name as well."""
+    module = Counted()
+
+    def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
+        said[prefix + "again"] = said[prefix + "lin.weight"]
+
+    def take(own: Any, given: Any, prefix: str, *rest: Any) -> None:
+        own.n = float(given.pop(prefix + "again").sum())
+
+    module.register_state_dict_post_hook(say)
+    module.register_load_state_dict_pre_hook(take)
+    return module
+
+
+def odd_names() -> nn.Module:
+    return nn.ModuleDict({"a/b%": Own(), "0": Counted()})
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "state_dict of its own": Override,
+    "post hook": post_hook,
+    "pre hook": pre_hook,
+    "pre hook with another buffer": NewBuffer,
+    "inner methods": Own,
+    "derived after a load": Derived,
+    "a list in a dict": Listed,
+    "turned": partial(Turned, 3, 3),
+    "turned, other shape": partial(Turned, 2, 3),
+    "turned as it is loaded": TurnedAtLoad,
+    "cast": Cast,
+    "resized": Queue,
+    "names of what is inside": Inside,
+    "metadata": Noted,
+    "extra state besides": Extra,
+    "methods of an instance": on_instance,
+    "shared": shared,
+    "two names": tied,
+    "in a plain module": lambda: nn.Sequential(nn.Linear(2, 2), post_hook(), Queue(), Derived()),
+    "compiled": lambda: compiled(post_hook),
+    "compiled inside": lambda: nn.Sequential(compiled(Own), Own()),
+    "wrapped": lambda: nn.DataParallel(nn.Sequential(checkpoint_wrapper(Own()), pre_hook())),
+    "wrapped and resized": lambda: checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(Queue()))),
+    "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), Own()),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(2, 2)), Own()),
+    "names to be escaped": odd_names,
+}
+
+
+def trained(module: nn.Module, seed: int = 7) -> nn.Module:
+    """Give everything in a module other values."""
+    made = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=made))
+    for inner in module.modules():
+        if isinstance(inner, Counted):
+            inner.n = seed
+        if isinstance(inner, Derived):
+            inner._derive()
+        if isinstance(inner, Listed):
+            inner.seen = {"all": [torch.rand(2, generator=made), torch.ones(3)], "name": "y"}
+        if isinstance(inner, Queue):
+            inner.rows = torch.rand(3, 2, generator=made)
+    return module
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, nn.Module]:
+    """All of these after one save and one load, into fresh ones."""
+    with ckptd.Checkpointer("memory://words") as checkpointer:
+        handle = checkpointer.save(1, {n: trained(make()) for n, make in MODULES.items()})
+        assert handle is not None
+        handle.durable(60)
+        fresh = {name: make() for name, make in MODULES.items()}
+        checkpointer.load(fresh)
+        report = checkpointer.last_load
+        assert report is not None
+        assert not report.missing
+        assert not report.unexpected
+    return fresh
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_torch_brings_back_comes_back(loaded: dict[str, nn.Module], name: str) -> None:
+    saved, fresh = trained(MODULES[name]()), MODULES[name]()
+    assert differences(saved, fresh), "nothing to lose"
+    assert not differences(reloaded(saved, fresh), loaded[name])
+
+
+# --- what is not as it was ------------------------------------------------------------------------
+
+
+def save(root: Path | str, state: dict[str, Any], step: int = 1) -> None:
+    with ckptd.Checkpointer(str(root)) as checkpointer:
+        handle = checkpointer.save(step, state)
+        assert handle is not None
+        handle.durable(60)
+
+
+def load(root: Path | str, state: dict[str, Any], **options: Any) -> ckptd.LoadReport:
+    with ckptd.Checkpointer(str(root)) as checkpointer:
+        checkpointer.load(state, **options)
+        assert checkpointer.last_load is not None
+        return checkpointer.last_load
+
+
+def test_what_a_module_does_not_say_is_kept_from_it_and_comes_back_all_the_same() -> None:
+    saved = trained(Partial())
+    save("memory://partial", {"m": saved})
+    fresh = Partial()
+    load("memory://partial", {"m": fresh})
+    assert not [n for n in differences(saved, fresh) if not n.endswith(".n")]
+    assert torch.equal(saved.frozen.weight, fresh.frozen.weight)
+
+
+def words(flattener: Flattener, state: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.tensor.tolist() for n, x in flattener.flatten(state).tensors.items()}
+
+
+def test_a_hook_that_comes_later_is_noticed() -> None:
+    module = Counted()
+    state, flattener = {"m": nn.Sequential(nn.Linear(1, 1), module)}, Flattener()
+    known = flattener.flatten(state).known
+    assert flattener.flatten(state).known is known is not None
+    module.register_load_state_dict_pre_hook(lambda own, given, prefix, *rest: None)
+    assert flattener.flatten(state).known is known  # it says what it said
+    handle = module.register_state_dict_post_hook(
+        lambda own, said, prefix, meta: said.__setitem__(prefix + "n", torch.tensor(own.n))
+    )
+    for module.n in (3, 4):
+        assert words(flattener, state)["m.1.n"] == module.n
+    handle.remove()
+    assert "m.1.n" not in words(flattener, state)
+    assert flattener.flatten(state).known is not None
+
+
+def test_methods_that_come_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an instance, and in a class that the module has had all the time."""
+    module, other = Counted(), on_instance()
+    state, flattener = {"m": module}, Flattener()
+    flattener.flatten(state)
+    methods = {n: f.__func__ for n, f in vars(other).items() if isinstance(f, MethodType)}
+    vars(module).update({n: MethodType(f, module) for n, f in methods.items()})
+    assert words(flattener, state)["m.n"] == 0
+    for name in methods:
+        del vars(module)[name]
+    assert flattener.flatten(state).known is not None
+    for name, function in methods.items():
+        monkeypatch.setattr(Counted, name, function, raising=False)
+    module.n = 5
+    assert words(flattener, state)["m.n"] == 5
+
+
+def test_the_same_names_may_say_something_else(tmp_path: Path) -> None:
+    """With the same keys, in memory that was there before, and from the second save on."""
+    module = pre_hook()
+    state = {"m": nn.Sequential(module)}
+    with ckptd.Checkpointer(str(tmp_path)) as checkpointer:
+        for step in (1, 2, 3):
+            module.n = step
+            handle = checkpointer.save(step, state)
+            assert handle is not None
+            handle.durable(60)
+        for step in (3, 1):
+            fresh = pre_hook()
+            checkpointer.load({"m": nn.Sequential(fresh)}, step)
+            assert fresh.n == step
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Parameter(torch.rand(2))
+        self.child = nn.BatchNorm1d(2)
+
+
+class Second(nn.Module):
+    """Took the place of `First`, under the same name in the model."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Parameter(torch.zeros(2))
+        self.child = nn.BatchNorm1d(2)
+        self.versions: list[Any] = []
+
+    def _load_from_state_dict(self, given: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        self.versions.append(meta.get("version"))
+        if meta.get("version", 1) < 2:
+            given[prefix + "new"] = given.pop(prefix + "old") * 2
+        super()._load_from_state_dict(given, prefix, meta, *rest)
+
+
+class Third(Second):
+    _version = 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(First, Second), (Second, Second), (Second, Third)])
+def test_a_module_converts_what_an_older_one_saved(
+    tmp_path: Path, before: type[nn.Module], after: type[Second]
+) -> None:
+    saved = trained(nn.Sequential(nn.Linear(1, 1), before()))
+    state = {"m": saved}
+    with ckptd.Checkpointer(str(tmp_path)) as checkpointer:
+        for step in (1, 2):  # the second time the form of the state is remembered
+            handle = checkpointer.save(step, state)
+            assert handle is not None
+            handle.durable(60)
+    fresh = nn.Sequential(nn.Linear(1, 1), after())
+    report = load(tmp_path, {"m": fresh})
+    assert (report.missing, report.unexpected) == ((), ())
+    wanted = reloaded(saved, nn.Sequential(nn.Linear(1, 1), after()))
+    assert not differences(wanted, fresh)
+
+
+def test_a_file_of_torch_is_converted(tmp_path: Path) -> None:
+    saved = trained(nn.Sequential(First(), Own()))
+    torch.save({k: torch.as_tensor(v) for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
+    fresh = nn.Sequential(Second(), Own())
+    load(tmp_path / "root", {"m": fresh}, source=tmp_path / "a.pt")
+    assert torch.equal(fresh[0].new, saved[0].old * 2)
+    assert (int(fresh[1].n), fresh[0].versions) == (7, [None])
+
+
+# --- partly ---------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said_by_name() -> None:
+    save("memory://missing", {"m": trained(Counted())})
+    with pytest.raises(UsageError) as caught:
+        load("memory://missing", {"m": post_hook()})
+    assert (caught.value.kind, caught.value.where) == ("load-state-dict", "m")
+    save("memory://unexpected", {"m": trained(post_hook())})
+    with pytest.raises(MismatchError, match=r"m\.n: not in the live state"):
+        load("memory://unexpected", {"m": Counted()})
+
+
+def test_a_load_that_is_not_strict_keeps_what_is_missing() -> None:
+    save("memory://loose", {"m": trained(Counted())})
+    fresh = post_hook()
+    fresh.n = 5
+    report = load("memory://loose", {"m": fresh}, strict=False)
+    assert report.missing == ("m.n",)
+    assert fresh.n == 5
+    assert torch.equal(fresh.lin.weight, trained(Counted()).lin.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "weight"),
+    [
+        ({"only": "m.n"}, 7, False),
+        ({"only": "m.lin.*"}, 5, True),
+        ({"weights_only": True}, 7, True),
+    ],
+    ids=str,
+)
+def test_a_part_is_loaded(
+    tmp_path: Path, options: dict[str, Any], number: int, weight: bool
+) -> None:
+    save(str(tmp_path), {"m": trained(post_hook()), "s": 1})
+    fresh = post_hook()
+    fresh.n = 5
+    load(str(tmp_path), {"m": fresh, "s": 2}, **options)
+    assert fresh.n == number
+    assert torch.equal(fresh.lin.weight, trained(Counted()).lin.weight) is weight
+
+
+def test_what_follows_from_weights_follows_from_a_part_of_them() -> None:
+    save("memory://follows", {"m": trained(Derived())})
+    fresh = Derived()
+    load("memory://follows", {"m": fresh}, only="*.weight")
+    assert torch.equal(fresh.twice, trained(Derived()).lin.weight * 2)
+
+
+def test_modules_on_the_meta_device() -> None:
+    save("memory://meta", {"m": trained(nn.Sequential(post_hook(), Derived()))})
+    with torch.device("meta"):
+        fresh = nn.Sequential(Own(), Derived())
+    fresh[0] = post_hook().to("meta")
+    load("memory://meta", {"m": fresh})
+    assert fresh[0].n == 7
+    assert torch.equal(fresh[1].twice, fresh[1].lin.weight * 2)
+    assert torch.equal(fresh[0].lin.weight, trained(nn.Sequential(post_hook()))[0].lin.weight)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+class Raises(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("not now")
+
+
+class Pairs(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return list(super().state_dict(*args, **kwargs).items())
+
+
+class Unsavable(Own):
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        said[prefix + "n"] = object()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "where"),
+    [
+        (Raises(1, 1), "module-state", "m"),
+        (Pairs(1, 1), "module-state", "m"),
+        (nn.Sequential(Override()), "module-state", "m.0"),  # torch does not take it, either
+        (nn.Sequential(Unsavable()), "unsavable", "m.0.n"),
+    ],
+    ids=["raises", "no dict", "taken by none", "no value"],
+)
+def test_what_cannot_come_back_is_refused_by_name(module: Any, kind: str, where: str) -> None:
+    with pytest.raises(CkptdError) as caught:
+        flatten({"m": module})
+    assert (caught.value.kind, caught.value.where) == (kind, where)
+
+
+def test_torch_does_not_take_what_is_refused() -> None:
+    module = nn.Sequential(Override())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        reloaded(module, nn.Sequential(Override()))
