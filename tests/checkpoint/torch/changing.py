@@ -417,6 +417,37 @@ def frozen(state: State, draw: random.Random) -> None:
         parameter.requires_grad_(draw.random() < 0.5)
 
 
+def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
+    said[prefix + "said"] = torch.full((3,), vars(own).get("number", 0.0))
+
+
+def take(own: Any, given: Any, prefix: str, *rest: Any) -> None:
+    own.number = float(given.pop(prefix + "said", torch.zeros(1))[0])
+
+
+def flush(own: Any, prefix: str, keep_vars: bool) -> None:
+    own.mask = torch.full((2,), vars(own).get("number", 0.0))
+
+
+def other_words(state: State, draw: random.Random) -> None:
+    """Let a module say more than it holds, something else, or nothing besides."""
+    model = state["model"]
+    module = draw.choice([model, model.a])
+    how = draw.randrange(5)
+    if how == 0 and not module._load_state_dict_pre_hooks:
+        module.register_state_dict_post_hook(say)
+        module.register_load_state_dict_pre_hook(take)
+    elif how == 1:
+        model._state_dict_pre_hooks.clear()
+        model.register_state_dict_pre_hook(flush)
+    elif how == 2:
+        module._state_dict_hooks.clear()
+        module._load_state_dict_pre_hooks.clear()
+        module._state_dict_pre_hooks.clear()
+    else:
+        module.number = draw.random()
+
+
 CHANGES: dict[str, Change] = {
     "nothing": lambda state, draw: None,
     **{
@@ -445,6 +476,7 @@ CHANGES: dict[str, Change] = {
             refilled_storage,
             plain_values,
             other_model,
+            other_words,
             frozen,
         )
     },

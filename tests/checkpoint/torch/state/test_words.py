@@ -24,6 +24,11 @@ from tests.checkpoint.torch.state.oracle import differences, reloaded
 # --- modules that say more than they hold ---------------------------------------------------------
 
 
+def _any(module: nn.Module) -> Any:
+    """Return a module whose hooks can be registered: torch does not say their types."""
+    return module
+
+
 class Counted(nn.Module):
     """Two numbers that are no tensors, and a layer."""
 
@@ -45,8 +50,8 @@ class Override(Counted):
         return super().load_state_dict(given, *args, **kwargs)
 
 
-def post_hook() -> nn.Module:
-    module = Counted()
+def post_hook() -> Any:
+    module: Any = Counted()
 
     def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
         said[prefix + "n"] = torch.tensor(own.n)
@@ -59,9 +64,9 @@ def post_hook() -> nn.Module:
     return module
 
 
-def pre_hook() -> nn.Module:
+def pre_hook() -> Any:
     """Bring a number into a buffer as the module is asked, and out of it as it is loaded."""
-    module = Counted()
+    module: Any = Counted()
     module.register_buffer("count", torch.zeros(1))
     module.register_state_dict_pre_hook(lambda own, prefix, keep: own.count.fill_(own.n))
 
@@ -78,7 +83,7 @@ class NewBuffer(Counted):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(1))
-        self.register_state_dict_pre_hook(NewBuffer._fill)
+        _any(self).register_state_dict_pre_hook(NewBuffer._fill)
 
     def _fill(self, prefix: str, keep: bool) -> None:
         self.count = torch.tensor([float(self.n)])
@@ -106,7 +111,7 @@ class Derived(Counted):
     def __init__(self) -> None:
         super().__init__()
         self.twice = self.lin.weight.detach() * 2
-        self.register_load_state_dict_post_hook(Derived._derive)
+        _any(self).register_load_state_dict_post_hook(Derived._derive)
 
     def _derive(self, keys: Any = None) -> None:
         self.twice = self.lin.weight.detach() * 2
@@ -132,8 +137,8 @@ class Turned(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(*shape))
-        self._register_state_dict_hook(Turned._turn)
-        self._register_load_state_dict_pre_hook(self._turn_back)
+        _any(self)._register_state_dict_hook(Turned._turn)
+        _any(self)._register_load_state_dict_pre_hook(self._turn_back)
 
     def _turn(self, said: Any, prefix: str, meta: Any) -> None:
         said[prefix + "w"] = said[prefix + "w"].t()
@@ -148,7 +153,7 @@ class TurnedAtLoad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(3, 3))
-        self._register_load_state_dict_pre_hook(self._turn)
+        _any(self)._register_load_state_dict_pre_hook(self._turn)
 
     def _turn(self, given: Any, prefix: str, *rest: Any) -> None:
         given[prefix + "w"] = given[prefix + "w"].t()
@@ -160,7 +165,7 @@ class Cast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(3).half())
-        self.register_state_dict_post_hook(Cast._cast)
+        _any(self).register_state_dict_post_hook(Cast._cast)
 
     def _cast(self, said: Any, prefix: str, meta: Any) -> None:
         said[prefix + "w"] = said[prefix + "w"].float()
@@ -218,7 +223,7 @@ class Noted(Counted):
 
     def __init__(self) -> None:
         super().__init__()
-        self._register_state_dict_hook(Noted._note)
+        _any(self)._register_state_dict_hook(Noted._note)
 
     def _note(self, said: Any, prefix: str, meta: Any) -> None:
         meta["n"] = self.n
@@ -236,9 +241,9 @@ class Extra(Own):
         self.extra = state
 
 
-def on_instance() -> nn.Module:
+def on_instance() -> Any:
     """Give one instance methods of its own."""
-    module = Counted()
+    module: Any = Counted()
 
     def say(self: Any, said: Any, prefix: str, keep_vars: bool) -> None:
         nn.Module._save_to_state_dict(self, said, prefix, keep_vars)
@@ -253,7 +258,7 @@ def on_instance() -> nn.Module:
     return module
 
 
-def shared() -> nn.Module:
+def shared() -> Any:
     module = post_hook()
     return nn.ModuleDict({"a": module, "b": nn.Sequential(module, nn.BatchNorm1d(2))})
 
@@ -264,9 +269,9 @@ def compiled(make: Callable[[], nn.Module]) -> nn.Module:
     return wrapper
 
 
-def tied() -> nn.Module:
+def tied() -> Any:
     """Say a parameter of a child under another name as well."""
-    module = Counted()
+    module: Any = Counted()
 
     def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
         said[prefix + "again"] = said[prefix + "lin.weight"]
@@ -279,7 +284,7 @@ def tied() -> nn.Module:
     return module
 
 
-def odd_names() -> nn.Module:
+def odd_names() -> Any:
     return nn.ModuleDict({"a/b%": Own(), "0": Counted()})
 
 
@@ -313,7 +318,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(module: nn.Module, seed: int = 7) -> nn.Module:
+def trained(module: nn.Module, seed: int = 7) -> Any:
     """Give everything in a module other values."""
     made = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -375,7 +380,7 @@ def load(root: Path | str, state: dict[str, Any], **options: Any) -> ckptd.LoadR
 def test_what_a_module_does_not_say_is_kept_from_it_and_comes_back_all_the_same() -> None:
     saved = trained(Partial())
     save("memory://partial", {"m": saved})
-    fresh = Partial()
+    fresh: Any = Partial()
     load("memory://partial", {"m": fresh})
     assert not [n for n in differences(saved, fresh) if not n.endswith(".n")]
     assert torch.equal(saved.frozen.weight, fresh.frozen.weight)
@@ -386,7 +391,7 @@ def words(flattener: Flattener, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_hook_that_comes_later_is_noticed() -> None:
-    module = Counted()
+    module: Any = Counted()
     state, flattener = {"m": nn.Sequential(nn.Linear(1, 1), module)}, Flattener()
     known = flattener.flatten(state).known
     assert flattener.flatten(state).known is known is not None
@@ -478,7 +483,7 @@ def test_a_module_converts_what_an_older_one_saved(
             handle = checkpointer.save(step, state)
             assert handle is not None
             handle.durable(60)
-    fresh = nn.Sequential(nn.Linear(1, 1), after())
+    fresh: Any = nn.Sequential(nn.Linear(1, 1), after())
     report = load(tmp_path, {"m": fresh})
     assert (report.missing, report.unexpected) == ((), ())
     wanted = reloaded(saved, nn.Sequential(nn.Linear(1, 1), after()))
@@ -488,7 +493,7 @@ def test_a_module_converts_what_an_older_one_saved(
 def test_a_file_of_torch_is_converted(tmp_path: Path) -> None:
     saved = trained(nn.Sequential(First(), Own()))
     torch.save({k: torch.as_tensor(v) for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
-    fresh = nn.Sequential(Second(), Own())
+    fresh: Any = nn.Sequential(Second(), Own())
     load(tmp_path / "root", {"m": fresh}, source=tmp_path / "a.pt")
     assert torch.equal(fresh[0].new, saved[0].old * 2)
     assert (int(fresh[1].n), fresh[0].versions) == (7, [None])
@@ -539,7 +544,7 @@ def test_a_part_is_loaded(
 
 def test_what_follows_from_weights_follows_from_a_part_of_them() -> None:
     save("memory://follows", {"m": trained(Derived())})
-    fresh = Derived()
+    fresh: Any = Derived()
     load("memory://follows", {"m": fresh}, only="*.weight")
     assert torch.equal(fresh.twice, trained(Derived()).lin.weight * 2)
 
@@ -547,7 +552,7 @@ def test_what_follows_from_weights_follows_from_a_part_of_them() -> None:
 def test_modules_on_the_meta_device() -> None:
     save("memory://meta", {"m": trained(nn.Sequential(post_hook(), Derived()))})
     with torch.device("meta"):
-        fresh = nn.Sequential(Own(), Derived())
+        fresh: Any = nn.Sequential(Own(), Derived())
     fresh[0] = post_hook().to("meta")
     load("memory://meta", {"m": fresh})
     assert fresh[0].n == 7
