@@ -704,9 +704,11 @@ class Loader:
                     error = caught
                 # A rank that failed takes part: it must not leave the others waiting.
                 unexpected = without_place(self._agreement, saved, matching.unexpected)
-                matching.unexpected = unexpected
                 try:
                     if saved is not None:
+                        for name in matching.keep_adopted(unexpected):
+                            number = matching.tensors[name]
+                            filling.add(name, leaves.tensors[name].tensor, number)
                         hint = "" if laid is None else laid.hint
                         refuse_misfit(matching, saved, leaves, strict=options.strict, hint=hint)
                         with no_collection():
@@ -857,8 +859,10 @@ class Loader:
         matching = match(others, rest, wanted, to_saved, strict=options.strict)
         matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         filling = Filling(self._describer)
+        later = set(matching.adopted.values())  # other ranks may have a place for it
         for name, number in matching.tensors.items():
-            filling.add(name, leaves.tensors[name].tensor, number)
+            if name not in later:
+                filling.add(name, leaves.tensors[name].tensor, number)
         if laid is not None:
             laid.match(leaves, wanted, filling, matching)
         return matching, leaves, filling, laid

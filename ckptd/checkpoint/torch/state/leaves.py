@@ -411,6 +411,7 @@ class OwnPath(Protocol):
     """A way by which an object itself takes its state; see `words.LoadPath`."""
 
     owned: set[str]
+    adopted: set[str]
 
     def converts(self, name: str) -> bool:
         """Tell whether the object may do without a name, or with another one in its place."""

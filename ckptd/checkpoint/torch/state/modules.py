@@ -35,8 +35,8 @@ from ckptd.checkpoint.torch.state.tensors import (
 from ckptd.checkpoint.torch.state.words import (
     NOTE,
     LoadPath,
-    Placed,
-    Said,
+    ModulePlace,
+    ModuleWords,
     add_note,
     add_word,
     is_same_memory,
@@ -202,7 +202,7 @@ def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTenso
 
 
 def _tensors(
-    named: Iterable[tuple[Placed, _Wrapper | None]], place: StatePlace
+    named: Iterable[tuple[ModulePlace, _Wrapper | None]], place: StatePlace
 ) -> Iterator[ModuleTensor]:
     for (_, prefix, inner), wrapper in named:
         _check_module(inner, prefix, place)
@@ -248,7 +248,10 @@ _compared: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary
 
 
 def _add_saved(
-    sink: Sink, place: StatePlace, module: nn.Module, named: list[tuple[Placed, _Wrapper | None]]
+    sink: Sink,
+    place: StatePlace,
+    module: nn.Module,
+    named: list[tuple[ModulePlace, _Wrapper | None]],
 ) -> None:
     placed = [p for p, _ in named]
     said = _said(place, module, named)
@@ -282,8 +285,8 @@ _UNSAID: Final = object()
 
 
 def _said(
-    place: StatePlace, module: nn.Module, named: list[tuple[Placed, _Wrapper | None]]
-) -> Said | None:
+    place: StatePlace, module: nn.Module, named: list[tuple[ModulePlace, _Wrapper | None]]
+) -> ModuleWords | None:
     """Return what a module says, where that may be anything but its parameters and buffers.
 
     Of one in which nothing has code of its own it is compared once, as long as it has the same
@@ -294,16 +297,16 @@ def _said(
     if speaks:
         for p in placed:
             _check_module(p.module, p.prefix, place)
-        return Said(place, module, placed)
+        return ModuleWords(place, module, placed)
     form = [(entry.fqn, id(entry.tensor)) for entry in _tensors(named, place)]
     if _compared.get(module) == form:
         return None
-    said = Said(place, module, placed)
+    said = ModuleWords(place, module, placed)
     _compared[module] = form
     return said
 
 
-def _extra_states(placed: Iterable[Placed]) -> Iterator[tuple[str, nn.Module]]:
+def _extra_states(placed: Iterable[ModulePlace]) -> Iterator[tuple[str, nn.Module]]:
     for _, prefix, inner in placed:
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             yield escape_fqn(prefix) + _EXTRA, inner
@@ -314,7 +317,7 @@ def _add_loaded(
     saved: SavedNames,
     place: StatePlace,
     module: nn.Module,
-    named: list[tuple[Placed, _Wrapper | None]],
+    named: list[tuple[ModulePlace, _Wrapper | None]],
 ) -> None:
     placed = [p for p, _ in named]
     path = LoadPath.of(place, module, placed, saved)
@@ -371,7 +374,7 @@ def _named_modules(
     around: tuple[nn.Module, ...] = (),
     wrapper: _Wrapper | None = None,
     raw: str = "",
-) -> Iterator[tuple[Placed, _Wrapper | None]]:
+) -> Iterator[tuple[ModulePlace, _Wrapper | None]]:
     """Yield modules with their prefixes, and what wraps them; shared modules come each time.
 
     A prefix is empty or ends in a dot.
@@ -382,7 +385,7 @@ def _named_modules(
         )
     if isinstance(module, DistributedDataParallel):
         wrapper = _Wrapper(module)
-    yield Placed(raw, prefix, module), wrapper
+    yield ModulePlace(raw, prefix, module), wrapper
     for key, child in module._modules.items():
         if child is None:
             continue

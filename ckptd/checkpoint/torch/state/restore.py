@@ -114,6 +114,9 @@ class Matching:
         What fits in no case, a line each.
     required
         Tells which names must be in the checkpoint.
+    adopted
+        Live name, by the checkpoint's name, of what only the code of a module may know. It is
+        among `unexpected` until `keep_adopted`.
     """
 
     tensors: dict[str, int] = field(default_factory=dict)
@@ -125,6 +128,22 @@ class Matching:
     unexpected: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     required: Callable[[str], bool] = bool
+    adopted: dict[str, str] = field(default_factory=dict)
+
+    def keep_adopted(self, unexpected: Collection[str]) -> list[str]:
+        """Leave out what was adopted and other ranks have a place for; return what is kept.
+
+        Parameters
+        ----------
+        unexpected
+            Names that no rank has a place for.
+        """
+        for source, name in self.adopted.items():
+            if source not in unexpected:
+                self.tensors.pop(name, None)
+                self.objects.pop(name, None)
+        self.unexpected = [n for n in unexpected if n not in self.adopted]
+        return [name for name in self.adopted.values() if name in self.tensors]
 
 
 def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
@@ -227,6 +246,9 @@ def match(
     doubtful = [n for n in saved.doubtful() if wanted(n)]
     found.unexpected = [n for n in everything if n not in known and wanted(n)]
     found.unexpected += [n for n in doubtful if n in known]
+    adopted = {name for path in leaves.paths for name in path.adopted}
+    found.adopted = {to_saved(n): n for n in adopted if n in found.tensors or n in found.objects}
+    found.unexpected += found.adopted
     misfits = {n: why for n, why in leaves.misfits.items() if wanted(f"{n}.groups")}
     if strict:
         differences += [f"{n}: {why}" for n, why in misfits.items()]

@@ -29,8 +29,8 @@ from ckptd.errors import CkptdError, UsageError
 __all__ = [
     "NOTE",
     "LoadPath",
-    "Placed",
-    "Said",
+    "ModulePlace",
+    "ModuleWords",
     "add_note",
     "add_word",
     "is_same_memory",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 NOTE = "_own_state"
-"""The last segment of the name of what `Said.notes` gives."""
+"""The last segment of the name of what `ModuleWords.notes` gives."""
 
 # What is defined here says and takes parameters and buffers as they are, or under other keys.
 _PLAIN = frozenset(
@@ -58,7 +58,7 @@ _PLAIN = frozenset(
 _UNSAID = "_checkpoint_wrapped_module."  # the wrapper's hooks take it out of keys
 
 
-class Placed(NamedTuple):
+class ModulePlace(NamedTuple):
     """A module, the prefix that torch gives its keys, and the canonical one of its names."""
 
     raw: str
@@ -126,7 +126,7 @@ def _usual_version(module: nn.Module) -> Any:
     return vars(owner)["_version"] if torchs else nn.Module._version
 
 
-def said_versions(placed: Iterable[Placed]) -> dict[str, dict[str, Any]]:
+def said_versions(placed: Iterable[ModulePlace]) -> dict[str, dict[str, Any]]:
     """Return notes, by prefix, of modules whose version is not the usual one."""
     return {
         p.prefix: {"metadata": {"version": p.module._version}}
@@ -138,7 +138,7 @@ def said_versions(placed: Iterable[Placed]) -> dict[str, dict[str, Any]]:
 # --- what is said ---------------------------------------------------------------------------------
 
 
-class Said:
+class ModuleWords:
     """What the ``state_dict()`` of a module says now.
 
     Attributes
@@ -158,7 +158,7 @@ class Said:
         kind ``module-state``: it raised, or is no mapping of names.
     """
 
-    def __init__(self, place: StatePlace, top: nn.Module, placed: list[Placed]) -> None:
+    def __init__(self, place: StatePlace, top: nn.Module, placed: list[ModulePlace]) -> None:
         self._place, self._top = place, top
         self.speaking = {p.prefix: p for p in placed if _says(p.module)}
         taking = {escape_fqn(p.prefix) for p in placed if _takes(p.module)}
@@ -243,7 +243,7 @@ class Said:
                     notes[speaker.prefix][what].append(name)
         return notes
 
-    def _speaker(self, name: str) -> Placed | None:
+    def _speaker(self, name: str) -> ModulePlace | None:
         """Return the module that says a name: the nearest with code of its own, or the first."""
         nearest = sorted(self.speaking.values(), key=lambda p: -len(p.prefix))
         of = (p for p in nearest if name.startswith(escape_fqn(p.prefix)))
@@ -253,16 +253,16 @@ class Said:
         """Raise where nothing takes one of `words` when the module is loaded."""
         lost = sorted(name for name in words if not self.takes(name))
         if lost:
-            by = self._speaker(lost[0]) or Placed("", "", self._top)
+            by = self._speaker(lost[0]) or ModulePlace("", "", self._top)
             raise self.refused(
                 "a module says state that it does not take when it is loaded",
                 ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8]),
                 by,
             )
 
-    def refused(self, message: str, found: str, by: Placed | None = None) -> UsageError:
+    def refused(self, message: str, found: str, by: ModulePlace | None = None) -> UsageError:
         """Return the error that says that this cannot be saved; `by` default is the whole."""
-        by = by or Placed("", "", self._top)
+        by = by or ModulePlace("", "", self._top)
         kind = type(by.module).__name__
         return UsageError(
             message,
@@ -300,7 +300,7 @@ def add_word(sink: Sink, at: StatePlace, value: Any, kind: TensorKind) -> None:
 def add_note(
     sink: Sink, place: StatePlace, prefix: str, note: Any, put: Callable[[Any], None] | None = None
 ) -> None:
-    """Add a note of `Said.notes`, or the place of one in a load."""
+    """Add a note of `ModuleWords.notes`, or the place of one in a load."""
     fqn = escape_fqn(prefix) + NOTE
     sink.add_object(place.child(fqn, f".{fqn}"), note, put or _nowhere)
 
@@ -325,14 +325,17 @@ class LoadPath:
         What the module says before the load.
     owned
         Names of the objects that are kept for the module.
+    adopted
+        Names of leaves that are of the checkpoint alone.
     """
 
     def __init__(
-        self, place: StatePlace, module: nn.Module, placed: list[Placed], saved: SavedNames
+        self, place: StatePlace, module: nn.Module, placed: list[ModulePlace], saved: SavedNames
     ) -> None:
         self._place, self._module, self._placed, self._saved = place, module, placed, saved
-        self.said = Said(place, module, placed)
+        self.said = ModuleWords(place, module, placed)
         self.owned: set[str] = set()
+        self.adopted: set[str] = set()
         self._start = f"{place.name}."
         self._names: dict[str, str] = {}
         self._raw: dict[str, torch.Tensor] = {}
@@ -342,7 +345,7 @@ class LoadPath:
 
     @staticmethod
     def of(
-        place: StatePlace, module: nn.Module, placed: list[Placed], saved: SavedNames
+        place: StatePlace, module: nn.Module, placed: list[ModulePlace], saved: SavedNames
     ) -> LoadPath | None:
         """Return the path of a module, if anything in it has code of its own."""
         some = _is_replaced(module, "load_state_dict")
@@ -400,7 +403,7 @@ class LoadPath:
 
     def adopt(self, sink: Sink, kind: TensorKind) -> None:
         """Add what was saved under names that are not known here, and that the module may know."""
-        start = len(self._start)
+        start, known = len(self._start), {*sink.leaves.tensors, *sink.leaves.objects}
         for name in self._saved.objects:
             if self.converts(name) and self._saved.objects[name] == "value" and not sink.has(name):
                 fqn = name[start:]
@@ -417,6 +420,7 @@ class LoadPath:
                 at = self._place.child(name[start:], f" -> {name}")
                 self._name(name[start:], at)
                 self._add(sink, at, None, kind)
+        self.adopted = {*sink.leaves.tensors, *sink.leaves.objects} - known
 
     def _name(self, fqn: str, at: StatePlace) -> None:
         self._names[self.said.key(fqn)] = at.name

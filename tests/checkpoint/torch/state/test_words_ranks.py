@@ -164,6 +164,41 @@ def test_ranks_whose_modules_say_different_things_are_refused(tmp_path: Path) ->
         assert "\n".join(said) == "\n".join(wanted)
 
 
+# --- stages ---------------------------------------------------------------------------------------
+
+
+class Stage(nn.ModuleDict):
+    """Code of its own sees all that it is given: what other stages have is not for it."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.given = sorted(state_dict)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def stages(root: str) -> tuple[list[str], float]:
+    rank = torch.distributed.get_rank()
+    saved, fresh = (Stage({f"s{rank}": nn.Linear(1, 1), "t": nn.Linear(1, 1)}) for _ in range(2))
+    for part in saved.parameters():
+        nn.init.constant_(part, 3.0)
+    own: Any = saved[f"s{rank}"]
+    nn.init.constant_(own.weight, rank + 1.0)
+    with ckptd.Checkpointer(root, timeout_s=60.0) as ck:
+        handle = ck.save(1, {"model": saved})
+        assert handle is not None
+        handle.durable(60.0)
+        ck.load({"model": fresh})
+    mine: Any = fresh[f"s{rank}"]
+    return fresh.given, mine.weight.item()
+
+
+def test_a_stage_gets_what_is_its_own(tmp_path: Path) -> None:
+    def names(rank: int) -> list[str]:
+        return [f"{part}.{n}" for part in (f"s{rank}", "t") for n in ("bias", "weight")]
+
+    found = run_ranks(2, stages, str(tmp_path), deadline_s=PATIENCE_S)
+    assert found == [(names(0), 1.0), (names(1), 2.0)]
+
+
 # --- a layout -------------------------------------------------------------------------------------
 
 
