@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ckptd
 from ckptd.elastic import keyed_generator
+from ckptd.errors import MismatchError
 from tests.checkpoint.torch.bridge import give, take
 
 pytestmark = [pytest.mark.filterwarnings("default")]
@@ -104,3 +105,42 @@ def endless(batches: ckptd.Batches) -> Iterator[list[float]]:
     while True:
         for batch in batches:
             yield batch.tolist()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "longer": {"size": 50},
+    "smaller batches": {"batch": 1},
+    "larger batches": {"batch": 3},
+    "shuffled": {"shuffle": True},
+    "other samples": {"add": 1000},
+    "shorter": {"size": 5},
+    "more workers": {"num_workers": 1},
+}
+
+
+@pytest.mark.plugins
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_position_in_other_data_is_refused_or_told(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchdata import stateful_dataloader
+
+    def program(size: int = 20, batch: int = 2, add: int = 0, **more: Any) -> ckptd.Batches:
+        samples: Any = [i + add for i in range(size)]
+        return ckptd.Batches(stateful_dataloader.StatefulDataLoader(samples, batch, **more))
+
+    batches = program()
+    for _ in range(6):
+        next(batches)
+    state = take({"data": batches})
+    give(state, {"data": program()})
+    assert not caplog.records
+    other = program(**OTHERS[what])
+    if what in ("shorter", "more workers"):
+        with pytest.raises(MismatchError) as caught:
+            give(state, {"data": other})
+        assert caught.value.kind == "data-position"
+    else:
+        give(state, {"data": other})
+        [record] = caplog.records
+        assert "this is other data than the position was saved in" in record.message

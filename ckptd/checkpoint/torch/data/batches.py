@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ckptd.checkpoint.torch.data.facts import batch_form, batches_of, changes, facts_of
 from ckptd.checkpoint.torch.data.keyed import keyed_seed
 from ckptd.checkpoint.torch.data.sampler import ElasticSampler
 from ckptd.checkpoint.torch.data.workerdraws import watch_workers
@@ -148,6 +149,8 @@ class Batches:
         self._goes_on = False
         self._led_back = False
         self._outside: RngStreams | None = None
+        self._form: str | None = None
+        self._changed = False
         self._marks: deque[_Position] = deque(maxlen=ahead)
         self._since_load = 0
         self._pace = _Pace(ahead)
@@ -163,7 +166,10 @@ class Batches:
         ------
         StopIteration
             An epoch has no batch.
+        MismatchError
+            kind ``data-position``: no batch comes where the data was when it was saved.
         """
+        led_back = self._led_back
         with self._drawing():
             if self._kind == "function":
                 return self._took(self._call())
@@ -171,6 +177,8 @@ class Batches:
                 if (batch := next(self._epoch_on(), _END)) is not _END:
                     return self._took(batch)
                 self._end_epoch()
+        if led_back:
+            raise _ended("no batch", self._at.epoch)
         raise StopIteration
 
     def __iter__(self) -> Iterator[Any]:
@@ -218,10 +226,24 @@ class Batches:
     def _took(self, batch: Any) -> Any:
         at = self._at
         last = _digest(batch) if self._kind == "loader" else ""
+        if self._kind == "function":
+            self._look_at(batch_form(batch))
         self._at = replace(at, drawn=at.drawn + 1, taken=(at.taken or 0) + 1, last=last)
         self._since_load += 1
         self._goes_on = False
         return batch
+
+    def _look_at(self, form: str) -> None:
+        """Warn where a function goes on with batches of another form than all that it made."""
+        if self._led_back and self._form and form != self._form:
+            _log.warning(
+                "batches were %s when the position was saved, and are %s: this resume is not exact "
+                "(docs/guide/exact-resume.md)",
+                self._form,
+                form,
+            )
+        self._led_back = False
+        self._form = form if self._form in (None, form) else ""
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -293,17 +315,12 @@ class Batches:
         batch: Any = None
         for _ in range(skip):
             if (batch := next(inner, _END)) is _END:
-                raise MismatchError(
-                    "the data ends before the batch that was saved",
-                    kind="data-position",
-                    wanted=f"more than {skip} batches in epoch {at.epoch}",
-                    hint="load with the data set, sampler and batch size that it was saved with",
-                )
-        if skip and at.last and at.last != _digest(batch):
+                raise _ended(f"fewer than {skip} batches", at.epoch)
+        if skip and at.last and at.last != _digest(batch) and not self._changed:
             _log.warning(
-                "batches that were taken come out otherwise when they are made again: something "
-                "draws from a stream that ckptd does not know, so that this resume is not exact "
-                "(docs/guide/exact-resume.md)"
+                "batches that were taken come out otherwise when they are made again: the data has "
+                "other samples, or something draws from a stream that ckptd does not know, so that "
+                "this resume is not exact (docs/guide/exact-resume.md)"
             )
         return inner
 
@@ -339,6 +356,8 @@ class Batches:
             "inner": at.inner,
             "last": at.last,
             "batch_size": _batch_size(self.source),
+            "facts": self._facts(),
+            "form": self._form or "",
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -347,11 +366,13 @@ class Batches:
         Raises
         ------
         MismatchError
-            kind ``data-position``: it is the position in another kind of data.
+            kind ``data-position``: it is the position in another kind of data, or one that the
+            data does not have.
         CorruptError
             kind ``bad-object``: `state` was not made by `state_dict`.
         """
         at = _position_of(state, self._kind)
+        self._changed = self._compare(at, state.get("facts") or {})
         if self._since_load and self._ahead:
             _log.warning(
                 "%d batches were taken before the load, and the program may still hold some of "
@@ -361,6 +382,7 @@ class Batches:
             )
         if self._kind == "stateful" and at.inner is not None:
             self.source.load_state_dict(at.inner)  # type: ignore[union-attr]
+        self._form = state.get("form") or None
         self._at = at
         self._streams = None if at.seed is None else OwnStreams(at.seed, at.streams)
         self._inner = None
@@ -368,6 +390,56 @@ class Batches:
         self._led_back = True
         self._marks.clear()
         self._since_load = 0
+
+    def _facts(self) -> dict[str, Any]:
+        if self._kind == "function":
+            return {}
+        return facts_of(self.source, _parts(self.source), workers=self._kind == "stateful")
+
+    def _compare(self, at: _Position, saved: dict[str, Any]) -> bool:
+        """Say whether this is other data than that of a position, what differs, and what is done.
+
+        Raises
+        ------
+        MismatchError
+            kind ``data-position``: it has no such position.
+        """
+        if self._kind == "function":
+            return False
+        taken, found, size = at.taken or 0, changes(saved, self._facts()), batches_of(self.source)
+        if found or (size is not None and taken > size):
+            _set_epoch(self.source, at.epoch)  # order and length may follow from it
+            found, size = changes(saved, self._facts()), batches_of(self.source)
+        if taken and self._kind != "elastic" and size is not None and taken > size:
+            raise _ended(
+                f"{size} batches, {'; '.join(found)}", at.epoch, f"at least {taken} batches"
+            )
+        if not found:
+            return False
+        if at.inner is not None and _workers_fixed(self.source, saved):
+            raise MismatchError(
+                "the loader's own state is that of another number of workers",
+                kind="data-position",
+                wanted=f"num_workers={saved['workers']}, as saved",
+                found="; ".join(found),
+                hint=_AS_SAVED,
+            )
+        _log.warning(
+            "this is other data than the position was saved in: %s. The resume is not exact: %s "
+            "(docs/guide/exact-resume.md)",
+            "; ".join(found),
+            self._done(at),
+        )
+        return True
+
+    def _done(self, at: _Position) -> str:
+        if self._kind == "elastic":
+            return "the epoch goes on where the sampler is"
+        if not at.taken:
+            return f"epoch {at.epoch} begins with what is here now"
+        if self._kind == "stateful":
+            return f"the loader goes on by its own state, which is that after {at.taken} batches"
+        return f"epoch {at.epoch} goes on after the first {at.taken} batches of what is here now"
 
     def saved(self, step: int) -> None:
         """Note that a save of `step` holds the position; warn where `ahead` cannot be right."""
@@ -397,6 +469,9 @@ class Batches:
         for state in states:
             _position_of(state, self._kind)
         own: dict[str, Any] = {**states[0], "drawn": max(s["drawn"] for s in states)}
+        # Shares and batches follow from the number of ranks, of which the log says enough.
+        facts = states[0].get("facts") or {}
+        own["facts"] = {n: facts[n] for n in ("loader", "dataset", "order") if n in facts}
         if self._kind == "stateful" and any(s["inner"] is not None for s in states):
             raise _no_share(len(states), world, "the loader's own state is that of one rank")
         if self._kind == "loader" and any(s["taken"] for s in states):
@@ -479,6 +554,26 @@ class _Pace:
 
 
 _END = object()
+_AS_SAVED = (
+    "load with the loader or function that it was saved with, or leave the data out: "
+    "ck.load(state, only=...)"
+)
+
+
+def _ended(found: str, epoch: int, wanted: str = "a batch there") -> MismatchError:
+    return MismatchError(
+        "the data ends before the batch that was saved",
+        kind="data-position",
+        wanted=f"{wanted} in epoch {epoch}",
+        found=found,
+        hint=_AS_SAVED,
+    )
+
+
+def _workers_fixed(loader: Any, saved: dict[str, Any]) -> bool:
+    """Tell whether a loader's state fits one number of workers, which is not the saved one."""
+    its = any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(loader).__mro__)
+    return its and saved.get("workers") not in (None, getattr(loader, "num_workers", None))
 
 
 def _no_function() -> Any:
@@ -568,6 +663,10 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
         numbers = (state["drawn"], state["epoch"], state["taken"] or 0, seed or 0)
         if any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"counts {numbers}")
+        # Checkpoints of before have neither.
+        facts, form = state.get("facts") or {}, state.get("form") or ""
+        if not (isinstance(facts, dict) and isinstance(form, str)):
+            raise TypeError(f"facts {facts!r}, form {form!r}")
         streams = state["streams"]
         at = _Position(
             drawn=state["drawn"],
@@ -590,8 +689,7 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             kind="data-position",
             wanted=str(saved)[:40],
             found=kind,
-            hint="load with the loader or function that it was saved with, or leave the data out: "
-            "ck.load(state, only=...)",
+            hint=_AS_SAVED,
         )
     return at
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ckptd.errors import CorruptError, UsageError
 
 __all__ = ["ElasticSampler"]
 
+_log = logging.getLogger("ckptd")
+
 
 class ElasticSampler:
     """Yields the micro-batches of this rank, for ever, from where the job is.
@@ -21,7 +24,7 @@ class ElasticSampler:
     same samples whatever the number of ranks, and across resumes each sample once an epoch.
 
     It does not count what a loader fetches ahead: call `advance` when a step's optimizer has
-    stepped. Its state is one integer, equal on all ranks; put the sampler into the state that is
+    stepped. Its position is one integer, equal on all ranks; put the sampler into the state that is
     saved. After a load, or in a new world, make a new iterator.
 
     Parameters
@@ -105,11 +108,19 @@ class ElasticSampler:
         return self.consumed // self.schedule.size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: ``{"consumed": N}``."""
-        return {"consumed": self.consumed}
+        """Return the position, ``{"consumed": N}``, and the schedule that it is one of."""
+        return {"consumed": self.consumed, "schedule": self._of}
+
+    @property
+    def _of(self) -> dict[str, Any]:
+        schedule = self.schedule
+        sizes = {"size": schedule.size, "batch": schedule.batch}
+        return sizes | {"seed": schedule.seed, "shuffle": schedule.shuffle}
 
     def load_state_dict(self, state: Any) -> None:
         """Go to a position; iterators made before go on where they were.
+
+        The log of rank 0 says where it is a position in another schedule.
 
         Raises
         ------
@@ -124,4 +135,19 @@ class ElasticSampler:
                 wanted='{"consumed": N}, N at least 0',
                 found=repr(state)[:200],
             )
+        schedule = state.get("schedule")
+        if isinstance(schedule, dict) and self.rank == 0:
+            found = [
+                f"{name} was {str(schedule[name])[:40]} and is {now}"
+                for name, now in self._of.items()
+                if name in schedule and schedule[name] != now
+            ]
+            if found:
+                _log.warning(
+                    "the position is that in another schedule: %s. The resume is not exact: it "
+                    "goes on after %d samples of the schedule that is here now "
+                    "(docs/guide/exact-resume.md)",
+                    "; ".join(found),
+                    consumed,
+                )
         self.consumed = consumed

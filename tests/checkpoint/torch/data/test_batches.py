@@ -498,7 +498,24 @@ def test_data_that_ended_earlier_is_another() -> None:
         next(batches)
     taken = take({"data": batches})
     shorter = ckptd.Batches(DataLoader(Plain(8), 2))
-    give(taken, {"data": shorter})
+    with pytest.raises(MismatchError) as caught:
+        give(taken, {"data": shorter})
+    assert caught.value.kind == "data-position"
+
+
+def test_data_that_does_not_tell_its_length_and_ended_earlier_is_another() -> None:
+    class Lines(IterableDataset[int]):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.count))
+
+    batches = ckptd.Batches(DataLoader(Lines(14), 2))
+    for _ in range(5):
+        next(batches)
+    shorter = ckptd.Batches(DataLoader(Lines(8), 2))
+    give(take({"data": batches}), {"data": shorter})
     with pytest.raises(MismatchError) as caught:
         next(shorter)
     assert caught.value.kind == "data-position"

@@ -1,0 +1,143 @@
+"""What a loader tells of its data: kept with a position, so that other data is seen at the load.
+
+A position is a count, or the loader's own state, and fits other data as well as the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.torch.replicas import sample_digest
+
+__all__ = ["batch_form", "batches_of", "changes", "facts_of"]
+
+_NUMBERS = ("seed", "shuffle", "replacement", "drop_last")
+"""Of a sampler, where they are plain numbers: what decides on its order."""
+_SAMPLES = 8
+_WORDS = {
+    "loader": "the loader",
+    "dataset": "the data set",
+    "length": "the number of samples",
+    "batch_size": "the batch size",
+    "drop_last": "drop_last",
+    "order": "the order",
+    "workers": "the number of workers",
+    "samples": "samples that were looked at",
+}
+
+
+def facts_of(source: Any, parts: Sequence[Any], *, workers: bool) -> dict[str, Any]:
+    """Return what is known of the data of a loader, as plain values.
+
+    Parameters
+    ----------
+    parts
+        The loader, its samplers and its data set, as far as it tells them.
+    workers
+        Whether their number decides which batches come.
+    """
+    data = getattr(source, "dataset", None)
+    found: dict[str, Any] = {"loader": type(source).__qualname__}
+    if data is not None:
+        found["dataset"] = type(data).__qualname__
+    found["length"] = _length(source if data is None else data)
+    for name in ("batch_size", "drop_last"):
+        found[name] = next((v for p in parts if (v := _plain(p, name)) is not None), None)
+    samplers = [p for p in parts if p is not source and p is not data]
+    found["order"] = ", ".join(map(_sampler, samplers))
+    if workers or isinstance(data, IterableDataset):
+        found["workers"] = _plain(source, "num_workers")
+    found["samples"] = _digest(source if data is None else data)
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is another now, a phrase each; what only one side knows is none."""
+    both = [name for name in _WORDS if name in saved and name in now and saved[name] != now[name]]
+    return [
+        f"{_WORDS[name]} differ" if name == "samples" else _changed(name, saved[name], now[name])
+        for name in both
+    ]
+
+
+def _changed(name: str, before: object, now: object) -> str:
+    return f"{_WORDS[name]} was {str(before)[:200]} and is {now}"
+
+
+def batch_form(batch: Any) -> str:
+    """Return types and shapes of what is in a batch."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return f"({', '.join(map(batch_form, batch[:8]))})"
+    return type(batch).__name__
+
+
+def _plain(part: Any, name: str) -> int | None:
+    value = getattr(part, name, None)
+    return value if isinstance(value, int) else None
+
+
+def _sampler(sampler: Any) -> str:
+    numbers = [f"{n}={v}" for n in _NUMBERS if (v := _plain(sampler, n)) is not None]
+    return f"{type(sampler).__qualname__}({', '.join(numbers)})"
+
+
+def _length(data: Any) -> int | None:
+    if isinstance(data, IterableDataset):
+        return None  # what its __len__ says need not be what it gives
+    try:
+        return len(data)
+    except Exception:  # noqa: BLE001 - what does not tell how long it is has no length
+        return None
+
+
+def batches_of(source: Any) -> int | None:
+    """Return how many batches an epoch has, where the loader knows it for certain."""
+    return (
+        None if isinstance(getattr(source, "dataset", None), IterableDataset) else _length(source)
+    )
+
+
+def _digest(data: Any) -> str:
+    """Return a digest of a few samples of data in memory; empty where they would have to be made.
+
+    What a data set of the program's own makes may be dear, draw, or count.
+    """
+    pieces = list(_pieces(data))
+    return digest_hex("".join(pieces).encode())[:16] if pieces and all(pieces) else ""
+
+
+def _pieces(data: Any) -> Iterable[str]:
+    if type(data) is TensorDataset:
+        yield from map(_piece, data.tensors)
+    elif type(data) is Subset:
+        yield from map(_piece, (data.indices, data.dataset))
+    else:
+        yield _piece(data)
+
+
+def _piece(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        plain = value.device.type == "cpu" and value.layout is torch.strided
+        return sample_digest(value) if plain else ""
+    if isinstance(value, np.ndarray):
+        rows = value[:: max(1, len(value) // _SAMPLES)][:_SAMPLES] if value.ndim else value
+        return "" if value.dtype.hasobject else digest_hex(rows.tobytes())
+    if type(value) in (list, tuple, range):
+        step = max(1, len(value) // _SAMPLES)
+        inner = [_piece(v) for v in value[::step][:_SAMPLES]]
+        return f"[{', '.join(inner)}]" if all(inner) else ""
+    if type(value) in (int, float, str, bytes, bool, type(None)):
+        return repr(value)[:4096]
+    if type(value) is dict:
+        return _piece([*value.keys(), *value.values()])
+    return ""
