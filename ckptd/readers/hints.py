@@ -26,6 +26,7 @@ __all__ = [
 
 LAYOUTS: Mapping[str, str] = {
     "deepseek_v3": "hf.deepseek_v3",
+    "glm4_moe": "hf.glm4_moe",
     "gpt2": "hf.gpt2",
     "gpt_neox": "hf.neox",
     "gpt_oss": "hf.gpt_oss",
@@ -40,8 +41,9 @@ LAYOUTS: Mapping[str, str] = {
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1 << 22
+_DENSE_FIRST = ("deepseek_v3", "glm4_moe")
 _HEADS_ARE_N = ("deepseek_v3", "gpt2", "gpt_neox")
-_WITH_BIASES = ("gpt_oss", "gpt2", "gpt_neox", "qwen2")
+_WITH_BIASES = ("glm4_moe", "gpt_oss", "gpt2", "gpt_neox", "qwen2")
 
 Hints = tuple[str, dict[str, int]]
 """A program, or "" for none, and sizes."""
@@ -76,11 +78,12 @@ def _program(config: Mapping[str, Any], layout: str) -> str:
         return ""
     if kind == "qwen3_moe" and (config.get("mlp_only_layers") or _steps(config) != 1):
         return ""
-    if kind != "deepseek_v3":
+    if kind not in _DENSE_FIRST:
         return _text(layout)
     dense, main = config.get("first_k_dense_replace"), config.get("num_hidden_layers")
     found = _counts({"main": main})
-    if not found or type(dense) is not int or dense < 0 or not config.get("q_lora_rank"):
+    whole = kind != "deepseek_v3" or config.get("q_lora_rank")
+    if not found or type(dense) is not int or dense < 0 or not whole:
         return ""
     return _text(layout, dense=dense, **found)
 

@@ -17,7 +17,7 @@ from ckptd.lay.copies import TargetPlan
 from ckptd.lay.promise import PROMISES
 from ckptd.lay.proving import prove
 from ckptd.lay.resolve import Bound, Resolved
-from ckptd.lay.syntax import Stored, show
+from ckptd.lay.syntax import File, Let, Stored, library, show
 from ckptd.reshard.compose import (
     Composed,
     TensorLink,
@@ -44,6 +44,7 @@ from ckptd.reshard.target import Assembled, assemble_target
 from ckptd.reshard.verify import Expected, expect
 
 __all__ = [
+    "LIVE",
     "Prepared",
     "apart_from",
     "costs_of",
@@ -210,7 +211,10 @@ def prepare(
     given = source
     stock = apart_from(stock, source)
     is_recut = target.is_recipe
-    if is_recut:
+    live = _live(stock, source, target) if is_recut else None
+    if live is not None:
+        target, is_recut = wrapped(target, live), False
+    elif is_recut:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
             # Names that a program calls the weights' own begin with no section.
@@ -234,6 +238,24 @@ def prepare(
     closed = target.closed(composed.composition.target.bound)
     assembled = assemble_target(composed, closed.text)
     return Prepared(stock, source, target, assembled, read_with)
+
+
+def _live(stock: Stock, source: LayoutProgram, target: LayoutProgram) -> LayoutProgram | None:
+    """Return how a job holds a model that files have otherwise, as their ``config.json`` says.
+
+    None where the recipe gives no names of a job's state: then files' own names stay.
+    """
+    name = source.layout.replace("hf.", LIVE, 1)
+    if not (stock.hinted and name.startswith(LIVE) and name in library.names()):
+        return None
+    if wrapped(target, source).resolve().params == "{name}":
+        return None
+    sizes = tuple(i for i in source.file.items if isinstance(i, Let))
+    return LayoutProgram(File(sizes), name)
+
+
+LIVE = "live."
+"""Begins the names of shipped layouts of models as transformers 5 holds them."""
 
 
 def _check_recognised(

@@ -38,6 +38,12 @@ _TOKEN = re.compile(
 )
 _BLANK = re.compile(r"[ \t\r\f]+|(?P<comment>\#[^\n]*)")
 _BLANK_OR_LINE = re.compile(r"[ \t\r\f\n]+|(?P<comment>\#[^\n]*)")
+_NAME_END = re.compile(r"[A-Za-z0-9_.*{}#@]+$")
+_NAME_START = re.compile(r"[A-Za-z0-9_.*{}#@\-]+")
+_WORDS = re.compile(
+    r"(?:^|[;{\n])\s*(?:use|layout|space|mesh|reshard|default|pipe)\s(?:(?!\{\s)[^;\n])*$"
+)
+"""Begins what has words for names, which no quotes may stand around."""
 _ESCAPE = re.compile(r'[\\"\x00-\x1f\x7f\x85\u2028\u2029]')
 _SHORT = {"\n": "\\n", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
 
@@ -268,7 +274,7 @@ class Scanner:
         if start is None:
             token = self.peek()
             start, found = token.start, _described(token)
-            hint = hint or self._hint(token, found)
+            hint = self._unquoted(token.start) or hint or self._hint(token, found)
         else:
             found = f"'{_cut(self.text[start:end])}'" if start < len(self.text) else _END
         where = self.position(start, start + 1)
@@ -280,6 +286,16 @@ class Scanner:
             found=found,
             hint=hint,
         )
+
+    def _unquoted(self, at: int) -> str | None:
+        """Return that a name needs quotes, where a hyphen stands in one."""
+        if self.text[at : at + 1] != "-" or self.text[at : at + 2] == "->":
+            return None
+        before = _NAME_END.search(self.text, max(0, at - _SHOWN), at)
+        after = _NAME_START.match(self.text, at)
+        if before is None or after is None or _WORDS.search(self.text, max(0, at - _SHOWN), at):
+            return None
+        return f'a name with a hyphen stands in quotes: "{_cut(before[0] + after[0])}"'
 
     def _hint(self, token: Token, found: str) -> str | None:
         if found == _UNCLOSED:

@@ -17,6 +17,7 @@ from ckptd.reshard.job import ReshardJob, ReshardShare, check_share
 from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.plan import Target
 from ckptd.reshard.prepare import (
+    LIVE,
     Prepared,
     costs_of,
     prepare,
@@ -152,7 +153,15 @@ class ReshardRun:
     @property
     def notes(self) -> tuple[FolderNote, ...]:
         """What the program that loads a folder does not find in it, or does not take."""
-        return tuple(self._place.notes) if self._place is not None else ()
+        notes = tuple(self._place.notes) if self._place is not None else ()
+        _, chosen, family = self._prepared.target.layout.partition(f".{LIVE}")
+        if chosen:
+            text = (
+                "experts are stacked, as models of transformers 5 hold them; one tensor an expert:"
+                f" --to hf.{family} -e 'use names...'"
+            )
+            notes = (FolderNote(text), *notes)
+        return notes
 
     @property
     def merged(self) -> tuple[str, ...]:

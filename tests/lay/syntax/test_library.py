@@ -33,8 +33,10 @@ SPACES = [
     "deepseek_v3",
     "neox",
     "gpt_oss",
+    "glm4_moe",
 ]
 MODELS = [*(f"hf.{n}" for n in SPACES), "megatron.gpt", "megatron.moe"]
+MODELS += [f"live.{n}" for n in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")]
 MODELS += [f"vllm.{n}" for n in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")]
 MODELS += [f"megatron.{n}{k}" for n in ("", "moe.") for k in ("dist", "dist.layers", "dist.single")]
 MODELS += [*(f"megatron.{n}.dist" for n in ("qwen2", "qwen3", "qwen3_moe")), "megatron.buckets"]

@@ -374,3 +374,27 @@ def test_every_beginning_of_a_program_parses_or_fails_with_a_usage_error() -> No
     whole = errors.count(None)
     assert 0 < whole < len(PROGRAM) // 2
     assert all(e.where for e in errors if e)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("layout x on M { model.my-layer.{l}.weight = W[o i] }", "model.my-layer.{l}.weight"),
+        ("layout x on M { a.weight = my-W[o i] }", "my-W"),
+        ("layout x on M { a-b-c = drop }", "a-b-c"),
+        ("space s { my-W[o i] }", "my-W"),
+    ],
+)
+def test_a_name_with_a_hyphen_is_told_to_stand_in_quotes(text: str, name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text, "x.lay")
+    assert caught.value.hint == f'a name with a hyphen stands in quotes: "{name}"'
+
+
+@pytest.mark.parametrize(
+    "text", ["layout x on M { a = W[a - b] }", "reshard a-> ", "mesh M = - a:2"]
+)
+def test_a_hyphen_elsewhere_is_no_part_of_a_name(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text, "x.lay")
+    assert "quotes" not in str(caught.value.hint)

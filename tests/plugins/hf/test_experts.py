@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import ckptd
 from ckptd.errors import MismatchError
 from ckptd.reshard.torch.layout.stacks import FAMILIES
 from ckptd.testing.ranks import run_ranks
+from tests.cli.running import Cli
 
 pytestmark = [
     pytest.mark.plugins,
@@ -119,6 +122,69 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
             ck.load({"model": base}, source=str(tmp_path / "hf"))
         ck.load({"model": base}, source=str(tmp_path / "hf"), strict=False)
     same(wanted.model, base)
+
+
+SHIPPED = ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+
+
+def adapted(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose states have random values."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("family", SHIPPED)
+def test_names_of_a_job_are_those_of_the_live_model(
+    family: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into `dcp.load` and a `Checkpointer`, and with an optimizer back into files."""
+    monkeypatch.setitem(MORE, "qwen3_moe", {})
+    wanted = made(family, tmp_path / "hf")
+    hf, folder, root, job, back = (str(tmp_path / n) for n in ("hf", "dcp", "root", "job", "back"))
+    for target, said in {
+        folder: ("--to", "names.dcp", "--format", "dcp"),
+        root: ("--to", "fsdp", "-e", "mesh fsdp = dp:2", "-e", "use names.ckptd"),
+    }.items():
+        found = cli("reshard", hf, target, *said)
+        assert found.code == 0, found.err
+        assert "experts are stacked" in found.err
+    model = blank(wanted)
+    weights = {"model": get_model_state_dict(model)}
+    dcp.load(weights, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(weights["model"])
+    same(wanted, model)
+    model = blank(wanted)
+    with ckptd.Checkpointer(root) as ck:
+        ck.load({"model": model})
+    same(wanted, model)
+    # The other way, with moments, and files again.
+    optimizer = adapted(model)
+    with ckptd.Checkpointer(job) as ck:
+        ck.save(1, {"model": model, "optim": optimizer})
+    sizes: tuple[str, ...]
+    sizes = ("-e", "let kv = 2") if family != "deepseek_v3" else ("-e", "let n = 4")
+    if family in ("glm4_moe", "deepseek_v3"):
+        sizes += ("-e", "let dense = 1", "-e", "let main = 4")
+    live = ("--from", f"live.{family}", "-e", "from: use names.ckptd", "--to", f"hf.{family}")
+    found = cli("reshard", job, back, *live, *sizes, "--format", "hf")
+    assert found.code == 0, found.err
+    model.save_pretrained(tmp_path / "saved")
+    values, files = (load_file(Path(f) / "model.safetensors") for f in (back, tmp_path / "saved"))
+    assert values.keys() == files.keys()
+    assert all(torch.equal(values[n], t) for n, t in files.items())
+
+
+@pytest.mark.parametrize("to", [("--to", "names.plain"), ("--to", "hf.mixtral")])
+def test_names_of_files_stay_those_of_files(tmp_path: Path, cli: Cli, to: tuple[str, ...]) -> None:
+    made("mixtral", tmp_path / "hf")
+    found = cli("reshard", str(tmp_path / "hf"), str(tmp_path / "to"), *to, "--format", "hf")
+    assert found.code == 0, found.err
+    values, files = (load_file(tmp_path / n / "model.safetensors") for n in ("to", "hf"))
+    assert values.keys() == files.keys()
+    assert all(torch.equal(values[n], t) for n, t in files.items())
 
 
 class Turned(nn.Module):
