@@ -243,6 +243,8 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
     outside = [n for names in said.values() for n in names if not n.startswith(above)]
     outside = [n for n in outside if n not in encoded]
     outside += [o.name for o in stock.objects if not o.name.startswith(above)]
+    outside += [n for n in stock.unread_tensors if not n.startswith(above)]
+    unread = {n: kind for n, kind in stock.unread_tensors.items() if n.startswith(above)}
     return replace(
         stock,
         identity=f"{stock.identity}\nsection {section}",
@@ -254,6 +256,7 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
         hinted=False,
         has_sections=stock.has_sections and section.rpartition(".")[2] != _MODEL,
         outside=tuple(outside),
+        unread_tensors={n.removeprefix(above): kind for n, kind in unread.items()},
     )
 
 
