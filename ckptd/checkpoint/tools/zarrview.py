@@ -209,6 +209,8 @@ class CkptdStore(Store):
             "zarr_format": 3,
             "node_type": "array",
             "shape": info.shape,
+            # One name is one length in a group to xarray, and no array: so each array has its own.
+            "dimension_names": [f"{_node(info.name)}/{d}" for d in range(len(info.shape))],
             "data_type": kind,
             "fill_value": _zero(kind),
             "attributes": {"ckptd": about},

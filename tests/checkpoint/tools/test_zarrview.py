@@ -228,6 +228,23 @@ def test_names_that_no_node_may_have(root: MemoryStore) -> None:
         assert {"ä.ö", "a b", "c"} <= set(found)
 
 
+def test_dimensions_have_names_of_one_length_and_of_no_array(root: MemoryStore) -> None:
+    """As xarray wants it, for which a name of an array is a coordinate of that dimension."""
+    names = {"w": (3, 3), "w.0": (5,), "w.0.0": (2,), "a/b": (4, 2), "step": (), "w/0": (7,)}
+    build(root, {n: Saved.whole(np.zeros(s)) for n, s in names.items()}, witness=False)
+    with ckptd.zarr_store(root.url) as store:
+        found = dict(opened(store).arrays())
+        assert len(found) == len(names)
+        dims = [d for a in found.values() for d in a.metadata.dimension_names]
+        assert len(dims) == len({*dims}) == sum(map(len, names.values()))
+        assert not found.keys() & {*dims}
+    build(root, saved(), step=7, witness=False)
+    with ckptd.zarr_store(root.url) as store:
+        group = opened(store)
+        first, tied = (group[n].metadata.dimension_names for n in ("w", "tied"))
+        assert first == tied == ("w/0", "w/1")
+
+
 def test_aliases_and_what_the_group_says(
     root: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
