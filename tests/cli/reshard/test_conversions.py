@@ -431,3 +431,47 @@ def test_a_layout_overrides_by_what_its_rules_hold(cli: Cli, tmp_path: Path) -> 
         found,
         {"tokens.weight": E, "head": E, "q.w": A[:2], "k.w": A[2:], "norm": BOTH["norm"]},
     )
+
+
+UPCYCLED = """
+space dense {
+  L{l}.w1[f h]
+  L{l}.w2[h f]
+}
+layout one of dense on none {
+  layers.{l}.w1 = L{l}.w1[f h]
+  layers.{l}.w2 = L{l}.w2[h f]
+}
+layout experts of dense on none {
+  layers.{l}.experts.0.w1 = L{l}.w1[f h]
+  layers.{l}.experts.0.w2 = L{l}.w2[h f]
+  layers.{l}.experts.{1,2,3}.w1 = alias L{l}.w1
+  layers.{l}.experts.{1,2,3}.w2 = alias L{l}.w2
+}
+"""
+
+
+def test_a_dense_layer_becomes_several_experts(cli: Cli, tmp_path: Path) -> None:
+    """What the reference says of upcycling: files have each copy, and a root has it once."""
+    shapes = {"w1": (6, 4), "w2": (4, 6)}
+    dense = {
+        f"layers.{n}.{w}": np.random.default_rng(n).standard_normal(shape).astype(np.float32)
+        for n in range(2)
+        for w, shape in shapes.items()
+    }
+    (tmp_path / "dense").mkdir()
+    save_file(dense, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "p.lay").write_text(UPCYCLED)
+    source, files, root = (str(tmp_path / n) for n in ("dense", "files", "root"))
+    said = ("--from", f"{tmp_path}/p.lay:one", "--to", f"{tmp_path}/p.lay:experts")
+    for target, more in ((files, ("--format", "hf")), (root, ())):
+        found = cli("reshard", source, target, *said, *more)
+        assert found.code == 0, found.err
+    values = load_file(tmp_path / "files" / "model.safetensors")
+    names = {f"layers.{n}.experts.{e}.{w}" for n in range(2) for e in range(4) for w in shapes}
+    assert values.keys() == names
+    cli.good("export", root, str(tmp_path / "again"), "--section", ".")
+    for found in (values, load_file(tmp_path / "again" / "model.safetensors")):
+        for n, value in dense.items():
+            before, _, w = n.rpartition(".")
+            assert all(np.array_equal(found[f"{before}.experts.{e}.{w}"], value) for e in range(4))
