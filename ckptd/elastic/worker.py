@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import (
     LAUNCHER_VARIABLE,
@@ -43,7 +44,7 @@ _POLL_S = 1.0
 _LAST_WORDS_S = 2.0
 
 
-class WorkerLink:
+class WorkerLink(OfOneProcess):
     """One process's connection; made by `current`, thread-safe.
 
     What is told is sent by a thread of its own: a launcher that is stopped holds no rank up.

@@ -15,6 +15,7 @@ import msgspec
 
 from ckptd.base.runtime.agentlink import peer_of
 from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
 from ckptd.errors import WorkerError
 
@@ -56,7 +57,7 @@ class WorkerEnd:
         return True
 
 
-class LauncherEnd:
+class LauncherEnd(OfOneProcess):
     """Listens for workers, with a thread for each.
 
     Parameters

@@ -44,6 +44,8 @@ class Recording:
     def close(self) -> None:
         """Write what has come and, when nobody else records to this folder, stop."""
         with _lock:
+            if _open.get(self.folder) is not self:
+                return  # closed, or of the process that this one was forked from
             self.users -= 1
             last = self.users <= 0
             if last:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.publish.messages import (
@@ -42,7 +43,7 @@ _LOOK_S = 5.0
 _LEAVE_S = 1.0
 
 
-class PublishClient:
+class PublishClient(OfOneProcess):
     """Starts the server of this rank. `send` may be called by any thread, `place` by one.
 
     Parameters

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import random
 import threading
 import weakref
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.store.s3_errors import s3_errors
 
@@ -87,12 +87,20 @@ class S3Client:
         self._options = options
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0
         # Of the loop's thread:
         self._opening: asyncio.Lock | None = None
         self._opened: AsyncExitStack | None = None
         self._client: Any = None
         self._slots: asyncio.Semaphore | None = None
+        self._leaving: weakref.finalize[[asyncio.AbstractEventLoop, AsyncExitStack], S3Client]
+        in_child(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Have connections of its own in a forked child, which the loop's thread is not in."""
+        self._lock = threading.Lock()
+        self._loop = self._client = self._opening = self._opened = self._slots = None
+        if hasattr(self, "_leaving"):
+            self._leaving.detach()
 
     # -- from any thread -----------------------------------------------------------------------
 
@@ -128,9 +136,8 @@ class S3Client:
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is None or self._pid != os.getpid():
-                # The thread of a loop does not live on in a process that was forked.
-                self._loop, self._pid = _loop(), os.getpid()
+            if self._loop is None:
+                self._loop = _loop()
                 self._client = self._opening = self._opened = self._slots = None
             return self._loop
 
@@ -157,8 +164,9 @@ class S3Client:
                 self._opened = AsyncExitStack()
                 self._client = await self._opened.enter_async_context(_new_client(self._options))
                 # Connections of a store that is never closed end with it.
-                leave = weakref.finalize(self, _leave, asyncio.get_running_loop(), self._opened)
-                leave.atexit = False
+                loop = asyncio.get_running_loop()
+                self._leaving = weakref.finalize(self, _leave, loop, self._opened)
+                self._leaving.atexit = False
             return self._client
 
     async def _shut(self) -> None:

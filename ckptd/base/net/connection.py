@@ -35,6 +35,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 
@@ -206,6 +207,12 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM_BYTES)
         else:
             tune(sock)
+        in_child(self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """Close the descriptor in a forked child; shut down it would end for the parent as well."""
+        self.broken = True
+        self._sock.close()
 
     def fileno(self) -> int:
         """Return the socket's descriptor, to wait for."""

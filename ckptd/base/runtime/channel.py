@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import WorkerError
 
@@ -63,6 +64,8 @@ class SocketChannel:
         self._decoder = msgpack_decoder(kind)
         self._buffer = bytearray()
         self._fds: list[int] = []
+        # A child that kept it open would hide from the other end that this process has died.
+        in_child(self.close)
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """See `Channel`."""

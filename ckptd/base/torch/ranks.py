@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ckptd.base.digest import digest_hex
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.base.runtime.host import address_towards, host_id
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, Pulse, agree, wait
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
@@ -329,7 +330,7 @@ _MAC_BYTES = 16
 _boards_made: dict[str, int] = {}
 
 
-class JobBoard:
+class JobBoard(OfOneProcess):
     """A board over torch's own store, with every key below one prefix.
 
     The connection is a clone of the job's: a wait in one thread does not hold up another.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.checkpoint.format.records import Commit, Lease, encode_record
 from ckptd.checkpoint.root.index import Index, unmarked
@@ -51,8 +52,8 @@ _RENEWAL_S = 30.0
 """How long the end of a lease waits for a renewal that is under way, in seconds."""
 
 
-@dataclass(slots=True)
-class Hold:
+@dataclass
+class Hold(OfOneProcess):
     """A lease in force. Leaving the ``with`` block releases it.
 
     Attributes
@@ -62,6 +63,8 @@ class Hold:
     lease_id
         Name of the lease.
     """
+
+    inert = frozenset({"release", "__exit__"})
 
     index: Index
     commit: Commit

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import CommitName, lease_key
 from ckptd.checkpoint.format.records import Lease, encode_record
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -27,7 +28,7 @@ _PAUSES_S = (0.1, 0.3, 1.0)
 """Longest waits before a process that began at the moment of a rival looks again."""
 
 
-class Working:
+class Working(OfOneProcess):
     """A process at work in a generation of its own. Thread-safe.
 
     Attributes
@@ -37,6 +38,8 @@ class Working:
     work_id
         Unique to this process's work.
     """
+
+    inert = frozenset({"end"})
 
     def __init__(self, catalogue: Catalogue, generation: int, reason: str) -> None:
         self.generation = generation

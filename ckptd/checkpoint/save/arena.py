@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
+from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError
 from ckptd.store.osio import map_pages
 
@@ -82,6 +83,7 @@ class Slot:
             raise _no_memory(size, error) from error
         self._control = (ctypes.c_uint64 * _WORDS).from_buffer(self._map)
         self.data = memoryview(self._map)[CONTROL_BYTES : CONTROL_BYTES + nbytes]
+        in_child(self._leave_to_parent)
 
     def begin(self, job: int) -> None:
         """Empty it for a job (from 1). What was sealed in it is gone before anything else."""
@@ -193,6 +195,11 @@ class Slot:
             if (not alive() and not self._has(job, nbytes)) or time.monotonic() > end:
                 raise half_staged(f"{nbytes} bytes staged", self.staged)
             time.sleep(_POLL_S)
+
+    def _leave_to_parent(self) -> None:
+        """Let go of the memory in a forked child; what locks it for devices is the parent's."""
+        self.before_close = None
+        self.close()
 
     def _has(self, job: int, nbytes: int) -> bool:
         return self._control[_JOB] == job and self._control[_STAGED] >= nbytes

@@ -21,6 +21,7 @@ from ckptd import events
 from ckptd.base.runtime.agentlink import AgentPlace, connect_agent
 from ckptd.base.runtime.channel import Channel, SocketChannel, queue_pair
 from ckptd.base.runtime.host import pid_space
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.runtime.ranks import Board
 from ckptd.checkpoint.save.arena import KEEPING, Slot, Slots
 from ckptd.checkpoint.save.handle import SaveTracker
@@ -199,7 +200,7 @@ def _posted(raw: bytes) -> CkptdError:
         return SaveError(raw.decode(errors="replace")[:500], kind="aborted")
 
 
-class WriterClient:
+class WriterClient(OfOneProcess):
     """Starts a `SaveWriter` and talks to it.
 
     Rank 0's worker commits. Its client publishes the outcome on the board; the other ranks'
@@ -219,6 +220,8 @@ class WriterClient:
     agent
         Talk to the node's agent instead of a process of its own.
     """
+
+    inert = frozenset({"close", "leave"})
 
     def __init__(
         self,

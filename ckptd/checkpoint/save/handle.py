@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptd import events
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveTracker"]
@@ -119,8 +120,9 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has ended, well or badly, on every tier."""
         with self._changed:
-            return self._phase in ("durable", "failed", *_UNSAVED) and not self._pending()
+            return self._phase in ("durable", "failed", *_UNSAVED) and not self._pending
 
+    @property
     def _pending(self) -> list[str]:
         return [tier for tier, state in self._tiers.items() if state == "pending"]
 
@@ -215,8 +217,12 @@ class SaveHandle:
                 raise self._error.without_frames()
 
 
-class SaveTracker(SaveHandle):
+class SaveTracker(OfOneProcess, SaveHandle):
     """The handle of a save as the checkpointer and its writer client move it on. Thread-safe."""
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        self._changed = threading.Condition()  # a thread that is not here may have held it
 
     @property
     def total_bytes(self) -> int:
@@ -271,7 +277,7 @@ class SaveTracker(SaveHandle):
             self._emit(events.SaveDurable, tier=tier, bytes=self._total)
         else:
             self._emit_failed(tier, error)
-        if not self.root and not self._pending():
+        if not self.root and not self._pending:
             farthest = self._tiers[self.near[-1]]
             self._end_nearby(farthest if isinstance(farthest, CkptdError) else None)
         return True

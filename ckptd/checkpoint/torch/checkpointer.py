@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 import torch
 
 from ckptd import events
+from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.names import CommitName, check_step
@@ -160,7 +161,7 @@ _COPY_S = 0.3
 """For a copy within this machine that is under way; longer, and the snapshot is not sealed."""
 
 
-class Checkpointer:
+class Checkpointer(OfOneProcess):
     """Saves and loads a training state at one root.
 
     Every rank of the process group makes one, with the same arguments, and makes the same calls
@@ -245,6 +246,8 @@ class Checkpointer:
     ...         ck.save(step, state)
     """
 
+    inert = frozenset({"close", "abandon", "before_mutation", "__exit__"})
+
     def __init__(
         self,
         url: str,
@@ -325,6 +328,7 @@ class Checkpointer:
     # -- saving ----------------------------------------------------------------------------------
 
     @uncompiled
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -363,6 +367,9 @@ class Checkpointer:
         ------
         CkptdError
             This save cannot begin; or an earlier one failed, and was not raised or looked at yet.
+        UsageError
+            Kind ``under-way``: it is called within another call, in a signal handler, a destructor
+            or another thread. Kind ``forked``: in a child of the process that made this.
         """
         begun_ns = time.monotonic_ns()
         step = check_step(step)
@@ -410,6 +417,7 @@ class Checkpointer:
         return handle
 
     @uncompiled
+    @one_at_a_time
     def change_layout(self, layout: LayoutSpec) -> None:
         """Save and load by another layout from now on; every rank calls it between the same saves.
 
@@ -446,12 +454,19 @@ class Checkpointer:
 
         Copies from a CUDA device are waited for by its current stream, not by the host: call it
         under the stream that makes the change.
+
+        Raises
+        ------
+        UsageError
+            Kind ``under-way``: it is called within `save`, in a signal handler or another thread.
         """
+        not_within(self, "save", "before_mutation")
         self._saver.gate.wait()
 
     # -- loading ---------------------------------------------------------------------------------
 
     @uncompiled
+    @one_at_a_time
     def latest(self) -> int | None:
         """Return the newest step of the line, or None; the same on every rank.
 
@@ -468,6 +483,7 @@ class Checkpointer:
         return step
 
     @uncompiled
+    @one_at_a_time
     def load(
         self,
         state: Mapping[str, Any],
@@ -532,7 +548,7 @@ class Checkpointer:
         """
         step = None if step is None else check_step(step)
         self._check_open()
-        self.wait()
+        self._wait(None)
         self._connect()
         try:
             with nullcontext() if source is None else self._elsewhere(source, step) as elsewhere:
@@ -638,12 +654,14 @@ class Checkpointer:
         """
         return self._events.metrics_text()
 
+    @one_at_a_time
     def pin(self, step: int, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
         step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
 
+    @one_at_a_time
     def unpin(self, step: int) -> None:
         """Undo `pin`."""
         step = check_step(step)
@@ -651,7 +669,7 @@ class Checkpointer:
         self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
 
     @uncompiled
-    @phase(Phase.CKPT)
+    @one_at_a_time
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save so far is durable.
 
@@ -663,6 +681,10 @@ class Checkpointer:
             The first save that failed, unless it was raised or looked at already; with
             ``when_failed="warn"`` the newest one to the root, if that failed.
         """
+        self._wait(timeout)
+
+    @phase(Phase.CKPT)
+    def _wait(self, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         failed: list[SaveTracker] = []
         for handle in self._handles:
@@ -675,7 +697,7 @@ class Checkpointer:
                     raise
                 failed += [] if seen else [handle]
         self._handles = []
-        self.before_mutation()  # a save that failed may still be copied
+        self._saver.gate.wait()  # a save that failed may still be copied
         if self._when_failed == "warn":
             for handle in failed:
                 self._log_failed(handle)
@@ -686,6 +708,7 @@ class Checkpointer:
             raise error
 
     @uncompiled
+    @one_at_a_time
     @phase(Phase.CKPT)
     def close(self) -> None:
         """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
@@ -700,17 +723,17 @@ class Checkpointer:
             The first save that failed, unless it was raised or looked at already.
         """
         if self._closed or self._elastic.is_interrupted():
-            return self.abandon()
+            return self._abandon()
         end = time.monotonic() + self._timeout_s
         late = False
         try:
             late = not self._settle(end) and self._watch.stop_at is not None
             if late:
                 raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
-            self.wait(max(0.0, end - time.monotonic()))
+            self._wait(max(0.0, end - time.monotonic()))
         finally:
             if self._elastic.is_interrupted():
-                self.abandon()
+                self._abandon()
             elif not self._closed:
                 self._closed = True
                 self._finish(None if late else max(_END_S, self._time_left(end)))
@@ -727,13 +750,17 @@ class Checkpointer:
         self._store.close()
         self._events.close()
 
-    @whole
+    @one_at_a_time
     def abandon(self) -> None:
         """Release everything without a wait for other ranks, as a process that dies does.
 
         What near tiers have complete stays there; saves under way end as they may. Agents that keep
         snapshots take this life of the job to be over, and await the next one. Idempotent.
         """
+        self._abandon()
+
+    @whole
+    def _abandon(self) -> None:
         if self._closed:
             return
         self._closed = True

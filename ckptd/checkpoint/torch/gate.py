@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ckptd import events
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.torch.device import is_capturing
 from ckptd.checkpoint.save.arena import MOST_SLOTS
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
@@ -53,7 +54,7 @@ class GatedCopies(Protocol):
         """Whether copies are under way though the copying was given up."""
 
 
-class Gate:
+class Gate(OfOneProcess):
     """Closed while a snapshot is being copied.
 
     Parameters
@@ -74,6 +75,13 @@ class Gate:
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Removable]] = (
             weakref.WeakKeyDictionary()
         )
+
+    inert = frozenset({"wait", "settle", "leave", "release"})
+
+    def _leave_to_parent(self) -> None:
+        """Hold nothing back in a child: what its parent copies is not its memory."""
+        super()._leave_to_parent()
+        self._on_device = None  # hooks that are in its optimizers look at this
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[TensorLeaf], bool]:
         """Let the steps of `optimizers` wait here, from now on, and their changes of mode.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import fcntl
 import functools
 import itertools
@@ -80,7 +81,8 @@ class Pages:
         if number is None:
             raise OSError("no number of the system call for this machine")
         libc = ctypes.CDLL(None, use_errno=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._beginning = False
         self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
         self._fault = libc.syscall(number, os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
@@ -148,8 +150,11 @@ class Pages:
         """
         count = Count(self, ranges)
         with self._lock:
+            if self._beginning:  # in the frame below: this is a signal handler
+                raise OSError(errno.EDEADLK, "a count is being begun")
             others = list(self._counts)
             try:
+                self._beginning = True
                 for page in count.ranges:
                     found = self._find(page, _WP_MATCHING | _CHECK_WPASYNC, tell=bool(others))
                     for other in others:
@@ -157,6 +162,8 @@ class Pages:
             except OSError:
                 self._release(count)
                 raise
+            finally:
+                self._beginning = False
             self._counts.add(count)
         return count
 

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Literal
 
+from ckptd.base.runtime.ownership import in_child
 from ckptd.base.runtime.ranks import Board
+from ckptd.base.torch.loaderworkers import shield_workers
 from ckptd.base.torch.ranks import Agreement, host_count
 from ckptd.checkpoint.format.records import Generation
 from ckptd.checkpoint.root.auto import (
@@ -94,6 +96,10 @@ class SignalWatch:
         self._pending: dict[str, int] = {}
         self._stop_at: float | None = None
         self._before: dict[int, Any] = {}
+        if numbers:
+            _watches.add(self)
+            in_child(self._leave_to_parent)
+            shield_workers(watched_signals)
         for number in numbers:
             self._before[number] = signal.signal(number, self._handle)
             if self._before[number] is None:
@@ -139,11 +145,21 @@ class SignalWatch:
         and only passes on.
         """
         self._open = False
+        _watches.discard(self)
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
             if before is not None and signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
+
+    def _leave_to_parent(self) -> None:
+        """Put everything back in a forked child: what ends it is not for the parent's save."""
+        self._open = False
+        self._pending.clear()
+        _watches.discard(self)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
@@ -158,6 +174,29 @@ class SignalWatch:
         # The first Ctrl-C asks for a save, which the handler of Python itself would prevent.
         if callable(before) and (again or before is not signal.default_int_handler):
             before(number, frame)
+
+
+_watches: set[SignalWatch] = set()
+"""The open ones."""
+_masks = threading.local()
+
+
+def watched_signals() -> set[int]:
+    """Return the signals that ask for a save in this process."""
+    return {number for watch in tuple(_watches) for number in watch.signals}
+
+
+def _before_fork() -> None:
+    # A signal that reached a child before its handlers are put back would be noted, and lost.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, watched_signals())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+# After that of `in_child`, which is registered first.
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def _pass_on(before: Any, number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.net.address import is_here, is_loopback
 from ckptd.base.runtime.agentlink import run_folder
+from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.checkpoint.save.arena import Slot
@@ -81,7 +82,7 @@ _entries = json_decoder(ServerEntry)
 _settled = msgpack_decoder(tuple[tuple[int, ...], tuple[int, ...]])
 
 
-class Publication:
+class Publication(OfOneProcess):
     """One call of `Publisher.publish`.
 
     Attributes
@@ -143,7 +144,7 @@ class _Shape(NamedTuple):
     looks: tuple[tuple[str, tuple[int, ...], str], ...]
 
 
-class Publisher:
+class Publisher(OfOneProcess):
     """Publishes the weights of a trainer to inference workers.
 
     Every rank makes one, at the same time, and calls `publish` at the same steps. Each rank copies
@@ -183,6 +184,8 @@ class Publisher:
     UsageError
         The layout, the place or the secret is none. Kind ``bad-option``: fewer than two slots.
     """
+
+    inert = frozenset({"close", "abandon", "before_mutation", "__exit__"})
 
     def __init__(
         self,
@@ -336,6 +339,7 @@ class Publisher:
 
     # --- publishing -----------------------------------------------------------------------------
 
+    @one_at_a_time
     def publish(self, step: int, state: Mapping[str, Any], *, wait_s: float = 0.0) -> Publication:
         """Begin to publish the weights of `state` as one version. Every rank calls it.
 
@@ -617,8 +621,10 @@ class Publisher:
 
     def before_mutation(self) -> None:
         """Return when the weights may change; for changes that are not an optimizer's step."""
+        not_within(self, "publish", "before_mutation")
         self._gate.wait()
 
+    @one_at_a_time
     def close(self) -> None:
         """Complete the copying and end; who pulls a version gets the rest of it. Idempotent."""
         if self._closed:
@@ -628,6 +634,7 @@ class Publisher:
         self._copier.shutdown(wait=True)
         self._end()
 
+    @one_at_a_time
     @uninterrupted
     def abandon(self) -> None:
         """Release everything without a wait for other ranks, as a process that dies does.

@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptd import events
 from ckptd.base.digest import digest
+from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.base.runtime.ranks import Board, LocalBoard, Pulse
 from ckptd.base.torch.device import has_streams
 from ckptd.base.torch.ranks import Agreement, board_of
@@ -151,7 +152,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     return b"".join(v.to_bytes(8, "little", signed=True) for v in found.tolist()) + rest
 
 
-class Subscriber:
+class Subscriber(OfOneProcess):
     """Fills the tensors of an inference worker with the newest published version.
 
     Every rank of a rollout makes one and calls `update` alike; a rollout is one model over the
@@ -249,6 +250,7 @@ class Subscriber:
         """What the tensors hold; None before the first update, and after one that broke off."""
         return self._version
 
+    @one_at_a_time
     def update(self, wait_s: float = 0.0, *, older: bool = False) -> UpdateReport | None:
         """Fill the tensors with the newest version. Every rank of the rollout calls it.
 
@@ -574,6 +576,7 @@ class Subscriber:
         self._leader = None
         self._links = {}
 
+    @one_at_a_time
     def close(self) -> None:
         """End the connections. Idempotent."""
         self._disconnect()

@@ -12,6 +12,7 @@ import msgspec
 
 from ckptd.base.net.address import Address, UnixAddress, same_user
 from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.store.base import Capabilities
@@ -168,8 +169,13 @@ class LinkPool:
         self._lock = threading.Lock()
         self._idle: list[StoreLink] = []
         self._used: set[StoreLink] = set()
-        self._process = os.getpid()
         self._closed = False
+        in_child(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Have links of its own in a forked child: those of the parent are the parent's."""
+        self._lock = threading.Lock()
+        self._idle, self._used = [], set()
 
     @contextmanager
     def use(self) -> Iterator[StoreLink]:
@@ -223,10 +229,6 @@ class LinkPool:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            if self._process != os.getpid():
-                # A forked child must not speak on its parent's connections, nor shut them down.
-                self._process = os.getpid()
-                self._idle, self._used = [], set()
             link = self._idle.pop() if self._idle else None
             if link is not None:
                 self._used.add(link)

@@ -16,6 +16,7 @@ import msgspec
 from ckptd.base.net.address import UnixAddress, parse_server, same_user
 from ckptd.base.net.connection import Connection, Refusal, greet_client
 from ckptd.base.net.signing import check_secret
+from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.net.messages import PURPOSE
@@ -45,7 +46,7 @@ class Counts:
     refused: int
 
 
-class StoreServer:
+class StoreServer(OfOneProcess):
     """Serves `store` to `ckptd.store.net.NetStore`, a thread a connection.
 
     Over TCP clients need the secret; over a Unix socket they must run as our user. No client,
@@ -100,6 +101,11 @@ class StoreServer:
         self._inode = os.stat(address.path).st_ino if isinstance(address, UnixAddress) else 0
         self._thread = threading.Thread(target=self._accept, name=f"listen {self.url}", daemon=True)
         self._thread.start()
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        if "_listener" in vars(self):
+            self._listener.close()  # or the address would be taken for as long as the child lives
 
     @property
     def url(self) -> str:

@@ -341,3 +341,142 @@ def test_auto_saves_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     assert all(r == ranks[0] for r in ranks)
     assert ranks[0]["saved"][0] == 1
     assert len(ranks[0]["saved"]) == 3
+
+
+# -- children --------------------------------------------------------------------------------------
+
+CHILDREN = """
+import multiprocessing as mp, os, signal, sys, time
+from ckptd.checkpoint.torch.schedule import SignalWatch
+
+what, mine = sys.argv[1:]
+if mine == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+first, second = SignalWatch(signal.SIGTERM), SignalWatch((signal.SIGTERM, signal.SIGUSR1))
+mp.set_start_method("fork")
+wanted = 7 if mine == "handler" else -signal.SIGTERM
+if what == "pool":
+    with mp.Pool(1) as pool:
+        pool.apply_async(time.sleep, (600,))
+elif what == "daemon":
+    mp.Process(target=time.sleep, args=(600,), daemon=True).start()
+elif what == "terminate":  # before and after it has begun
+    for pause in (0.0, 0.5):
+        process = mp.Process(target=time.sleep, args=(600,))
+        process.start()
+        time.sleep(pause)
+        process.terminate()
+        process.join()
+        assert process.exitcode == wanted, process.exitcode
+elif what == "fork":
+    for number, code in ((signal.SIGTERM, wanted), (signal.SIGUSR1, -signal.SIGUSR1)):
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), number)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+os.kill(os.getpid(), signal.SIGUSR1)
+assert second.pending("save") and not first.pending("save")
+print("end")
+"""
+
+
+@pytest.mark.parametrize("what", ["pool", "daemon", "terminate", "fork"])
+@pytest.mark.parametrize("mine", ["handler", "default"])
+def test_forked_children_end_as_they_would_without_it(what: str, mine: str) -> None:
+    program = [sys.executable, "-c", CHILDREN, what, mine]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+GROUP = """
+import signal, sys, time, torch, ckptd
+from torch.utils.data import DataLoader
+
+root, start, workers, persistent, wrapped = sys.argv[1:]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, at):
+        return torch.full((4,), float(at))
+
+
+def main():
+    more = {"multiprocessing_context": start, "persistent_workers": persistent == "True"}
+    loader = DataLoader(Rows(), num_workers=int(workers), **more if int(workers) else {})
+    data = ckptd.Batches(loader)
+    model = torch.nn.Linear(4, 4)
+    optim = torch.optim.AdamW(model.parameters())
+    with ckptd.Checkpointer(root, every=100000, save_on=signal.SIGTERM) as ck:
+        plain = iter(loader) if wrapped == "False" else None
+        for step in range(1, 4000):
+            batch = next(data) if wrapped == "True" else next(plain)
+            model(batch).sum().backward()
+            optim.step()
+            time.sleep(0.01)
+            ck.save(step, {"model": model, "optim": optim, "data": data}, force=step == 1)
+            if step == 5:
+                print("READY", flush=True)
+            if ck.stop_requested:
+                # More come than were under way: the workers live.
+                for _ in range(20):
+                    next(data) if wrapped == "True" else next(plain)
+                print("STOP", step, flush=True)
+                break
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def group_signal(tmp_path: Path, *arguments: str) -> tuple[int, str, list[int]]:
+    """Send TERM to all processes of a job; return its code, its output and the steps it saved."""
+    (tmp_path / "job.py").write_text(GROUP)
+    root = tmp_path / "root"
+    job = subprocess.Popen(
+        [sys.executable, str(tmp_path / "job.py"), str(root), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    said = ""
+    for line in job.stdout:
+        said += line
+        if "READY" in line:
+            os.killpg(job.pid, signal.SIGTERM)
+            break
+    rest, _ = job.communicate(timeout=PATIENCE_S)
+    with open_store(str(root)) as store:
+        steps = [c.step for c in Catalogue(store).commits()]
+    return job.returncode, said + rest, steps
+
+
+CASES = [
+    ("fork", "0", "False", "True"),
+    ("fork", "2", "False", "True"),
+    ("spawn", "2", "True", "True"),
+    ("fork", "2", "True", "False"),
+    ("spawn", "2", "False", "False"),
+    ("forkserver", "2", "False", "True"),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.long] if n not in (1, 2) else [])
+        for n, c in enumerate(CASES)
+    ],
+)
+def test_a_signal_to_all_processes_saves(tmp_path: Path, case: tuple[str, ...]) -> None:
+    code, said, steps = group_signal(tmp_path, *case)
+    assert code == 0, said
+    assert f"STOP {max(steps)}" in said, (steps, said)
+    assert max(steps) > 1

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.checkpoint.torch.data.facts import batch_form, batches_of, changes, facts_of
 from ckptd.checkpoint.torch.data.keyed import keyed_seed
 from ckptd.checkpoint.torch.data.sampler import ElasticSampler
@@ -72,7 +73,7 @@ class _Position:
     last: str = ""
 
 
-class Batches:
+class Batches(OfOneProcess):
     """The batches of a loader or of a function, and where the job is among them.
 
     Put it into the state and take batches from it::
@@ -154,11 +155,24 @@ class Batches:
         self._marks: deque[_Position] = deque(maxlen=ahead)
         self._since_load = 0
         self._pace = _Pace(ahead)
+        self._began = False
         if self._kind != "function":
             watch_workers(source, stateful=self._kind == "stateful")
 
+    def _leave_to_parent(self) -> None:
+        # Before an iterator is made a child may have it: what begins there has its own workers.
+        # After that both would take batches of the same workers, and neither would get all.
+        if vars(self).get("_began"):
+            super()._leave_to_parent()
+            inner = getattr(self._inner, "_rest", self._inner)
+            for iterator in (inner, *(getattr(p, "_iterator", None) for p in _parts(self.source))):
+                if hasattr(iterator, "_shutdown"):
+                    # Or torch would end the workers as a child collects it.
+                    iterator._shutdown = True
+
     # -- taking batches --------------------------------------------------------------------------
 
+    @one_at_a_time
     def __next__(self) -> Any:
         """Return the next batch; epochs follow one another.
 
@@ -169,6 +183,9 @@ class Batches:
         MismatchError
             kind ``data-position``: no batch comes where the data was when it was saved.
         """
+        return self._next()
+
+    def _next(self) -> Any:
         led_back = self._led_back
         with self._drawing():
             if self._kind == "function":
@@ -204,9 +221,10 @@ class Batches:
         """Batches taken since the job began, in earlier lives too."""
         return self._at.drawn
 
+    @one_at_a_time
     def _turn_next(self, turn: object, first: bool) -> Any:
         if self._kind == "function":
-            return next(self)
+            return self._next()
         if first:
             self._turn = turn
             if self._at.taken is not None and not self._goes_on:
@@ -268,6 +286,7 @@ class Batches:
             self._inner = self._opened()
         return self._inner
 
+    @one_at_a_time
     def end_epoch(self) -> None:
         """End the epoch under way, if there is one: what is left of it is not taken.
 
@@ -287,6 +306,7 @@ class Batches:
         self._at = replace(self._at, epoch=self._at.epoch + 1, taken=None)
 
     def _opened(self) -> Iterator[Any]:
+        self._began = True
         at, source = self._at, self.source
         _set_epoch(source, at.epoch)
         if self._kind == "loader":
@@ -341,8 +361,16 @@ class Batches:
         begin = _begin(self.source) if self._kind == "loader" and not self._led_back else {}
         return replace(at, **begin, seed=self._seed(), streams=streams, inner=inner)
 
+    @one_at_a_time
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: that of the first batch which is not trained on yet."""
+        """Return the position: that of the first batch which is not trained on yet.
+
+        Raises
+        ------
+        UsageError
+            Kind ``under-way``: a batch is being made, in the call below a signal handler or in
+            another thread: global random streams are those of the batches then.
+        """
         at = self._marks[0] if self._marks else self._now()
         return {
             "kind": self._kind,
@@ -360,6 +388,7 @@ class Batches:
             "form": self._form or "",
         }
 
+    @one_at_a_time
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; loops over the batches that are under way go on from there.
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
+from ckptd.base.runtime.ownership import in_child
 from ckptd.elastic.torch.session import sockets
 from ckptd.elastic.torch.session.groups import GroupAborts
 from ckptd.errors import UsageError
@@ -96,6 +97,16 @@ class Interrupter:
         self._sockets = sockets.GroupSockets()
         self._sockets.watch()
         self._before = signal.signal(_SIGNAL, self._on_signal)
+        in_child(self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """Interrupt nothing in a forked child: it is no rank, and is in no generation."""
+        self._inside = False
+        self._wanted = threading.Event()
+        if Interrupter.current is self:
+            Interrupter.current = None
+        if self._before is not None and signal.getsignal(_SIGNAL) == self._on_signal:
+            signal.signal(_SIGNAL, self._before)
 
     @property
     def wanted(self) -> bool:

@@ -1,0 +1,219 @@
+"""What belongs to one process, and what serves one call at a time.
+
+A forked child has a copy of every object of its parent: the same descriptors, the same shared
+memory, and none of the threads. What the child sends over a socket that it inherited arrives as a
+message of the parent, and what it waits for never comes, as the thread is not there. So an object
+that has a thread, a socket, memory that others read, or a lease belongs to the process that made
+it, and becomes a shell in each child: its methods refuse, and those that let go do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+
+from ckptd.errors import UsageError
+
+__all__ = ["OfOneProcess", "in_child", "not_within", "one_at_a_time"]
+
+_log = logging.getLogger("ckptd")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+# -- in a forked child -----------------------------------------------------------------------------
+
+_hooks: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
+"""By numbers that rise."""
+_number = 0
+
+
+def in_child(hook: Callable[[], None]) -> None:
+    """Have `hook`, a method, called in each child that is forked while its object lives.
+
+    Later ones come first. It runs before the child's program goes on, in its only thread: it must
+    take no lock that another thread of the parent may have held.
+    """
+    global _number
+    _number += 1
+    number = _number
+    _hooks[number] = weakref.WeakMethod(hook, lambda _: _hooks.pop(number, None))
+
+
+def _after_fork() -> None:
+    for reference in reversed(tuple(_hooks.values())):
+        hook = reference()
+        if hook is None:
+            continue
+        try:
+            hook()
+        except Exception:  # noqa: BLE001 - the others must be called as well
+            _log.warning("something of the parent was not left in a child", exc_info=True)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class OfOneProcess:
+    """Base of what belongs to the process that made it.
+
+    In a forked child its methods raise `UsageError`, kind ``forked``. Attributes and properties
+    are as they were at the fork.
+
+    Attributes
+    ----------
+    inert
+        Methods that do nothing in a child: what ends it, lets go of it, or waits for what the child
+        does not have.
+    """
+
+    inert: ClassVar[frozenset[str]] = frozenset({"close", "__exit__"})
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for name in cls.inert & vars(cls).keys():
+            setattr(cls, name, _letting_go(vars(cls)[name]))
+
+    def __new__(cls, *args: object, **more: object) -> Self:
+        """Return a new object, of this process."""
+        made = super().__new__(cls)
+        in_child(made._leave_to_parent)
+        return made
+
+    def _leave_to_parent(self) -> None:
+        """Become a shell, in a child of the process that it belongs to.
+
+        Its class is changed, so that nothing has to be looked at in that process.
+        """
+        cls: Any = type(self)
+        self.__class__ = _shell_of(cls)
+
+
+_shells: set[type] = set()
+
+
+def _letting_go(method: Callable[..., _R]) -> Callable[..., _R | None]:
+    """Return a method that does nothing in a child, also where it was bound before the fork.
+
+    ``with`` and ``atexit`` keep a bound method, which the class of a shell does not change.
+    """
+
+    @functools.wraps(method)
+    def letting_go(self: Any, *args: Any, **more: Any) -> _R | None:
+        return None if type(self) in _shells else method(self, *args, **more)
+
+    return letting_go
+
+
+_KEPT = frozenset({"__iter__", "__next__", "__enter__", "__exit__", "__call__"})
+
+
+@functools.cache
+def _shell_of(cls: Any) -> Any:
+    """Return the class of an object of `cls` in a child."""
+    methods: dict[str, Any] = {}
+    for base in reversed([b for b in cls.__mro__ if b not in (OfOneProcess, object)]):
+        for name, value in vars(base).items():
+            special = name.startswith("__") and name not in _KEPT
+            if isinstance(value, FunctionType) and not special:
+                inert = name in cls.inert
+                methods[name] = _nothing if inert else _refusal(cls.__name__, name)
+    methods["_leave_to_parent"] = _nothing  # of a child of the child
+    methods["__module__"] = cls.__module__
+    methods["inert"] = frozenset()
+    shell = type(cls)(cls.__name__, (cls,), methods)
+    _shells.add(shell)
+    return shell
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _refusal(owner: str, name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            f"a {owner} belongs to the process that made it, and this one was forked from that",
+            kind="forked",
+            where=f"{owner}.{name} in process {os.getpid()}",
+            hint=f"use it in the process that made it, or make another {owner} in this one",
+        )
+
+    return refuse
+
+
+# -- one call at a time ----------------------------------------------------------------------------
+
+_CALL = "_call_under_way"
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[_T, _P], _R],
+) -> Callable[Concatenate[_T, _P], _R]:
+    """Refuse calls that begin while another one of the same object is under way.
+
+    That is one by a signal handler, a destructor or a callback, which would wait for what the
+    frame below it holds, or one of another thread. Of all methods that are decorated only one
+    runs at a time.
+
+    Raises
+    ------
+    UsageError
+        Kind ``under-way``.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: _T, /, *args: _P.args, **more: _P.kwargs) -> _R:
+        held = vars(self)
+        mine = (name, threading.get_ident(), object())
+        try:
+            # Within the block: an interrupt between the two would leave it taken for ever.
+            found = held.setdefault(_CALL, mine)
+            if found is not mine:
+                if _runs(found):
+                    raise _under_way(self, name, found)
+                held[_CALL] = mine
+            return method(self, *args, **more)
+        finally:
+            if held.get(_CALL) is mine:
+                del held[_CALL]
+
+    return call
+
+
+def not_within(self: object, name: str, call: str) -> None:
+    """Refuse `call` while `name` of the same object is under way; see `one_at_a_time`."""
+    found = vars(self).get(_CALL)
+    if found is not None and found[0] == name and _runs(found):
+        raise _under_way(self, call, found)
+
+
+def _runs(found: tuple[str, int, object]) -> bool:
+    """Whether that call is under way; interrupts may have kept one from saying that it ended."""
+    frame = sys._current_frames().get(found[1])
+    while frame is not None:
+        if frame.f_code.co_filename == __file__ and frame.f_locals.get("mine") is found:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _under_way(self: object, call: str, found: tuple[str, int, object]) -> UsageError:
+    owner, (name, thread, _) = type(self).__name__, found
+    if thread == threading.get_ident():
+        where = f"{call}() within {name}(): in a signal handler, a destructor or a callback"
+        hint = f"note what is wanted, and call {call}() when {name}() has returned"
+    else:
+        where = f"{call}() in {threading.current_thread().name}, {name}() in another thread"
+        hint = f"make the calls of one {owner} in one thread"
+    return UsageError(
+        f"another call of this {owner} is under way", kind="under-way", where=where, hint=hint
+    )
