@@ -164,7 +164,7 @@ class Batches(OfOneProcess):
         # After that both would take batches of the same workers, and neither would get all.
         if vars(self).get("_began"):
             super()._leave_to_parent()
-            inner = getattr(self._inner, "_rest", self._inner)
+            inner: Any = getattr(self._inner, "_rest", self._inner)
             for iterator in (inner, *(getattr(p, "_iterator", None) for p in _parts(self.source))):
                 if hasattr(iterator, "_shutdown"):
                     # Or torch would end the workers as a child collects it.
