@@ -20,6 +20,7 @@ from ckptd import events
 from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
+from ckptd.checkpoint.format.metadata import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -315,6 +316,7 @@ class Checkpointer(OfOneProcess):
         self._newest: SaveTracker | None = None
         self._poisoned: CkptdError | None = None
         self._closed = False
+        self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = grace_s
         self._watch = LauncherWatch(save_on)
@@ -353,7 +355,8 @@ class Checkpointer(OfOneProcess):
             loaders, `ckptd.PerRank`, `ckptd.Rng` and plain values.
         metadata
             JSON values kept in the commit record: metrics for ``keep``, tags; 256 KiB at most.
-            Rank 0's count.
+            A tensor or an array of one number is that number. Rank 0's count; what cannot be kept
+            is refused where nothing is due as well.
         force
             Save even if `every` says that nothing is due (on every rank alike).
 
@@ -383,6 +386,8 @@ class Checkpointer(OfOneProcess):
         self._raise_unseen()
         root = root or forced
         if not root and not near:
+            # What this loop gives at the save that is due would be found hours from now.
+            self._check_metadata(metadata)
             return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
         if not forced and not self._admission.grants(step, self._start_client().busy):
             self._events.skipped(CommitName(step, self._lineage.generation), "no slot is free")
@@ -397,7 +402,7 @@ class Checkpointer(OfOneProcess):
                 step=step,
                 generation=name.generation,
                 attempt=attempt,
-                metadata=dict(metadata or {}),
+                metadata=metadata or {},
                 keep=self._keep,
                 near=near,
                 root=root,
@@ -805,6 +810,17 @@ class Checkpointer(OfOneProcess):
         except CkptdError as second:
             # The body's own error is the one to see; this one must not be lost either.
             error.add_note(f"besides, a save failed: {second.message}")
+
+    def _check_metadata(self, metadata: Mapping[str, Any] | None) -> None:
+        """Refuse what could not be kept, once for each kind of values; on rank 0, whose count."""
+        if self._board.rank or not metadata:
+            return
+        kinds = None
+        if isinstance(metadata, Mapping):
+            kinds = tuple((key, type(value)) for key, value in metadata.items())
+        if kinds is None or kinds != self._metadata_seen:
+            checked_metadata(metadata, numbers=False)
+            self._metadata_seen = kinds
 
     def _start_client(self) -> WriterClient:
         if self._client is not None and self._client.dead is None:

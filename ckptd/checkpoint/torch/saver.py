@@ -272,7 +272,7 @@ class Saver:
         step: int,
         generation: int,
         attempt: str,
-        metadata: dict[str, Any],
+        metadata: Mapping[str, Any],
         keep: Keep | None,
         near: tuple[str, ...] = (),
         root: bool = True,
@@ -311,7 +311,7 @@ class Saver:
             refuse_capture("save")
             self._gate.check()
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
-            metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
+            checked = checked_metadata(metadata) if self._board.rank == 0 else {}
             with events.span("flatten"), no_collection():
                 leaves, laid, structure = self._described(state)
             with events.span("plan"):
@@ -325,7 +325,7 @@ class Saver:
                 plan=plan.digest,
                 extra=extras,
                 objects=objects,
-                metadata=metadata,
+                metadata=checked,
                 keep=keep,
                 timeout_s=self._timeout_s,
                 refer=self._refer,

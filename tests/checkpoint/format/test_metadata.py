@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ckptd.checkpoint.format.metadata import MAX_METADATA_BYTES, checked_metadata
 from ckptd.errors import UsageError
@@ -15,6 +17,80 @@ def test_what_comes_back() -> None:
     wanted = {"loss": 0.5, "tags": ["a", "b"], "nested": {"é": [None, True]}, "none": None}
     assert checked_metadata(given) == wanted
     assert checked_metadata({}) == {}
+
+
+NUMBERS = [
+    (torch.tensor(2.5, requires_grad=True), 2.5),
+    (torch.ones(1, 1, dtype=torch.int64), 1),
+    (torch.tensor(True), True),
+    (torch.tensor(2.5, dtype=torch.bfloat16), 2.5),
+    (torch.tensor(float("nan")), None),
+    (np.float32(2.5), 2.5),
+    (np.float64(2.5), 2.5),
+    (np.uint8(3), 3),
+    (np.bool_(False), False),
+    (np.array([7]), 7),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), NUMBERS)
+def test_numbers_of_other_types(given: Any, wanted: Any) -> None:
+    found = checked_metadata({"a": given, "b": [{"c": (given,)}]})
+    assert repr(found) == repr({"a": wanted, "b": [{"c": [wanted]}]})
+    checked_metadata({"a": given}, numbers=False)
+
+
+class Busy:
+    """A number on a device that has not made it yet."""
+
+    device = torch.device("cuda")
+    dtype = torch.float32
+
+    def numel(self) -> int:
+        return 1
+
+    def is_complex(self) -> bool:
+        return False
+
+    def item(self) -> float:
+        raise AssertionError("waited for")
+
+
+class Spread(Busy):
+    """Like a DTensor, to whose number all ranks contribute."""
+
+    def full_tensor(self) -> None:
+        raise AssertionError("the others were waited for")
+
+
+def test_a_device_is_not_waited_for_to_look_at_what_there_is() -> None:
+    assert checked_metadata({"loss": Busy()}, numbers=False) == {"loss": 0}
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(2),
+        torch.zeros(0),
+        torch.zeros((), dtype=torch.complex64),
+        torch.zeros((), device="meta"),
+        np.zeros(3),
+        Spread(),
+        np.complex64(1),
+    ],
+)
+def test_what_is_not_one_number(value: Any, numbers: bool) -> None:
+    with pytest.raises(UsageError) as caught:
+        checked_metadata({"loss": value}, numbers=numbers)
+    assert caught.value.where == "metadata['loss']"
+
+
+def test_what_is_no_dict() -> None:
+    wrong: Any = [("loss", 1.0)]
+    with pytest.raises(UsageError) as caught:
+        checked_metadata(wrong)
+    assert (caught.value.kind, caught.value.where) == ("bad-metadata", "metadata")
 
 
 def deep(levels: int) -> Any:

@@ -567,12 +567,30 @@ def refused(root: Path, state: dict[str, Any], **options: Any) -> UsageError:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("text", "x" * 300_000), ("loss", torch.zeros(())), (3, "a number as key")]
+    ("key", "value"), [("text", "x" * 300_000), ("loss", torch.zeros(2)), (3, "a number as key")]
 )
 def test_metadata_that_cannot_be_kept(tmp_path: Path, key: Any, value: Any) -> None:
     metadata = {"fine": 1, key: value}
     error = refused(tmp_path, {"w": torch.zeros(2)}, metadata=metadata)
     assert (error.kind, error.where) == ("bad-metadata", f"metadata[{key!r}]")
+
+
+def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2)}
+    with ckptd.Checkpointer(str(tmp_path), every=10) as ck:
+        wrong: list[Any] = [{"loss": torch.zeros(2)}, {"net": nn.Linear(1, 1)}, ["loss", 1.0]]
+        for bad in wrong:
+            with pytest.raises(UsageError) as caught:
+                ck.save(1, state, metadata=bad)
+            assert caught.value.kind == "bad-metadata"
+        for step in range(1, 11):
+            loss = torch.tensor(step / 2, requires_grad=True)
+            norm = {"norm": np.float32(step), "seen": np.int64(step), "ok": np.bool_(True)}
+            ck.save(step, state, metadata={"loss": loss, "more": [norm, np.ones(1)]})
+    catalogue = Catalogue(open_store(str(tmp_path)))
+    [name] = catalogue.commits()
+    norm = {"norm": 10.0, "seen": 10, "ok": True}
+    assert catalogue.commit(name).metadata == {"loss": 5.0, "more": [norm, 1.0]}
 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:
