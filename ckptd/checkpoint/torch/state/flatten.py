@@ -332,8 +332,7 @@ class Flattener:
         """Add what may have changed unseen."""
         for site in sites:
             if isinstance(site.value, torch.optim.Optimizer):
-                names = self._owners.names(site.value, site.place)
-                add_groups(sink, site.place, site.value, names)
+                add_groups(sink, site.place, site.value, self._owners)
             elif isinstance(site.value, nn.Module):
                 for prefix, note in self._versions[site.place.name].items():
                     add_note(sink, site.place, prefix, note)

@@ -28,7 +28,7 @@ from ckptd.checkpoint.torch.state.leaves import (
 )
 from ckptd.checkpoint.torch.state.modules import module_tensors, reshard
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import target_device, torch_dtype
+from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, unseen_state
 from ckptd.errors import CorruptError, MismatchError, UsageError
@@ -36,7 +36,7 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 __all__ = ["ParameterOwners", "add_groups", "add_optimizer", "misfit", "record"]
 
 
-_CLASSES, _DEFAULTS, _SHARED = "classes", "defaults", "shared"
+_CLASSES, _DEFAULTS, _SHARED, _ORDERS = "classes", "defaults", "shared", "orders"
 _BASE = "torch.optim."
 # What torch's own optimizers keep of a parameter, whatever their options; "step" tells nothing.
 _STATE = {
@@ -176,6 +176,7 @@ class ParameterOwners:
         self._by_owner: dict[str, dict[int, str]] = {}
         self._full: dict[int, str] = {}
         self._names: dict[str, dict[int, str]] = {}
+        self._orders: dict[str, dict[str, list[int]]] = {}
         for site in sites:
             self._note(site)
 
@@ -224,6 +225,13 @@ class ParameterOwners:
             )
         return {held: self._full[i] for held, i in ids.items()}
 
+    def orders(self, optimizer: Optimizer, place: StatePlace) -> dict[str, list[int]]:
+        """Return `_orders_of` an optimizer; looked up once, while its state has one form."""
+        if place.name not in self._orders:
+            found = ((p, optimizer.state.get(p) or {}) for p in _parameters(optimizer))
+            self._orders[place.name] = _orders_of(found, self.names(optimizer, place))
+        return self._orders[place.name]
+
     def full_name(self, parameter: torch.Tensor) -> str | None:
         """Return the name of a parameter in the state, with its module's."""
         return self._full.get(id(parameter))
@@ -247,6 +255,14 @@ def add_optimizer(
     UsageError
         An unowned parameter, a state that belongs to no parameter, a container of optimizers.
     """
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise UsageError(
+            "an optimizer has no groups of parameters",
+            kind="optimizer-state",
+            where=place.name,
+            found=f"{type(optimizer).__name__} without param_groups",
+            hint="put the optimizer that it is around into the state",
+        )
     own = has_own_words(optimizer)
     said = _Said.of(optimizer, place) if own and sink.saved is None else None
     _check_optimizer(optimizer, place, said)
@@ -268,7 +284,7 @@ def add_optimizer(
     if own:
         _Handing(sink, place, optimizer, names).add(saved)
         return
-    add_groups(sink, place, optimizer, names)
+    add_groups(sink, place, optimizer, owners)
     if sink.saved is not None and isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
     for group in optimizer.param_groups:
@@ -280,7 +296,7 @@ def add_optimizer(
                 sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
                 continue
             param = _Parameter(
-                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name
+                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name, fqn
             )
             live = optimizer.state.get(parameter) or {}
             # Sorted: a restored optimizer holds its state in another order than a stepped one.
@@ -300,17 +316,19 @@ def _take_masters(
 
 
 def add_groups(
-    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
+    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners
 ) -> StatePlace:
-    """Add the hyperparameters of an optimizer; return where. `ParameterOwners` has the `names`."""
-    at = _groups_at(place)
+    """Add the hyperparameters of an optimizer; return where."""
+    at, names = _groups_at(place), owners.names(optimizer, place)
     # Of a save nothing is kept that the program may let go.
     put = _nothing if sink.saved is None else _Hyperparameters(sink, optimizer, names).put
 
     def check(value: Any) -> None:
         _match_groups(optimizer, names, at.name, value)
 
-    sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
+    orders = owners.orders(optimizer, place) if sink.saved is None else {}
+    groups = _groups(optimizer, names, optimizer.param_groups, orders)
+    sink.add_object(at, groups, put, kind="groups", check=check)
     return at
 
 
@@ -394,7 +412,9 @@ def _add_said(
 ) -> None:
     """Add what an optimizer says itself to the leaves of a save."""
     at = _groups_at(place)
-    sink.add_object(at, _groups(optimizer, names, said.groups), _nothing, kind="groups")
+    found = ((p, said.state.get(n, {})) for n, p in enumerate(_parameters(optimizer)))
+    groups = _groups(optimizer, names, said.groups, _orders_of(found, names))
+    sink.add_object(at, groups, _nothing, kind="groups")
     for number, parameter in enumerate(_parameters(optimizer)):
         fqn = names[id(parameter)]
         of = place.child(fqn, f".state[{fqn}]")
@@ -443,7 +463,7 @@ class _Handing:
             for parameter in group["params"]:
                 fqn = self._names[id(parameter)]
                 of = self._place.child(fqn, f".state[{fqn}]")
-                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name)
+                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name, fqn)
                 for key, what in sorted(saved.get(fqn, {}).items(), key=str):
                     put = partial(self._put, number, key)
                     found.append(param.take(key, what, put))
@@ -517,8 +537,10 @@ class _Parameter:
         group: dict[str, Any],
         parameter: torch.Tensor,
         unit: str,
+        fqn: str,
     ) -> None:
         self._unit = unit
+        self._fqn = fqn
         self._sink = sink
         self._place = place
         self._optimizer = optimizer
@@ -560,6 +582,18 @@ class _Parameter:
     def _put(self, key: str, value: Any) -> None:
         self._optimizer.state[self._parameter][key] = value
 
+    def _order(self, key: str) -> list[int] | None:
+        """Return the order of dimensions that the checkpoint says of a state."""
+        groups = self._sink.saved.groups.get(self._unit) if self._sink.saved else None
+        mine = f"{self._fqn}.{escape_key(key)}"
+        for group in groups if isinstance(groups, list) else ():
+            said = group.get(OPTIMIZER_CLASS) if isinstance(group, Mapping) else None
+            orders = said.get(_ORDERS) if isinstance(said, Mapping) else None
+            order = orders.get(mine) if isinstance(orders, Mapping) else None
+            if isinstance(order, list) and all(type(d) is int for d in order):
+                return order
+        return None
+
     def _make(self, key: str, name: str) -> torch.Tensor:
         """Return a tensor as the optimizer would have made it in its first step."""
         entry = self._sink.saved.tensor(name) if self._sink.saved else None
@@ -568,6 +602,9 @@ class _Parameter:
         dtype, shape = torch_dtype(entry[0], name), entry[1]
         like = self._parameter.detach()
         device = target_device(like, self._sink.device)
+        if (order := self._order(key)) is not None and sorted(order) == [*range(len(shape))]:
+            rows = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
+            return rows.permute([order.index(d) for d in range(len(shape))])
         if key == "step":
             # torch keeps step counters on the host, unless the kernels read them.
             on_device = self._group.get("capturable") or self._group.get("fused")
@@ -660,26 +697,45 @@ def _state_key(segment: str) -> str | int:
 def _groups(
     optimizer: Optimizer,
     names: Mapping[int, str],
-    said: Sequence[Mapping[str, Any]] | None = None,
+    hypers: Sequence[Mapping[str, Any]],
+    orders: Mapping[str, list[int]],
 ) -> list[dict[str, Any]]:
-    """Return the groups for a checkpoint; `said` has the hyperparameters that count."""
+    """Return the groups for a checkpoint, with hyperparameters from `hypers`."""
     own = record(optimizer)
-    live = optimizer.param_groups
-    hypers = live if said is None else said
     times = Counter(memory_key(t) for hyper in hypers for _, t in _tensors_of(hyper))
     numbers = {key: n for n, (key, count) in enumerate(times.items()) if count > 1}
     groups = []
-    for group, hyper in zip(live, hypers, strict=True):
+    for group, hyper in zip(optimizer.param_groups, hypers, strict=True):
+        params = sorted(names[id(p)] for p in group["params"])
         keys = {path: memory_key(t) for path, t in _tensors_of(hyper)} if numbers else {}
         shared = {path: numbers[key] for path, key in keys.items() if key in numbers}
-        groups.append(
-            {
-                "params": sorted(names[id(p)] for p in group["params"]),
-                **{k: v for k, v in hyper.items() if k not in _NOT_HYPER},
-                OPTIMIZER_CLASS: {**own, _SHARED: shared} if shared else own,
-            }
-        )
+        ordered = {n: o for n, o in orders.items() if n.rpartition(".")[0] in params}
+        said: dict[str, Any] = {**own, _SHARED: shared} if shared else own
+        said = {**said, _ORDERS: ordered} if ordered else said
+        of = {k: v for k, v in hyper.items() if k not in _NOT_HYPER}
+        groups.append({"params": params, **of, OPTIMIZER_CLASS: said})
     return groups
+
+
+def _orders_of(
+    states: Iterable[tuple[torch.Tensor, Mapping[Any, Any]]], names: Mapping[int, str]
+) -> dict[str, list[int]]:
+    """Return the order of dimensions in memory, outermost first, of state that has one of its own.
+
+    It is by ``<fqn>.<state>``. What lies as its parameter does, or row by row, is not there: so it
+    is made. A product of the next step may depend on the order in its last bits.
+    """
+    found = {}
+    for parameter, entries in states:
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor) or value.dim() < 2 or is_dtensor(value):
+                continue
+            if value.is_contiguous() or value.stride() == parameter.stride():
+                continue
+            order = [d for _, d in sorted((-s, d) for d, s in enumerate(value.stride()))]
+            if value.permute(order).is_contiguous():
+                found[f"{names[id(parameter)]}.{escape_key(key)}"] = order
+    return found
 
 
 def _match_groups(

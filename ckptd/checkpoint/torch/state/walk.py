@@ -144,7 +144,7 @@ def has_own_words(optimizer: Any) -> bool:
 
 def _params(value: Any) -> set[int]:
     found: set[int] = set()
-    for group in value.param_groups:
+    for group in getattr(value, "param_groups", None) or ():
         params = group.get("params", ()) if isinstance(group, Mapping) else ()
         found.update(id(p) for p in params)
     return found

@@ -362,3 +362,45 @@ def test_tensors_among_betas_and_of_another_type() -> None:
     group = live.param_groups[0]
     assert torch.equal(group["lr"], torch.tensor(0.1, dtype=torch.float64))
     assert [round(float(t), 3) for t in group["betas"]] == [0.7, 0.99]
+
+
+# --- how state lies in memory ---------------------------------------------------------------------
+
+
+def test_state_that_lies_in_another_order_lies_so_again() -> None:
+    # A product of the next step had other last bits.
+    model, saved = trained(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), None)
+    saved.state[model.weight] |= {
+        "columns": torch.arange(15.0).reshape(5, 3).t(),
+        "cube": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        "part": torch.arange(12.0).reshape(3, 4)[:, :2],
+        "row.s": torch.arange(6.0).reshape(2, 3),
+    }
+    for words in (False, True):
+        if words:
+            saved.register_state_dict_post_hook(lambda o, said: None)
+        other = nn.Linear(3, 2)
+        live = optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
+            ck.save(1, {"m": model, "o": saved}).durable(60)
+            ck.load({"m": other, "o": live})
+        for key, value in saved.state[model.weight].items():
+            found = live.state[other.weight][key]
+            assert torch.equal(found, value), key
+            assert key == "part" or found.stride() == value.stride(), key
+
+
+def test_an_optimizer_without_groups_is_refused() -> None:
+    class Bare(optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            self.optimizer = inner
+            self.masters = [p.detach().clone() for p in inner.param_groups[0]["params"]]
+            inner.param_groups[0]["params"] = self.masters
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+    model, optimizer = trained(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), None)
+    with pytest.raises(UsageError) as caught:
+        flatten({"m": model, "o": Bare(optimizer)})
+    assert caught.value.kind == "optimizer-container"
