@@ -60,6 +60,9 @@ _BESIDE = re.compile(
     r"|extra_state_(world_size_[0-9]+_)?rank_[0-9]+\.pt"
 )
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
+_ITEM = re.compile(r"(.+)_(0|[1-9][0-9]{0,5})\.pt")
+_METADATA = "metadata.pkl"
+"""What torch_checkpointing writes where it may load into other cuts."""
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
@@ -88,7 +91,9 @@ class TorchReader:
         files, unread = _chosen(names)
         ranks = {f: int(match[1]) for f in files if (match := _RANK.search(f))}
         _check_ranks(ranks, names)
-        sections = _sections(ranks)
+        items = {} if ranks else _items(files, names)
+        ranks |= {file: rank for file, (_, rank) in items.items()}
+        sections = _sections(ranks) if not items else {f: f"{i}." for f, (i, _) in items.items()}
         has_sections = False
         pieces: list[ForeignPiece] = []
         values = KeptValues()
@@ -97,6 +102,8 @@ class TorchReader:
             found = load_torch(names, file)
             for own, value in named_values(found.value, names.key(file)):
                 name = sections.get(file, "") + own
+                if items and value is found.value:
+                    name = items[file][0]
                 parts = _parts(names, file, found, name, value, ranks.get(file))
                 if parts is None:
                     kind = unread_kind(value)
@@ -107,7 +114,7 @@ class TorchReader:
                     continue
                 pieces += parts
                 top = isinstance(found.value, dict) and own in found.value
-                has_sections |= file not in sections and not top
+                has_sections |= bool(items) or (file not in sections and not top)
         _check_replicas(names, pieces, bool(ranks))
         step = step_of(names, *files[:1])
         of_model = all(f.startswith(_MODEL) for f in files)
@@ -124,6 +131,23 @@ class TorchReader:
             has_sections=has_sections,
             unread_tensors=unread_tensors,
         )
+
+
+def _items(files: Sequence[str], names: Listing) -> dict[str, tuple[str, int]]:
+    """Return item and rank of each file, where all are of torch_checkpointing; else nothing.
+
+    Each item has a file of each rank, ``model_0.pt``. So may files be called that one program saved
+    in each epoch; tensors that are no parts are refused there, as they are in two files.
+    """
+    found = {f: match for f in files if (match := _ITEM.fullmatch(f))}
+    by_item: dict[str, set[int]] = {}
+    for match in found.values():
+        by_item.setdefault(match[1], set()).add(int(match[2]))
+    world = max(map(len, by_item.values()), default=0)
+    complete = all(ranks == set(range(world)) for ranks in by_item.values())
+    if len(found) < len(files) or not complete or (world < 2 and _METADATA not in names.names):
+        return {}
+    return {file: (match[1], int(match[2])) for file, match in found.items()}
 
 
 def _sections(ranks: Iterable[str]) -> Mapping[str, str]:

@@ -382,6 +382,8 @@ def sources() -> list[Source]:
                 "hf",
                 f"transformers {MADE_HERE['transformers']}, {about}",
                 by_transformers(name),
+                # Names of a job are those of the live model, which the libraries' files have not.
+                ("--to", f"hf.{name}") if name in ("mixtral", "qwen3_moe") else (),
             )
             for name, about in (
                 ("llama", "Llama, float32"),

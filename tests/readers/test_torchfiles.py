@@ -282,6 +282,35 @@ def test_buffers_beside_dtensors_are_taken_once_where_all_ranks_have_the_same(
     assert fails(tmp_path / "shapes").kind == "bad-pieces"
 
 
+def test_items_of_torch_checkpointing(foreign: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(foreign / "torch-checkpointing", tmp_path / "a"))
+    reader = open_reader(folder)
+    wanted = dict(np.load(folder / "expected.npz"))
+    assert {*reader.names} == {*wanted}
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert reader.layout("model.0.weight").words == "rows / 2 (3+2)"
+    objects = reader.objects()
+    assert objects["step"] == 7
+    assert objects["optimizer.param_groups.0.lr"] == 0.001
+    assert reader.manifest.metadata["ckptd.foreign"]["left_out"] == ["loader.at"]
+    assert reader.has_sections
+    one, other = folder / "model_0.pt", folder / "model_1.pt"
+    kept = other.read_bytes()
+    shutil.copy(one, other)
+    assert fails(folder).wanted == "rank 1, as its name says"
+    other.unlink()
+    assert fails(folder).kind == "bad-pieces"  # no longer a file of each item of each rank
+    other.write_bytes(kept)
+    assert open_reader(folder).names == reader.names
+
+
+@pytest.mark.parametrize("names", [("model_0.pt", "model_1.pt"), ("a_0.pt", "b_1.pt")])
+def test_files_of_epochs_are_no_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for number, name in enumerate(names):
+        torch.save({"w": torch.full((3,), float(number)), "epoch": number}, tmp_path / name)
+    assert fails(tmp_path).kind == "bad-pieces"
+
+
 def test_hostile_files(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(300)}, tmp_path / "a.pt")
     raw = (tmp_path / "a.pt").read_bytes()
@@ -399,7 +428,7 @@ def test_two_files_with_one_tensor(tmp_path: Path, files: tuple[str, str]) -> No
 
 def test_files_of_ranks_that_are_not_named_so(ranks: Path) -> None:
     for path in sorted(ranks.glob("*.pt")):
-        path.rename(ranks / path.name.replace("_world_size_4_rank_", "_"))
+        path.rename(ranks / path.name.replace("_world_size_4_rank_", "-"))
     error = fails(ranks)
     assert error.kind == "bad-pieces"
     assert str(error.where).startswith("optim_0.pt and optim_1.pt: state.0.")

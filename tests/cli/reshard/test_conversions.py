@@ -471,7 +471,9 @@ def test_a_dense_layer_becomes_several_experts(cli: Cli, tmp_path: Path) -> None
     names = {f"layers.{n}.experts.{e}.{w}" for n in range(2) for e in range(4) for w in shapes}
     assert values.keys() == names
     cli.good("export", root, str(tmp_path / "again"), "--section", ".")
-    for found in (values, load_file(tmp_path / "again" / "model.safetensors")):
+    for written in (values, load_file(tmp_path / "again" / "model.safetensors")):
         for n, value in dense.items():
             before, _, w = n.rpartition(".")
-            assert all(np.array_equal(found[f"{before}.experts.{e}.{w}"], value) for e in range(4))
+            assert all(
+                np.array_equal(written[f"{before}.experts.{e}.{w}"], value) for e in range(4)
+            )
