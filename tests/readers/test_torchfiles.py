@@ -243,11 +243,13 @@ def save_with_buffers(folder: str) -> None:
 
     rank = dist.get_rank()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    norm = nn.BatchNorm1d(6)
+    net = nn.Sequential(nn.Linear(4, 6), norm)
     net.register_buffer("router_bias", torch.arange(12.0).reshape(3, 4).t())
     fully_shard(net)
     for case, value in {"other": float(rank), "alike": 0.0}.items():
-        net[1].running_var.fill_(1.0)[3] = 1.0 + value
+        assert norm.running_var is not None
+        norm.running_var.fill_(1.0)[3] = 1.0 + value
         name = f"model_world_size_2_rank_{rank}.pt"
         torch.save(net.state_dict(), Path(folder) / case / name)
     state = net.state_dict()
@@ -431,10 +433,10 @@ def test_files_of_ranks_that_are_not_named_so(ranks: Path) -> None:
         path.rename(ranks / path.name.replace("_world_size_4_rank_", "-"))
     error = fails(ranks)
     assert error.kind == "bad-pieces"
-    assert str(error.where).startswith("optim_0.pt and optim_1.pt: state.0.")
+    assert str(error.where).startswith("optim-0.pt and optim-1.pt: state.0.")
     assert "NAME_rank_N.pt" in str(error.hint)
     for path in sorted(ranks.glob("*.pt")):
-        path.rename(ranks / path.name.replace("_", "_rank_"))
+        path.rename(ranks / path.name.replace("-", "_rank_"))
     wanted = dict(np.load(ranks / "expected.npz"))
     reader = open_reader(ranks)
     assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
