@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from ckptd.errors import UsageError
 
 __all__ = ["CkptdCallback"]
 
+_log = logging.getLogger("ckptd")
+
 
 class CkptdCallback(TrainerCallback):
     """Saves after each step that is due, and resumes where the newest checkpoint was.
@@ -28,6 +31,9 @@ class CkptdCallback(TrainerCallback):
     The state is the model, the optimizer, the scheduler, the scaler, the Trainer's own state and
     the random streams. Batches that were trained on are skipped by the Trainer itself, by their
     number: exact, where making a batch draws nothing from the global random streams.
+
+    ``train()`` may be called again: with `resume` it goes on from the newest checkpoint, without it
+    begins a line of its own.
 
     Parameters
     ----------
@@ -50,6 +56,7 @@ class CkptdCallback(TrainerCallback):
         self._also = dict(also or {})
         self._options = options
         self._checkpointer: ckptd.Checkpointer | None = None
+        self._over = self._saved = False
         self._trainer: Any = None
         self._resumed: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -58,10 +65,19 @@ class CkptdCallback(TrainerCallback):
 
     @property
     def checkpointer(self) -> ckptd.Checkpointer:
-        """What saves; made when it is first used, after the process group."""
+        """What saves; made when it is first used, after the process group.
+
+        Closed when training has ended; that of another training is another one.
+        """
         if self._checkpointer is None:
             self._checkpointer = ckptd.Checkpointer(self._url, **self._options)
         return self._checkpointer
+
+    def _let_go(self) -> None:
+        """Close what saved an earlier training: the next one gets another."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._checkpointer, self._over = None, False
 
     def resume(self, trainer: Any) -> str | None:
         """Return what ``trainer.train(resume_from_checkpoint=...)`` wants; None begins anew.
@@ -80,6 +96,8 @@ class CkptdCallback(TrainerCallback):
             # No event comes after a step's log lines and evaluation.
             trainer._maybe_log_save_evaluate = self._then_save(trainer._maybe_log_save_evaluate)
             self._trainer = trainer
+        if self._over:
+            self._let_go()
         self._resumed = self.checkpointer.latest()
         if self._resumed is None:
             return None
@@ -112,13 +130,30 @@ class CkptdCallback(TrainerCallback):
         if self._trainer.accelerator.scaler is not None:
             self._state["scaler"] = self._trainer.accelerator.scaler
         if self._folder is None:
+            self._begin_again()
             return
         self._folder.cleanup()
         self._folder = None
         del self._trainer._load_from_checkpoint
         self.checkpointer.load(self._state, self._resumed)
+        self._saved = True
         # In the middle of an epoch the Trainer makes an iterator, which draws, before it goes on.
         self._streams = rng.state_dict() if state.epoch % 1 else None
+
+    def _begin_again(self) -> None:
+        """Let a training that begins at step 0 be saved beside an earlier one of this callback."""
+        if not self._over and not self._saved:
+            return
+        self._let_go()
+        if self._saved and self._options.get("fresh_line") is None:
+            _log.warning(
+                "training begins at step 0 again: what it saves at %s is a line of its own, and "
+                "what was saved before stays beside it; resume(trainer) goes on from that instead",
+                self._url,
+            )
+            options = {**self._options, "fresh_line": True}
+            self._checkpointer = ckptd.Checkpointer(self._url, **options)
+        self._saved = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:
         """Set the random streams to what they were, before the first step."""
@@ -147,13 +182,15 @@ class CkptdCallback(TrainerCallback):
 
     def _save(self) -> None:
         self._unsaved = False
-        self.checkpointer.save(self._trainer.state.global_step, self._state)
+        if self.checkpointer.save(self._trainer.state.global_step, self._state):
+            self._saved = True
         if self.checkpointer.stop_requested:
             self._trainer.control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:
         """Wait for what is being saved."""
         self.checkpointer.close()
+        self._over = True
 
 
 class _Kept:

@@ -83,6 +83,61 @@ def test_a_trainer_that_it_does_not_know(tmp_path: Path) -> None:
         run_ranks(1, train, str(tmp_path / "root"), 0, False, deadline_s=120.0)
 
 
+def train_twice(root: str, resume: bool) -> Any:
+    """Train for two epochs, then again, by four or from the start; return steps and lines."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    import ckptd
+    from ckptd.checkpoint.root.catalogue import Catalogue
+    from ckptd.store import open_store
+    from ckptd_hf import CkptdCallback
+    from tests.trainers.with_transformers import Texts
+
+    torch.set_num_threads(1)
+    transformers.set_seed(5)
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 33}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    args = transformers.TrainingArguments(
+        output_dir=str(Path(root).parent / "out"),
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    saves = CkptdCallback(root, every=4)
+    model = transformers.GPT2LMHeadModel(config)
+    trainer = transformers.Trainer(model, args, train_dataset=Texts(), callbacks=[saves])
+    trainer.train(resume_from_checkpoint=saves.resume(trainer))
+    trainer.args.num_train_epochs = 4 if resume else 3
+    before = trainer.state.global_step
+    trainer.train(resume_from_checkpoint=saves.resume(trainer) if resume else None)
+    again = trainer.state.global_step
+    catalogue = Catalogue(open_store(root))
+    line = [name.step for name in catalogue.line()]
+    state = {"model": model}
+    kept = [p.detach().clone() for p in model.parameters()]
+    with ckptd.Checkpointer(root) as checkpointer:
+        checkpointer.load(state, weights_only=True)
+    same = all(torch.equal(a, b) for a, b in zip(kept, model.parameters(), strict=True))
+    return before, again, line, sorted(name.step for name in catalogue.commits()), same
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_trainer_that_trains_again(tmp_path: Path, resume: bool) -> None:
+    before, again, line, commits, same = run_ranks(
+        1, train_twice, str(tmp_path / "root"), resume, deadline_s=120.0
+    )[0]
+    assert before == 10
+    if resume:
+        assert (again, line, commits) == (20, [4, 8, 12, 16, 20], [4, 8, 12, 16, 20])
+        assert same
+    else:
+        assert (again, line, commits) == (15, [4, 8, 12], [4, 4, 8, 8, 12])
+
+
 class Stopped(Exception):
     """A trainer is gone."""
 
