@@ -237,16 +237,17 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
         if local.is_meta or not local.numel():
             continue
         start = local.data_ptr()
-        spans.append((str(local.device), start, start + _reach(local), leaf))
+        device = "" if local.is_cpu else str(local.device)
+        spans.append((device, start, start + _reach(local), leaf))
     spans.sort(key=lambda span: span[:2])
     groups: list[list[TensorLeaf]] = []
-    device, end = "", 0
-    for on, start, stop, leaf in spans:
-        if on == device and start < end:
+    on, end = "", 0
+    for device, start, stop, leaf in spans:
+        if device == on and start < end:
             groups[-1].append(leaf)
         else:
             groups.append([leaf])
-            device, end = on, 0
+            on, end = device, 0
         end = max(end, stop)
     # Columns of one matrix reach over one another, and have nothing in common.
     return [group for group in groups if len(group) > 1 and _meet(group)]
