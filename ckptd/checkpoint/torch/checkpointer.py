@@ -811,7 +811,7 @@ class Checkpointer(OfOneProcess):
             # The body's own error is the one to see; this one must not be lost either.
             error.add_note(f"besides, a save failed: {second.message}")
 
-    def _check_metadata(self, metadata: Mapping[str, Any] | None) -> None:
+    def _check_metadata(self, metadata: Any) -> None:
         """Refuse what could not be kept, once for each kind of values; on rank 0, whose count."""
         if self._board.rank or not metadata:
             return
