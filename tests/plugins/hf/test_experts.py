@@ -249,3 +249,31 @@ def test_stacks_are_cut_as_the_job_is(tmp_path: Path) -> None:
     for found in run_ranks(2, load_sharded, str(tmp_path / "hf"), deadline_s=240.0):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[n], t) for n, t in wanted.items())
+
+
+def load_stages(folder: str, first: int) -> dict[str, torch.Tensor]:
+    """Load a stage of a pipeline; the first one has `first` layers, dense ones perhaps."""
+    whole = blank(transformers.AutoModelForCausalLM.from_pretrained(folder))
+    rank, body = torch.distributed.get_rank(), whole.model
+    layers = dict(enumerate(body.layers))
+    mine = {str(n): layer for n, layer in layers.items() if (n < first) == (rank == 0)}
+    body.layers = nn.ModuleDict(mine)
+    if rank:
+        del body.embed_tokens
+    else:
+        del body.norm, whole.lm_head
+    with ckptd.Checkpointer(f"{folder}-root") as ck:
+        ck.load({"model": whole}, source=folder, weights_only=True)
+    return dict(whole.state_dict())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("first", [1, 2])
+def test_stages_take_the_experts_of_their_layers(tmp_path: Path, first: int) -> None:
+    wanted = made("deepseek_v3", tmp_path / "hf").state_dict()
+    found: dict[str, torch.Tensor] = {}
+    for part in run_ranks(2, load_stages, str(tmp_path / "hf"), first, deadline_s=240.0):
+        assert part
+        found |= part
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[n], t) for n, t in wanted.items())
