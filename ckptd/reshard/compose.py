@@ -354,6 +354,7 @@ def compose_layouts(
     composition = compose(bound, other, lambda name: _grid(stock, name))
     dropped = _dropped(source, stock)
     links = _links(composition, stock)
+    _check_quantized(composition, stock, links)
     duplicates = list(_duplicates(composition, stock))
     _check_all_fed(composition, stock, links, {*dropped, *(d.tensor.name for d in duplicates)})
     links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
@@ -797,6 +798,39 @@ def _is_scaled(values: Values, where: str) -> bool:
             hint="reshard twice: first into a layout without q(...)",
         )
     return True
+
+
+def _check_quantized(composition: Composition, stock: Stock, links: Sequence[TensorLink]) -> None:
+    """Quantized values are of the type that the rule says, and their scales are numbers.
+
+    Bytes of two values, or of exponents, would be taken for numbers else.
+    """
+    form = composition.source
+    for link in links:
+        for (rule, indexes, state), tensor in link.sources.items():
+            modifier = None if state else quantized(form.rules[rule].equation.modifiers)
+            if modifier is None:
+                continue
+            if tensor.dtype.name != modifier.dtype:
+                raise MismatchError(
+                    "values are of another type than the rule says of quantized ones",
+                    kind="lay-fit",
+                    where=tensor.name,
+                    wanted=modifier.dtype,
+                    found=tensor.dtype.name,
+                )
+            largest(tensor.dtype, tensor.name)
+            named = scale_tensor(form, rule, indexes)
+            scales = stock.by_name.get(named.name) if named else None
+            if scales is not None and "float" not in scales.dtype.name:
+                raise MismatchError(
+                    "scales of quantized values are no floats",
+                    kind="lay-fit",
+                    where=scales.name,
+                    wanted="float32, bfloat16, float8_e8m0fnu, ...",
+                    found=scales.dtype.name,
+                    hint="bytes that are exponents of two: tensor.view(torch.float8_e8m0fnu)",
+                )
 
 
 def _check_all_fed(

@@ -144,3 +144,59 @@ def test_scales_that_are_missing_are_named(tmp_path: Path, lay: str) -> None:
         resharded(tmp_path / "a", tmp_path / "b", plain, fp8, allow_lossy=True)
     assert caught.value.kind == "lay-cover"
     assert caught.value.wanted == "l.0.weight_scale_inv"
+
+
+MX = """
+space s { W[o i] }
+layout mx of s on none { w = W[o i] q(float8_e4m3fn, [1 32], scale={name}_scale) }
+layout bytes of s on none { w = W[o i] q(uint8, [1 32], scale={name}_scale) }
+layout plain of s on none { w = W[o i] cast(float32) }
+"""
+
+
+def microscaled() -> dict[str, Array]:
+    """Return MXFP8: blocks of 32 values with a power of two each."""
+    values = np.random.default_rng(7).standard_normal((8, 64)).astype(np.float32)
+    blocks = values.reshape(8, 2, 32)
+    exponents = np.floor(np.log2(np.abs(blocks).max(-1))) - 8
+    scaled = (blocks / np.exp2(exponents)[..., None]).clip(-448, 448)
+    return {
+        "w": scaled.astype(ml_dtypes.float8_e4m3fn).reshape(8, 64),
+        "w_scale": np.exp2(exponents).astype(ml_dtypes.float8_e8m0fnu),
+    }
+
+
+def test_blocks_of_a_row_with_powers_of_two(tmp_path: Path) -> None:
+    (tmp_path / "q.lay").write_text(MX)
+    made = microscaled()
+    with open_store(tmp_path / "a") as store:
+        save(store, made)
+    mx, plain = (program(f"{tmp_path}/q.lay:{n}") for n in ("mx", "plain"))
+    resharded(tmp_path / "a", tmp_path / "b", plain, mx, allow_lossy=True)
+    blocks = made["w"].astype(np.float32).reshape(8, 2, 32)
+    wanted = (blocks * made["w_scale"].astype(np.float32)[..., None]).reshape(8, 64)
+    assert everything(tmp_path / "b")["w"].tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds", "where"),
+    [
+        ("mx", {"w_scale": "uint8"}, "w_scale"),  # the bits of the exponents
+        ("mx", {"w": "uint8"}, "w"),
+        ("mx", {"w": "float8_e5m2"}, "w"),
+        ("bytes", {"w": "uint8"}, "w"),  # two values of four bits each
+    ],
+)
+def test_bytes_are_not_taken_for_numbers(
+    tmp_path: Path, layout: str, kinds: dict[str, str], where: str
+) -> None:
+    (tmp_path / "q.lay").write_text(MX)
+    made = microscaled()
+    for name, kind in kinds.items():
+        made[name] = made[name].view(getattr(ml_dtypes, kind, kind))
+    with open_store(tmp_path / "a") as store:
+        save(store, made)
+    mx, plain = (program(f"{tmp_path}/q.lay:{n}") for n in (layout, "plain"))
+    with pytest.raises(MismatchError) as caught:
+        resharded(tmp_path / "a", tmp_path / "b", plain, mx, allow_lossy=True)
+    assert (caught.value.kind, caught.value.where) == ("lay-fit", where)
