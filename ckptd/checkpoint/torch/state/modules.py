@@ -254,10 +254,10 @@ def _add_saved(
     named: list[tuple[ModulePlace, _Wrapper | None]],
 ) -> None:
     placed = [p for p, _ in named]
-    said = _said(place, module, named)
+    said, entries = _said(place, module, named)
     words = {} if said is None else dict(said.values)
     other, unsaid = [], []
-    for entry in _tensors(named, place):
+    for entry in entries:
         at = place.child(entry.fqn, f".{entry.fqn}")
         word = words.pop(entry.fqn, _UNSAID)
         if word is _UNSAID or is_same_memory(word, entry.tensor):
@@ -286,24 +286,25 @@ _UNSAID: Final = object()
 
 def _said(
     place: StatePlace, module: nn.Module, named: list[tuple[ModulePlace, _Wrapper | None]]
-) -> ModuleWords | None:
-    """Return what a module says, where that may be anything but its parameters and buffers.
+) -> tuple[ModuleWords | None, list[ModuleTensor]]:
+    """Return what a module says, where that may be anything but its tensors, and its tensors.
 
     Of one in which nothing has code of its own it is compared once, as long as it has the same
     tensors.
     """
     placed = [p for p, _ in named]
-    speaks = says_of_kinds({type(p.module) for p in placed}) or any(says(p.module) for p in placed)
-    if speaks:
+    if says_of_kinds({type(p.module) for p in placed}) or any(says(p.module) for p in placed):
         for p in placed:
             _check_module(p.module, p.prefix, place)
-        return ModuleWords(place, module, placed)
-    form = [(entry.fqn, id(entry.tensor)) for entry in _tensors(named, place)]
+        said = ModuleWords(place, module, placed)
+        return said, list(_tensors(named, place))  # its hooks may have put others there
+    entries = list(_tensors(named, place))
+    form = [(entry.fqn, id(entry.tensor)) for entry in entries]
     if _compared.get(module) == form:
-        return None
+        return None, entries
     said = ModuleWords(place, module, placed)
     _compared[module] = form
-    return said
+    return said, entries
 
 
 def _extra_states(placed: Iterable[ModulePlace]) -> Iterator[tuple[str, nn.Module]]:

@@ -22,7 +22,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     memory_key,
 )
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import dtype_name, torch_dtype
+from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.errors import CkptdError, UsageError
 
@@ -79,26 +79,32 @@ def _is_own(function: Any) -> bool:
             return getattr(function, "__module__", None) not in _PLAIN
 
 
-def _is_replaced(module: nn.Module, *names: str) -> bool:
+_SAYING = ("state_dict", "_save_to_state_dict")
+_SAYING_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_TAKING = ("_load_from_state_dict",)
+_TAKING_HOOKS = ("_load_state_dict_pre_hooks",)
+_FOLLOWING_HOOKS = ("_load_state_dict_post_hooks",)
+
+
+def _of_kinds(kinds: Iterable[type], names: Iterable[str]) -> bool:
+    return any(_is_own(getattr(kind, n, None)) for kind in kinds for n in names)
+
+
+def _of_itself(module: nn.Module, names: Iterable[str], hooks: Iterable[str]) -> bool:
     own = module.__dict__
-    return any(n in own or _is_own(getattr(type(module), n, None)) for n in names)
+    if any(name in own for name in names):
+        return True
+    return any((held := own.get(name)) and any(map(_is_own, held.values())) for name in hooks)
 
 
 def says_of_kinds(kinds: Iterable[type]) -> bool:
     """Tell whether any of these classes has code of its own in ``state_dict()``."""
-    names = ("state_dict", "_save_to_state_dict")
-    return any(_is_own(getattr(kind, n, None)) for kind in kinds for n in names)
+    return _of_kinds(kinds, _SAYING)
 
 
 def says(module: nn.Module) -> bool:
     """Tell whether a module itself, without its class, has such code; its children aside."""
-    own = module.__dict__
-    if "state_dict" in own or "_save_to_state_dict" in own or "_version" in own:
-        return True
-    post, pre = own.get("_state_dict_hooks"), own.get("_state_dict_pre_hooks")
-    return bool(
-        (post and any(map(_is_own, post.values()))) or (pre and any(map(_is_own, pre.values())))
-    )
+    return _of_itself(module, (*_SAYING, "_version"), _SAYING_HOOKS)
 
 
 def _says(module: nn.Module) -> bool:
@@ -107,16 +113,23 @@ def _says(module: nn.Module) -> bool:
 
 def _takes(module: nn.Module) -> bool:
     """Tell whether a module has code of its own that sees the values before they are copied."""
-    hooks = module.__dict__.get("_load_state_dict_pre_hooks")
-    return _is_replaced(module, "_load_from_state_dict") or bool(
-        hooks and any(map(_is_own, hooks.values()))
+    return _of_itself(module, _TAKING, _TAKING_HOOKS) or _of_kinds((type(module),), _TAKING)
+
+
+def _takes_all(top: nn.Module) -> bool:
+    names = ("load_state_dict",)
+    return _of_itself(top, names, ()) or _of_kinds((type(top),), names)
+
+
+def _has_code(top: nn.Module, placed: Iterable[ModulePlace]) -> bool:
+    """Tell whether anything in a module has code of its own that a load is to run."""
+    modules = [p.module for p in placed]
+    names, hooks = (*_SAYING, *_TAKING), (*_SAYING_HOOKS, *_TAKING_HOOKS, *_FOLLOWING_HOOKS)
+    return (
+        _takes_all(top)
+        or _of_kinds({*map(type, modules)}, names)
+        or any(_of_itself(m, (*names, "_version"), hooks) for m in modules)
     )
-
-
-def _follows(module: nn.Module) -> bool:
-    """Tell whether a module has code of its own that comes after a load."""
-    hooks = module.__dict__.get("_load_state_dict_post_hooks")
-    return bool(hooks and any(map(_is_own, hooks.values())))
 
 
 def _usual_version(module: nn.Module) -> Any:
@@ -147,8 +160,6 @@ class ModuleWords:
         By name, below the module's place. Tensors are the memory that the module named.
     keys
         The module's own key of each name.
-    speaking
-        Prefixes of the modules that have code of their own in it.
     metadata
         By prefix of torch; None where it says none.
 
@@ -160,11 +171,7 @@ class ModuleWords:
 
     def __init__(self, place: StatePlace, top: nn.Module, placed: list[ModulePlace]) -> None:
         self._place, self._top = place, top
-        self.speaking = {p.prefix: p for p in placed if _says(p.module)}
-        taking = {escape_fqn(p.prefix) for p in placed if _takes(p.module)}
-        if _is_replaced(top, "load_state_dict"):
-            taking.add("")
-        self._taking = tuple(taking)
+        self._placed = placed
         self._prefixes: dict[str, str] = {}
         self._raws: dict[str, str] = {}
         for p in placed:
@@ -198,6 +205,16 @@ class ModuleWords:
             if prefix is not None:
                 return prefix + key[len(head) + 1 if head else 0 :]
         return key
+
+    @functools.cached_property
+    def speaking(self) -> dict[str, ModulePlace]:
+        """The modules that have code of their own in it, by prefix."""
+        return {p.prefix: p for p in self._placed if _says(p.module)}
+
+    @functools.cached_property
+    def _taking(self) -> tuple[str, ...]:
+        taking = {escape_fqn(p.prefix) for p in self._placed if _takes(p.module)}
+        return (*taking, "") if _takes_all(self._top) else tuple(taking)
 
     def takes(self, name: str) -> bool:
         """Tell whether code of a module's own sees a name before torch does, as it is loaded."""
@@ -279,11 +296,12 @@ def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
 
     Memory that nobody can compare is taken to be the same: it cannot be saved in either case.
     """
-    if value is tensor:
-        return True
     if not isinstance(value, torch.Tensor):
         return False
     try:
+        # Most are, and this is asked of thousands.
+        if value.dtype == tensor.dtype and not is_dtensor(value) and value.is_set_to(tensor):
+            return value.is_neg() == tensor.is_neg() and value.is_conj() == tensor.is_conj()
         return memory_key(value) == memory_key(tensor)
     except (RuntimeError, NotImplementedError, ValueError):
         return type(value) is type(tensor)
@@ -348,11 +366,7 @@ class LoadPath:
         place: StatePlace, module: nn.Module, placed: list[ModulePlace], saved: SavedNames
     ) -> LoadPath | None:
         """Return the path of a module, if anything in it has code of its own."""
-        some = _is_replaced(module, "load_state_dict")
-        some = some or any(
-            _says(p.module) or _takes(p.module) or _follows(p.module) for p in placed
-        )
-        return LoadPath(place, module, placed, saved) if some else None
+        return LoadPath(place, module, placed, saved) if _has_code(module, placed) else None
 
     def converts(self, name: str) -> bool:
         """Tell whether code of a module's own sees this name before torch does, present or not."""
