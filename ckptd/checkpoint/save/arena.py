@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ckptd.base.runtime.host import available_bytes, limit_of
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError
-from ckptd.store.osio import map_pages
+from ckptd.store.osio import map_pages, read_memory
 
 __all__ = ["KEEPING", "MOST_SLOTS", "Slot", "Slots", "anonymous_file", "half_staged", "slots_for"]
 
@@ -103,8 +103,13 @@ class Slot:
         except AttributeError:
             raise _closed() from None
 
-    def put(self, start: int, source: NDArray[np.uint8]) -> None:
+    def put(self, start: int, source: NDArray[np.uint8], *, held: bool = True) -> None:
         """Copy bytes to their place.
+
+        Parameters
+        ----------
+        held
+            False: another thread may free them meanwhile, which is an error then and no signal.
 
         Raises
         ------
@@ -112,7 +117,14 @@ class Slot:
             kind ``no-memory``: there is none for them. Kind ``aborted``: the slot is closed.
         """
         if not self._fresh:
-            np.copyto(self.place(start, start + len(source)), source)
+            place = self.place(start, start + len(source))
+            if held:
+                np.copyto(place, source)
+                return
+            try:
+                read_memory(source.ctypes.data, place)
+            except OSError as error:
+                raise self._unfilled(error) from error
             return
         view, at = source.data, CONTROL_BYTES + start
         while len(view):

@@ -37,6 +37,7 @@ from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
 from ckptd.elastic.torch.session.interrupt import Interrupter
 from ckptd.errors import SaveError
+from ckptd.store.osio import read_memory
 from ckptd.types import Box
 
 __all__ = [
@@ -293,8 +294,13 @@ class CopySources:
             found.append(_part(local, step.part))
         return found
 
-    def copy(self, number: int, slot: Slot) -> None:
+    def copy(self, number: int, slot: Slot, *, late: bool = False) -> None:
         """Copy a step's tensor, which is on the host, into its place in the slot.
+
+        Parameters
+        ----------
+        late
+            In a thread of its own: the program may free the memory at any moment.
 
         Raises
         ------
@@ -302,14 +308,18 @@ class CopySources:
             kind ``mutated``: its memory was freed.
         """
         step, plain = self.form.steps[number], self.form.plain[number]
-        if plain is None:
+        if plain is None and not late:
             _copy(self.source(number), slot.place(step.start, step.end))
             return
         if self._is_there(number):
             try:
-                slot.put(step.start, plain)
+                if plain is None:
+                    at, place = self.form.addresses[number], slot.place(step.start, step.end)
+                    _copy_guarded(self.local(number), at, step.part, place)
+                else:
+                    slot.put(step.start, plain, held=not late)
                 return
-            except SaveError:
+            except (SaveError, OSError):
                 # The kernel copies, and says so where memory is freed under it.
                 if self._is_there(number):
                     raise
@@ -340,7 +350,7 @@ class _HostLane:
 
     def push(self, group: CopyGroup) -> CopyMark:
         for number in group.steps:
-            self._sources.copy(number, self._slot)
+            self._sources.copy(number, self._slot, late=True)
         if group.task is not None:
             group.task()
         return self
@@ -709,3 +719,66 @@ def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8
         return
     view = torch.from_numpy(target).view(source.dtype).view(source.shape)
     view.copy_(source)
+
+
+_GUARDED_BYTES = 8 << 20
+_FEW_BYTES = 64 << 10
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _copy_guarded(
+    local: torch.Tensor,
+    at: int,
+    part: Box | StridedWindow | None,
+    target: np.ndarray[tuple[int], np.dtype[np.uint8]],
+) -> None:
+    """Copy a part of a tensor on the host, which lies `at`, and may be freed at any moment.
+
+    Raises
+    ------
+    OSError
+        It was freed.
+    """
+    if not target.nbytes:
+        return
+    shape, strides, size = tuple(local.shape), local.stride(), local.element_size()
+    kept = None
+    if isinstance(part, StridedWindow):
+        if not local.is_contiguous():
+            kept = torch.empty(shape, dtype=_WORDS[size])
+            _read_into(kept, at, strides)
+            at = kept.data_ptr()
+        at += size * part.start
+        shape, strides = part.shape, part.strides
+    elif part is not None:
+        at += size * sum(o * s for o, s in zip(part.offset, strides, strict=True))
+        shape = part.shape
+    into = torch.from_numpy(target)
+    _read_into(into.view(_WORDS[size]).view(shape), at, strides)
+    if local.is_conj() or local.is_neg():
+        plain = into.view(local.dtype)
+        plain = plain.conj() if local.is_conj() else plain
+        into.view(local.dtype).copy_(torch._neg_view(plain) if local.is_neg() else plain)
+
+
+def _read_into(into: torch.Tensor, at: int, strides: tuple[int, ...]) -> None:
+    """Have the kernel copy pieces of memory, and take what lies there at strides out of these.
+
+    No view of the memory is made: torch makes none of what is freed.
+    """
+    numel, size, shape = into.numel(), into.element_size(), tuple(into.shape)
+    if not numel:
+        return
+    reach = reach_of(shape, strides)
+    sparse = reach > 2 * numel and reach * size > _FEW_BYTES
+    if sparse or reach * size > _GUARDED_BYTES:
+        dim = max(range(len(shape)), key=lambda d: (shape[d] > 1, strides[d]))
+        rows = 1 if sparse else max(1, shape[dim] * _GUARDED_BYTES // (reach * size))
+        if rows < shape[dim]:
+            for row in range(0, shape[dim], rows):
+                piece = into.narrow(dim, row, min(rows, shape[dim] - row))
+                _read_into(piece, at + size * row * strides[dim], strides)
+            return
+    raw = torch.empty(reach * size, dtype=torch.uint8)
+    read_memory(at, raw.numpy())
+    into.copy_(raw.view(into.dtype).as_strided(shape, strides))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptd
+from ckptd.checkpoint.save import arena
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch import copy as copying
 from ckptd.checkpoint.torch.memorywatch import (
@@ -31,7 +35,10 @@ from ckptd.checkpoint.torch.memorywatch import (
     mappings,
 )
 from ckptd.errors import SaveError
+from ckptd.store import osio
 from ckptd.testing.ranks import run_ranks
+from ckptd.types import Box
+from tests.processes import PATIENCE_S
 
 
 def eyes() -> list[Pages | None]:
@@ -427,9 +434,9 @@ def test_memory_that_is_freed_while_the_kernel_copies_it_has_changed(
     state = {"w": torch.ones(10 << 20)}
     put = Slot.put
 
-    def late(slot: Slot, start: int, source: Any) -> None:
+    def late(slot: Slot, start: int, source: Any, **more: Any) -> None:
         state["w"].untyped_storage().resize_(0)
-        put(slot, start, source)
+        put(slot, start, source, **more)
 
     monkeypatch.setattr(Slot, "put", late)
     with ckptd.Checkpointer(str(tmp_path), lazy="all", when_failed="warn") as ck:
@@ -474,3 +481,94 @@ def test_resizes_are_found_beside_others_that_look_for_them(monkeypatch: Any) ->
         assert resizes.storages()
         monkeypatch.undo()  # as if it never was
     assert seen == [0]
+
+
+# -- memory that is freed meanwhile ----------------------------------------------------------------
+
+
+def read(tensor: torch.Tensor, part: Box | None = None) -> torch.Tensor:
+    shape = tensor.shape if part is None else part.shape
+    into = torch.empty(shape, dtype=tensor.dtype)
+    target = into.view(-1).view(torch.uint8).numpy() if into.numel() else np.empty(0, np.uint8)
+    copying._copy_guarded(tensor, tensor.data_ptr(), part, target)
+    return into
+
+
+def test_strided_memory_is_read_as_it_lies() -> None:
+    draw = random.Random(8)
+    for number in range(60):
+        shape = [draw.randrange(1, 9) for _ in range(draw.randrange(0, 4))]
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+        tensor = torch.randint(0, 100, shape).to(dtype)
+        if shape:
+            tensor = tensor.permute(draw.sample(range(len(shape)), len(shape)))
+        if dtype.is_complex:
+            tensor = (tensor * 1j).conj()
+        if number % 3 == 0 and shape:
+            tensor = torch.cat([tensor] * 3, -1).narrow(-1, 1, 2)[..., ::2]
+        assert torch.equal(read(tensor), tensor), (number, shape, dtype)
+        if shape:
+            part = Box((1,) * len(shape), tuple(n - 1 for n in tensor.shape))
+            wanted = tensor[tuple(slice(1, None) for _ in shape)]
+            assert torch.equal(read(tensor, part), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 700])
+def test_large_strided_memory_is_read_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_GUARDED_BYTES", 5_000)
+    monkeypatch.setattr(copying, "_FEW_BYTES", 1_000)
+    whole = torch.arange(700 * 40, dtype=torch.int32).reshape(700, 40)
+    for tensor in (whole.t(), whole[:, 3:5], whole[:rows, ::7], whole.reshape(70, 10, 40).mT):
+        assert torch.equal(read(tensor), tensor)
+
+
+@pytest.mark.parametrize("lies", ["dense", "strided"])
+def test_memory_that_is_freed_under_a_later_copy_has_changed(
+    lies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is memory in the slot already, too: a plain copy would end the process."""
+    base = torch.ones(2000, 1500)
+    state = {"w": base if lies == "dense" else base.t()}
+    plain = osio.read_memory
+
+    def late(address: int, into: Any) -> None:
+        base.untyped_storage().resize_(0)
+        plain(address, into)
+
+    with ckptd.Checkpointer("memory://freed-" + lies, lazy="all", when_failed="warn") as ck:
+        ck.save(1, state).durable(60.0)
+        ck.wait()
+        for module in (copying, arena):
+            monkeypatch.setattr(module, "read_memory", late)
+        handle = ck.save(2, state)
+        with pytest.raises(SaveError) as caught:
+            handle.durable(60.0)
+    assert (caught.value.kind, caught.value.where) == ("mutated", "w")
+
+
+FREED = """
+import sys, time, torch, ckptd
+lies, pause = sys.argv[1], float(sys.argv[2])
+base = torch.ones(6000, 6000)
+state = {"w": base if lies == "dense" else base.t()}
+with ckptd.Checkpointer("memory://freed", lazy="all", when_failed="warn") as ck:
+    ck.save(1, state).durable(100)
+    ck.wait()
+    handle = ck.save(2, state)
+    time.sleep(pause)
+    base.untyped_storage().resize_(0)
+    try:
+        handle.durable(100)
+    except ckptd.CkptdError as error:
+        assert error.kind == "mutated", error
+    base.untyped_storage().resize_(4 * 6000 * 6000)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pause", [0.0, 0.01, 0.02, 0.03, 0.04, 0.06])
+@pytest.mark.parametrize("lies", ["dense", "strided"])
+def test_freeing_memory_ends_no_process(lies: str, pause: float) -> None:
+    program = [sys.executable, "-c", FREED, lies, str(pause)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
