@@ -151,7 +151,12 @@ def plan_export(
         Kind ``absent``: the checkpoint leaves out parts of these tensors.
     """
     prefix, is_state = _prefix(reader, section), _states(reader)
-    reader.refuse_unread(lambda n: n.startswith(prefix) and not (section is None and is_state(n)))
+
+    def is_asked(name: str) -> bool:
+        return name.startswith(prefix) and not (section is None and is_state(name))
+
+    reader.refuse_unread(is_asked)
+    reader.refuse_wrapped(is_asked)
     if reader.is_foreign and section != EVERYTHING:
         _refuse_arrays(reader, prefix)
     renamed = _renamer(rename)

@@ -15,6 +15,7 @@ from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import Grid
 from ckptd.checkpoint.format.manifest import (
     FOREIGN,
+    SUBCLASS,
     UNDIGESTED,
     ObjectEntry,
     about_foreign,
@@ -178,7 +179,7 @@ def open_own(reader: CkptdReader) -> Stock:
         step=manifest.step,
         world=manifest.world_size,
         metadata={k: v for k, v in manifest.metadata.items() if k != FOREIGN},
-        objects=manifest.objects,
+        objects=[o for o in manifest.objects if o.kind != SUBCLASS],
         per_rank=lambda name: _per_rank(reader, name),
         witness=witness,
         witness_note=note,
@@ -187,7 +188,7 @@ def open_own(reader: CkptdReader) -> Stock:
         sizes=foreign_sizes(manifest),
         # Those files are beside the foreign checkpoint, not beside a copy of it.
         unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
-        unread_tensors=reader.unread,
+        unread_tensors={**reader.unread, **reader.wrapped},
         has_sections=reader.has_sections,
     )
 

@@ -36,7 +36,14 @@ from ckptd.checkpoint.format.strictjson import unique_keys
 from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.types import DTYPES, dtype_of
 
-__all__ = ["decode", "encode", "is_named_tuple", "is_plain_array", "register"]
+__all__ = [
+    "decode",
+    "encode",
+    "is_named_tuple",
+    "is_plain_array",
+    "loaded_class",
+    "register",
+]
 
 MAX_DEPTH = 64
 MAX_ALIKE = 32
@@ -160,8 +167,11 @@ def _encode_enum(value: enum.Enum, where: str, depth: int) -> Any:
     return [_class_name(type(value)), value.name, plain]
 
 
-def _loaded(name: str, base: type) -> Any:
-    """Return a class that is loaded already, or None; never imports, asks no module's code."""
+def loaded_class(name: str, base: type) -> Any:
+    """Return the class ``MODULE:NAME`` that is loaded already, or None.
+
+    Nothing is imported, and no module's code is asked.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -174,7 +184,7 @@ def _loaded(name: str, base: type) -> Any:
 
 def _decode_enum(raw: Any) -> Any:
     name, member, plain = raw
-    known = _by_name(str(name)) or _loaded(str(name), enum.Enum)
+    known = _by_name(str(name)) or loaded_class(str(name), enum.Enum)
     if known is None:
         _log.warning("%s is not loaded here: a member of it is loaded as its value", name)
         return plain
@@ -187,7 +197,7 @@ def _decode_enum(raw: Any) -> Any:
 
 def _decode_named(raw: Any) -> Any:
     name, fields, values = raw
-    known = _by_name(str(name)) or _loaded(str(name), tuple)
+    known = _by_name(str(name)) or loaded_class(str(name), tuple)
     if not isinstance(values, tuple) or len(fields) != len(values):
         raise ValueError("not a named tuple")
     if known is None or not is_named_tuple(known) or list(known._fields) != list(fields):

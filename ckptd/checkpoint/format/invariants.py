@@ -19,7 +19,14 @@ from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk
 from ckptd.checkpoint.format.filemap import FileMap, is_home
-from ckptd.checkpoint.format.manifest import UNDIGESTED, FileEntry, GridEntry, Manifest, MeshEntry
+from ckptd.checkpoint.format.manifest import (
+    SUBCLASS,
+    UNDIGESTED,
+    FileEntry,
+    GridEntry,
+    Manifest,
+    MeshEntry,
+)
 from ckptd.checkpoint.format.metadata import MAX_METADATA_BYTES
 from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
@@ -54,7 +61,7 @@ FREE_CHUNKS = 1 << 20
 CHUNK_BYTES = 48
 """The header of a file has at least so many bytes for each of its chunks."""
 PER_RANK = frozenset({"", "error", "drop", "reseed", "reduce"})
-OBJECT_KINDS = frozenset({"value", "groups"})
+OBJECT_KINDS = frozenset({"value", "groups", SUBCLASS})
 
 
 def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileMap:

@@ -22,6 +22,8 @@ __all__ = [
     "FOREIGN",
     "FORMAT",
     "OPTIMIZER_CLASS",
+    "SUBCLASS",
+    "SUBCLASSES",
     "UNDIGESTED",
     "UNORDERED",
     "VERSION",
@@ -39,6 +41,7 @@ __all__ = [
     "encode_manifest",
     "foreign_sizes",
     "foreign_unread",
+    "wrapped_tensors",
 ]
 
 T = TypeVar("T")
@@ -49,7 +52,11 @@ OPTIMIZER_CLASS = "ckptd.class"
 """Key of a group of an object of the kind ``groups`` that says whose groups they are."""
 UNDIGESTED = "undigested"
 """Feature of a manifest that stands for foreign files: of them no digests are known."""
-SUPPORTED = frozenset({UNDIGESTED})
+SUBCLASSES = "subclasses"
+"""Feature of a manifest some of whose tensors are parts of others, which wrap them."""
+SUBCLASS = "subclass"
+"""Kind of the object that says what wraps the tensors below its name."""
+SUPPORTED = frozenset({UNDIGESTED, SUBCLASSES})
 """Features of ``requires`` that this reader knows."""
 FOREIGN = "ckptd.foreign"
 """Key of the metadata under which a manifest says what it was made from."""
@@ -129,7 +136,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `per_rank` is the declared behaviour when the world changes; each cell of the tensor is then
     one rank's value, and the rank is that of the file that holds the cell. `kind` is ``value``,
-    or ``groups`` for optimizer groups.
+    ``groups`` for optimizer groups, or ``subclass`` for what wraps the tensors below `name`.
     """
 
     name: str
@@ -345,6 +352,15 @@ def foreign_unread(manifest: Manifest) -> dict[str, str]:
     found = about_foreign(manifest).get("unread_tensors")
     known = UNDIGESTED in manifest.requires and isinstance(found, dict)
     return {str(k): str(v) for k, v in found.items()} if known and found else {}
+
+
+def wrapped_tensors(manifest: Manifest) -> dict[str, str]:
+    """Return the tensors of wrapper subclasses, whose parts are below their names: each's class."""
+    found = {o.name: o.value for o in manifest.objects if o.kind == SUBCLASS}
+    return {
+        name: str(value.get("class") if isinstance(value, dict) else value).replace(":", ".")[:200]
+        for name, value in found.items()
+    }
 
 
 def foreign_sizes(manifest: Manifest) -> dict[str, int]:

@@ -19,6 +19,7 @@ from ckptd.checkpoint.format.manifest import (
     TensorEntry,
     about_foreign,
     foreign_unread,
+    wrapped_tensors,
 )
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
@@ -87,6 +88,7 @@ class CkptdReader(CheckpointReader):
         self.has_sections = about_foreign(self.manifest).get("has_sections") is not False
         self.is_foreign = UNDIGESTED in self.manifest.requires
         self.unread = foreign_unread(self.manifest)
+        self.wrapped = wrapped_tensors(self.manifest)
         self._encoded = {o.tensor for o in self.manifest.objects if o.tensor}
 
     @cached_property

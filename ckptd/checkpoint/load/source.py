@@ -75,6 +75,8 @@ class CheckpointReader(ABC):
         Whether the files are those of another program.
     unread
         Tensors of kinds that are not read, by name: what each is. They are not in `infos`.
+    wrapped
+        Names below which tensors are the parts of one of a wrapper subclass: which class it is.
     """
 
     url: str
@@ -84,6 +86,7 @@ class CheckpointReader(ABC):
     has_sections: bool = True
     is_foreign: bool = False
     unread: Mapping[str, str] = MappingProxyType({})
+    wrapped: Mapping[str, str] = MappingProxyType({})
 
     @property
     @abstractmethod
@@ -136,7 +139,14 @@ class CheckpointReader(ABC):
         RefusedError
             kind ``unreadable-format``: names them, and says what each is.
         """
-        found = {n: kind for n, kind in self.unread.items() if asked is None or asked(n)}
+        self._refuse(self.unread, asked)
+
+    def refuse_wrapped(self, asked: Callable[[str], bool] | None = None) -> None:
+        """Refuse to take the parts of wrapped tensors for tensors; as `refuse_unread`."""
+        self._refuse(self.wrapped, asked)
+
+    def _refuse(self, names: Mapping[str, str], asked: Callable[[str], bool] | None) -> None:
+        found = {n: kind for n, kind in names.items() if asked is None or asked(n)}
         if found:
             raise unread_tensors(found, f"{self.url}, {self.title}")
 

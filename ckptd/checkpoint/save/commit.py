@@ -24,6 +24,8 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.filemap import is_home
 from ckptd.checkpoint.format.manifest import (
+    SUBCLASS,
+    SUBCLASSES,
     FileEntry,
     GridEntry,
     Manifest,
@@ -314,6 +316,7 @@ def assemble(
         witness=witness,
         metadata=parts[0].metadata,
         lay=plan.lay,
+        requires=(SUBCLASSES,) if any(o.kind == SUBCLASS for o in objects.values()) else (),
     )
 
 

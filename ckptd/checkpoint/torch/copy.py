@@ -233,15 +233,16 @@ class CopySources:
     def versions(self) -> list[int]:
         """Return where each tensor lies that is copied late, and what torch counts of its changes.
 
-        Three numbers a tensor, in the order of `CopyForm.watched`: an operation on a DTensor raises
-        the count of the DTensor, and not always that of the tensor inside.
+        Three numbers a tensor, in the order of `CopyForm.watched`: an operation on a DTensor, or
+        on a subclass that wraps tensors, raises its count, and not always that of those inside.
         """
         found: list[int] = []
         for name in self.form.watched:
             leaf = self.leaves[name]
             local = leaf.local
             count = _version(local)
-            whole = count if leaf.tensor is local else _version(leaf.origin)
+            inner = leaf.tensor is not local or leaf.wrapped
+            whole = _version(leaf.origin) if inner else count
             found += (local.data_ptr(), count, whole)
         return found
 

@@ -512,7 +512,7 @@ class Saver:
             return (), tuple(extras), bodies
         large: dict[str, bytes] = {}
         for name, value in leaves.objects.items():
-            if value.kind != "groups" and not isinstance(value.raw, int | float | bool | None):
+            if value.kind == "value" and not isinstance(value.raw, int | float | bool | None):
                 body = msgspec.json.encode(value.raw)
                 if len(body) > INLINE_OBJECT_BYTES:
                     large[name] = body

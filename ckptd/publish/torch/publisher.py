@@ -373,6 +373,7 @@ class Publisher(OfOneProcess):
         try:
             self._gate.check()
             leaves = self._flattener.flatten(state)
+            leaves.refuse_wrapped("published")
             if self._shape is not None and _looks(leaves, self._shape.names) != self._shape.looks:
                 raise UsageError(
                     "the state has other tensors than at the first publish",

@@ -119,7 +119,7 @@ def test_what_does_not_ask_for_it_goes_on(cli: Cli, tmp_path: Path) -> None:
 
 def test_values_that_are_left_out_are_counted(cli: Cli, tmp_path: Path) -> None:
     file = str(tmp_path / "m.pt")
-    rng = np.random.RandomState(3).get_state()
+    rng: Any = np.random.RandomState(3).get_state()
     many = {f"o{n}": {n} for n in range(300)}
     torch.save({"model": {"w": torch.ones(2)}, "rng": rng, "x": np.float32(2), **many}, file)
     for verb in (

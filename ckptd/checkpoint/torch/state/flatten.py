@@ -385,7 +385,7 @@ def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
         add_optimizer(sink, place, value, owners)
         sink.leaves.optimizers.append(value)
     elif isinstance(value, torch.Tensor):
-        sink.add_tensor(place, value, "tensor")
+        sink.add(place, value, "tensor")
     elif isinstance(value, np.ndarray):
         add_array(sink, place, value, site.put)
     elif is_stateful(value):

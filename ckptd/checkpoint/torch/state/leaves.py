@@ -20,12 +20,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.checkpoint.format import codec, reseed
 from ckptd.checkpoint.format.invariants import MAX_DIMS
-from ckptd.checkpoint.format.names import MAX_NAME_CHARS
+from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
 from ckptd.checkpoint.torch.state.tensors import (
     dtype_name,
     has_own_places,
     is_dtensor,
     local_tensor,
+)
+from ckptd.checkpoint.torch.state.wrapped import (
+    difference,
+    is_wrapped,
+    parts_of,
+    record_of,
+    spread,
 )
 from ckptd.errors import MismatchError, UsageError
 
@@ -248,7 +255,7 @@ codec.register(Dropped, name=reseed.DROP, encode=lambda d: None, decode=lambda r
 
 
 TensorKind = Literal["param", "buffer", "optim", "tensor", "ndarray"]
-ObjectKind = Literal["value", "groups"]
+ObjectKind = Literal["value", "groups", "subclass"]
 OwnKind = Literal["", "broadcast", "statistics"]
 
 
@@ -301,6 +308,8 @@ class TensorLeaf:
         Why each rank may have values of its own, of which the lowest rank's are saved:
         ``broadcast``, DistributedDataParallel overwrites those of the others; ``statistics``, a
         norm layer has them of its rank's batches. Empty: all ranks must have the same.
+    wrapped
+        `tensor` is inside of `origin`, a subclass that wraps it.
     """
 
     name: str
@@ -313,6 +322,7 @@ class TensorLeaf:
     aliases: tuple[str, ...] = ()
     assign: Callable[[torch.Tensor], None] | None = None
     own: OwnKind = ""
+    wrapped: bool = False
 
     @property
     def dtype(self) -> str:
@@ -339,7 +349,7 @@ class ObjectLeaf:
     section, path
         As for tensors.
     kind
-        ``value``, or ``groups`` for an optimizer's groups.
+        ``value``, ``groups`` for an optimizer's groups, or ``subclass`` for what wraps tensors.
     put
         Puts a decoded value into the state. Called by `apply_objects`.
     check
@@ -451,6 +461,29 @@ class Leaves:
     misfits: dict[str, str] = field(default_factory=dict)
     paths: list[OwnPath] = field(default_factory=list)
 
+    def refuse_wrapped(self, what: str) -> None:
+        """Refuse tensors that wrap others: nothing here would compare class and context.
+
+        Parameters
+        ----------
+        what
+            What is not done with them.
+
+        Raises
+        ------
+        UsageError
+            kind ``unsavable``.
+        """
+        found = [o for o in self.objects.values() if o.kind == "subclass"]
+        if found:
+            raise UsageError(
+                f"tensors of wrapper subclasses are not {what}",
+                kind="unsavable",
+                where=found[0].name,
+                found=f"{len(found)}, the first at {found[0].path}",
+                hint="dequantize them, or take them out of the state; saves and loads take them",
+            )
+
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""
         return self.tensors.get(self.aliases.get(name, name))
@@ -469,13 +502,15 @@ class SavedNames:
     tensors
         Dtype name and global shape by tensor name.
     objects
-        Kind by object name (``value`` or ``groups``), per-rank values not among them.
+        Kind by object name, per-rank values not among them.
     aliases
         Tensor name by alias.
     groups
         The encoded value of each object of the kind ``groups``.
     foreign
         Whether another program wrote it: then nothing says which versions modules had.
+    wrapped
+        That of each object of the kind ``subclass``.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -483,6 +518,7 @@ class SavedNames:
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, Any] = field(default_factory=dict)
     foreign: bool = False
+    wrapped: Mapping[str, Any] = field(default_factory=dict)
     _sorted: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -577,6 +613,57 @@ class Sink:
     def has(self, name: str) -> bool:
         """Tell whether something was added under `name`."""
         return name in self._paths
+
+    def add(
+        self,
+        place: StatePlace,
+        tensor: torch.Tensor,
+        kind: TensorKind,
+        own: OwnKind = "",
+        around: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[TensorLeaf]:
+        """Add a tensor as `add_tensor` does; one that wraps others as its parts and an object.
+
+        `around` is what is done with the parts of a DTensor that it is inside of.
+
+        Raises
+        ------
+        UsageError
+            As `add_tensor`; kind ``unsavable``: the context of a wrapper is not plain.
+        MismatchError
+            kind ``subclass``: the checkpoint has a tensor of another class or context there.
+        """
+        record = record_of(tensor, place.name) if is_wrapped(tensor) else None
+        saved = None if self.saved is None else self.saved.wrapped.get(place.name)
+        known = saved is not None or (self.saved and self.saved.tensor(place.name) is not None)
+        if known and (found := difference(record, saved)) is not None:
+            raise MismatchError(
+                "a tensor is of one class here and of another in the checkpoint",
+                kind="subclass",
+                where=place.name,
+                wanted=f"{found[0]}, as the live one is",
+                found=found[1],
+                hint="make the live state as it was saved: quantize it first, for instance",
+            )
+        if record is None:
+            whole = tensor if around is None else around(tensor)
+            return [self.add_tensor(place, whole, kind, own)]
+        if tensor.is_meta and self.saved is not None:
+            raise _bad(
+                place,
+                "a tensor on the meta device that wraps others cannot be given memory",
+                record["class"],
+                "make it on a real device before the load",
+            )
+        self.add_object(place, record, _nothing, kind="subclass")
+        leaves = []
+        around = spread(tensor) if around is None else around
+        for name, part in parts_of(tensor):
+            at = place.child(escape_key(name), f".{name}")
+            for leaf in self.add(at, part, kind, own, around):
+                leaf.origin, leaf.wrapped = tensor, True
+                leaves.append(leaf)
+        return leaves
 
     def add_tensor(
         self,
@@ -685,11 +772,17 @@ class Sink:
         self._paths[place.name] = place.path
 
 
+def _nothing(value: Any) -> None:
+    """Put what was compared before: it is equal."""
+
+
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """Return what is equal for two tensors exactly when they are one view of one memory."""
     if is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         return (memory_key(tensor._local_tensor), tuple(tensor.shape), mesh, placements)
+    if is_wrapped(tensor):
+        return (type(tensor), *((name, memory_key(part)) for name, part in parts_of(tensor)))
     # The storage object, and not its address: memory that is empty here (an uneven shard) or on
     # the meta device has no address, and ranks must agree on what is an alias.
     storage = tensor.untyped_storage()._cdata

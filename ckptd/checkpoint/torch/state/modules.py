@@ -261,7 +261,7 @@ def _add_saved(
         at = place.child(entry.fqn, f".{entry.fqn}")
         word = words.pop(entry.fqn, _UNSAID)
         if word is _UNSAID or is_same_memory(word, entry.tensor):
-            sink.add_tensor(at, entry.tensor, entry.kind, entry.own)
+            sink.add(at, entry.tensor, entry.kind, entry.own)
             unsaid += [entry.fqn] if word is _UNSAID else []
         else:
             add_word(sink, at, word, entry.kind)
@@ -325,7 +325,7 @@ def _add_loaded(
     known = set()
     for entry in _tensors(named, place):
         at = place.child(entry.fqn, f".{entry.fqn}")
-        add = partial(sink.add_tensor, at, entry.tensor, entry.kind, entry.own)
+        add = partial(sink.add, at, entry.tensor, entry.kind, entry.own)
         known.add(entry.fqn)
         if path is None:
             add()

@@ -31,6 +31,7 @@ from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, unseen_state
+from ckptd.checkpoint.torch.state.wrapped import make_wrapped, part_shape
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
 __all__ = ["ParameterOwners", "add_groups", "add_optimizer", "misfit", "record"]
@@ -422,7 +423,7 @@ def _add_said(
         for key in sorted(entries, key=str):
             where, value = of.child(escape_key(key), f"[{key!r}]"), entries[key]
             if isinstance(value, torch.Tensor):
-                sink.add_tensor(where, value, "optim")
+                sink.add(where, value, "optim")
             else:
                 add_value(sink, where, value, _nothing, kind="optim")
     if said.more:
@@ -554,12 +555,14 @@ class _Parameter:
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
             add_value(self._sink, place, live, partial(self._put, key), kind="optim")
         elif isinstance(live, torch.Tensor):
-            self._sink.add_tensor(place, live, "optim")
+            self._sink.add(place, live, "optim")
         else:
-            new = self._make(key, place.name)
-            self._sink.add_tensor(place, new, "optim")
+            is_whole = saved != "subclass"
+            new = self._make(key, place.name) if is_whole else self._make_wrapped(place.name)
+            leaves = self._sink.add(place, new, "optim")
+            names = tuple(leaf.name for leaf in leaves)
             self._sink.leaves.pending.append(
-                PendingState((place.name,), partial(self._put, key, new), self._unit)
+                PendingState(names, partial(self._put, key, new), self._unit)
             )
 
     def take(self, key: str, saved: str, put: Callable[[Any], None]) -> str:
@@ -569,6 +572,11 @@ class _Parameter:
             add_value(self._sink, place, None, put, kind="optim", fresh=True)
             return place.name
         live = (self._optimizer.state.get(self._parameter) or {}).get(key)
+        if saved == "subclass":
+            new = self._make_wrapped(place.name, live)
+            names = tuple(leaf.name for leaf in self._sink.add(place, new, "optim"))
+            self._sink.leaves.pending.append(PendingState(names, partial(put, new)))
+            return place.name
         entry = self._sink.saved.tensor(place.name) if self._sink.saved else None
         if entry is not None and isinstance(live, torch.Tensor) and tuple(live.shape) == entry[1]:
             dtype = torch_dtype(entry[0], place.name)
@@ -594,6 +602,25 @@ class _Parameter:
                 return order
         return None
 
+    def _make_wrapped(self, name: str, live: Any = None) -> torch.Tensor:
+        """Return a tensor of a wrapper subclass as the checkpoint says, its parts to be filled."""
+        saved = self._sink.saved
+        record = saved.wrapped.get(name) if saved is not None else None
+        like = self._parameter.detach()
+        device = target_device(like, self._sink.device)
+
+        def part(at: str) -> torch.Tensor:
+            if saved is not None and at in saved.wrapped:
+                inner = saved.wrapped[at]
+                return make_wrapped(inner, lambda n: part(_below(at, n)), at)
+            entry = saved.tensor(at) if saved is not None else None
+            if entry is None:
+                raise MismatchError("no such part of a tensor in the checkpoint", where=at)
+            shape = part_shape(record, entry[1])
+            return torch.empty(shape, dtype=torch_dtype(entry[0], at), device=device)
+
+        return make_wrapped(record, lambda n: part(_below(name, n)), name, like, live)
+
     def _make(self, key: str, name: str) -> torch.Tensor:
         """Return a tensor as the optimizer would have made it in its first step."""
         entry = self._sink.saved.tensor(name) if self._sink.saved else None
@@ -614,6 +641,10 @@ class _Parameter:
         if shape == ():
             return torch.zeros((), dtype=dtype, device=device)
         return torch.empty_like(like.new_zeros(shape, dtype=dtype), device=device)
+
+
+def _below(name: str, part: str) -> str:
+    return f"{name}.{escape_key(part)}"
 
 
 def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -670,13 +701,17 @@ def _short(key: Any) -> str:
 
 
 def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[str, dict[Any, str]]:
-    """Return what the checkpoint has, by FQN and state name: ``tensor`` or ``object``."""
+    """Return what the checkpoint has, by FQN and state name: tensor, object or subclass."""
     out: dict[str, dict[Any, str]] = {}
     if saved is None:
         return out
     prefix = name + "."
     found = [(n, "tensor") for n in saved.tensors_below(name)]
-    found += [(n, "object") for n in saved.objects if n.startswith(prefix)]
+    found += [
+        (n, "subclass" if n in saved.wrapped else "object")
+        for n in saved.objects
+        if n.startswith(prefix)
+    ]
     for full, what in found:
         fqn, _, key = full[len(prefix) :].rpartition(".")
         if fqn in fqns:

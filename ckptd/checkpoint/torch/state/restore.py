@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptd.checkpoint.format.manifest import Manifest, about_foreign, foreign_unread
+from ckptd.checkpoint.format.manifest import (
+    SUBCLASS,
+    Manifest,
+    about_foreign,
+    foreign_unread,
+)
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.torch.state.flatten import collect
 from ckptd.checkpoint.torch.state.leaves import (
@@ -179,6 +184,11 @@ def saved_names(
             if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
         },
         foreign=bool(about_foreign(saved.manifest)),
+        wrapped={
+            live(n): saved.manifest.objects[i].value
+            for n, i in saved.objects.items()
+            if saved.manifest.objects[i].kind == SUBCLASS and wanted(live(n))
+        },
     )
 
 
@@ -341,10 +351,17 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def look(state: Mapping[str, Any]) -> Leaves:
-    """Return the leaves of a state as it is, without making or encoding anything."""
+    """Return the leaves of a state as it is, without making or encoding anything.
+
+    Raises
+    ------
+    UsageError
+        As `prepare`; kind ``unsavable``: a tensor is of a wrapper subclass.
+    """
     nothing = SavedNames({})
     sink = Sink(nothing)
     collect(sink, walk(state, nothing))
+    sink.leaves.refuse_wrapped("moved between live states")
     return sink.leaves
 
 
