@@ -35,7 +35,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from ckptd.base.runtime.host import limit_of
 from ckptd.errors import CorruptError, NotFoundError, StoreError, UsageError
 from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView
 
@@ -590,7 +589,6 @@ def reserve(path: Path, head: bytes, total: int) -> mmap.mmap:
             where=str(path),
             wanted=f"{total} bytes",
             found=error.strerror or str(error),
-            hint=limit_of(error),
         ) from error
     return mapped
 
