@@ -74,8 +74,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(tmp_path)
 
 
-def test_ten_conversions() -> None:
-    assert len(COMMANDS) == 10
+def test_eleven_conversions() -> None:
+    assert len(COMMANDS) == 11
     assert all(COMMANDS.values())
     threads = re.findall(
         r"\[#(\d+)\]\(https://github.com/[\w.-]+/[\w.-]+/issues/(\d+)\)", PAGE.read_text()
@@ -195,9 +195,45 @@ def test_hugging_face_to_dcp(desk: Desk) -> None:
     program = re.search(r"```lay\n(layout titan.*?)```", PAGE.read_text(), re.DOTALL)
     assert program is not None
     (desk.folder / "titan.lay").write_text(program[1])
-    folder = desk.run(title, 1)
+    folder = desk.run(title, 2)
     titan = dict(in_titan(name, values) for name, values in wanted.weights.items())
     compare(matrix.read_dcp(folder, weight="", state="optim."), Content(titan), ALL)
+
+
+@pytest.mark.plugins
+def test_a_job_with_stacked_experts_becomes_files(desk: Desk) -> None:
+    wanted = desk.source("./made", "hf-mixtral")
+    root = desk.folder / "root"
+    made = (str(desk.sources["./made"]), str(root), "--to", "names.ckptd")
+    assert not matrix.run_command(["reshard", *made])
+    folder = desk.run("Hugging Face to DCP and torchtitan", 1)
+    compare(read_hf(folder), wanted, WEIGHTS)
+
+
+def test_megatron_fsdp(desk: Desk, foreign: Path) -> None:
+    desk.sources["./iter_0001000"] = folder = foreign / "megatron-fsdp"
+    wanted = dict(np.load(folder / "expected.npz"))
+    sizes = {**SIZES, "let hd = 128": "let hd = 4"}
+    values = read_hf(desk.run("Megatron-FSDP to Hugging Face", 0, sizes)).weights
+    assert len(values) == 2 * 9 + 3
+    for layer in range(2):
+        theirs, mine = f"model.module.decoder.layers.{layer}.", f"model.layers.{layer}."
+        groups = wanted[f"{theirs}self_attention.linear_qkv.weight"].reshape(2, 4, 4, 8)
+        found = {
+            "self_attn.q": groups[:, :2],
+            "self_attn.k": groups[:, 2],
+            "self_attn.v": groups[:, 3],
+        }
+        found |= {
+            name: wanted[f"{theirs}mlp.{inner}"]
+            for name, inner in {
+                "mlp.gate": "linear_fc1.weight_w",
+                "mlp.up": "linear_fc1.weight_v",
+                "mlp.down": "linear_fc2.weight",
+            }.items()
+        }
+        for name, values_of in found.items():
+            assert values[f"{mine}{name}_proj.weight"].tobytes() == values_of.tobytes(), name
 
 
 def with_experts(folder: str) -> dict[str, Any]:

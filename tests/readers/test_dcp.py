@@ -327,3 +327,14 @@ def test_a_file_that_changes_under_our_hands(broken: Path) -> None:
     with pytest.raises(CkptdError) as caught:
         reader.tensors(reader.names)
     assert caught.value.kind == "bad-size"
+
+
+def test_parts_as_megatron_fsdp_cuts_them(foreign: Path) -> None:
+    """Ranks have any rows of a parameter, or none."""
+    folder = foreign / "megatron-fsdp"
+    wanted = dict(np.load(folder / "expected.npz"))
+    reader = open_reader(folder)
+    assert {*reader.names} == {*wanted}
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    uneven = "model.module.decoder.layers.1.mlp.linear_fc2.weight"
+    assert reader.layout(uneven).words == "rows / 2 (5+3)"
