@@ -687,6 +687,9 @@ class Sink:
         if first is not None:
             first.aliases += (place.name,)
             self.leaves.aliases[place.name] = first.name
+            if (before := first.assign) is not None and tensor is not first.origin:
+                # Another view of the same memory, which is to share the new one.
+                first.assign = partial(_give_both, before, tensor)
             return first
         local = live = local_tensor(tensor).detach()
         if is_dtensor(tensor):
@@ -800,6 +803,13 @@ def is_fillable(local: torch.Tensor) -> bool:
 def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg()
     return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _give_both(
+    first: Callable[[torch.Tensor], None], live: torch.Tensor, new: torch.Tensor
+) -> None:
+    first(new)
+    _give_memory(live, new)
 
 
 def _give_memory(live: torch.Tensor, new: torch.Tensor) -> None:

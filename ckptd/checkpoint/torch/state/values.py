@@ -249,9 +249,10 @@ def fresh_tensor(
         return torch.zeros(size, dtype=torch.uint8, device=on).view(dtype).reshape(shape)
     new = live.detach().clone()
     new = new if new.dtype == dtype else torch.empty_like(new, dtype=dtype)
+    learns = live.requires_grad and (dtype.is_floating_point or dtype.is_complex)
     if isinstance(live, nn.Parameter):
-        return nn.Parameter(new, requires_grad=live.requires_grad)
-    return new.requires_grad_(live.requires_grad)
+        return nn.Parameter(new, requires_grad=learns)
+    return new.requires_grad_(learns)
 
 
 def _add_parts(

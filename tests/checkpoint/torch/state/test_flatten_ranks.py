@@ -96,10 +96,20 @@ class Rows(optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=0.01 * state["calls"])
 
 
+def hooked(params: Any) -> optim.Optimizer:
+    """Says its count of loads besides, and is given everything by its own load."""
+    made = optim.AdamW(params, lr=0.01)
+    made.loads = 0  # type: ignore[attr-defined]
+    made.register_state_dict_post_hook(lambda o, said: said.__setitem__("loads", o.loads))  # type: ignore[attr-defined]
+    made.register_load_state_dict_pre_hook(lambda o, said: setattr(o, "loads", said["loads"]))
+    return made
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: optim.AdamW(p, lr=0.01),
     "sgd": lambda p: optim.SGD(p, lr=0.01, momentum=0.9),
     "rows": lambda p: Rows(p, {}),
+    "hooked": hooked,
 }
 
 
@@ -194,6 +204,7 @@ def everything(kind: str) -> list[Any]:
         round_trip(kind, optimizer, "cpu")
     if kind.startswith("fsdp"):
         round_trip(kind, "adamw", "meta")
+        round_trip(kind, "hooked", "meta")
     if kind == "fsdp":
         meta_keeps_what_fsdp_keeps()
         sharded_after_an_evaluation()

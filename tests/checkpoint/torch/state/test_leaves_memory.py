@@ -70,3 +70,21 @@ def test_an_array_over_itself_in_two_places() -> None:
     give(take({"a": want, "b": want}), live)
     assert np.array_equal(live["a"], want)
     assert np.array_equal(live["b"], want)
+
+
+def test_two_views_of_memory_that_cannot_be_filled() -> None:
+    # The second view kept the old memory.
+    row = torch.zeros(1, 3)
+
+    def make(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["a"].weight, model["b"].weight = nn.Parameter(a), nn.Parameter(b)
+        return {"m": model, "l": [a, b]}
+
+    want = torch.arange(9.0).view(3, 3)
+    live = make(row.expand(3, 3), row.expand(3, 3))
+    held = [live["m"]["a"].weight, live["m"]["b"].weight, *live["l"]]
+    give(take(make(want, want)), live)
+    assert all(torch.equal(tensor, want) for tensor in held)
+    assert held[0].data_ptr() == held[1].data_ptr() == held[2].data_ptr() == held[3].data_ptr()
+    assert live["m"]["b"].weight is held[1]
