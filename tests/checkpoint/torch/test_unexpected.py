@@ -140,6 +140,31 @@ def test_stages_load_what_stages_saved(tmp_path: Path, world: int) -> None:
     assert loaded == kept
 
 
+def load_beside(root: str) -> tuple[int, str]:
+    """Load a model by a layout on rank 0, where rank 1 has none; then without its optimizer."""
+    from tests.reshard.torch.layout.jobs import whole_job
+    from tests.reshard.torch.layout.test_binder import WHOLE
+
+    model, optimizer = whole_job(1, 1)
+    note = {"note": torch.ones(2)}
+    first = torch.distributed.get_rank() == 0
+    whole = {"model": model, "optim": optimizer} if first else note
+    with ckptd.Checkpointer(root, layout=WHOLE) as ck:
+        ck.save(1, whole).durable(60)
+        step = ck.load(whole)
+        with pytest.raises(MismatchError) as caught:
+            ck.load({"model": model} if first else note)
+    return step, str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_rank_without_parameters_hides_no_state_that_all_lack(tmp_path: Path) -> None:
+    for step, refused in run_ranks(2, load_beside, str(tmp_path)):
+        assert step == 1
+        assert "optim.embed.weight.exp_avg: not in the live state" in refused
+        assert "\n    model." not in refused
+
+
 def test_what_a_load_leaves_is_said_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
