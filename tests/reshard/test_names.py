@@ -338,6 +338,18 @@ def test_a_section_has_the_names_of_a_layout(tmp_path: Path, cli: Cli) -> None:
     assert found.code == 0, found.err
 
 
+def test_a_section_of_files_of_ranks_is_said_by_the_layout(tmp_path: Path, cli: Cli) -> None:
+    for rank in range(2):
+        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / f"part{rank}.pt")
+    rules = 'files "part{tp}.pt"; model.w = W[o@tp]'
+    text = f"mesh M = tp:2\nspace s {{ W[o] }}\nlayout x of s on M {{ {rules} }}\n"
+    (tmp_path / "p.lay").write_text(text)
+    said = ("--from", str(tmp_path / "p.lay"), "--to", "ddp", "--section", "model")
+    found = cli("reshard", str(tmp_path), str(tmp_path / "o"), *said)
+    assert found.code == 2
+    assert "stored" in found.err
+
+
 @pytest.mark.parametrize("section", ["b", "a.w", "a.other"])
 def test_a_section_that_is_none(tmp_path: Path, cli: Cli, section: str) -> None:
     root = str(tmp_path / "root")
