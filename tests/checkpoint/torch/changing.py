@@ -146,8 +146,9 @@ def train(state: State, draw: random.Random) -> None:
             parameter.grad = None
     try:
         state["optim"].step()
-    except (RuntimeError, ValueError):
-        # Its state is of another dtype or shape than the parameters by now.
+    except (RuntimeError, ValueError, KeyError):
+        # Its state is of another dtype or shape than the parameters by now, or it is gone: older
+        # PyTorch makes that of Adagrad with the optimizer, and never again.
         state["optim"] = new_optimizer(state["model"], draw)
 
 
