@@ -248,10 +248,11 @@ class Agreement:
         for rank in ranks:
             try:
                 left = max(0.01, end - time.monotonic())
-                out.append(_value(self.wait(f"{key}/{rank}", rank, left)))
-                self.board.delete(f"{key}/{rank}")
+                raw = self.wait(f"{key}/{rank}", rank, left)
             except DeadlineError as error:
                 raise self._missing(key, range(rank, ranks.stop), timeout_s) from error
+            self.board.delete(f"{key}/{rank}")
+            out.append(_value(raw))
         return out
 
     def _missing(self, key: str, ranks: range, timeout_s: float) -> DeadlineError:

@@ -38,6 +38,7 @@ def test_what_is_posted_does_not_stay() -> None:
                 agreement.no_errors(None)
             if step % 100 == 0:
                 agreement.all_reports("now", b"", b"".join)
+                agreement.in_tree("now", b"", b"".join)
             if step % 20 == 0:
                 agreement.no_errors(None)  # or rank 0 runs ahead, and its keys are needed
                 most = max(most, len(agreement.board._values) + len(agreement.board._counts))
@@ -67,6 +68,48 @@ def test_reports_become_one_value() -> None:
 
     assert everywhere(3, work) == [b"0 1 2"] * 3
     assert everywhere(1, work) == [b"0"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 17, 18, 40, 300])
+def test_values_are_joined_by_a_few_ranks_each(world: int) -> None:
+    most: list[int] = []
+
+    def work(agreement: Agreement) -> bytes:
+        def total(values: list[bytes]) -> bytes:
+            most.append(len(values))
+            return b"%d" % sum(map(int, values))
+
+        return agreement.in_tree("sum", b"%d" % agreement.board.rank, total)
+
+    assert everywhere(world, work) == [b"%d" % (world * (world - 1) // 2)] * world
+    assert max(most) == min(world, 17)
+    assert len(most) == world
+
+
+@pytest.mark.parametrize("failing", [0, 1, 39])
+def test_an_error_in_joining_is_everybodys(failing: int) -> None:
+    def work(agreement: Agreement) -> Any:
+        def join(values: list[bytes]) -> bytes:
+            if agreement.board.rank == failing:
+                raise CorruptError("bad", kind="digest", where="there")
+            return b""
+
+        return agreement.in_tree("name", b"", join)
+
+    errors = everywhere(40, work)
+    assert all(isinstance(e, CorruptError) and e.where == "there" for e in errors)
+
+
+def test_ranks_that_are_missing_in_a_tree_are_named() -> None:
+    def work(agreement: Agreement) -> Any:
+        if agreement.board.rank in (17, 19):  # rank 1 waits for them
+            return None
+        return agreement.in_tree("name", b"", b"".join)
+
+    errors = [e for e in everywhere(40, work, timeout_s=3.0) if e is not None]
+    assert len(errors) == 38
+    assert all(isinstance(e, DeadlineError) for e in errors)
+    assert {e.found for e in errors} == {"missing ranks [17, 19]"}
 
 
 @pytest.mark.parametrize("reports", [False, True])
