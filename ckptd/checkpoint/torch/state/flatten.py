@@ -250,7 +250,7 @@ class Recall:
             inside = leaf.kind == "ndarray" or (
                 leaf.kind == "tensor" and id(leaf.origin) not in own
             )
-            if leaf.assign is not None or inside:
+            if leaf.assign is not None or inside or leaf.wrapped:
                 return
         positions = {id(thing): at for at, thing in enumerate(look.things)}
         if not all(id(tensor) in positions for tensor in tensors):

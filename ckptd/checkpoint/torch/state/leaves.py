@@ -29,6 +29,7 @@ from ckptd.checkpoint.torch.state.tensors import (
 )
 from ckptd.checkpoint.torch.state.wrapped import (
     difference,
+    is_hollow,
     is_wrapped,
     parts_of,
     record_of,
@@ -840,6 +841,13 @@ def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> N
             "only dense tensors and DTensors can be saved",
             f"{type(tensor).__name__}, layout {tensor.layout}",
             "save the dense tensors that it is made of",
+        )
+    if not is_dtensor(tensor) and is_hollow(tensor):
+        raise _bad(
+            place,
+            "a subclass without memory of its own does not say what it is made of",
+            f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+            "give it __tensor_flatten__ and __tensor_unflatten__, or save what it wraps",
         )
     if tensor.dim() > MAX_DIMS:
         raise _bad(

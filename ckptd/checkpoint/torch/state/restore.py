@@ -184,12 +184,26 @@ def saved_names(
             if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
         },
         foreign=bool(about_foreign(saved.manifest)),
-        wrapped={
-            live(n): saved.manifest.objects[i].value
-            for n, i in saved.objects.items()
-            if saved.manifest.objects[i].kind == SUBCLASS and wanted(live(n))
-        },
+        wrapped=_wrapped(saved, live, wanted),
     )
+
+
+def _wrapped(
+    saved: SavedState, live: Callable[[str], str], wanted: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Return what says of wrapped tensors what they are, where a part of them is wanted."""
+    objects = saved.manifest.objects
+    records = {n: objects[i].value for n, i in saved.objects.items() if objects[i].kind == SUBCLASS}
+    found: dict[str, Any] = {}
+    for name in (*saved.tensors, *saved.aliases) if records else ():
+        if not wanted(live(name)):
+            continue
+        above = name.rpartition(".")[0]
+        while above:
+            if above in records:
+                found[live(above)] = records[above]
+            above = above.rpartition(".")[0]
+    return found
 
 
 def match(

@@ -22,6 +22,7 @@ from ckptd.errors import MismatchError, UsageError
 
 __all__ = [
     "difference",
+    "is_hollow",
     "is_wrapped",
     "make_wrapped",
     "part_shape",
@@ -45,6 +46,16 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     plain = type(local) in _PLAIN or local.layout is not torch.strided or local.is_nested
     wraps: bool = not plain and is_traceable_wrapper_subclass(local)
     return wraps and not is_dtensor(local) and not is_async(local)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Tell whether a subclass has no memory, though it has values: what it wraps is not known."""
+    if type(tensor) in _PLAIN or tensor.is_meta or not tensor.numel() or is_async(tensor):
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr() and tensor.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

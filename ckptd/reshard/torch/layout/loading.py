@@ -124,7 +124,8 @@ class LaidLoad:
         if live != saved and saved in objects and live not in objects:
             objects[live] = objects.pop(saved)
             groups[live] = groups.pop(saved, None)
-        return SavedNames({**rest.tensors, **tensors}, objects, rest.aliases, groups)
+        tensors = {**rest.tensors, **tensors}
+        return replace(rest, tensors=tensors, objects=objects, groups=groups)
 
     def to_saved(self, rename: Callable[[str], str]) -> Callable[[str], str]:
         """Return `rename`, with the job's name of optimizer groups led to the checkpoint's."""

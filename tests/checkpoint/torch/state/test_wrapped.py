@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 
 import ckptd
 from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.torch.copy import CopySources
+from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import MismatchError, UsageError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
@@ -243,6 +246,52 @@ def test_another_class_or_context_is_refused_with_both_said(tmp_path: Path, live
     said = {"class": ("Other", "Codes"), "context": ("'b'", "'a'")}
     assert all(word in text for word in said.get(live, ("a plain tensor", "Codes")))
     assert bits(state) == before
+
+
+@pytest.mark.parametrize("only", ["w.codes", "w*"])
+def test_a_part_that_is_loaded_alone_is_compared_too(tmp_path: Path, only: str) -> None:
+    live = {"w": Codes.of(torch.zeros(2, 2), "b"), "x": torch.zeros(1)}
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, {"w": Codes.of(torch.ones(2, 2), "a"), "x": torch.ones(1)}).durable()
+        ck.load(live, only="x")
+        assert live["x"].tolist() == [1]
+        with pytest.raises(MismatchError) as caught:
+            ck.load(live, only=only)
+    assert caught.value.kind == "subclass"
+
+
+_WORDS = {k: v for k, v in vars(Codes).items() if not k.startswith("__tensor_")}
+Hollow: Any = type("Hollow", (torch.Tensor,), _WORDS)
+"""A class that wraps tensors and does not say so, as some of TransformerEngine's."""
+
+
+class Quantizer:
+    """What TransformerEngine's tensors have in their context."""
+
+
+@pytest.mark.parametrize("kind", ["Hollow", "Quantizer"])
+def test_what_transformer_engine_may_have_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    values = torch.ones(2, 2)
+    low = Hollow.of(values) if kind == "Hollow" else Codes.of(values, Quantizer())
+    model = nn.ParameterDict({"w": nn.Parameter(low, requires_grad=False)})
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        with pytest.raises(UsageError) as caught:
+            ck.save(1, {"model": model})
+    assert (caught.value.kind, caught.value.where) == ("unsavable", "model.w")
+    assert kind in str(caught.value)
+
+
+def test_an_operation_on_the_whole_is_seen_though_torch_counts_none_inside() -> None:
+    low = Codes.of(torch.ones(2, 2))
+    leaves = flatten({"w": low})
+    form: Any = SimpleNamespace(watched=["w.codes", "w.scale"])
+    sources = CopySources(form, leaves.tensors)
+    before, inside = sources.versions(), low.codes._version
+    low.copy_(torch.zeros(2, 2))
+    assert low.codes._version == inside
+    after = sources.versions()
+    assert after[2] != before[2]
+    assert after[5] != before[5]
 
 
 def test_what_takes_tensors_for_themselves_refuses_it(cli: Cli, tmp_path: Path) -> None:
