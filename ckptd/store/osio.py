@@ -344,11 +344,12 @@ def read_memory(address: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) 
     at, size = 0, into.nbytes
     while at < size:
         many = min(size - at, _PIECE_BYTES)
-        ours, theirs = (
-            (_Piece * 1)((into.ctypes.data + at, many)),
-            (_Piece * 1)((address + at, many)),
+        ours, theirs = _Piece(into.ctypes.data + at, many), _Piece(address + at, many)
+        done = (
+            -1
+            if call is None
+            else call(os.getpid(), ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
         )
-        done = -1 if call is None else call(os.getpid(), ours, 1, theirs, 1, 0)
         if done <= 0:
             code = errno.ENOSYS if call is None else ctypes.get_errno()
             if code not in (errno.ENOSYS, errno.EPERM):

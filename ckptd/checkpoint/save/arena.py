@@ -441,9 +441,15 @@ class Slots:
         if old is not None:  # first, so that both need not fit
             self._withdraw(old)
             old.close()
-        slot = self._arena[number] = Slot(number, nbytes)
-        self._most = slots_for(nbytes, self._wanted, available_bytes() + nbytes)
-        self._announce(slot)
+        slot = Slot(number, nbytes)
+        try:
+            self._most = slots_for(nbytes, self._wanted, available_bytes() + nbytes)
+            # First: one that is interrupted before the writing process knows it is of no use.
+            self._announce(slot)
+        except BaseException:
+            slot.close()
+            raise
+        self._arena[number] = slot
         return slot
 
     def take(self, slot: Slot, job: int) -> None:
