@@ -80,6 +80,7 @@ def _is_own(function: Any) -> bool:
 
 
 _SAYING = ("state_dict", "_save_to_state_dict")
+_SAYING_NAMES = (*_SAYING, "_version")
 _SAYING_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _TAKING = ("_load_from_state_dict",)
 _TAKING_HOOKS = ("_load_state_dict_pre_hooks",)
@@ -104,7 +105,11 @@ def says_of_kinds(kinds: Iterable[type]) -> bool:
 
 def says(module: nn.Module) -> bool:
     """Tell whether a module itself, without its class, has such code; its children aside."""
-    return _of_itself(module, (*_SAYING, "_version"), _SAYING_HOOKS)
+    own = module.__dict__
+    # Each save asks this of all modules.
+    if own.get("_state_dict_hooks") or own.get("_state_dict_pre_hooks"):
+        return _of_itself(module, _SAYING_NAMES, _SAYING_HOOKS)
+    return not own.keys().isdisjoint(_SAYING_NAMES)
 
 
 def _says(module: nn.Module) -> bool:
