@@ -423,6 +423,10 @@ class OwnPath(Protocol):
 
     owned: set[str]
     adopted: set[str]
+    notes: list[str]
+
+    def holds(self, name: str) -> bool:
+        """Tell whether a name is below the object."""
 
     def converts(self, name: str) -> bool:
         """Tell whether the object may do without a name, or with another one in its place."""

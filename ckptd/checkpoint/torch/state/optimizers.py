@@ -266,7 +266,7 @@ def add_optimizer(
         )
     own = has_own_words(optimizer)
     said = _Said.of(optimizer, place) if own and sink.saved is None else None
-    _check_optimizer(optimizer, place, said)
+    _check_optimizer(optimizer, place, said, own=own)
     names = owners.names(optimizer, place)
     if said is not None:
         _add_said(sink, place, optimizer, names, said)
@@ -288,6 +288,7 @@ def add_optimizer(
     add_groups(sink, place, optimizer, owners)
     if sink.saved is not None and isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
+    made: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fqn = names[id(parameter)]
@@ -296,9 +297,8 @@ def add_optimizer(
                 forget = partial(optimizer.state.pop, parameter, None)
                 sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
                 continue
-            param = _Parameter(
-                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name, fqn
-            )
+            of = place.child(fqn, f".state[{fqn}]")
+            param = _Parameter(sink, of, optimizer, group, parameter, at.name, fqn, made)
             live = optimizer.state.get(parameter) or {}
             # Sorted: a restored optimizer holds its state in another order than a stepped one.
             for key in sorted({*live, *entries}, key=str):
@@ -313,7 +313,8 @@ def _take_masters(
         for master in group["params"]:
             full = owners.full_name(optimizer.owned(master))
             names = (groups,) if full is None else (full, groups)
-            sink.leaves.pending.append(PendingState(names, partial(optimizer.take, master)))
+            # After the modules, which may take their parameters by code of their own.
+            sink.leaves.handing.append(PendingState(names, partial(optimizer.take, master)))
 
 
 def add_groups(
@@ -459,12 +460,12 @@ class _Handing:
         if sink.saved is not None and more.name in sink.saved.objects:
             add_value(sink, more, None, partial(setattr, self, "_more"), fresh=True)
             found.append(more.name)
-        number = 0
+        number, made = 0, dict[str, torch.Tensor]()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 fqn = self._names[id(parameter)]
                 of = self._place.child(fqn, f".state[{fqn}]")
-                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name, fqn)
+                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name, fqn, made)
                 for key, what in sorted(saved.get(fqn, {}).items(), key=str):
                     put = partial(self._put, number, key)
                     found.append(param.take(key, what, put))
@@ -528,7 +529,13 @@ def _groups_at(place: StatePlace) -> StatePlace:
 
 
 class _Parameter:
-    """Adds the optimizer state of one parameter."""
+    """Adds the optimizer state of one parameter.
+
+    Parameters
+    ----------
+    made
+        By name in the checkpoint what a load puts there: what was one tensor is one again.
+    """
 
     def __init__(
         self,
@@ -539,8 +546,10 @@ class _Parameter:
         parameter: torch.Tensor,
         unit: str,
         fqn: str,
+        made: dict[str, torch.Tensor],
     ) -> None:
         self._unit = unit
+        self._made = made
         self._fqn = fqn
         self._sink = sink
         self._place = place
@@ -554,16 +563,18 @@ class _Parameter:
         live = (self._optimizer.state.get(self._parameter) or {}).get(key)
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
             add_value(self._sink, place, live, partial(self._put, key), kind="optim")
-        elif isinstance(live, torch.Tensor):
+            return
+        one = self._one(place.name)
+        if isinstance(live, torch.Tensor) and self._made.setdefault(one, live) is live:
             self._sink.add(place, live, "optim")
-        else:
+            return
+        if one not in self._made:
             is_whole = saved != "subclass"
             new = self._make(key, place.name) if is_whole else self._make_wrapped(place.name)
-            leaves = self._sink.add(place, new, "optim")
-            names = tuple(leaf.name for leaf in leaves)
-            self._sink.leaves.pending.append(
-                PendingState(names, partial(self._put, key, new), self._unit)
-            )
+            self._made[one] = new
+        names = tuple(leaf.name for leaf in self._sink.add(place, self._made[one], "optim"))
+        put = partial(self._put, key, self._made[one])
+        self._sink.leaves.pending.append(PendingState(names, put, self._unit))
 
     def take(self, key: str, saved: str, put: Callable[[Any], None]) -> str:
         """Give what is loaded of a state to `put`; return the name of its leaf."""
@@ -578,14 +589,22 @@ class _Parameter:
             self._sink.leaves.pending.append(PendingState(names, partial(put, new)))
             return place.name
         entry = self._sink.saved.tensor(place.name) if self._sink.saved else None
-        if entry is not None and isinstance(live, torch.Tensor) and tuple(live.shape) == entry[1]:
+        one = self._one(place.name)
+        if one in self._made:
+            new = self._made[one]
+        elif entry is not None and isinstance(live, torch.Tensor) and tuple(live.shape) == entry[1]:
             dtype = torch_dtype(entry[0], place.name)
             new = fresh_tensor(live, dtype, entry[1], self._sink.device)
         else:
             new = self._make(key, place.name)
+        self._made[one] = new
         leaf = self._sink.add_tensor(place, new, "optim")
         self._sink.leaves.pending.append(PendingState((leaf.name,), partial(put, new)))
         return leaf.name
+
+    def _one(self, name: str) -> str:
+        """Return the name that the checkpoint has for the tensor of `name`, and its aliases."""
+        return name if self._sink.saved is None else self._sink.saved.aliases.get(name, name)
 
     def _put(self, key: str, value: Any) -> None:
         self._optimizer.state[self._parameter][key] = value
@@ -655,7 +674,9 @@ def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
             yield from _tensors_in(f"{name}.{i}", item)
 
 
-def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None) -> None:
+def _check_optimizer(
+    optimizer: Optimizer, place: StatePlace, said: _Said | None, *, own: bool
+) -> None:
     inside = optimizer.optimizers if isinstance(optimizer, HostedOptimizer) else ()
     if speaking := [o for o in inside if has_own_words(o)]:
         raise UsageError(
@@ -664,7 +685,10 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
             where=place.name,
             found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
         )
-    if hidden := unseen_state(optimizer):
+    if own and said is None:
+        return  # a load, and its own load takes what there is
+    # Asked once a save: ranks may have to ask together, and some may hold no state.
+    if hidden := unseen_state(optimizer, None if said is None else said.state):
         raise UsageError(
             "an optimizer's state is not where optimizers have theirs",
             kind="optimizer-container",

@@ -37,6 +37,7 @@ from ckptd.checkpoint.torch.state.leaves import (
 )
 from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
 from ckptd.checkpoint.torch.state.walk import walk
+from ckptd.checkpoint.torch.state.words import is_note
 from ckptd.errors import MismatchError
 
 __all__ = [
@@ -175,7 +176,7 @@ def saved_names(
         objects={
             live(n): saved.manifest.objects[i].kind
             for n, i in saved.objects.items()
-            if wanted(live(n))
+            if wanted(live(n)) or is_note(live(n))
         },
         aliases={live(a): live(n) for a, n in saved.aliases.items() if wanted(live(a))},
         groups={
@@ -333,6 +334,13 @@ def _match_objects(
                 used.add(source)
             elif not (strict and leaves.converts(name)):
                 found.missing.append(name)
+    # A module that is given a part of its state must know of which version that part is.
+    filled = {*found.tensors, *found.objects}
+    for path in leaves.paths:
+        if any(map(path.holds, filled)):
+            notes = {n: saved.objects.get(to_saved(n)) for n in path.notes}
+            found.objects |= {n: number for n, number in notes.items() if number is not None}
+            used.update(map(to_saved, notes))
 
 
 def _error(
@@ -459,20 +467,20 @@ def apply_objects(
     for tensor in leaves.tensors.values():
         if tensor.assign is not None and tensor.name in filled:
             tensor.assign(tensor.tensor)
-    # Optimizers first: a scheduler's load_state_dict may look at its optimizer. Then modules.
+    # Modules first: an optimizer may look at its parameters, and a scheduler at its optimizer.
     handed = {name for handing in leaves.handing for name in handing.names}
     handed |= {name for path in leaves.paths for name in path.owned}
     objects = [leaf for name, leaf in leaves.objects.items() if name in values]
     for leaf in objects:
         if leaf.kind == "groups" or leaf.name in handed:
             leaf.put(values[leaf.name])
+    every = tensors is None
+    for path in leaves.paths:
+        path.load(leaves, filled, required or (lambda name: every), strict=strict)
     for handing in leaves.handing:
         if any(name in filled or name in values for name in handing.names):
             handing.change()
     leaves.handing.clear()
-    every = tensors is None
-    for path in leaves.paths:
-        path.load(leaves, filled, required or (lambda name: every), strict=strict)
     for leaf in objects:
         if leaf.kind != "groups" and leaf.name not in handed:
             leaf.put(values[leaf.name])

@@ -111,12 +111,14 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
         value = only.value
 
 
-def unseen_state(optimizer: Optimizer) -> int:
-    """Return how many parameters have state that only ``state_dict()`` shows."""
+def unseen_state(optimizer: Optimizer, said: Mapping[Any, Any] | None = None) -> int:
+    """Return how many parameters have state that only ``state_dict()`` shows, or `said` of it."""
     if type(optimizer).state_dict is Optimizer.state_dict or any(
         map(holds_state, optimizer.state.values())
     ):
         return 0
+    if said is not None:
+        return sum(map(holds_state, said.values()))
     try:
         state = optimizer.state_dict().get("state")
     except Exception:  # noqa: BLE001 - it gives no state, and has none that is seen
@@ -135,8 +137,13 @@ def has_own_words(optimizer: Any) -> bool:
     if not own.keys().isdisjoint(_WORDS) or any(own.get(hooks) for hooks in _SAYING + _TAKING):
         return True
     words = (getattr(type(optimizer), word, None) for word in _WORDS)
-    # Those that torch's own have only fill in what older checkpoints lack.
-    return not all(str(getattr(w, "__module__", "")).startswith("torch.optim.") for w in words)
+    # Those that torch's own have only fill in what older checkpoints lack. `functools.wraps` gives
+    # a function the module of another, and not its globals.
+    return not all(
+        str(getattr(word, "__module__", "")).startswith("torch.optim.")
+        and getattr(word, "__globals__", {}).get("__name__", "torch.").startswith("torch.")
+        for word in words
+    )
 
 
 # --- looking --------------------------------------------------------------------------------------

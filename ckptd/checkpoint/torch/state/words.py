@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ckptd.checkpoint.torch.state.leaves import (
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
+from ckptd.checkpoint.torch.state.wrapped import is_wrapped
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ModuleWords",
     "add_note",
     "add_word",
+    "is_note",
     "is_same_memory",
     "said_versions",
     "says",
@@ -41,6 +43,12 @@ __all__ = [
 
 NOTE = "_own_state"
 """The last segment of the name of what `ModuleWords.notes` gives."""
+
+
+def is_note(name: str) -> bool:
+    """Tell whether a name is that of a note."""
+    return name.rpartition(".")[2] == NOTE
+
 
 # What is defined here says and takes parameters and buffers as they are, or under other keys.
 _PLAIN = frozenset(
@@ -76,7 +84,10 @@ def _is_own(function: Any) -> bool:
         elif hasattr(function, "with_module"):  # torch's wrapper around a hook
             function = function.hook
         else:
-            return getattr(function, "__module__", None) not in _PLAIN
+            # `functools.wraps` gives a function the module of another, and not its globals.
+            where = getattr(function, "__globals__", {}).get("__name__")
+            named = getattr(function, "__module__", None)
+            return named not in _PLAIN or (where is not None and where not in _PLAIN)
 
 
 _SAYING = ("state_dict", "_save_to_state_dict")
@@ -340,7 +351,8 @@ class LoadPath:
 
     Parameters and buffers are filled where they lie, and the module is given these very tensors:
     copying one over itself costs nothing. Below a module with code of its own that sees the values
-    it is given copies, since that code may change them, or write what it makes of them over them.
+    they are read beside what is live: that code may compare the two, change what it is given, or
+    leave it out.
 
     Attributes
     ----------
@@ -348,6 +360,8 @@ class LoadPath:
         What the module says before the load.
     owned
         Names of the objects that are kept for the module.
+    notes
+        Those of them that say what a load must know besides the values.
     adopted
         Names of leaves that are of the checkpoint alone.
     """
@@ -358,11 +372,13 @@ class LoadPath:
         self._place, self._module, self._placed, self._saved = place, module, placed, saved
         self.said = ModuleWords(place, module, placed)
         self.owned: set[str] = set()
+        self.notes: list[str] = []
         self.adopted: set[str] = set()
         self._start = f"{place.name}."
         self._names: dict[str, str] = {}
         self._raw: dict[str, torch.Tensor] = {}
         self._apart: set[str] = set()
+        self._beside: dict[Hashable, torch.Tensor] = {}
         self._stored: dict[str, Any] = {}
         self._notes: dict[str, dict[str, Any]] = {}
 
@@ -373,9 +389,13 @@ class LoadPath:
         """Return the path of a module, if anything in it has code of its own."""
         return LoadPath(place, module, placed, saved) if _has_code(module, placed) else None
 
+    def holds(self, name: str) -> bool:
+        """Tell whether a name is below the module."""
+        return name.startswith(self._start)
+
     def converts(self, name: str) -> bool:
         """Tell whether code of a module's own sees this name before torch does, present or not."""
-        return name.startswith(self._start) and self.said.takes(name[len(self._start) :])
+        return self.holds(name) and self.said.takes(name[len(self._start) :])
 
     # -- leaves ----------------------------------------------------------------------------------
 
@@ -388,7 +408,7 @@ class LoadPath:
         kind: TensorKind,
         add: Callable[[], object],
     ) -> None:
-        """Add a parameter or buffer: by `add`, where what was saved has its form."""
+        """Add a parameter or buffer: by `add`, where nothing has to be read beside it."""
         word = self.said.values.get(fqn)
         self._name(fqn, at)
         self._raw[at.name] = tensor
@@ -399,10 +419,23 @@ class LoadPath:
             and not is_same_memory(word, tensor)
         )
         fits = form == _form(tensor) or (form is None and at.name not in self._saved.objects)
-        if fits or not other or tensor.is_meta:
-            add()
-        else:
+        if not fits and other and not tensor.is_meta:
             self._add(sink, at, word, kind)
+        elif (
+            form is not None
+            and self.converts(at.name)
+            and not (tensor.is_meta or is_wrapped(tensor))
+        ):
+            # What is one tensor here is given as one, as torch would have it.
+            key = memory_key(tensor)
+            if key not in self._beside:
+                self._beside[key] = fresh_tensor(
+                    tensor, torch_dtype(form[0], at.name), form[1], sink.device
+                )
+            sink.add_tensor(at, self._beside[key], kind)
+            self._apart.add(at.name)
+        else:
+            add()
 
     def add_word(self, sink: Sink, at: StatePlace, fqn: str, kind: TensorKind) -> None:
         """Add what the module says besides."""
@@ -417,7 +450,9 @@ class LoadPath:
 
     def add_note(self, sink: Sink, prefix: str, raw: str) -> None:
         """Add the note of a module."""
-        self._own(self._place.child(escape_fqn(prefix) + NOTE, "").name)
+        name = self._place.child(escape_fqn(prefix) + NOTE, "").name
+        self._own(name)
+        self.notes.append(name)
         add_note(sink, self._place, prefix, None, partial(self._notes.__setitem__, raw))
 
     def adopt(self, sink: Sink, kind: TensorKind) -> None:
@@ -496,6 +531,7 @@ class LoadPath:
         start = len(self._start)
         unsaid = {n for note in self._notes.values() for n in note.get("unsaid", ())}
         given: OrderedDict[str, Any] = OrderedDict()
+        silent: list[tuple[torch.Tensor, torch.Tensor]] = []
         read = False
         for key, name in self._names.items():
             leaf = leaves.tensor(name)
@@ -515,13 +551,21 @@ class LoadPath:
                 continue
             if name[start:] not in unsaid:
                 given[key] = value
+            elif name in self._apart and name in self._raw:
+                silent.append((self._raw[name], value))
         if not read:
             return
         metadata = self._metadata()
         if metadata is not None:
             vars(given)["_metadata"] = metadata
-        take = self._module.load_state_dict
-        call_with(take if strict else partial(take, strict=False), self._place.name, given)
+
+        def take(given: Any) -> None:
+            with torch.no_grad():
+                for live, value in silent:
+                    live.copy_(value)
+            self._module.load_state_dict(given, **({} if strict else {"strict": False}))
+
+        call_with(take, self._place.name, given)
 
     def _tensor(self, name: str, leaf: TensorLeaf) -> torch.Tensor:
         if name in self._apart:

@@ -390,6 +390,69 @@ def test_state_that_lies_in_another_order_lies_so_again() -> None:
             assert key == "part" or found.stride() == value.stride(), key
 
 
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_that_several_parameters_have_in_common_is_one_again(
+    words: bool, stepped: bool
+) -> None:
+    class Counts(optim.SGD):
+        def count(self) -> None:
+            params = self.param_groups[0]["params"]
+            count = torch.zeros(())
+            for p in params:
+                self.state[p].setdefault("n", count)
+            for p in params:
+                self.state[p]["n"] += 1
+
+    def make(step: bool) -> tuple[Any, Any]:
+        model = nn.Linear(3, 2)
+        made = Counts(model.parameters())
+        if words:
+            made.register_state_dict_post_hook(lambda o, said: None)
+        if step:
+            made.count()
+        return model, made
+
+    (model, saved), (other, live) = make(True), make(stepped)
+    if stepped:
+        live.state[other.bias]["n"] = torch.zeros(())  # apart
+    with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
+        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.load({"m": other, "o": live})
+    live.count()
+    saved.count()
+    assert [float(s["n"]) for s in live.state.values()] == [4.0, 4.0]
+    assert [float(s["n"]) for s in saved.state.values()] == [4.0, 4.0]
+
+
+def test_state_of_no_parameter_comes_into_a_stepped_optimizer() -> None:
+    def make(n: int) -> tuple[Any, Any]:
+        model = nn.Linear(3, 2)
+        made: Any = optim.SGD(model.parameters(), lr=0.1)
+        made.register_state_dict_post_hook(lambda o, said: None)
+        made.state["all"] = {"n": n, "t": torch.full((2,), float(n))}
+        return model, made
+
+    (model, saved), (other, live) = make(7), make(5)
+    give(take({"m": model, "o": saved}), {"m": other, "o": live})
+    assert live.state["all"]["n"] == 7
+    assert torch.equal(live.state["all"]["t"], torch.full((2,), 7.0))
+
+
+def test_an_optimizer_is_asked_once_whatever_state_it_holds() -> None:
+    # Its state_dict() may be a collective, and some ranks may hold no state.
+    calls = []
+
+    class Asked(optim.SGD):
+        def state_dict(self) -> Any:
+            calls.append(len(self.state))
+            return super().state_dict()
+
+    model = nn.Linear(3, 2)
+    flatten({"m": model, "o": Asked(model.parameters(), lr=0.1)})
+    assert calls == [0]
+
+
 def test_an_optimizer_without_groups_is_refused() -> None:
     class Bare(optim.Optimizer):
         def __init__(self, inner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -241,6 +242,68 @@ class Extra(Own):
         self.extra = state
 
 
+class Mine(nn.Module):
+    """Take of what was saved what is more than the live values, and of one part nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = nn.Parameter(torch.tensor([0.0, 2.0]))
+        self.register_buffer("own", torch.ones(2))
+
+    def _load_from_state_dict(self, given: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        given[prefix + "most"] = torch.maximum(given[prefix + "most"], self.most.detach())
+        given[prefix + "own"] = self.own
+        super()._load_from_state_dict(given, prefix, meta, *rest)
+
+
+class WithoutHead(nn.Module):
+    """Keep the live head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+        nn.init.constant_(self.head.weight, 3.0)
+        nn.init.constant_(self.head.bias, 3.0)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {k: v for k, v in state_dict.items() if not k.startswith("head.")}
+        return super().load_state_dict(given, strict=False)
+
+
+class Wrapped(Counted):
+    """Code of its own under the name of torch's."""
+
+
+@functools.wraps(nn.Module.state_dict)
+def _say(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return {**nn.Module.state_dict(self, *args, **kwargs), "n": torch.tensor(self.n)}
+
+
+@functools.wraps(nn.Module.load_state_dict)
+def _take(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+    self.n = int(given["n"])
+    given = {k: v for k, v in given.items() if k != "n"}
+    return nn.Module.load_state_dict(self, given, *args, **kwargs)
+
+
+setattr(Wrapped, "state_dict", _say)  # noqa: B010
+setattr(Wrapped, "load_state_dict", _take)  # noqa: B010
+
+
+def halved() -> Any:
+    """Take the mean of what was saved and what is live, of two names that are one tensor."""
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    nn.init.constant_(module[0].weight, 1.0)
+
+    def take(own: Any, given: Any, prefix: str, *rest: Any) -> None:
+        given[prefix + "0.weight"] = (given[prefix + "0.weight"] + own[0].weight.detach()) / 2
+        given[prefix + "1.weight"] = given[prefix + "0.weight"]
+
+    module.register_load_state_dict_pre_hook(take)
+    return module
+
+
 def on_instance() -> Any:
     """Give one instance methods of its own."""
     module: Any = Counted()
@@ -315,6 +378,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), Own()),
     "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(2, 2)), Own()),
     "names to be escaped": odd_names,
+    "looks at live values": lambda: nn.Sequential(Mine(), nn.Linear(2, 2)),
+    "leaves a part out": WithoutHead,
+    "under the name of torch's": Wrapped,
+    "looks at live values of two names": halved,
 }
 
 
@@ -540,6 +607,44 @@ def test_a_part_is_loaded(
     load(str(tmp_path), {"m": fresh, "s": 2}, **options)
     assert fresh.n == number
     assert torch.equal(fresh.lin.weight, trained(Counted()).lin.weight) is weight
+
+
+class Scaled(nn.Module):
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+
+    def _load_from_state_dict(self, given: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        if meta.get("version", 1) < 2:
+            given[prefix + "scale"] = given[prefix + "scale"] * 100
+        super()._load_from_state_dict(given, prefix, meta, *rest)
+
+
+@pytest.mark.parametrize("options", [{"only": "*.scale"}, {"weights_only": True}], ids=str)
+def test_a_part_is_of_the_version_that_was_saved(options: dict[str, Any]) -> None:
+    saved = trained(nn.Sequential(Scaled()))
+    root = f"memory://version{len(options)}{next(iter(options))}"
+    save(root, {"m": saved, "s": 1})
+    fresh: Any = nn.Sequential(Scaled())
+    load(root, {"m": fresh, "s": 2}, **options)
+    assert torch.equal(fresh[0].scale, saved[0].scale)
+
+
+def test_an_optimizer_looks_at_what_the_module_made_of_it() -> None:
+    class Anchored(torch.optim.SGD):
+        anchor: torch.Tensor
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.anchor = self.param_groups[0]["params"][0].detach().clone()
+
+    saved, fresh = trained(TurnedAtLoad()), TurnedAtLoad()
+    save("memory://anchor", {"m": saved, "o": Anchored(saved.parameters())})
+    optimizer = Anchored(fresh.parameters())
+    load("memory://anchor", {"o": optimizer, "m": fresh})
+    assert torch.equal(optimizer.anchor, next(reloaded(saved, TurnedAtLoad()).parameters()))
 
 
 def test_what_follows_from_weights_follows_from_a_part_of_them() -> None:
