@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -304,3 +306,13 @@ def test_a_planner_of_ones_own_gives_plain_values(tmp_path: Path) -> None:
 def test_writers_go_to_other_processes() -> None:
     """DCP's background process gets its writer by pickle."""
     assert pickle.loads(pickle.dumps(CkptdWriter("x", 3)))._step == 3
+
+
+def test_the_plugin_alone_knows_the_types_of_torch() -> None:
+    """Nothing else of ckptd that is imported by chance makes them savable."""
+    program = (
+        "import torch, ckptd_dcp; from ckptd.checkpoint.format import codec;"
+        "print(len(codec.encode(torch.Size([2]), 'a')) > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
