@@ -42,7 +42,6 @@ __all__ = [
     "no_winner",
     "open_plain",
     "pages",
-    "read_memory",
     "reading",
     "start_writeback",
     "write_all",
@@ -322,47 +321,6 @@ def map_pages(address: int, size: int, *, write: bool = False) -> bool:
     if sys.platform != "linux":
         return False
     return _advise(address, size, _POPULATE_WRITE if write else _POPULATE_READ)
-
-
-_PIECE_BYTES = 32 << 20
-
-
-def read_memory(address: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    """Copy memory of this process, which another thread may free meanwhile, without a signal.
-
-    The kernel copies it, at the speed of a plain copy, and without the interpreter's lock. Where it
-    lets no process do that, the copy is a plain one.
-
-    Raises
-    ------
-    OSError
-        EFAULT: it is not there.
-    """
-    call = _libc(
-        "process_vm_readv", ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong
-    )
-    at, size = 0, into.nbytes
-    while at < size:
-        many = min(size - at, _PIECE_BYTES)
-        ours, theirs = _Piece(into.ctypes.data + at, many), _Piece(address + at, many)
-        done = (
-            -1
-            if call is None
-            else call(os.getpid(), ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
-        )
-        if done <= 0:
-            code = errno.ENOSYS if call is None else ctypes.get_errno()
-            if code not in (errno.ENOSYS, errno.EPERM):
-                raise OSError(code, os.strerror(code))
-            done = many
-            ctypes.memmove(into.ctypes.data + at, address + at, many)
-        at += done
-
-
-class _Piece(ctypes.Structure):
-    """Struct iovec."""
-
-    _fields_ = (("at", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
 def drop_pages(address: int, size: int) -> None:

@@ -28,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
+from ckptd.base.runtime.memory import read_memory
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError
-from ckptd.store.osio import map_pages, read_memory
+from ckptd.store.osio import map_pages
 
 __all__ = ["KEEPING", "MOST_SLOTS", "Slot", "Slots", "anonymous_file", "half_staged", "slots_for"]
 

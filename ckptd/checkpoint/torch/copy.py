@@ -16,6 +16,7 @@ import torch
 from ckptd.base.digest import digest
 from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import reach_of
+from ckptd.base.runtime.memory import read_memory
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.checkpoint.format.filemap import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
@@ -37,7 +38,6 @@ from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
 from ckptd.elastic.torch.session.interrupt import Interrupter
 from ckptd.errors import SaveError
-from ckptd.store.osio import read_memory
 from ckptd.types import Box
 
 __all__ = [

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptd
+from ckptd.base.runtime import memory
 from ckptd.checkpoint.save import arena
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch import copy as copying
@@ -35,7 +36,6 @@ from ckptd.checkpoint.torch.memorywatch import (
     mappings,
 )
 from ckptd.errors import SaveError
-from ckptd.store import osio
 from ckptd.testing.ranks import run_ranks
 from ckptd.types import Box
 from tests.processes import PATIENCE_S
@@ -529,7 +529,7 @@ def test_memory_that_is_freed_under_a_later_copy_has_changed(
     """Where there is memory in the slot already, too: a plain copy would end the process."""
     base = torch.ones(2000, 1500)
     state = {"w": base if lies == "dense" else base.t()}
-    plain = osio.read_memory
+    plain = memory.read_memory
 
     def late(address: int, into: Any) -> None:
         base.untyped_storage().resize_(0)
