@@ -159,7 +159,8 @@ def idle_group() -> tuple[dist.ProcessGroup, torch.Tensor]:
 
     PyTorch's own group for tests, which the flight recorder does not see.
     """
-    fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
+    kind: Any = torch._C._distributed_c10d.FakeProcessGroup
+    fake = getattr(kind, "_create_internal", kind)(0, 1)  # PyTorch 2.9 makes it by its class
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
