@@ -385,7 +385,10 @@ def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
         add_optimizer(sink, place, value, owners)
         sink.leaves.optimizers.append(value)
     elif isinstance(value, torch.Tensor):
-        sink.add(place, value, "tensor")
+        for leaf in sink.add(place, value, "tensor"):
+            lazy = not value.is_cpu and (value.is_conj() or value.is_neg())
+            if lazy and leaf.assign is not None and leaf.name == place.name:
+                leaf.assign = site.put  # a device of others may keep these bits elsewhere
     elif isinstance(value, np.ndarray):
         add_array(sink, place, value, site.put)
     elif is_stateful(value):
