@@ -15,7 +15,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle
 from ckptd.checkpoint.tools.verify import verify
-from ckptd.errors import CkptdError, StoreError, TransientStoreError
+from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store, wrap
 from ckptd.store.fault import Fault
@@ -81,7 +81,8 @@ ERRORS = {
     "a record not durable": ("os.fsync", errno.EIO, "store"),
     "names not durable": ("os.fsync-folder", errno.EIO, "store"),
     "no rename": ("os.replace", errno.EIO, "store"),
-    "no link": ("os.link", errno.EPERM, "permission"),
+    "no link": ("os.link", errno.EIO, "store"),
+    "no links here": ("os.link", errno.EPERM, "no-create-only"),
 }
 
 
@@ -92,7 +93,7 @@ def test_an_error_of_the_system_fails_that_save_only(what: str, place: LocalPlac
     fault = Fault(place.spec.open(), FaultSpec((rule,), inner=True))
     job = job_on(fault)
     error = failure(job.save(2, values(2, SHAPES), attempt="0002"))
-    assert isinstance(error, StoreError)
+    assert isinstance(error, RefusedError if kind == "no-create-only" else StoreError)
     assert error.kind == kind
     assert errno.errorcode[number] in (error.found or "")
     assert (error.where or "").startswith(str(place.root))

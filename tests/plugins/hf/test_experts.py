@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -23,6 +22,10 @@ pytestmark = [
     pytest.mark.plugins,
     pytest.mark.filterwarnings("ignore"),  # transformers' own, of tiny configurations
 ]
+
+transformers = pytest.importorskip(
+    "transformers", reason="needs frameworks: scripts/test --plugins"
+)
 
 TINY: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_experts"), 4),

@@ -216,7 +216,7 @@ def natively(folder: str) -> None:
         until(ended)
         work = dist.all_reduce(tensors[0], async_op=True)
         torch.ops._c10d_functional.wait_tensor(tensors[0])
-        assert work.is_completed()
+        until(work.is_completed)
         until(ended)
         state: Any = dist.distributed_c10d._world.pg_coalesce_state
         state[None] = []
