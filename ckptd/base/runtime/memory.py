@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 
 import numpy as np
 
@@ -13,20 +14,31 @@ __all__ = ["read_memory"]
 _PIECE_BYTES = 32 << 20
 
 
-class _Piece(ctypes.Structure):
-    """Struct iovec."""
+class _Pieces(ctypes.Structure):
+    """Two of struct iovec: where to, and where from."""
 
-    _fields_ = (("at", ctypes.c_void_p), ("size", ctypes.c_size_t))
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        ("room", ctypes.c_size_t),
+        ("at", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+    )
+
+
+class _Call(threading.local):
+    """What a thread passes to the kernel, made once: a save copies thousands of small tensors."""
+
+    def __init__(self) -> None:
+        self.pieces = _Pieces()
+        to = ctypes.addressof(self.pieces)
+        one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        self.words = (ctypes.c_void_p(to), one, ctypes.c_void_p(to + _Pieces.at.offset), one, none)
 
 
 _read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _read is not None:
     _read.restype = ctypes.c_ssize_t
-    _read.argtypes = [
-        ctypes.c_int,
-        *(ctypes.c_void_p, ctypes.c_ulong) * 2,
-        ctypes.c_ulong,
-    ]
+_call = _Call()
 
 
 def read_memory(address: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -40,16 +52,16 @@ def read_memory(address: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) 
     OSError
         EFAULT: it is not there.
     """
-    at, size = 0, into.nbytes
-    while at < size:
-        many = min(size - at, _PIECE_BYTES)
-        ours = (_Piece * 1)(_Piece(into.ctypes.data + at, many))
-        theirs = (_Piece * 1)(_Piece(address + at, many))
-        done = -1 if _read is None else _read(os.getpid(), ours, 1, theirs, 1, 0)
+    to, end = into.ctypes.data, address + into.nbytes
+    pieces, words = _call.pieces, _call.words
+    while address < end:
+        many = min(end - address, _PIECE_BYTES)
+        pieces.to, pieces.room, pieces.at, pieces.size = to, many, address, many
+        done = -1 if _read is None else _read(os.getpid(), *words)
         if done <= 0:
             code = errno.ENOSYS if _read is None else ctypes.get_errno()
             if code not in (errno.ENOSYS, errno.EPERM):
                 raise OSError(code, os.strerror(code))
             done = many
-            ctypes.memmove(into.ctypes.data + at, address + at, many)
-        at += done
+            ctypes.memmove(to, address, many)
+        to, address = to + done, address + done
