@@ -145,7 +145,7 @@ def _names(params: object) -> list[str]:
 
 
 def _parsed(raw: object) -> dict[str, list[str]] | None:
-    """Return a record from a checkpoint, whoever wrote it; None where it is none."""
+    """Return a record that a checkpoint holds; None if its form is another."""
     if not isinstance(raw, Mapping):
         return None
     out: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ _NOT_HYPER = ("params", "param_names", OPTIMIZER_CLASS)
 
 
 class ParameterOwners:
-    """Who of the state owns a parameter, and what it is called there.
+    """Owners of parameters: which module of the state owns one, and under which name.
 
     A parameter's name in an optimizer is its FQN in the one module of the state that owns all
     parameters of that optimizer; where there is no such module, the FQN with the module's name
