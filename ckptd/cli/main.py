@@ -49,9 +49,6 @@ VERBS = {
     "\n\nLayouts are programs in Lay: files, or shipped ones. --explain says what it costs before a"
     " byte moves. Killed, it goes on where it stopped; --shard lets several processes share it.",
     "lay": "Check, format and draw layout programs (Lay).",
-    "relayout": "Say what the layout policy would do with what is left of a job, and why."
-    "\n\nWho sits where, who moves, what throughput is left; with --checkpoint how many bytes move."
-    " Nothing is started or written. The exit code is 5 when no layout fits.",
     "rollback": "Make an older checkpoint the newest that counts."
     "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes"
     " here is told so at its next save.",
@@ -93,7 +90,7 @@ VERBS = {
 }
 _SLICES = {
     "checkpoint": "ls inspect verify diff cp rollback pin unpin pins gc doctor trace agent",
-    "reshard": "reshard export lay relayout",
+    "reshard": "reshard export lay",
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top replay recorder",
 }

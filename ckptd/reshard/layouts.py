@@ -52,7 +52,6 @@ from ckptd.lay.syntax import (
     library,
     parse,
     parse_statement,
-    read_toml,
     show,
 )
 from ckptd.reshard.elements import find
@@ -235,7 +234,7 @@ def _said(reading: _Reading | None, rule: RuleForm) -> str:
 Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 
 MAX_BYTES = 1 << 20
-_ENDS = (".lay", ".toml")
+_END = ".lay"
 _GIVEN = "given"
 _BESIDE = re.compile(r"\s*(mesh|space|let)\b")
 """Begins a statement that stands beside layouts, not in one."""
@@ -460,7 +459,7 @@ def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> Layo
     Parameters
     ----------
     spec
-        A ``.lay`` or ``.toml`` file, perhaps with ``:layout``, or the name of a shipped layout.
+        A ``.lay`` file, perhaps with ``:layout``, or the name of a shipped layout.
     side
         The option, for errors.
     choose
@@ -488,9 +487,9 @@ def read_file(spec: str) -> tuple[LayoutProgram, str]:
         As `read_program`.
     """
     path, colon, name = spec.rpartition(":")
-    if not (colon and path.endswith(_ENDS)):
+    if not (colon and path.endswith(_END)):
         path, name = spec, ""
-    if not path.endswith(_ENDS):
+    if not path.endswith(_END):
         library.load(spec)
         return LayoutProgram(File(()), spec), spec
     return LayoutProgram(_parse(path), name), name
@@ -508,7 +507,7 @@ def _parse(path: str) -> File:
         raise NotFoundError(
             "there is no such program",
             where=path,
-            hint="a .lay or .toml file, or a shipped layout: " + ", ".join(library.names()),
+            hint="a .lay file, or a shipped layout: " + ", ".join(library.names()),
         ) from None
     except OSError as error:
         raise UsageError("a program cannot be read", where=path, found=error.strerror) from None
@@ -518,7 +517,7 @@ def _parse(path: str) -> File:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise UsageError("a program is not UTF-8", where=path, found=str(error)) from None
-    return read_toml(text, path) if path.endswith(".toml") else parse(text, path)
+    return parse(text, path)
 
 
 def _the_layout(file: File, path: str, side: str, choose: Callable[[Reshard], str]) -> str:

@@ -100,7 +100,6 @@ def test_verbs_on_a_local_root_import_nothing_heavy(
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],
-        ["relayout", "--layout", "dp=2", "--microbatches", "2"],
         ["agent", "status"],
         ["trace", write_events(tmp_path / "events")],
     ]

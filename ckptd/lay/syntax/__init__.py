@@ -14,7 +14,6 @@ from ckptd.lay.syntax.parser import (
     parse_value,
     read,
 )
-from ckptd.lay.syntax.toml import read_toml, write_toml
 from ckptd.lay.syntax.tree import (
     EVEN,
     NOWHERE,
@@ -158,8 +157,6 @@ __all__ = [
     "parse_statement",
     "parse_value",
     "read",
-    "read_toml",
     "show",
     "show_name",
-    "write_toml",
 ]

@@ -1,8 +1,7 @@
 """The grammar of Lay, as a table: each node of the syntax tree is declared once.
 
-From a declaration follow how the node is read, how it is written, what stands for it in tables
-(`plain`), and what `build` accepts: whatever reads back as it was written. The same grammar for
-people: ``docs/reference/lay.md``.
+From a declaration follow how the node is read and how it is written. The same grammar for people:
+``docs/reference/lay.md``.
 """
 
 from __future__ import annotations

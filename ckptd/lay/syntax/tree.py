@@ -1,7 +1,7 @@
 """The syntax tree of Lay: what a program is made of, as plain frozen data.
 
-It is the same whichever of the three spellings (Lay, TOML, Python) it came from. What each form of
-a dimension means is fixed in ``docs/design/lay.md``; how each node is written, in `grammar`.
+What each form of a dimension means is fixed in ``docs/design/lay.md``; how each node is written,
+in `grammar`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ lay = App(
     default_parameter=Parameter(negative=()),
 )
 
-Program = Annotated[
-    str, Parameter(help="FILE.lay, FILE.toml, either with :LAYOUT, or a shipped layout.")
-]
+Program = Annotated[str, Parameter(help="FILE.lay, FILE.lay:LAYOUT, or a shipped layout.")]
 Against = Annotated[
     str | None,
     option("ROOT, ROOT@STEP or a checkpoint of others: compare with what is there."),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +20,6 @@ from ckptd.lay.syntax import (
     Value,
     library,
     parse,
-    read_toml,
 )
 from ckptd.lay.syntax.grammar import Item
 
@@ -55,21 +52,6 @@ def test_statements(text: str) -> None:
     layout = parse(f"layout x on M {{\n{text}}}").items[0]
     assert isinstance(layout, Layout)
     assert len(layout.statements) == len(text.splitlines())
-
-
-def test_tables() -> None:
-    (text,) = (text for kind, _, text in BLOCKS if kind == "toml")
-    program = read_toml(text)
-    assert len(program.items) == 8
-    check(program)
-
-
-def test_python() -> None:
-    (text,) = (text for kind, _, text in BLOCKS if kind == "python")
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    check(parse(done.stdout))
 
 
 def test_every_shipped_name_is_on_the_page() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckptd.base.torch.ranks import board_of
-from ckptd.reshard.live.shm import ShmTransport
 from ckptd.reshard.live.transport import Transport
 from ckptd.testing.transport import TransportContract
+from tests.reshard.live.shm import ShmTransport
 
 pytestmark = pytest.mark.dist
 

@@ -19,10 +19,10 @@ from ckptd.lay.stored import StoredForm
 from ckptd.reshard.live.memory import ArrayMemory
 from ckptd.reshard.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.reshard.live.plan import Roles, make_plan
-from ckptd.reshard.live.shm import ShmTransport
 from ckptd.reshard.live.transport import Transport
 from ckptd.types import DType, dtype_of
 from tests.lay.world import local_elements
+from tests.reshard.live.shm import ShmTransport
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

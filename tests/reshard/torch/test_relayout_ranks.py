@@ -15,12 +15,12 @@ import torch.distributed as dist
 from ckptd.base.torch.ranks import board_of
 from ckptd.errors import CkptdError
 from ckptd.reshard.live.move import MoveReport
-from ckptd.reshard.live.shm import ShmTransport
 from ckptd.reshard.live.transport import PendingMessage
 from ckptd.reshard.torch.relayout import relayout
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from tests.processes import PATIENCE_S
+from tests.reshard.live.shm import ShmTransport
 from tests.reshard.torch.layout.jobs import (
     PROGRAM,
     Tree,

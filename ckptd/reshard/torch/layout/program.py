@@ -16,8 +16,8 @@ from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 __all__ = ["LayoutSpec", "Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]
 
 LayoutSpec = str | os.PathLike[str] | File
-"""A ``.lay`` or ``.toml`` file, perhaps with ``:layout``; a shipped layout's name; a program as
-text; or a program made in Python."""
+"""A ``.lay`` file, perhaps with ``:layout``; a shipped layout's name; a program as text; or a
+program that was read."""
 
 _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
 """What a layout says where it has no ``stored`` statement."""
