@@ -47,9 +47,8 @@ from ckptd.checkpoint.torch.schedule import (
 from ckptd.elastic.torch.session.elastichooks import ElasticHooks, LauncherWatch
 from ckptd.elastic.torch.session.interrupt import whole
 from ckptd.errors import CkptdError, UsageError
+from ckptd.events.activity import phase
 from ckptd.events.metrics import Metrics
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import phase
 
 if TYPE_CHECKING:
     from ckptd.reshard.torch.layout.program import LayoutSpec
@@ -688,7 +687,7 @@ class Checkpointer(OfOneProcess):
         """
         self._wait(timeout)
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def _wait(self, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         failed: list[SaveTracker] = []
@@ -714,7 +713,7 @@ class Checkpointer(OfOneProcess):
 
     @uncompiled
     @one_at_a_time
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def close(self) -> None:
         """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
 

@@ -28,8 +28,7 @@ from ckptd.checkpoint.save.arena import MOST_SLOTS
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.errors import SaveError
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import phase
+from ckptd.events.activity import phase
 
 __all__ = ["Gate"]
 
@@ -173,7 +172,7 @@ class Gate(OfOneProcess):
         if copy is None:
             return
         try:
-            with self._wait_span(), phase(Phase.CKPT):
+            with self._wait_span(), phase("ckpt"):
                 copy.exception(self._timeout_s)
         except TimeoutError:
             self._abandon(copy)

@@ -10,8 +10,7 @@ from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.names import CommitName, attempt_name
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import NotFoundError, RefusedError, StoreError
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import phase
+from ckptd.events.activity import phase
 
 __all__ = ["Lineage"]
 
@@ -69,7 +68,7 @@ class Lineage:
         name = self._catalogue.latest()
         return None if name is None else (name.step, name.generation)
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def claim_for_save(self, step: int) -> None:
         """Claim a generation that continues the newest line, if none is claimed yet.
 
@@ -98,7 +97,7 @@ class Lineage:
 
         self._take(self._agreement.on_rank_zero("claim", claim))
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def claim_for_load(
         self, parent: CommitName, *, committed: bool = True, at_once: bool = True
     ) -> str:

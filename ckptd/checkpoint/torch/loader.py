@@ -80,8 +80,7 @@ from ckptd.errors import (
     StoreError,
     UsageError,
 )
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import at_step, phase
+from ckptd.events.activity import at_step, phase
 from ckptd.types import Box, dtype_of
 
 if TYPE_CHECKING:
@@ -546,7 +545,7 @@ class Loader:
         self._host: tuple[int, ...] | None = None
         self._loads = 0
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def load(
         self,
         state: Mapping[str, Any],

@@ -41,8 +41,7 @@ from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, SaveError, UsageError, WorkerError
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import at_step, phase
+from ckptd.events.activity import at_step, phase
 
 if TYPE_CHECKING:
     from ckptd.reshard.torch.layout.binder import Laid
@@ -263,7 +262,7 @@ class Saver:
         self._copier.shutdown(wait=False, cancel_futures=True)
         self._device_copies.close()
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def save(
         self,
         client: WriterClient,

@@ -36,8 +36,7 @@ from ckptd.checkpoint.root.policy import Every, plain_int
 from ckptd.checkpoint.save.handle import SaveHandle
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import CkptdError, DeadlineError, UsageError
-from ckptd.monitor.job import Phase
-from ckptd.monitor.torch.recorder.recorder import phase
+from ckptd.events.activity import phase
 
 __all__ = [
     "GRACE_S",
@@ -437,7 +436,7 @@ class Admission:
         self.skipped = 0
         """Saves that were due and skipped."""
 
-    @phase(Phase.CKPT)
+    @phase("ckpt")
     def grants(self, step: int, full: bool) -> bool:
         """Tell whether the save of `step` begins; every rank asks once a save that is due.
 

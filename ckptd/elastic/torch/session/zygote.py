@@ -47,6 +47,7 @@ PRELOADED = (
     # Each rank makes a checkpointer: a tenth of a second.
     "ckptd.checkpoint.torch",
     "ckptd.elastic.torch.session.leaseguard",
+    "ckptd.monitor.torch.recorder.recorder",
 )
 _READ_S = 1e-4
 

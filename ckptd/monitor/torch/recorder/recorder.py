@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.host import node_name
 from ckptd.errors import StoreError, UsageError
+from ckptd.events import activity
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
 from ckptd.monitor.torch.recorder.cost import call_cost
@@ -38,13 +39,11 @@ from ckptd.monitor.torch.recorder.sources import MakeSource, Source, wanted
 
 __all__ = [
     "Recorder",
-    "at_step",
     "attach",
     "attach_when_known",
     "detach",
     "phase",
     "recorder",
-    "regroup",
     "step",
 ]
 
@@ -181,10 +180,39 @@ class Recorder:
             self._optimizer_hook.remove()
             self._optimizer_hook = None
 
-    def goes_on(self, before: Recorder) -> None:
-        """Take over from the recorder of an earlier generation how steps are told."""
-        self._by_hand = before._by_hand
-        self._settled, self._told_only = before._settled, before._told_only
+    def regroup(self, generation: int, rank: int, world: int) -> Recorder | None:
+        """Begin a new ring, as this process goes on as a rank of another generation.
+
+        To be called between the generations, when the process groups of the old one are destroyed
+        and those of the new one are not made. The old ring is removed: its calls are over, and
+        whoever reads it sees another life of the job in the new one. What fails in the recorder
+        makes it step aside, as everywhere.
+
+        Parameters
+        ----------
+        generation, rank, world
+            What this process is from now on; a rank below `world`.
+
+        Returns
+        -------
+        Recorder or None
+            The new recorder; None where there is no room for another ring: the program then goes
+            on unwatched, and the log says so.
+        """
+        detach()
+        old = self.ring.path
+        # A reader must never find both: one process is one rank.
+        with suppress(OSError):
+            old.unlink()
+        identity = replace(self.ring.identity, generation=generation, rank=rank, world=world)
+        try:
+            new = _begin(old.parent, identity, wanted())
+        except StoreError as error:
+            _log.warning("collectives are not recorded any more: %s", error)
+            return None
+        new._by_hand = self._by_hand
+        new._settled, new._told_only = self._settled, self._told_only
+        return new
 
     # --- steps and phases -----------------------------------------------------------------------
 
@@ -236,8 +264,9 @@ class Recorder:
             self.aside(error)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase | str) -> Iterator[None]:
         """Be in `phase` within the block, then again in the one before."""
+        phase = _named(phase)
         before = self.ring.phase
         if self._on:
             self.ring.phase = phase
@@ -294,6 +323,7 @@ def _begin(folder: Path, identity: RingIdentity, sources: Sequence[str]) -> Reco
     if sources:
         new.start(sources)
     atexit.register(detach)
+    activity.listen(new)
     if not _told_of_forks:
         _told_of_forks = True
         os.register_at_fork(after_in_child=_leave_alone)
@@ -303,43 +333,6 @@ def _begin(folder: Path, identity: RingIdentity, sources: Sequence[str]) -> Reco
 def _leave_alone() -> None:
     if _current is not None:
         _current.leave_alone()
-
-
-def regroup(generation: int, rank: int, world: int) -> Recorder | None:
-    """Begin a new ring, as this process goes on as a rank of another generation.
-
-    To be called between the generations, when the process groups of the old one are destroyed and
-    those of the new one are not made. The old ring is removed: its calls are over, and whoever
-    reads it sees another life of the job in the new one. What fails in the recorder makes it step
-    aside, as everywhere.
-
-    Parameters
-    ----------
-    generation, rank, world
-        What this process is from now on; a rank below `world`.
-
-    Returns
-    -------
-    Recorder or None
-        The new recorder; None where this process recorded nothing, or there is no room for another
-        ring: the program then goes on unwatched, and the log says so.
-    """
-    before = _current
-    if before is None:
-        return None
-    detach()
-    old = before.ring.path
-    # A reader must never find both: one process is one rank.
-    with suppress(OSError):
-        old.unlink()
-    identity = replace(before.ring.identity, generation=generation, rank=rank, world=world)
-    try:
-        new = _begin(old.parent, identity, wanted())
-    except StoreError as error:
-        _log.warning("collectives are not recorded any more: %s", error)
-        return None
-    new.goes_on(before)
-    return new
 
 
 def attach_when_known() -> None:
@@ -361,6 +354,7 @@ def detach() -> None:
     current, _current = _current, None
     if current is not None:
         atexit.unregister(detach)
+        activity.listen(None)
         current.stop()
 
 
@@ -368,12 +362,6 @@ def step(number: int) -> None:
     """Say that training step `number` begins; does nothing where nothing is recorded."""
     if _current is not None:
         _current.step(number)
-
-
-def at_step(number: int) -> None:
-    """Say which step a checkpointer has loaded or saves; does nothing where nothing is recorded."""
-    if _current is not None:
-        _current.at_step(number)
 
 
 @contextmanager
@@ -391,8 +379,7 @@ def phase(phase: Phase | str) -> Iterator[None]:
     UsageError
         There is no such phase.
     """
-    if isinstance(phase, str):
-        phase = _named(phase)
+    phase = _named(phase)
     if _current is None:
         yield
         return
@@ -400,7 +387,9 @@ def phase(phase: Phase | str) -> Iterator[None]:
         yield
 
 
-def _named(name: str) -> Phase:
+def _named(name: Phase | str) -> Phase:
+    if isinstance(name, Phase):
+        return name
     if name.upper() not in Phase.__members__:
         raise UsageError(
             "there is no such phase",

@@ -143,7 +143,8 @@ def test_a_script_sees_what_it_would_see_by_itself(mother: Mother, tmp_path: Pat
 def test_a_fork_has_what_a_rank_imports(mother: Mother, tmp_path: Path) -> None:
     """A rank that imports them itself is late by a tenth of a second, and seconds for torch."""
     code = "import sys; print(sorted({'torch._dynamo', 'torch.distributed.fsdp', "
-    code += "'ckptd.checkpoint.torch.checkpointer'} - set(sys.modules)))"
+    code += "'ckptd.checkpoint.torch.checkpointer', "
+    code += "'ckptd.monitor.torch.recorder.recorder'} - set(sys.modules)))"
     script = tmp_path / "script.py"
     script.write_text(code)
     assert mother.run("script", [str(script)], tmp_path / "out") == (0, "[]\n", "")

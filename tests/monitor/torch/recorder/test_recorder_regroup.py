@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import ckptd.monitor
+from ckptd.events.activity import regroup
 from ckptd.monitor.agent.rings import Rings
 from ckptd.monitor.ring import RecorderState, read
-from ckptd.monitor.torch.recorder.recorder import recorder, regroup
+from ckptd.monitor.torch.recorder.recorder import recorder
 from ckptd.testing.ranks import run_ranks
 from tests.monitor.torch.recorder.jobs import attach
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def two_lives(folder: str) -> None:
-    assert regroup(2, 0, 1) is None  # nothing is recorded
+    regroup(2, 0, 1)
+    assert recorder() is None  # nothing was recorded
     os.environ["CKPTD_GENERATION"] = "3"
     first = attach(folder, "python")
     watched = Rings(Path(folder))
@@ -29,7 +31,8 @@ def two_lives(folder: str) -> None:
     assert watched.ranks[0].header.generation == 3
     ckptd.monitor.step(4)
     dist.all_reduce(torch.ones(1))
-    second = regroup(5, 2, 4)
+    regroup(5, 2, 4)
+    second = recorder()
     assert second is not None
     assert second.on
     assert ckptd.monitor.attach() is second
@@ -44,7 +47,8 @@ def two_lives(folder: str) -> None:
     assert [(r, one.header.generation) for r, one in watched.ranks.items()] == [(2, 5)]
     assert watched.ranks[2].recorder is RecorderState.CALLS
     watched.close()
-    third = regroup(6, 2, 4)  # the same rank again takes the same file
+    regroup(6, 2, 4)  # the same rank again takes the same file
+    third = recorder()
     assert third is not None
     assert third.ring.path == second.ring.path
     assert third.ring.identity.generation == 6
@@ -52,7 +56,7 @@ def two_lives(folder: str) -> None:
     # No room for another ring: the program goes on, and nothing is recorded.
     third.ring.path.unlink()
     os.rmdir(folder)
-    assert regroup(7, 0, 1) is None
+    regroup(7, 0, 1)
     assert recorder() is None
     dist.all_reduce(torch.ones(1))
 
