@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
 from ckptd.base.runtime.pauses import no_collection
+from ckptd.checkpoint.load.foreign import ForeignFormats
 from ckptd.errors import CkptdError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, ForeignPiece, FormatReader, Listing, damaged
@@ -19,7 +19,7 @@ from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
 from ckptd.store.base import Store
 
-__all__ = ["bucket_root", "find_foreign", "format_of", "rank_files", "readers", "split_file"]
+__all__ = ["FORMATS", "bucket_root", "find_foreign", "format_of", "rank_files", "readers"]
 
 _OWN = (
     "dcp:DcpReader",
@@ -28,20 +28,8 @@ _OWN = (
     "megatron:MegatronReader",
     "torchfiles:TorchReader",
 )
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")
 _MOST_FOLDERS = 256
 _MOST_NAMED = 6
-
-
-def split_file(url: str) -> tuple[str, str]:
-    """Return the folder and the name of a file that a user gives; the name is empty for a folder.
-
-    What ends like a file of a known format is one, unless a folder is called so.
-    """
-    if not url.endswith(_FILES) or os.path.isdir(url.removeprefix("file://")):
-        return url, ""
-    folder, _, name = url.rpartition("/")
-    return folder or ("/" if url.startswith("/") else "."), name
 
 
 def readers() -> list[FormatReader]:
@@ -179,3 +167,17 @@ def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError
         found=", ".join(found[:_MOST_NAMED]) + more,
         hint="name the file or the folder of the one that is meant",
     )
+
+
+class _Formats:
+    """What the core asks for."""
+
+    find = staticmethod(find_foreign)
+    format_of = staticmethod(format_of)
+
+    def names(self) -> list[str]:
+        return [reader.name for reader in readers()]
+
+
+FORMATS: ForeignFormats = _Formats()
+"""The part ``foreign``."""

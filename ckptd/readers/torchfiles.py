@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.load.foreign import SHARD
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.readers.base import (
     Foreign,
@@ -40,7 +41,6 @@ from ckptd.types import DTYPES, Box
 
 __all__ = [
     "PART",
-    "SHARD",
     "TensorAt",
     "TorchReader",
     "candidates",
@@ -65,8 +65,6 @@ _METADATA = "metadata.pkl"
 """What torch_checkpointing writes where it may load into other cuts."""
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
-SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
-"""How names end that number the files of a model."""
 PART = re.compile(r"^shard-([0-9]{5})-")
 """How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28

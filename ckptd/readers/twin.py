@@ -47,6 +47,7 @@ from ckptd.checkpoint.format.names import (
 )
 from ckptd.checkpoint.format.records import Commit, Generation, RootMarker, encode_record
 from ckptd.checkpoint.format.words import shown_tensors, unread_tensors
+from ckptd.checkpoint.load.foreign import ForeignStore
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.readers.base import Foreign, ForeignPiece, SeenFiles, time_text
 from ckptd.readers.zips import Extent
@@ -54,7 +55,6 @@ from ckptd.store.base import (
     Names,
     ObjectInfo,
     OpenFile,
-    ReadOnlyStore,
     Store,
     as_bytes_view,
     check_end,
@@ -192,7 +192,7 @@ class _DataFile:
         return len(self.header) + self.data_bytes
 
 
-class ForeignRoot(ReadOnlyStore):
+class ForeignRoot(ForeignStore):
     """A foreign checkpoint, seen as a root with one checkpoint.
 
     Parameters
@@ -214,10 +214,6 @@ class ForeignRoot(ReadOnlyStore):
         As given.
     name
         Of its one checkpoint.
-    left_out
-        How many values are neither tensors nor plain, and the names of the first ones.
-    unread
-        Tensors of kinds that are not read, in words; empty for none.
 
     Raises
     ------
@@ -276,26 +272,12 @@ class ForeignRoot(ReadOnlyStore):
         return self.inner.local_path(self._data[key].key) if key in self._data else None
 
     def foreign_file(self, key: str) -> tuple[str, int]:
-        """Return key and size of the file that a data file stands for.
-
-        Raises
-        ------
-        NotFoundError
-            There is no such data file.
-        """
+        """Return key and size of the file that a data file stands for."""
         file = self._file(key)
         return file.key, file.size
 
     def foreign_range(self, key: str, start: int) -> tuple[int, int]:
-        """Return which bytes of its file a piece spans that begins at `start` of a data file.
-
-        Raises
-        ------
-        NotFoundError
-            There is no such data file.
-        CorruptError
-            The file is damaged there.
-        """
+        """Return which bytes of its file a piece spans that begins at `start` of a data file."""
         file = self._file(key)
         segment = file.segments[bisect.bisect_right(file.starts, start) - 1]
         extent = self._extent(file, segment)

@@ -10,7 +10,7 @@ import pytest
 from ckptd.errors import CkptdError, CorruptError, MismatchError, UsageError
 from ckptd.readers import find
 from ckptd.readers.base import Foreign, ForeignPiece, Listing
-from ckptd.readers.find import find_foreign, split_file
+from ckptd.readers.find import find_foreign
 from ckptd.readers.zips import Extent
 from ckptd.store import open_store
 from ckptd.types import Box
@@ -94,28 +94,6 @@ def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(MismatchError) as caught:
         find_foreign(open_store(tmp_path))
     assert (caught.value.kind, caught.value.found) == ("ambiguous-format", "raw, other")
-
-
-@pytest.mark.parametrize(
-    ("url", "found"),
-    [
-        ("/a/b.pt", ("/a", "b.pt")),
-        ("/b.pt", ("/", "b.pt")),
-        ("b.safetensors", (".", "b.safetensors")),
-        ("s3://bucket/a/b.ckpt", ("s3://bucket/a", "b.ckpt")),
-        ("/a/step-1/.metadata", ("/a/step-1", ".metadata")),
-        ("/a/b", ("/a/b", "")),
-        ("s3://bucket", ("s3://bucket", "")),
-    ],
-)
-def test_files_and_folders(url: str, found: tuple[str, str]) -> None:
-    assert split_file(url) == found
-
-
-def test_a_folder_that_is_called_like_a_file(tmp_path: Path) -> None:
-    folder = tmp_path / "run.ckpt"
-    folder.mkdir()
-    assert split_file(str(folder)) == (str(folder), "")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

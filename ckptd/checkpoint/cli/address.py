@@ -17,13 +17,12 @@ from cyclopts import Parameter
 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.load.foreign import SHARD, split_file
 from ckptd.checkpoint.load.opening import foreign_format, foreign_loss, open_catalogue
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import hold_or_read, reading
 from ckptd.cli.output import left_out, warn
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.readers.find import split_file
-from ckptd.readers.torchfiles import SHARD
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
@@ -112,7 +111,7 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
     NotFoundError
         There is neither.
     MismatchError, CorruptError, RefusedError
-        As `ckptd.readers.find.find_foreign`.
+        As `ckptd.checkpoint.load.foreign.ForeignFormats`.
     """
     folder, file = split_file(root)
     with spec_of(folder).open() as store:

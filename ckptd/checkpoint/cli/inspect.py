@@ -16,6 +16,7 @@ from ckptd.checkpoint.cli.ls import metadata_text
 from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry, foreign_sizes
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.words import TensorLayout, hint_text, object_text, ranks_text
+from ckptd.checkpoint.load.foreign import ForeignStore
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.load.source import TensorInfo
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -32,7 +33,6 @@ from ckptd.cli.output import (
 )
 from ckptd.cli.output import time_text as when
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.readers.twin import ForeignRoot
 
 __all__ = [
     "ChunkRow",
@@ -256,7 +256,7 @@ def describe(
 
 
 def _file(catalogue: Catalogue, file: FileEntry) -> FileRow:
-    if isinstance(catalogue.store, ForeignRoot):
+    if isinstance(catalogue.store, ForeignStore):
         path, size = catalogue.store.foreign_file(file.path)
         return FileRow(path, file.rank, size, 0)
     return FileRow(file.path, file.rank, file.data_bytes, file.data_start)
@@ -290,7 +290,7 @@ def _chunks(reader: CkptdReader, info: TensorInfo) -> Iterator[ChunkRow]:
         path = here.path if here else None
         end = start + (piece.numel * info.dtype.itemsize if here else 0)
         store = reader.places.store
-        if path and isinstance(store, ForeignRoot):
+        if path and isinstance(store, ForeignStore):
             start, end = store.foreign_range(path, start)
             path, _ = store.foreign_file(path)
         yield ChunkRow(

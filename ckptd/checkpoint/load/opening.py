@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 from ckptd.checkpoint.format.names import ROOT_MARKER
 from ckptd.checkpoint.format.records import RootMarker
+from ckptd.checkpoint.load.foreign import ForeignStore, foreign_formats, split_file
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
-from ckptd.readers.find import find_foreign, format_of, readers, split_file
-from ckptd.readers.twin import ForeignRoot
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
 __all__ = [
@@ -39,7 +38,7 @@ def open_catalogue(
     url
         What the user gave, for errors.
     file
-        The file in it that the user named (`ckptd.readers.find.split_file`); empty for none.
+        The file in it that the user named (`split_file`); empty for none.
     step
         Of a foreign checkpoint that does not say its own.
     foreign
@@ -50,7 +49,7 @@ def open_catalogue(
     NotFoundError
         There is neither.
     MismatchError, CorruptError, RefusedError
-        As `ckptd.readers.find.find_foreign`.
+        As `ckptd.checkpoint.load.foreign.ForeignFormats`.
     """
     catalogue = Catalogue(store)
     try:
@@ -60,13 +59,14 @@ def open_catalogue(
     except NotFoundError as error:
         if not foreign:
             raise
-        found = find_foreign(store, file, step)
+        formats = foreign_formats()
+        found = formats.find(store, file, step)
         if found is None:
             raise NotFoundError(
                 error.message,
                 kind=error.kind,
                 where=error.where,
-                wanted=f"{ROOT_MARKER}, or a checkpoint of {', '.join(r.name for r in readers())}",
+                wanted=f"{ROOT_MARKER}, or a checkpoint of {', '.join(formats.names())}",
                 found=error.found,
                 hint=error.hint,
             ) from None
@@ -79,7 +79,7 @@ def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
     try:
         return catalogue.open()
     except NotFoundError:
-        return format_of(catalogue.store)
+        return foreign_formats().format_of(catalogue.store)
 
 
 def begin_beside(catalogue: Catalogue) -> RootMarker:
@@ -160,7 +160,7 @@ def opened(url: str, step: int = 0, *, like: StoreSpec) -> Iterator[Catalogue]:
 
 def foreign_format(catalogue: Catalogue) -> str:
     """Return the name of the reader of a foreign checkpoint; empty for a root of ckptd's own."""
-    return catalogue.store.format if isinstance(catalogue.store, ForeignRoot) else ""
+    return catalogue.store.format if isinstance(catalogue.store, ForeignStore) else ""
 
 
 def foreign_loss(catalogue: Catalogue) -> tuple[int, Sequence[str], str]:
@@ -173,4 +173,4 @@ def foreign_loss(catalogue: Catalogue) -> tuple[int, Sequence[str], str]:
         words, the tensors of kinds that are not read.
     """
     store = catalogue.store
-    return (*store.left_out, store.unread) if isinstance(store, ForeignRoot) else (0, (), "")
+    return (*store.left_out, store.unread) if isinstance(store, ForeignStore) else (0, (), "")

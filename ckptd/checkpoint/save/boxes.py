@@ -39,6 +39,7 @@ from ckptd.checkpoint.format.names import (
     commit_key,
 )
 from ckptd.checkpoint.format.records import Commit, Generation
+from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
@@ -270,8 +271,6 @@ class BoxRoot:
         if loaded is not None and loaded.root:
             self._check_root(loaded.root)
         else:
-            from ckptd.checkpoint.load.opening import begin_beside  # with readers of all formats
-
             begin_beside(catalogue)
         parent = loaded.name if loaded else catalogue.continue_line(step, fresh_line)
         if parent is not None and step <= parent.step:

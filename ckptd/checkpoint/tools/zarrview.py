@@ -26,6 +26,7 @@ from zarr.core.metadata import v3
 
 from ckptd.base.grids.grid import Axis, Grid, strides_of
 from ckptd.checkpoint.load.direct import DirectReader
+from ckptd.checkpoint.load.foreign import split_file
 from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -33,7 +34,6 @@ from ckptd.checkpoint.root.leases import Hold, Unheld, hold_latest, hold_or_read
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.tools.zarrtypes import EXTENSIONS, register_types
 from ckptd.errors import NotFoundError
-from ckptd.readers.find import split_file
 from ckptd.types import Box, DType
 
 __all__ = ["CkptdStore", "zarr_store"]

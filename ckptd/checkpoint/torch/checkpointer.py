@@ -22,6 +22,7 @@ from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.metadata import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
+from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec
@@ -583,8 +584,6 @@ class Checkpointer(OfOneProcess):
     @contextmanager
     def _elsewhere(self, source: str | os.PathLike[str], step: int | None) -> Iterator[Catalogue]:
         """Give another root, or a foreign checkpoint as one, on every rank for the block."""
-        from ckptd.checkpoint.load.opening import opened  # with readers of all formats
-
         with ExitStack() as stack:
             there = opened(os.fspath(source), step or 0, like=self._spec)
             yield self._agreement.on_every_rank(lambda: stack.enter_context(there))

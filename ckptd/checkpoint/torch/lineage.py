@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.names import CommitName, attempt_name
+from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import NotFoundError, RefusedError, StoreError
 from ckptd.events.activity import phase
@@ -89,7 +90,6 @@ class Lineage:
             if late is not None:
                 self._catalogue.check_not_superseded(late.newest)
                 return self._claim(late.parent, "load", committed=late.committed)
-            from ckptd.checkpoint.load.opening import begin_beside  # with readers of all formats
 
             begin_beside(self._catalogue)
             parent = self._catalogue.continue_line(step, self._fresh_line)

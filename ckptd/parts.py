@@ -1,0 +1,23 @@
+"""Parts of one slice that another one uses without an import: late, by a table.
+
+The slice that uses a part owns its protocol; the slice that is the part has the name. They are
+versioned together, so that this is no entry point, which would cost a scan of what is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["PARTS", "part"]
+
+PARTS = {
+    "foreign": "ckptd.readers.find:FORMATS",
+}
+"""What each part is: ``module:attribute``."""
+
+
+def part(name: str) -> Any:
+    """Import a part of another slice, when it is used and not before."""
+    module, _, attribute = PARTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
