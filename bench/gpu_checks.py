@@ -990,7 +990,7 @@ def saver(run: Run) -> None:
 def replicas(run: Run) -> None:
     """Two ranks of one device that hold the same: what their samples cost."""
     from ckptd.testing.ranks import run_ranks
-    from ckptd.testing.simdevice import run_simulated_ranks
+    from tests.simdevice import run_simulated_ranks
 
     play: Any = run_simulated_ranks if run.simulated else run_ranks
     # The function is imported by name there, and not from __main__.
@@ -1109,7 +1109,7 @@ def device_assert(run: Run) -> None:
     ck.wait()
     ck.save(2, live)
     if run.simulated:
-        from ckptd.testing.simdevice import installed
+        from tests.simdevice import installed
 
         installed().fail(0)
     else:
@@ -1170,7 +1170,7 @@ def _little_memory(run: Run, count: int) -> Iterator[None]:
     import torch
 
     if run.simulated:
-        from ckptd.testing.simdevice import installed
+        from tests.simdevice import installed
 
         simulator = installed()
         before, simulator.capacity = simulator.capacity, simulator.allocated[0] + count
@@ -1255,7 +1255,7 @@ def main() -> None:
         limit_s=options.limit,
     )
     if options.simulated and options.name not in ON_THE_HOST:
-        from ckptd.testing.simdevice import install
+        from tests.simdevice import install
 
         install()
     status = call(options.name, run)

@@ -42,8 +42,8 @@ import torch.distributed as dist
 
 import ckptd.monitor
 from ckptd.monitor.ring import RingReader
-from ckptd.testing.simdevice import installed, run
-from ckptd.testing.simdevice.loading import _Functions
+from tests.simdevice import installed, run
+from tests.simdevice.loading import _Functions
 
 PLAIN = "no hook"
 SOURCES = ("python", "native", "counters")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ckptd.testing.simdevice import Simulator, installed, lacking
+from tests.simdevice import Simulator, installed, lacking
 
 __all__ = ["ON_SIMULATED_DEVICES", "failing"]
 
@@ -17,7 +17,7 @@ ON_SIMULATED_DEVICES = [
     # One worker starts the process that has everything imported, and forks one for each test.
     pytest.mark.xdist_group("simdevice"),
 ]
-"""Marks for modules whose tests call `ckptd.testing.simdevice.run`."""
+"""Marks for modules whose tests call `tests.simdevice.run`."""
 
 
 def failing(

@@ -16,8 +16,8 @@ import pytest
 
 from bench import gpu_session
 from bench.gpu_session import AIMS, CALL_S, CHECKS, Record, collect, section, verdicts
-from ckptd.testing.simdevice import run
 from tests.processes import lives, until
+from tests.simdevice import run
 from tests.simulated import ON_SIMULATED_DEVICES
 
 ROOT = Path(gpu_session.ROOT)

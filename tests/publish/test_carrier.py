@@ -22,7 +22,8 @@ from ckptd.publish.carrier import WeightCarrier
 from ckptd.publish.messages import BlockRead, PublishedTensor
 from ckptd.publish.torch.carrier import GroupCarrier, _GroupRead
 from ckptd.testing.carrier import CarrierContract
-from ckptd.testing.onesided import (
+from ckptd.testing.ranks import run_ranks
+from tests.publish.onesided import (
     OneSidedCarrier,
     QueuePair,
     RegionTable,
@@ -30,7 +31,6 @@ from ckptd.testing.onesided import (
     _part,
     _Read,
 )
-from ckptd.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 

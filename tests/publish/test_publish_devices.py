@@ -12,9 +12,9 @@ import torch.distributed as dist
 import ckptd
 from ckptd.publish.carrier import WeightCarrier
 from ckptd.testing.carrier import CarrierContract
-from ckptd.testing.simdevice import installed, run, run_simulated_ranks, simulated_play
 from tests.reshard.torch.layout.jobs import Tree, differing, whole
 from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
+from tests.simdevice import installed, run, run_simulated_ranks, simulated_play
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES
@@ -63,7 +63,7 @@ def test_a_worker_has_what_was_published(tmp_path: Path, schedule: str) -> None:
 
 
 def make_ipc(publishers: Sequence[int]) -> WeightCarrier:
-    from ckptd.testing.simdevice.ipc import IpcCarrier  # where there are devices
+    from tests.simdevice.ipc import IpcCarrier  # where there are devices
 
     return IpcCarrier(None, publishers, timeout_s=20.0)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptd.testing.simdevice import Simulator, tensors
+from tests.simdevice import Simulator, tensors
 
 __all__ = ["StreamBackend"]
 

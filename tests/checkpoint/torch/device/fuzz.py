@@ -5,7 +5,7 @@ has when `save` is called is what the checkpoint must hold. Nothing of a device,
 reaches it.
 
 One seed again, from the top of the repository:
-``.venv/bin/python -m ckptd.testing.simdevice -m tests.checkpoint.torch.device.fuzz SEED``.
+``.venv/bin/python -m tests.simdevice -m tests.checkpoint.torch.device.fuzz SEED``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import ckptd
 from ckptd.checkpoint.torch import ondevice
 from ckptd.checkpoint.torch.ondevice import Pins
 from ckptd.errors import CkptdError, SaveError, UsageError
-from ckptd.testing.simdevice import Simulator, installed
-from ckptd.testing.simdevice.simulator import PLENTY
+from tests.simdevice import Simulator, installed
+from tests.simdevice.simulator import PLENTY
 
 __all__ = ["fuzz", "tally_line"]
 

@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from ckptd.errors import CkptdError
-from ckptd.testing.simdevice import installed, run
+from tests.simdevice import installed, run
 
 __all__ = ["MUTANTS", "Mutant", "mutated_source"]
 

@@ -17,8 +17,8 @@ from ckptd.checkpoint.torch import ondevice, replicas
 from ckptd.checkpoint.torch.ondevice import DeviceSamples
 from ckptd.checkpoint.torch.replicas import Samples, sample_digest
 from ckptd.errors import SaveError
-from ckptd.testing.simdevice import Simulator, installed
 from tests.checkpoint.torch.cuda_checks import settle
+from tests.simdevice import Simulator, installed
 
 __all__ = ["OF_CUDA", "OF_EVERY_KIND"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.testing.simdevice import SCHEDULES, run
 from tests.checkpoint.torch import cuda_checks
+from tests.simdevice import SCHEDULES, run
 from tests.simulated import ON_SIMULATED_DEVICES, failing
 
 pytestmark = ON_SIMULATED_DEVICES

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.testing.simdevice import run, run_simulated_ranks
 from tests.checkpoint.torch.device.fuzz import fuzz, tally_line
+from tests.simdevice import run, run_simulated_ranks
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

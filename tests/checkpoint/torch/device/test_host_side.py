@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ckptd
 from ckptd.checkpoint.torch import ondevice
 from ckptd.errors import SaveError
-from ckptd.testing.simdevice import installed, run
 from tests.checkpoint.torch.cuda_checks import settle
 from tests.processes import until
+from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptd
 from ckptd.errors import SaveError
-from ckptd.testing.simdevice import installed, run
+from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

@@ -22,9 +22,9 @@ from ckptd.base.torch.device import kind_of
 from ckptd.checkpoint.torch import filling, loader, upload
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, UsageError
 from ckptd.store import open_store
-from ckptd.testing.simdevice import SCHEDULES, installed, run, run_simulated_ranks
-from ckptd.testing.simdevice.simulator import PLENTY
 from tests.reshard.torch.layout.jobs import Tree
+from tests.simdevice import SCHEDULES, installed, run, run_simulated_ranks
+from tests.simdevice.simulator import PLENTY
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

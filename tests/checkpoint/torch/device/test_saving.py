@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.testing.simdevice import SCHEDULES, run
 from tests.checkpoint.torch.device import saving
+from tests.simdevice import SCHEDULES, run
 from tests.simulated import ON_SIMULATED_DEVICES, failing
 
 pytestmark = ON_SIMULATED_DEVICES

@@ -28,9 +28,9 @@ from ckptd.monitor.ring import read
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned, learn
 from ckptd.monitor.torch.recorder.native import build
-from ckptd.testing.simdevice import installed, run, run_simulated_ranks
 from tests.checkpoint.torch.device.backend import StreamBackend
 from tests.processes import until
+from tests.simdevice import installed, run, run_simulated_ranks
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

@@ -26,7 +26,7 @@ from ckptd.elastic import CanonicalGradients, ElasticSampler, KeptGradients, Sch
 from ckptd.elastic.torch.session.interrupt import Interrupted, Interrupter
 from ckptd.errors import UsageError
 from ckptd.testing.ranks import run_ranks
-from ckptd.testing.simdevice import installed, lacking, run
+from tests.simdevice import installed, lacking, run
 
 SCHEDULE = Schedule(size=23, microbatch=2, microbatches=6, seed=1)
 DATA = torch.randn(SCHEDULE.size, 3, generator=torch.Generator().manual_seed(1))

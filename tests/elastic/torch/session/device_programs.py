@@ -1,4 +1,4 @@
-"""Programs of sessions on simulated devices: ``python -m ckptd.testing.simdevice`` runs them."""
+"""Programs of sessions on simulated devices: ``python -m tests.simdevice`` runs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 import ckptd
 from ckptd.elastic import World, session
-from ckptd.testing.simdevice import installed
+from tests.simdevice import installed
 
 NAME = "onstream"
 _SLOW_S = 0.6

@@ -22,7 +22,7 @@ from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = [*ON_SIMULATED_DEVICES, pytest.mark.dist]
 PROGRAMS = Path(__file__).parent / "device_programs.py"
-ON_DEVICES = (sys.executable, "-m", "ckptd.testing.simdevice", str(PROGRAMS))
+ON_DEVICES = (sys.executable, "-m", "tests.simdevice", str(PROGRAMS))
 CAMPAIGN = [pytest.mark.long, pytest.mark.timeout(900)]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptd.elastic.torch.session.health import empty_caches, fault_of_devices
-from ckptd.testing.simdevice import installed, run
 from tests.processes import PATIENCE_S
+from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = ON_SIMULATED_DEVICES

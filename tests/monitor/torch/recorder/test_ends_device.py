@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ckptd.monitor.torch.recorder.ends import DeviceClock, DeviceEnds, Ends, _work_has_failed
-from ckptd.testing.simdevice import installed, run
 from tests.monitor.torch.recorder.cuda_checks import CHECKS
+from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ckptd.testing.simdevice.simulator import Simulator, StreamQueue, Task
+from tests.simdevice.simulator import Simulator, StreamQueue, Task
 
 __all__ = ["DeviceMemory", "SimTensor", "generators", "index_of", "register"]
 

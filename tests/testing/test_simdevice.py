@@ -10,14 +10,14 @@ import pytest
 
 from ckptd.base.runtime import torchextension
 from ckptd.errors import DeadlineError, UsageError
-from ckptd.testing.simdevice import install, run, run_simulated_ranks
-from ckptd.testing.simdevice.loading import GUARD
+from tests.simdevice import install, run, run_simulated_ranks
+from tests.simdevice.loading import GUARD
 from tests.simulated import ON_SIMULATED_DEVICES, failing
-from tests.testing.simdevice import programs
+from tests.testing import devices as programs
 
 pytestmark = ON_SIMULATED_DEVICES
 
-GUIDE = Path(__file__).parents[3] / "docs/guide/simulated-device.md"
+GUIDE = Path(__file__).parents[2] / "docs/guide/simulated-device.md"
 
 
 def failed_of(name: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_a_build_for_the_pytorch_of_another_environment_is_not_taken(
 def test_the_guides_program_shows_its_missing_wait(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(GUIDE.read_text().partition("```python\n")[2].partition("```")[0])
-    command = [sys.executable, "-m", "ckptd.testing.simdevice", "--schedule", "lazy"]
+    command = [sys.executable, "-m", "tests.simdevice", "--schedule", "lazy"]
     done = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
     assert "\n" + done.stdout in GUIDE.read_text()
     assert done.stdout != "[2.0, 2.0, 2.0, 2.0]\n"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptd.testing.simdevice import SCHEDULES, Simulator, installed
+from tests.simdevice import SCHEDULES, Simulator, installed
 
 __all__ = ["OF_CUDA", "OF_EVERY_KIND", "reduced"]
 
@@ -132,7 +132,7 @@ def a_copy_to_pageable_memory_waits(sim: Simulator) -> None:
         host.copy_(x, non_blocking=True)
         assert host.tolist() == [5.0] * 8
         assert [w.call for w in sim.waits] == ["copy to pageable memory"]
-        assert sim.waits[0].where[0].startswith("programs.py:")
+        assert sim.waits[0].where[0].startswith("devices.py:")
 
 
 def page_locked_memory_is_read_when_the_copy_runs(sim: Simulator) -> None:

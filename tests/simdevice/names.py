@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from ckptd.testing.simdevice import tensors
-from ckptd.testing.simdevice.simulator import Capture, Simulator
+from tests.simdevice import tensors
+from tests.simdevice.simulator import Capture, Simulator
 
 __all__ = ["SimEvent", "SimGraph", "SimStream", "replace"]
 

@@ -21,8 +21,8 @@ from ckptd.checkpoint.save.arena import anonymous_file
 from ckptd.errors import TransientStoreError
 from ckptd.publish.messages import MOST_READ_BYTES
 from ckptd.publish.torch.carrier import GroupCarrier
-from ckptd.testing.simdevice.loading import installed
-from ckptd.testing.simdevice.tensors import DeviceMemory, SimTensor
+from tests.simdevice.loading import installed
+from tests.simdevice.tensors import DeviceMemory, SimTensor
 
 __all__ = ["IpcBlock", "IpcCarrier", "IpcHandle"]
 

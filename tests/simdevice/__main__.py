@@ -1,4 +1,4 @@
-"""``python -m ckptd.testing.simdevice [OPTION...] PROGRAM``: run a program on simulated devices."""
+"""``python -m tests.simdevice [OPTION...] PROGRAM``: run a program on simulated devices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import runpy
 import sys
 
-from ckptd.testing.simdevice.loading import install
-from ckptd.testing.simdevice.simulator import Simulator
+from tests.simdevice.loading import install
+from tests.simdevice.simulator import Simulator
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a program, and write to standard error what was found."""
-    parser = argparse.ArgumentParser(prog="python -m ckptd.testing.simdevice", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simdevice", description=__doc__)
     parser.add_argument("--name", default="cuda", help="cuda, xpu, or a name of your own")
     parser.add_argument("--devices", type=int, default=2, help="how many (2)")
     parser.add_argument("--schedule", default="eager", help="lazy, eager, starve:side, ...")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptd.base.runtime.torchextension import TorchExtension
 from ckptd.errors import UsageError
-from ckptd.testing.simdevice.simulator import Moment, Simulator
+from tests.simdevice.simulator import Moment, Simulator
 
 __all__ = ["GUARD", "install", "installed", "lacking"]
 
@@ -41,7 +41,7 @@ def installed() -> Simulator:
     if not _known:
         raise UsageError(
             "this process has no simulated device",
-            wanted="a program that `python -m ckptd.testing.simdevice` runs, or install() first",
+            wanted="a program that `python -m tests.simdevice` runs, or install() first",
             found="neither",
         )
     return _known[0]
@@ -86,7 +86,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
             "a simulated device is made before PyTorch is imported",
             wanted="install() in a process without torch",
             found="torch is imported",
-            hint="run the program by `python -m ckptd.testing.simdevice PROGRAM`",
+            hint="run the program by `python -m tests.simdevice PROGRAM`",
         )
     if why := lacking():
         raise UsageError("no device can be simulated here", kind="no-device", found=why)
@@ -110,7 +110,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     library.sim_connect(ctypes.byref(functions))
     _kept.append(functions)
     _known.append(simulator)
-    names: Any = importlib.import_module("ckptd.testing.simdevice.names")  # imports torch
+    names: Any = importlib.import_module("tests.simdevice.names")  # imports torch
     _kept.extend(names.replace(simulator, kind, name))
     return simulator
 

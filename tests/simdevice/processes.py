@@ -23,7 +23,7 @@ from typing import IO, Any, TypedDict, TypeVar, Unpack, cast
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.testing.rank_main import RankSpec
 from ckptd.testing.ranks import PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
-from ckptd.testing.simdevice.loading import installed
+from tests.simdevice.loading import installed
 
 __all__ = ["run", "run_simulated_ranks", "simulated_play"]
 
@@ -177,7 +177,7 @@ def serve() -> None:
     """Be the process that forks others, until its input ends."""
     import importlib
 
-    from ckptd.testing.simdevice.loading import install
+    from tests.simdevice.loading import install
 
     name, devices, preloaded, path = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "wb")

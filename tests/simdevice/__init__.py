@@ -5,9 +5,9 @@ The guide is `docs/guide/simulated-device.md`.
 
 from __future__ import annotations
 
-from ckptd.testing.simdevice.loading import install, installed, lacking
-from ckptd.testing.simdevice.processes import run, run_simulated_ranks, simulated_play
-from ckptd.testing.simdevice.simulator import SCHEDULES, DeviceWait, Simulator
+from tests.simdevice.loading import install, installed, lacking
+from tests.simdevice.processes import run, run_simulated_ranks, simulated_play
+from tests.simdevice.simulator import SCHEDULES, DeviceWait, Simulator
 
 __all__ = [
     "SCHEDULES",
