@@ -237,9 +237,11 @@ def _is_on(on: Sequence[On], coordinates: Mapping[str, int], extents: Mapping[st
 def _scales(equation: Equation, name: Name) -> Iterator[Name]:
     """Yield the names of a rule's scales."""
     for modifier in equation.modifiers:
-        if isinstance(modifier, Quantized):
+        if not isinstance(modifier, Quantized):
+            continue
+        for scale in filter(None, (modifier.scale, modifier.overall)):
             parts: list[NamePart] = []
-            for part in modifier.scale.parts:
+            for part in scale.parts:
                 mine = isinstance(part, NameIndex) and part.axis == "name"
                 parts += name.parts if mine else (part,)
             yield Name(join(parts), at=modifier.at)

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptd.base.grids.grid import Axis, Grid
-from ckptd.base.grids.owners import Owners
+from ckptd.base.grids.grid import Axis, Grid, whole
+from ckptd.base.grids.owners import Owners, single_owner
 from ckptd.errors import MismatchError
+from ckptd.lay.resolve import Equation
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredForm, StoredTensor
 from ckptd.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
 
-__all__ = ["local_scales", "quantized_as", "scale_tensor"]
+__all__ = [
+    "HALF_BYTE",
+    "SCALE_KINDS",
+    "held_shape",
+    "local_scales",
+    "overall_scale",
+    "quantized_as",
+    "scale_tensor",
+]
+
+HALF_BYTE = "float4_e2m1fn"
+"""Quantized values of this type are two in a byte: of the last dimension, the first one low."""
+SCALE_KINDS = ("", "float32", "float8_e8m0fnu", "uint8", "float8_e4m3fn")
+"""What scales are held as; bytes are exponents of two, as `float8_e8m0fnu` has them."""
+
+
+def held_shape(equation: Equation, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a stored parameter in elements, which may be two in a byte."""
+    modifiers = equation.modifiers
+    packed = any(isinstance(m, Quantized) and m.dtype == HALF_BYTE for m in modifiers)
+    return (*shape[:-1], 2 * shape[-1]) if packed and shape else shape
 
 
 def scale_tensor(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> StoredTensor | None:
@@ -48,6 +69,17 @@ def scale_tensor(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> Store
     name = form.name(_name(quantized.scale, found.global_name(indexes)), "")
     base = found.base(indexes) if found.plain else 0
     return StoredTensor(name, rule, indexes, "", grid, owners, base)
+
+
+def overall_scale(form: StoredForm, rule: int, indexes: tuple[int, ...]) -> StoredTensor | None:
+    """Return the stored number that multiplies a quantized parameter's scales; None: none does."""
+    found, quantized = form.rules[rule], quantized_as(form, rule)
+    if quantized is None or quantized.overall is None:
+        return None
+    name = form.name(_name(quantized.overall, found.global_name(indexes)), "")
+    first = max(0, int(form.cell_owners(found, indexes).reshape(-1)[0]))
+    base = found.base(indexes) if found.plain else 0
+    return StoredTensor(name, rule, indexes, "", whole(()), single_owner(first), base)
 
 
 def quantized_as(form: StoredForm, rule: int) -> Quantized | None:

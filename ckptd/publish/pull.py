@@ -247,7 +247,7 @@ class PullPlan:
             if name in scales and name in targets:
                 memory = targets[name]
                 change_between(memory.dtype, memory, Values((), (said,)), name)
-                out[name] = QuantizedTensor(tensor, said.block, memory.dtype, scales[name])
+                out[name] = QuantizedTensor(tensor, said, memory.dtype, scales[name])
         for fills in self._takings.fills:
             if fills.name in out and any(f.value for f in fills.fills):
                 raise UsageError(

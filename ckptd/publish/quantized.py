@@ -25,7 +25,7 @@ from ckptd.lay.syntax import Affine, Quantized
 from ckptd.lay.values import Values
 from ckptd.publish.messages import TileSteps
 from ckptd.publish.tiles import along_axes, quantize_tiles, tile_cuts, tile_maxima, tiles_of
-from ckptd.reshard.changes import largest, quantized, scale_shape, scales_of
+from ckptd.reshard.changes import POWERS, largest, quantized, scale_shape, scales_of
 from ckptd.reshard.live.memory import TensorMemory
 from ckptd.types import DType
 
@@ -33,9 +33,6 @@ __all__ = ["QuantizedTensor", "ScaleMemory", "quantized_tensors"]
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
-
-_POWERS = "float8_e8m0fnu"
-"""Scales of this type are powers of two: the next one up, so that no value is cut off."""
 
 
 class ScaleMemory(NamedTuple):
@@ -63,6 +60,14 @@ def quantized_tensors(
             if found is None:
                 continue
             whole = (piece.lo, piece.hi, piece.at) == (0, tensor.numel, 0)
+            if found.overall is not None:
+                raise MismatchError(
+                    "scales with one number above them are not filled from a job",
+                    kind="lay-fit",
+                    where=tensor.name,
+                    wanted="scales without overall=NAME",
+                    hint="ckptd reshard writes them",
+                )
             if not whole or len(found.block) != len(tensor.shape) or min(found.block) < 1:
                 raise MismatchError(
                     "the blocks of a quantized tensor do not fit its dimensions",
@@ -82,8 +87,8 @@ class QuantizedTensor:
     ----------
     tensor
         The tensor.
-    sizes
-        Of a block.
+    said
+        What its rule says.
     dtype
         To which it is quantized.
     scales
@@ -97,23 +102,24 @@ class QuantizedTensor:
     """
 
     def __init__(
-        self, tensor: LaidTensor, sizes: tuple[int, ...], dtype: DType, scales: ScaleMemory
+        self, tensor: LaidTensor, said: Quantized, dtype: DType, scales: ScaleMemory
     ) -> None:
         self.dtype = dtype
         self._name = tensor.name
         self._shape = tensor.shape
-        self._sizes = sizes
+        self._sizes = sizes = said.block
         self._limit = largest(dtype, tensor.name)
         self._memory = scales.memory
         grid = scale_shape(tensor.shape, sizes)
         plain, found = (tuple(n for n in s if n != 1) for s in (grid, scales.shape))
         type_name = scales.memory.dtype.name
-        if plain != found or type_name not in ("float32", _POWERS):
+        kinds = (said.kind,) if said.kind else ("float32", POWERS[0])
+        if plain != found or type_name not in kinds or type_name not in ("float32", POWERS[0]):
             raise MismatchError(
                 "a tensor of scales is not as the blocks need it",
                 kind="lay-fit",
                 where=scales.name,
-                wanted=f"{grid} in float32 or {_POWERS}",
+                wanted=f"{grid} in {' or '.join(kinds)}",
                 found=f"{scales.shape} in {type_name}",
             )
         self._lock = threading.Lock()
@@ -190,11 +196,7 @@ class QuantizedTensor:
 
     def settle(self) -> None:
         """Compute the scales: all shares are noted."""
-        self._scales = scales_of(self._maxima, self._limit)
-        if self._memory.dtype.name == _POWERS:
-            mantissa, exponent = np.frexp(self._scales)
-            exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
-            self._scales = np.ldexp(np.float32(1), np.maximum(exponent, -127)).astype(np.float32)
+        self._scales = scales_of(self._maxima, self._limit, self._memory.dtype.name)
 
     def scales(self, cut: Block) -> bytes:
         """Return the scales of a part of a copy, as it is asked for."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,22 +17,30 @@ from ckptd.base.grids.grid import coordinates_of, strides_of
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.lay.promise import PROMISES, Promise, promise
 from ckptd.lay.resolve import Equation
+from ckptd.lay.scales import HALF_BYTE
 from ckptd.lay.syntax import Affine, Cast, Modifier, Quantized
 from ckptd.lay.values import Values
 from ckptd.types import Box, DType, dtype_of
 
 __all__ = [
+    "POWERS",
+    "BlockScales",
     "Linear",
     "Scaled",
     "block_maxima",
+    "block_scales",
     "change_of",
     "changed_dtype",
+    "halves",
     "largest",
+    "limit_of",
     "quantized",
     "scale_down",
     "scale_shape",
+    "scale_type",
     "scales_of",
     "step_promise",
+    "turned",
 ]
 
 
@@ -114,7 +123,8 @@ def changed_dtype(source: DType, values: Values | None, where: str) -> DType:
     for kind in (Quantized, Cast):
         for modifier in values.target:
             if isinstance(modifier, kind):
-                return _named(modifier.dtype, where)
+                is_half = kind is Quantized and modifier.dtype == HALF_BYTE
+                return _named("uint8" if is_half else modifier.dtype, where)
     if quantized(values.source) is not None:
         return dtype_of("float32")
     return source
@@ -231,7 +241,7 @@ def largest(dtype: DType, where: str | None = None) -> float:
     )
 
 
-def scales_of(maxima: F32, limit: float) -> F32:
+def scales_of(maxima: F32, limit: float, kind: str = "") -> F32:
     """Return the scales of blocks from their largest magnitudes.
 
     A block of zeros, or of what is next to zero, has scale 1.
@@ -242,10 +252,71 @@ def scales_of(maxima: F32, limit: float) -> F32:
         Of the blocks.
     limit
         See `largest`.
+    kind
+        Their type. Powers of two are the next ones up, so that no value is cut off.
     """
     scales = maxima / np.float32(limit)
     scales[scales == 0] = 1
+    if kind in POWERS:
+        mantissa, exponent = np.frexp(scales)
+        exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = np.ldexp(np.float32(1), np.maximum(exponent, -127)).astype(np.float32)
     return scales
+
+
+class BlockScales(NamedTuple):
+    """Scales of a quantized tensor.
+
+    Attributes
+    ----------
+    factors
+        What each block is multiplied with.
+    stored
+        As the tensor of scales has them.
+    overall
+        The number that multiplies all of those; 1 where there is none.
+    """
+
+    factors: F32
+    stored: NDArray[Any]
+    overall: np.float32 = np.float32(1)
+
+
+def block_scales(maxima: F32, modifier: Quantized, where: str) -> BlockScales:
+    """Return the scales of blocks, in the types that a rule says.
+
+    Parameters
+    ----------
+    maxima
+        The largest magnitudes of the blocks.
+    """
+    kind, limit = scale_type(modifier), limit_of(modifier, where)
+    if modifier.overall is None:
+        factors = scales_of(maxima, limit, modifier.kind)
+        stored = factors.astype(kind)
+        return BlockScales(factors, stored.view(np.uint8) if modifier.kind == "uint8" else stored)
+    top = largest(dtype_of(modifier.kind))
+    overall = scales_of(maxima.max(initial=0, keepdims=True).reshape(1), limit * top)[0]
+    scales = np.clip(maxima / np.float32(limit) / overall, _LEAST, top)
+    stored = np.where(maxima == 0, np.float32(1), scales).astype(kind)
+    return BlockScales(stored.astype(np.float32) * overall, stored, overall)
+
+
+def scale_type(modifier: Quantized) -> np.dtype[Any]:
+    """Return the type of a rule's scales as numbers: bytes are exponents of two."""
+    kind = modifier.kind or "float32"
+    return dtype_of("float8_e8m0fnu" if kind == "uint8" else kind).numpy
+
+
+def limit_of(modifier: Quantized, where: str) -> float:
+    """Return the largest value of the type that a rule quantizes to; see `largest`."""
+    return 6.0 if modifier.dtype == HALF_BYTE else largest(_named(modifier.dtype, where), where)
+
+
+POWERS = ("float8_e8m0fnu", "uint8")
+"""Types of scales that are powers of two."""
+_LEAST = np.float32(2**-9)
+"""The smallest scale of type float8_e4m3fn."""
 
 
 def scale_down(values: F32, factors: F32, limit: float, target: NDArray[Any]) -> None:
@@ -265,6 +336,63 @@ def scale_down(values: F32, factors: F32, limit: float, target: NDArray[Any]) ->
     if target.dtype.kind == "i":
         np.rint(values, out=values)
     target[...] = values.astype(target.dtype)
+
+
+_PACKING = threading.Lock()
+"""Threads write both halves of a byte."""
+
+
+def _float4() -> np.dtype[Any]:
+    import ml_dtypes
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.float4_e2m1fn)
+    return dtype
+
+
+def _unpacked(pairs: NDArray[np.uint8], half: int | I64) -> F32:
+    """Return one of the two values in each byte."""
+    values = ((pairs >> (4 * half)) & 0x0F).astype(np.uint8)
+    return values.view(_float4()).astype(np.float32)
+
+
+def halves(block: Block) -> Iterator[tuple[int, Block]]:
+    """Yield a copy, whose source has two elements in a byte, as copies of bytes.
+
+    With each: which half of its bytes it is of.
+    """
+    for d, (n, step) in enumerate(zip(block.shape, block.source_strides, strict=True)):
+        if n > 1 and step % 2:
+            for first in range(2):
+                shape, source, target = (
+                    list(x) for x in (block.shape, block.source_strides, block.target_strides)
+                )
+                shape[d], source[d], target[d] = (n - first + 1) // 2, 2 * step, 2 * target[d]
+                yield from halves(
+                    Block(
+                        tuple(shape),
+                        block.source_start + first * step,
+                        tuple(source),
+                        block.target_start + first * block.target_strides[d],
+                        tuple(target),
+                    )
+                )
+            return
+    start, strides = block.source_start, tuple(s // 2 for s in block.source_strides)
+    yield (
+        start % 2,
+        Block(block.shape, start // 2, strides, block.target_start, block.target_strides),
+    )
+
+
+def turned(block: Block) -> Block:
+    """Return a copy the other way round."""
+    return Block(
+        block.shape,
+        block.target_start,
+        block.target_strides,
+        block.source_start,
+        block.source_strides,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +417,9 @@ class Scaled:
         Which side of a copy is quantized: a source is multiplied, a target divided.
     limit
         Largest value of the target's type, where it is quantized.
+    half
+        Where quantized values are two in a byte: which one of them. Blocks count bytes then, and
+        the piece is one of elements.
     """
 
     tensor: str
@@ -299,12 +430,15 @@ class Scaled:
     flat: tuple[int, int] | None
     side: Literal["source", "target"]
     limit: float = 0.0
+    half: int | None = None
 
     @cached_property
     def _scales(self) -> F32:
         found = np.asarray(self.scales(), dtype=np.float32)
         wanted = scale_shape(self.shape, self.block)
-        if found.shape != wanted:
+        if [n for n in found.shape if n != 1] == [n for n in wanted if n != 1]:
+            found = found.reshape(wanted)
+        else:
             raise MismatchError(
                 "a tensor of scales has another shape than the blocks need",
                 kind="lay-fit",
@@ -320,20 +454,32 @@ class Scaled:
             start, strides = block.source_start, block.source_strides
         else:
             start, strides = block.target_start - shift, block.target_strides
-        self._apply(target, source, self._factors(start, block.shape, strides))
+        if self.half is not None:
+            start, strides = 2 * start + self.half, tuple(2 * s for s in strides)
+        self._apply(target, source, self._factors(start, block.shape, strides), self.half)
 
     def at(self, values: NDArray[Any], positions: I64, target: np.dtype[Any]) -> NDArray[Any]:
         """Return changed values of elements at row-major positions of the whole tensor."""
         out = np.empty(len(values), dtype=target)
-        self._apply(out, values, self._gathered(np.unravel_index(positions, self.shape)))
+        half = None if self.half is None else positions % 2
+        self._apply(out, values, self._gathered(np.unravel_index(positions, self.shape)), half)
         return out
 
-    def _apply(self, target: NDArray[Any], source: NDArray[Any], factors: F32) -> None:
-        values = source.astype(np.float32)
+    def _apply(
+        self, target: NDArray[Any], source: NDArray[Any], factors: F32, half: int | I64 | None
+    ) -> None:
         if self.side == "source":
+            values = source.astype(np.float32) if half is None else _unpacked(source, half)
             target[...] = (values * factors).astype(target.dtype)
             return
-        scale_down(values, factors, self.limit, target)
+        values = source.astype(np.float32)
+        if half is None:
+            scale_down(values, factors, self.limit, target)
+            return
+        new = np.empty(values.shape, _float4())
+        scale_down(values, factors, self.limit, new)
+        with _PACKING:
+            target[...] = (target & (0xF0, 0x0F)[half]) | (new.view(np.uint8) << 4 * half)
 
     def _factors(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
         """Return the scale of each element of a strided block of the piece."""

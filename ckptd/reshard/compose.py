@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.grids.grid import Grid, Piece, whole
+from ckptd.base.grids.block import Block
+from ckptd.base.grids.grid import Axis, Grid, Piece, whole
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.load.plan import Change
-from ckptd.errors import MismatchError
+from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
 from ckptd.lay.check import check, check_bound
 from ckptd.lay.copies import Composition, Copy, compose
@@ -24,20 +25,30 @@ from ckptd.lay.promise import PROMISES, Promise
 from ckptd.lay.regions import box_parts
 from ckptd.lay.resolve import Bound, Equation, Resolved, raise_first
 from ckptd.lay.ruleform import RuleForm
-from ckptd.lay.scales import scale_tensor
+from ckptd.lay.scales import (
+    HALF_BYTE,
+    held_shape,
+    overall_scale,
+    quantized_as,
+    scale_tensor,
+)
 from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.lay.syntax import Affine, Alias
 from ckptd.lay.values import Values
 from ckptd.reshard.changes import (
+    BlockScales,
     Scaled,
     block_maxima,
+    block_scales,
     change_of,
     changed_dtype,
-    largest,
+    halves,
+    limit_of,
     quantized,
     scale_shape,
-    scales_of,
+    scale_type,
     step_promise,
+    turned,
 )
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
 from ckptd.reshard.reading import ValueReader
@@ -72,14 +83,21 @@ def _logical(composed: Composed, link: TensorLink, piece: int, only: int) -> Chu
     return ChunkFeed(tuple(takes), plan.fills)
 
 
-def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]:
+def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
     """Return the scales of a quantized target tensor.
 
     A block of zeros has scale 1. The result does not depend on how the tensor is cut.
+
+    Raises
+    ------
+    UsageError
+        kind ``overflow``: a value is not finite, so its block has no scale.
     """
     source, grid = composed.stock.source, link.tensor.grid
-    modifier = quantized(composed.composition.target.rules[link.key[0]].equation.modifiers)
-    block = modifier.block if modifier else ()
+    modifier = quantized_as(composed.composition.target, link.key[0])
+    if modifier is None:
+        raise ValueError(f"{link.tensor.name} is not quantized")
+    block = modifier.block
     pieces = [
         (_LOGICAL, whole((grid.piece(n).numel,)), partial(_logical, composed, link, n))
         for n in range(grid.npieces)
@@ -97,10 +115,19 @@ def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]
                 begin = (piece.flat[0] if piece.flat else 0) + (first - chunk.start) // 4
                 found = values[(first - part.lo) // 4 : (last - part.lo) // 4]
                 block_maxima(maxima, found, begin, piece.box, block)
-    return scales_of(maxima, largest(link.dtype))
+    if not np.isfinite(maxima).all():
+        raise UsageError(
+            "a value does not fit the type it is cast to",
+            kind="overflow",
+            where=link.tensor.name,
+            wanted="finite values, which have a scale",
+        )
+    return block_scales(maxima, modifier, link.tensor.name)
 
 
 _MOST_NAMED = 6
+_PAIRS = ("uint8", "float4_e2m1fn_x2")
+"""Types that two elements of four bits are stored as."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +168,8 @@ class TensorLink:
         Keys of the source tensors that feed it, and those tensors.
     promise
         Of its values.
+    held
+        The tensor's grid as it is written: of bytes, where it has two elements in one.
     """
 
     key: TensorKey
@@ -148,6 +177,7 @@ class TensorLink:
     dtype: DType
     sources: Mapping[TensorKey, StockTensor]
     promise: Promise
+    held: Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +245,8 @@ class Composed:
             source = self.stock.by_name[copy.source.name]
             change = self._change(link, piece, source, copy)
             takes += _takes(self.stock, source, copy, change, link.dtype, link.tensor.name)
+        if link.held is not link.tensor.grid and plan.fills:
+            raise _no_pairs(link.tensor.name, "a tensor that is padded")
         return ChunkFeed(tuple(takes), plan.fills)
 
     def local_feed(self, rank: int, tensor: LaidTensor, dtype: DType) -> ChunkFeed:
@@ -271,46 +303,58 @@ class Composed:
                 where=source.name,
                 wanted=found.name if found else None,
             )
-        name = found.name
+        above = overall_scale(form, key[0], key[1])
+        names = [t.name for t in (found, above) if t is not None]
         return Scaled(
             source.name,
-            lambda: self._scales_of(name),
+            lambda: self._scales_of(names, scale_type(modifier)),
             modifier.block,
             source.shape,
             piece.box,
             piece.flat,
             "source",
+            half=0 if modifier.dtype == HALF_BYTE else None,
         )
 
-    def _scales_of(self, name: str) -> NDArray[Any]:
-        if name not in self._scales:
-            self._scales[name] = self.stock.values([name])[name].astype(np.float32)
-        return self._scales[name]
+    def _scales_of(self, names: Sequence[str], kind: np.dtype[Any]) -> NDArray[Any]:
+        first = names[0]
+        if first not in self._scales:
+            scales, *above = (self.stock.values([n])[n] for n in names)
+            scales = (scales.view(kind) if scales.dtype == np.uint8 else scales).astype(np.float32)
+            self._scales[first] = scales * above[0].astype(np.float32) if above else scales
+        return self._scales[first]
 
     @cached_property
     def _scales(self) -> dict[str, NDArray[Any]]:
         return {}
 
+    @cached_property
+    def _measured(self) -> dict[str, BlockScales]:
+        return {}
+
     def quantized(self, link: TensorLink, piece: Piece) -> Scaled:
         """Return the change from logical values to a quantized target piece."""
-        modifier = quantized(self.composition.target.rules[link.key[0]].equation.modifiers)
+        modifier = quantized_as(self.composition.target, link.key[0])
+        if modifier is None:
+            raise ValueError(f"{link.tensor.name} is not quantized")
         return Scaled(
             link.tensor.name,
-            lambda: self.target_scales(link),
-            modifier.block if modifier else (),
+            lambda: self.target_scales(link).factors,
+            modifier.block,
             link.tensor.shape,
             piece.box,
             piece.flat,
             "target",
-            largest(link.dtype),
+            limit_of(modifier, link.tensor.name),
+            half=0 if modifier.dtype == HALF_BYTE else None,
         )
 
-    def target_scales(self, link: TensorLink) -> NDArray[Any]:
+    def target_scales(self, link: TensorLink) -> BlockScales:
         """Return the scales of a target tensor; its values are read for that."""
-        name = f"target {link.tensor.name}"
-        if name not in self._scales:
-            self._scales[name] = measured_scales(self, link)
-        return self._scales[name]
+        name = link.tensor.name
+        if name not in self._measured:
+            self._measured[name] = measured_scales(self, link)
+        return self._measured[name]
 
 
 def bind_to(source: Resolved, stock: Stock) -> Bound:
@@ -351,6 +395,7 @@ def compose_layouts(
     narrowed, left_out = _narrowed(target, held)
     other = bind_sizes(narrowed, _known_sizes(bound, narrowed))
     raise_first(check_bound(other))
+    stock = _in_elements(source, stock)
     composition = compose(bound, other, lambda name: _grid(stock, name))
     dropped = _dropped(source, stock)
     links = _links(composition, stock)
@@ -435,9 +480,24 @@ def _takes(
 ) -> list[Take]:
     """Return a copy as takes from where its source lies."""
     if stock.locate is None:
+        if isinstance(change, Scaled) and change.half is not None:
+            return _of_halves(source.number, copy, change)
         return [Take(source.number, copy.piece, copy.blocks, change)]
     located = stock.locate(source.name, copy.piece, copy.blocks, dtype)
     return [_both(take, change, where) for take in located]
+
+
+def _of_halves(number: int, copy: Copy, change: Scaled) -> list[Take]:
+    """Return takes of bytes, on the side that has two elements in each."""
+    is_source = change.side == "source"
+    found: dict[int, list[Block]] = {0: [], 1: []}
+    for block in copy.blocks:
+        for half, part in halves(block if is_source else turned(block)):
+            found[half].append(part if is_source else turned(part))
+    return [
+        Take(number, copy.piece, tuple(blocks), replace(change, half=half))
+        for half, blocks in found.items()
+    ]
 
 
 def _both(take: Take, change: Change | None, where: str) -> Take:
@@ -781,7 +841,47 @@ def _link(
             hint="say which: cast(float32) in the target's rule",
         )
     worst = max((p for _, p in found), key=PROMISES.index)
-    return TensorLink(key, tensor, found[0][0], sources, worst)
+    modifier = None if key[2] else quantized_as(composition.target, key[0])
+    packed = modifier is not None and modifier.dtype == HALF_BYTE
+    held = _halved(tensor.grid, tensor.name) if packed else tensor.grid
+    return TensorLink(key, tensor, found[0][0], sources, worst, held)
+
+
+def _halved(grid: Grid, where: str) -> Grid:
+    """Return the grid of bytes of a tensor that has two elements in each."""
+    if not grid.axes or grid.flat or any(n % 2 for n, _ in grid.axes[-1].runs):
+        raise _no_pairs(where, f"{grid.shape} cut along its last dimension into odd parts")
+    last = Axis(tuple((n // 2, count) for n, count in grid.axes[-1].runs))
+    return Grid((*grid.axes[:-1], last))
+
+
+def _no_pairs(where: str, found: str) -> MismatchError:
+    return MismatchError(
+        "two elements are in a byte, and this would cut them apart",
+        kind="lay-fit",
+        where=where,
+        wanted="a last dimension whose parts are even, unpadded, and no flat buffer",
+        found=found,
+    )
+
+
+def _in_elements(source: Resolved, stock: Stock) -> Stock:
+    """Return a source as its layout counts it: tensors with two elements in a byte are longer."""
+    matcher, templates = Matcher(source, stored=True), NameTemplates(source)
+    tensors = []
+    for tensor in stock.tensors:
+        taken = templates.take(tensor.name)
+        rule = None if taken is None or taken.state else matcher.match(taken.name)
+        equation = source.equations[rule.equation] if rule and rule.equation >= 0 else None
+        shape = tensor.shape if equation is None else held_shape(equation, tensor.shape)
+        if shape != tensor.shape and not tensor.encoded:
+            grid = tensor.grid
+            if grid.flat:
+                raise _no_pairs(tensor.name, "ranges of a flat buffer")
+            last = Axis(tuple((2 * n, count) for n, count in grid.axes[-1].runs))
+            tensor = replace(tensor, shape=shape, grid=Grid((*grid.axes[:-1], last)))
+        tensors.append(tensor)
+    return replace(stock, tensors=tensors)
 
 
 def _is_scaled(values: Values, where: str) -> bool:
@@ -811,25 +911,31 @@ def _check_quantized(composition: Composition, stock: Stock, links: Sequence[Ten
             modifier = None if state else quantized(form.rules[rule].equation.modifiers)
             if modifier is None:
                 continue
-            if tensor.dtype.name != modifier.dtype:
+            half = modifier.dtype == HALF_BYTE
+            if tensor.dtype.name not in (_PAIRS if half else (modifier.dtype,)):
                 raise MismatchError(
                     "values are of another type than the rule says of quantized ones",
                     kind="lay-fit",
                     where=tensor.name,
-                    wanted=modifier.dtype,
+                    wanted=" or ".join(_PAIRS) if half else modifier.dtype,
                     found=tensor.dtype.name,
                 )
-            largest(tensor.dtype, tensor.name)
+            limit_of(modifier, tensor.name)
             named = scale_tensor(form, rule, indexes)
             scales = stock.by_name.get(named.name) if named else None
-            if scales is not None and "float" not in scales.dtype.name:
+            if scales is None:
+                continue
+            fits = scales.dtype.name == modifier.kind if modifier.kind else None
+            if fits is None:
+                fits = "float" in scales.dtype.name
+            if not fits:
                 raise MismatchError(
-                    "scales of quantized values are no floats",
+                    "scales of quantized values are of another type",
                     kind="lay-fit",
                     where=scales.name,
-                    wanted="float32, bfloat16, float8_e8m0fnu, ...",
+                    wanted=modifier.kind or "float32, bfloat16, float8_e8m0fnu, ...",
                     found=scales.dtype.name,
-                    hint="bytes that are exponents of two: tensor.view(torch.float8_e8m0fnu)",
+                    hint="say what they are: scale=NAME as uint8 are exponents of two",
                 )
 
 
@@ -843,7 +949,7 @@ def _check_all_fed(
     counted = {form.rules[rule].global_name(indexes) for rule, indexes, _ in keys}
     templates = _templates(form)
     counted |= {u.name for name in dropped for u in [templates.take(name)] if u}
-    found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
+    found = [f(form, rule, at) for rule, at, _ in keys for f in (scale_tensor, overall_scale)]
     carried = stock.apart | {t.name for t in found if t is not None}
     lost = []
     for tensor in stock.tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -407,7 +408,7 @@ def rules_of(composed: Composed) -> list[RuleReport]:
         rules = composed.composition.source.rules
         sources = dict.fromkeys(key[0] for link in links for key in link.sources)
         texts = [rules[s].equation.text or show(rules[s].equation.name) for s in sources]
-        size = sum(_numel(link) * link.dtype.itemsize for link in links)
+        size = sum(math.prod(link.held.shape) * link.dtype.itemsize for link in links)
         out.append(
             RuleReport(
                 rule=equation.text or show(equation.name),
@@ -419,13 +420,6 @@ def rules_of(composed: Composed) -> list[RuleReport]:
             )
         )
     return out
-
-
-def _numel(link: TensorLink) -> int:
-    size = 1
-    for n in link.tensor.shape:
-        size *= n
-    return size
 
 
 def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: Budget) -> Costs:

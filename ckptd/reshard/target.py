@@ -30,7 +30,7 @@ from ckptd.checkpoint.format.reseed import DROP, REDUCE, RESEED, derive_seed, ma
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.lay.matching import NameTemplates
 from ckptd.lay.resolve import Resolved
-from ckptd.lay.scales import scale_tensor
+from ckptd.lay.scales import overall_scale, quantized_as, scale_tensor
 from ckptd.reshard.compose import Composed, TensorLink
 from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, renamed
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
@@ -115,7 +115,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         build.add(
             t.name,
             link.dtype.name,
-            t.grid,
+            link.held,
             t.owners,
             t.base,
             partial(composed.feed, number),
@@ -165,7 +165,12 @@ def _scales(composed: Composed, link: TensorLink, grid: Grid, piece: int) -> Chu
     box = grid.piece(piece).box
     at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
     scales = composed.target_scales
-    return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(link)[at]).tobytes())
+    return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(link).stored[at]).tobytes())
+
+
+def _overall(composed: Composed, link: TensorLink, piece: int) -> ChunkFeed:
+    """Return what fills the number that multiplies all scales of a tensor."""
+    return ChunkFeed(literal=lambda: composed.target_scales(link).overall.tobytes())
 
 
 def _add_scales(build: _Builder, composed: Composed) -> range:
@@ -174,9 +179,16 @@ def _add_scales(build: _Builder, composed: Composed) -> range:
     form = composed.composition.target
     for link in composed.links:
         found = None if link.key[2] else scale_tensor(form, link.key[0], link.key[1])
-        if found is not None:
-            feed = partial(_scales, composed, link, found.grid)
-            build.add(found.name, "float32", found.grid, found.owners, found.base, feed)
+        modifier = quantized_as(form, link.key[0])
+        if found is None or modifier is None:
+            continue
+        kind = modifier.kind or "float32"
+        feed = partial(_scales, composed, link, found.grid)
+        build.add(found.name, kind, found.grid, found.owners, found.base, feed)
+        above = overall_scale(form, link.key[0], link.key[1])
+        if above is not None:
+            feed = partial(_overall, composed, link)
+            build.add(above.name, "float32", above.grid, above.owners, above.base, feed)
     return range(first, len(build.entries))
 
 

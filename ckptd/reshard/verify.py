@@ -23,6 +23,7 @@ from ckptd.base.grids.grid import Grid
 from ckptd.checkpoint.format.filemap import ChunkRef
 from ckptd.checkpoint.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
 from ckptd.errors import CorruptError
+from ckptd.lay.scales import HALF_BYTE, quantized_as
 from ckptd.lay.stored import TensorKey
 from ckptd.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
@@ -234,6 +235,10 @@ def _tensor(
     rule = form.rules[key[0]]
     composition = composed.composition
     scope, givers = composition.target.scope, composition.givers
+    said = None if key[2] else quantized_as(form, key[0])
+    if said is not None and said.dtype == HALF_BYTE:  # a byte has two elements
+        positions = np.concatenate([2 * positions, 2 * positions + 1])
+        values = np.concatenate([values, values])
     for hit in follow(rule, key[1], positions, form.scope, givers, scope):
         number = by_key.get((hit.rule.number, hit.indexes, key[2]))
         if number is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptd.base.grids.grid import Axis, Grid
-from ckptd.errors import MismatchError, RefusedError
+from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.reshard.job import ReshardShare
 from ckptd.store import open_store
 from tests.checkpoint.load.builder import Array, Saved
@@ -148,6 +148,16 @@ def test_scales_that_are_missing_are_named(tmp_path: Path, lay: str) -> None:
 
 MX = """
 space s { W[o i] }
+mesh M = tp:2
+layout fp8 of s on none {
+  w = W[o i] q(float8_e4m3fn, [1 32], scale={name}_scale as float8_e8m0fnu)
+}
+layout fp4 of s on M { w = W[o i@tp] q(float4_e2m1fn, [1 32], scale={name}_scale as uint8) }
+layout nv of s on M {
+  w = W[o@tp i] q(float4_e2m1fn, [1 16], scale={name}_s as float8_e4m3fn, overall={name}_s2)
+}
+layout cut of s on M { w = W[o@tp i] cast(float32) }
+layout turned of s on none { w = W[i o] cast(float32) }
 layout mx of s on none { w = W[o i] q(float8_e4m3fn, [1 32], scale={name}_scale) }
 layout bytes of s on none { w = W[o i] q(uint8, [1 32], scale={name}_scale) }
 layout plain of s on none { w = W[o i] cast(float32) }
@@ -185,6 +195,8 @@ def test_blocks_of_a_row_with_powers_of_two(tmp_path: Path) -> None:
         ("mx", {"w": "uint8"}, "w"),
         ("mx", {"w": "float8_e5m2"}, "w"),
         ("bytes", {"w": "uint8"}, "w"),  # two values of four bits each
+        ("fp8", {"w_scale": "uint8"}, "w_scale"),
+        ("fp4", {"w": "float8_e4m3fn"}, "w"),
     ],
 )
 def test_bytes_are_not_taken_for_numbers(
@@ -200,3 +212,139 @@ def test_bytes_are_not_taken_for_numbers(
     with pytest.raises(MismatchError) as caught:
         resharded(tmp_path / "a", tmp_path / "b", plain, mx, allow_lossy=True)
     assert (caught.value.kind, caught.value.where) == ("lay-fit", where)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+
+def codes_of(values: Array) -> Array:
+    """Return the code of the nearest value of four bits; of two that are as near, the even one."""
+    apart = np.abs(np.abs(values)[..., None] - E2M1)
+    code = apart.argmin(-1)
+    tied = np.take_along_axis(apart, np.minimum(code + 1, 7)[..., None], -1)[..., 0]
+    code += (tied == apart.min(-1)) & (code % 2 == 1) & (code < 7)
+    return np.where(np.signbit(values), code + 8, code).astype(np.uint8)
+
+
+def read_pairs(data: Array) -> Array:
+    codes = np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
+    return np.where(codes > 7, -E2M1[codes % 8], E2M1[codes % 8]).astype(np.float32)
+
+
+def powers(maxima: Array, limit: float) -> Array:
+    """Return the least powers of two under which nothing is over the limit."""
+    found = 2.0 ** np.arange(-127, 128)
+    return found[np.searchsorted(found * limit, maxima)].astype(np.float32)
+
+
+def weights() -> Array:
+    """Return values of many magnitudes, some halfway between two of four bits, a block of zeros."""
+    rng = np.random.default_rng(11)
+    w = rng.standard_normal((24, 128)) * 2.0 ** rng.integers(-9, 9, (24, 1))
+    w[:4] = rng.integers(-24, 25, (4, 128)) / 4
+    w[:4, ::16] = 6
+    w[9, :64] = 0
+    return w.astype(np.float32)
+
+
+def written(tmp_path: Path, layout: str) -> dict[str, Array]:
+    (tmp_path / "q.lay").write_text(MX)
+    with open_store(tmp_path / "a") as store:
+        save(store, {"w": weights()}, parts=3)
+    to, plain = (program(f"{tmp_path}/q.lay:{n}") for n in (layout, "plain"))
+    resharded(tmp_path / "a", tmp_path / "b", to, plain, allow_lossy=True)
+    return everything(tmp_path / "b")
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp4"])
+def test_microscaled_values_are_the_nearest_ones(tmp_path: Path, layout: str) -> None:
+    found, w = written(tmp_path, layout), weights()
+    limit = {"fp8": 448, "fp4": 6}[layout]
+    maxima = np.abs(w.reshape(24, 4, 32)).max(-1)
+    scales = np.where(maxima == 0, np.float32(1), powers(maxima, limit))
+    kind = found["w_scale"].dtype
+    assert kind == {"fp8": ml_dtypes.float8_e8m0fnu, "fp4": np.uint8}[layout]
+    assert np.array_equal(found["w_scale"].view(ml_dtypes.float8_e8m0fnu).astype("f4"), scales)
+    over = w / np.repeat(scales, 32, axis=1)
+    if layout == "fp8":
+        assert found["w"].tobytes() == over.astype(ml_dtypes.float8_e4m3fn).tobytes()
+    else:
+        codes = codes_of(over)
+        assert np.array_equal(found["w"], codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def test_two_levels_of_scales(tmp_path: Path) -> None:
+    found, w = written(tmp_path, "nv"), weights()
+    overall = np.abs(w).max() / np.float32(6 * 448)
+    assert (found["w_s2"].shape, found["w_s2"]) == ((), overall)
+    maxima = np.abs(w.reshape(24, 8, 16)).max(-1)
+    wanted = np.clip(maxima / np.float32(6) / overall, 2**-9, 448)
+    wanted = np.where(maxima == 0, 1, wanted).astype(ml_dtypes.float8_e4m3fn)
+    assert found["w_s"].tobytes() == wanted.tobytes()
+    each = np.repeat(wanted.astype(np.float32) * overall, 16, axis=1)
+    codes = codes_of(np.clip(w / each, -6, 6))
+    assert np.array_equal(found["w"], codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "fp4", "nv"])
+@pytest.mark.parametrize("back", ["plain", "turned", "cut"])
+def test_what_was_packed_is_read(tmp_path: Path, layout: str, back: str) -> None:
+    found = written(tmp_path, layout)
+    narrow, to = (program(f"{tmp_path}/q.lay:{n}") for n in (layout, back))
+    done = resharded(tmp_path / "b", tmp_path / "c", to, narrow, allow_lossy=True)
+    values = found["w"].astype(np.float32) if layout == "fp8" else read_pairs(found["w"])
+    if layout == "nv":
+        scales = found["w_s"].astype(np.float32) * found["w_s2"]
+    else:
+        scales = found["w_scale"].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    values = values * np.repeat(scales, 128 // scales.shape[1], axis=1)
+    wanted = values.T if back == "turned" else values
+    assert everything(tmp_path / "c")["w"].tobytes() == np.ascontiguousarray(wanted).tobytes()
+    assert done.witness_values >= 1024
+
+
+def test_any_cut_gives_the_same_pairs(tmp_path: Path) -> None:
+    found = written(tmp_path, "fp4")
+    w = weights()
+    with open_store(tmp_path / "d") as store:
+        grid = Grid((Axis(((5, 4), (4, 1))), Axis(((7, 18), (2, 1)))))
+        cut = Saved(w, grid, [i % 3 for i in range(grid.npieces)])
+        save(store, {}, extra={"w": cut})
+    to, plain = (program(f"{tmp_path}/q.lay:{n}") for n in ("fp4", "plain"))
+    resharded(tmp_path / "d", tmp_path / "e", to, plain, allow_lossy=True)
+    again = everything(tmp_path / "e")
+    assert {n: v.tobytes() for n, v in again.items()} == {n: v.tobytes() for n, v in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("w = W[o i@tp/3] q(float4_e2m1fn, [1 32], scale={name}_s as uint8)", "lay-fit"),
+        ("w = W[o pad(i, 200)] q(float4_e2m1fn, [1 32], scale={name}_s as uint8)", "lay-fit"),
+        ("w = W[o i] q(float4_e2m1fn, [1 32], scale={name}_s as int8)", "lay-rule"),
+        ("w = W[o i] q(float4_e2m1fn, [1 16], scale={name}_s as float8_e4m3fn)", "lay-rule"),
+        ("w = W[o i] q(int8, [1 16], scale={name}_s, overall={name}_t)", "lay-rule"),
+        ("w = W[o i] q(float4_e2m1fn_x2, [1 32], scale={name}_s)", "lay-fit"),
+    ],
+)
+def test_what_has_no_bytes_is_refused(tmp_path: Path, rule: str, kind: str) -> None:
+    (tmp_path / "q.lay").write_text(MX + f"layout odd of s on M {{ {rule} }}\n")
+    with open_store(tmp_path / "a") as store:
+        save(store, {"w": weights()})
+    to, plain = (program(f"{tmp_path}/q.lay:{n}") for n in ("odd", "plain"))
+    with pytest.raises(CkptdError) as caught:
+        resharded(tmp_path / "a", tmp_path / "b", to, plain, allow_lossy=True)
+    assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_has_no_scale(tmp_path: Path, value: float) -> None:
+    (tmp_path / "q.lay").write_text(MX)
+    w = weights()
+    w[3, 5] = value
+    with open_store(tmp_path / "a") as store:
+        save(store, {"w": w})
+    to, plain = (program(f"{tmp_path}/q.lay:{n}") for n in ("fp8", "plain"))
+    with pytest.raises(CkptdError) as caught:
+        resharded(tmp_path / "a", tmp_path / "b", to, plain, allow_lossy=True)
+    assert (caught.value.kind, caught.value.where) == ("overflow", "w")

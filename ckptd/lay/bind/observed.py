@@ -14,6 +14,7 @@ from ckptd.lay.held import split_axes
 from ckptd.lay.indexes import IndexCut
 from ckptd.lay.matching import BufferNames, Match, Matcher, NameTemplates, holds, stored_name
 from ckptd.lay.resolve import Equation, Finding, MeshShape, Resolved
+from ckptd.lay.scales import held_shape
 from ckptd.lay.syntax import NameIndex, show
 
 __all__ = [
@@ -146,6 +147,9 @@ def from_stored(resolved: Resolved, shapes: Mapping[str, Shape]) -> Observed:
         if match is None:
             out.unmatched.append(seen)
         elif match.equation >= 0:
+            undressed = templates.take(name)
+            if undressed is None or not undressed.state:
+                seen = SeenTensor(held_shape(resolved.equations[match.equation], seen.shape), name)
             out.add(match, (), match.numbers, seen)
     return out
 

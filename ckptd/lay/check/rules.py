@@ -18,6 +18,7 @@ from ckptd.lay.resolve import (
     independent,
     paths,
 )
+from ckptd.lay.scales import SCALE_KINDS
 from ckptd.lay.syntax import (
     Alias,
     Arithmetic,
@@ -322,10 +323,17 @@ def _quantized(equation: Equation, modifier: Quantized) -> Iterator[Finding]:
         block = " ".join(map(str, modifier.block))
         message = f"the block [{block}] has to have one length above 0 for each dimension"
         yield _finding(equation, "block", f"{message} ({len(equation.dims)})")
-    if not any(isinstance(p, NameIndex) and p.axis == "name" for p in modifier.scale.parts):
-        yield _finding(
-            equation, "block", "the name of the scales lacks {name}: all would share one"
-        )
+    for scale in filter(None, (modifier.scale, modifier.overall)):
+        if not any(isinstance(p, NameIndex) and p.axis == "name" for p in scale.parts):
+            yield _finding(
+                equation, "block", "the name of the scales lacks {name}: all would share one"
+            )
+    if (modifier.overall is None) != (modifier.kind != "float8_e4m3fn"):
+        message = "scales as float8_e4m3fn have one number above them, overall=NAME, and no others"
+        yield _finding(equation, "block", message)
+    if modifier.kind not in SCALE_KINDS:
+        message = f"scales are {', '.join(filter(None, SCALE_KINDS))}, and not {modifier.kind}"
+        yield _finding(equation, "block", message)
 
 
 def _cutting(equation: Equation) -> set[str]:

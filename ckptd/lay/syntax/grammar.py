@@ -209,6 +209,10 @@ _MODIFIER: FormChoice[tree.Modifier] = FormChoice(
         Marks(", ", "and scale={name}_scale"),
         "scale=",
         Field("scale", name("the name of the scales")),
+        OptionalParts(" as ", Field("kind", word("a type: float8_e8m0fnu, uint8, ..."))),
+        OptionalParts(
+            Marks(", overall="), Field("overall", name("the name of the scale of all scales"))
+        ),
         ")",
     ),
     Form(

@@ -335,12 +335,15 @@ class Cast(SyntaxNode):
 class Quantized(SyntaxNode):
     """``q(float8_e4m3fn, [128 128], scale={name}_scale_inv)``: blocks with a scale each.
 
-    `scale` is the name of the tensor of scales; ``{name}`` stands for this tensor's name.
+    `scale` is the name of the tensor of scales; ``{name}`` stands for this tensor's name. `kind` is
+    their type, empty for float32; `overall` is the name of one number that multiplies all of them.
     """
 
     dtype: str
     block: tuple[int, ...]
     scale: Name
+    kind: str = ""
+    overall: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
