@@ -1,4 +1,4 @@
-"""docs/reference/environment.md: every variable of ours that the code names is there, and no other."""
+"""docs/reference/environment.md has every variable of ours that the code names, and no other."""
 
 from __future__ import annotations
 
