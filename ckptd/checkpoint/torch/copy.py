@@ -129,9 +129,12 @@ class CopyForm:
         Names of the leaves that may be copied late.
     watched
         Those of them that steps use.
+    fresh
+        Names of the leaves that each save may find elsewhere: what is said of memory here is not
+        said of theirs.
     shared
         Names of the leaves in memory that other processes may write. These ask no gate, so such
-        memory is copied at once, and must be the same afterwards.
+        memory is copied at once, and must be the same afterwards. Fresh ones may be there.
     addresses
         Where the local tensor of each step begins.
     plain
@@ -151,12 +154,16 @@ class CopyForm:
         on_host = any(x.device.type == "cpu" for x in locals.values())
         self._mappings = mappings() if on_host else []
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
-        self.shared = {n for n, leaf in leaves.items() if _lies_in(leaf.local, shared)}
+        self.fresh = {n for n in locals if leaves[n].fresh}
+        self.shared = {n for n, leaf in leaves.items() if _lies_in(leaf.local, shared)} | self.fresh
         self.late = {n for n, leaf in leaves.items() if self._waits(n, leaf.local) and held(leaf)}
         self.watched = [n for n in locals if n in self.late]
         self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
         self.addresses = [locals[step.name].data_ptr() for step in self.steps]
-        self.plain = [_plain(locals[step.name], step.part) for step in self.steps]
+        self.plain = [
+            None if step.name in self.fresh else _plain(locals[step.name], step.part)
+            for step in self.steps
+        ]
         self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
@@ -166,7 +173,7 @@ class CopyForm:
             # that the host has to wait for at the gate.
             small = self.on_device and local.numel() * local.element_size() <= SMALL_TENSOR_BYTES
             return name not in self.shared and _is_dense(local) and not small
-        return has_streams(local.device)
+        return has_streams(local.device) and name not in self.shared
 
     def _cut(self, step: CopyStep, local: torch.Tensor) -> Iterable[CopyStep]:
         if step.name not in self.on_device or step.end - step.start <= ondevice.CHUNK_BYTES:
@@ -327,7 +334,8 @@ class CopySources:
         raise _mutated([step.name])
 
     def _is_there(self, number: int) -> bool:
-        return self.local(number).data_ptr() == self.form.addresses[number]
+        at = self.local(number).data_ptr()
+        return at == self.form.addresses[number] or self.form.steps[number].name in self.form.fresh
 
     def is_copied(self, number: int, slot: Slot) -> bool:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""

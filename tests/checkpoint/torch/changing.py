@@ -418,12 +418,43 @@ def frozen(state: State, draw: random.Random) -> None:
         parameter.requires_grad_(draw.random() < 0.5)
 
 
+class Count(nn.Module):
+    """Says a number and takes it again, and holds nothing."""
+
+    number = 0.0
+
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        said[prefix + "number"] = torch.tensor(self.number)
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        self.number = float(given.pop(prefix + "number", 0.0))
+
+
+FORMS = ("new", "longer", "typed", "kept", "parameter", "part", "instead", "less")
+
+
 def say(own: Any, said: Any, prefix: str, meta: Any) -> None:
-    said[prefix + "said"] = torch.full((3,), vars(own).get("number", 0.0))
+    """Say a tensor besides what there is: in one of eight ways, each of another memory."""
+    number, form = vars(own).get("number", 0.0), vars(own).get("form", "new")
+    first = next(own.parameters()).detach()
+    value = torch.full((1 + int(number * 3) if form == "longer" else 3,), number)
+    if form == "typed" and number < 0.5:
+        value = value.double()
+    elif form == "kept":
+        value = vars(own).setdefault("kept", value).fill_(number)
+    elif form == "parameter":
+        value = first
+    elif form == "part":
+        value = first[:1]
+    elif form == "instead":
+        key = next(k for k in said if k.startswith(prefix))
+        said[key] = said[key].clone() + (number if said[key].is_floating_point() else 1)
+    if form != "less" or number < 0.5:
+        said[prefix + "said"] = value
 
 
 def take(own: Any, given: Any, prefix: str, *rest: Any) -> None:
-    own.number = float(given.pop(prefix + "said", torch.zeros(1))[0])
+    own.number = float(given.pop(prefix + "said", torch.zeros(1)).reshape(-1)[0])
 
 
 def flush(own: Any, prefix: str, keep_vars: bool) -> None:
@@ -434,7 +465,7 @@ def other_words(state: State, draw: random.Random) -> None:
     """Let a module say more than it holds, something else, or nothing besides."""
     model = state["model"]
     module = draw.choice([model, model.a])
-    how = draw.randrange(5)
+    how = draw.randrange(8)
     if how == 0 and not module._load_state_dict_pre_hooks:
         module.register_state_dict_post_hook(say)
         module.register_load_state_dict_pre_hook(take)
@@ -445,6 +476,14 @@ def other_words(state: State, draw: random.Random) -> None:
         module._state_dict_hooks.clear()
         module._load_state_dict_pre_hooks.clear()
         module._state_dict_pre_hooks.clear()
+    elif how == 3:
+        module.form = draw.choice(FORMS)
+    elif how == 4 and "count" in model._modules:
+        del model.count
+    elif how == 4:
+        model.count = Count()
+    elif how == 5 and "count" in model._modules:
+        model.count.number = draw.random()
     else:
         module.number = draw.random()
 

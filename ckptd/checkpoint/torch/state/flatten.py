@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,14 +25,14 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
     can_reseed,
 )
-from ckptd.checkpoint.torch.state.modules import add_module, reshard, versions
+from ckptd.checkpoint.torch.state.modules import add_module, reshard
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
-from ckptd.checkpoint.torch.state.words import add_note, says, says_of_kinds
+from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
@@ -84,8 +84,7 @@ class _Look:
         owners, things, facts = self.owners, self.things, self.facts
         for module in top.modules():
             owners.append(module)
-            facts.append(type(module))
-            self.rereads |= says(module)
+            facts += (type(module), says(module))
             for slots in (module._modules, module._parameters, module._buffers):
                 facts.append(len(slots))
                 if slots:
@@ -93,9 +92,8 @@ class _Look:
                     things += slots.values()
             if module._buffers:
                 facts.append(frozenset(module._non_persistent_buffers_set))
-        kinds = {kind for kind in set(map(type, owners)) if issubclass(kind, nn.Module)}
-        self.rereads |= says_of_kinds(kinds) or any(
-            kind.get_extra_state is not nn.Module.get_extra_state for kind in kinds
+        facts.append(
+            speaking_kinds({k for k in set(map(type, owners)) if issubclass(k, nn.Module)})
         )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -132,25 +130,22 @@ class _Known:
 
     Parameters
     ----------
-    tensors
-        The live tensors of all leaves and aliases, by where they stand among the look's things.
-    leaves, paths
+    positions
+        Where a live tensor stands among the look's things, by its id.
+    sink
         What the look gave.
     """
 
-    def __init__(
-        self,
-        look: _Look,
-        tensors: Mapping[int, torch.Tensor],
-        leaves: Leaves,
-        paths: dict[str, str],
-    ) -> None:
+    def __init__(self, look: _Look, positions: Mapping[int, int], sink: Sink) -> None:
+        leaves = sink.leaves
+        tensors = {positions[id(tensor)]: tensor for tensor in sink.live}
         self._owners = [weakref.ref(owner) for owner in look.owners]
         self._ids = _ids(look.things)
         self._facts = look.facts
         self._positions = list(tensors)
         self._memory, locals = _memory(tensors.values())
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in locals]
+        self._held = {x.untyped_storage()._cdata for x in locals}
         # Kept, so that their ids are not given to others.
         self._meshes = {id(t.device_mesh): t.device_mesh for t in tensors.values() if is_dtensor(t)}
         at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
@@ -161,12 +156,32 @@ class _Known:
                 leaf.tensor is not leaf.local,
             )
             for leaf in leaves.tensors.values()
+            if not leaf.fresh
         ]
-        self._aliases, self._paths = dict(leaves.aliases), paths
-        self._token = leaves.known
+        self._fresh = _fresh(leaves)
+        self._order = list(leaves.tensors)
+        self._aliases = {a: n for a, n in leaves.aliases.items() if not leaves.tensors[n].fresh}
+        self._paths = {
+            name: sink.path(name)
+            for leaf in leaves.tensors.values()
+            for name in (() if leaf.fresh else (leaf.name, *leaf.aliases))
+        }
+        self.token = object()
+        self.sayings = {
+            name: (saying, [positions[id(tensor)] for tensor in same])
+            for name, (saying, same) in sink.sayings.items()
+        }
 
-    def again(self, look: _Look) -> tuple[Leaves, dict[str, str]] | None:
-        """Return what a look gives, if it is equal to the one that is known."""
+    def again(
+        self, look: _Look, said: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Leaves, dict[str, str]] | None:
+        """Return what a look gives, but for what is fresh, if it is equal to the one known.
+
+        Parameters
+        ----------
+        said
+            What modules said before.
+        """
         if (
             look.rereads
             or look.facts != self._facts
@@ -187,13 +202,44 @@ class _Known:
             found[name] = TensorLeaf(
                 name, whole, local, section, kind, path, live, aliases, None, own
             )
+        for name, (saying, positions) in self.sayings.items():
+            slots = [look.things[at] for at in positions]
+            if saying.keys is not None and not saying.fits(said[name], slots):
+                return None
         leaves = Leaves(
             tensors=found,
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
-            known=self._token,
+            known=self.token,
         )
         return leaves, dict(self._paths)
+
+    def completes(self, leaves: Leaves) -> bool:
+        """Tell whether what is fresh has the form that is known; put all in the known order."""
+        if not self.separate(leaves) or _fresh(leaves) != self._fresh:
+            return False
+        leaves.tensors = {name: leaves.tensors[name] for name in self._order}
+        return True
+
+    def separate(self, leaves: Leaves) -> bool:
+        """Tell whether what is fresh lies in memory of its own."""
+        fresh = [leaf for leaf in leaves.tensors.values() if leaf.fresh]
+        return not any(
+            is_dtensor(leaf.tensor) or leaf.local.untyped_storage()._cdata in self._held
+            for leaf in fresh
+        )
+
+
+def _fresh(leaves: Leaves) -> list[tuple[Any, ...]]:
+    """Return the forms of what each save asks for."""
+    return [
+        (
+            *(x.name, x.path, x.kind, x.own, x.aliases, x.wrapped, x.dtype, x.shape),
+            *(x.local.device, x.local.stride(), x.local.is_conj(), x.local.is_neg()),
+        )
+        for x in leaves.tensors.values()
+        if x.fresh
+    ]
 
 
 class Recall:
@@ -201,65 +247,60 @@ class Recall:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self.said: dict[str, Mapping[str, Any]] = {}
+        """What modules said at the last look: each is asked once a save."""
 
-    def leaves(self, sites: Sequence[Site]) -> tuple[Leaves, dict[str, str]] | None:
-        """Return the tensors that the heavy sites gave the last time, if they would again.
+    def leaves(self, sites: Sequence[Site]) -> Sink | None:
+        """Return what the heavy sites gave the last time, if they would again.
 
-        Returns
-        -------
-        leaves
-            Tensors, aliases and optimizers; objects are still to be added.
-        paths
-            Path by name, of tensors and aliases.
+        What is fresh, and objects, are still to be added.
         """
-        if self._known is None:
+        self.said = {}
+        if (known := self._known) is None:
             return None
-        for site in sites:
-            if isinstance(site.value, nn.Module):
-                reshard(site.value)
-        again = self._known.again(_Look.at(sites))
+        modules = [site for site in sites if isinstance(site.value, nn.Module)]
+        for site in modules:
+            reshard(site.value)
+        for site in modules:
+            saying, _ = known.sayings.get(site.place.name, (None, ()))
+            if saying is not None and saying.keys is not None:
+                # Before the look: a hook may put other tensors into the module.
+                self.said[site.place.name] = ask(site.place, site.value)
+        again = known.again(_Look.at(sites), self.said)
         if again is None:
             self._known = None
-        return again
+            return None
+        return Sink.again(*again)
 
-    def keep(
-        self,
-        sites: Sequence[Site],
-        leaves: Leaves,
-        tensors: Sequence[torch.Tensor],
-        path: Callable[[str], str],
-    ) -> None:
-        """Remember what a state gave.
+    def add_words(self, sink: Sink, place: StatePlace) -> None:
+        """Add what a module says besides its tensors."""
+        if self._known is not None:
+            saying, _ = self._known.sayings[place.name]
+            saying.add(sink, place, self.said.get(place.name, {}))
 
-        Parameters
-        ----------
-        tensors
-            The live tensors of all leaves and of all their aliases: one of two that shared memory
-            may get memory of its own.
-        path
-            Tells where a name stands in the program.
-        """
+    def completes(self, sink: Sink) -> bool:
+        """Tell whether what was added to `leaves` has the form of the last time."""
+        return self._known is not None and self._known.completes(sink.leaves)
+
+    def keep(self, sites: Sequence[Site], sink: Sink) -> None:
+        """Remember what a state gave."""
         self._known = None
-        look = _Look.at(sites)
-        if look.rereads:
+        look, leaves = _Look.at(sites), sink.leaves
+        if look.rereads or not sink.recallable:
             return
-        own = {id(s.value) for s in sites if is_heavy(s)}
-        for leaf in leaves.tensors.values():
-            # A copy that was made because the live memory cannot be filled would grow old, and
-            # tensors inside of values are read with them.
-            inside = leaf.kind == "ndarray" or (
-                leaf.kind == "tensor" and id(leaf.origin) not in own
-            )
-            if leaf.assign is not None or inside or leaf.wrapped:
-                return
+        if any(
+            # A copy that was made because the live memory cannot be filled would grow old.
+            leaf.wrapped or (leaf.assign is not None and not leaf.fresh)
+            for leaf in leaves.tensors.values()
+        ):
+            return
         positions = {id(thing): at for at, thing in enumerate(look.things)}
-        if not all(id(tensor) in positions for tensor in tensors):
-            return  # one lies inside of a value
-        names = {n for leaf in leaves.tensors.values() for n in (leaf.name, *leaf.aliases)}
-        leaves.known = object()
-        paths = {n: path(n) for n in names}
-        found = {positions[id(tensor)]: tensor for tensor in tensors}
-        self._known = _Known(look, found, leaves, paths)
+        if not all(id(tensor) in positions for tensor in sink.live):
+            return
+        known = _Known(look, positions, sink)
+        if known.separate(leaves):
+            leaves.known = known.token
+            self._known = known
 
 
 def _ids(things: Iterable[Any]) -> list[int]:
@@ -306,26 +347,21 @@ class Flattener:
     def __init__(self) -> None:
         self._recall = Recall()
         self._owners = ParameterOwners(())
-        self._versions: dict[str, dict[str, Any]] = {}
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
         """Return the leaves of `state`."""
         sites = walk(state)
-        again = self._recall.leaves(sites)
-        if again is not None:
-            sink = Sink.again(*again)
-            known = len(sink.leaves.tensors)
-            # What cannot be added, or brings tensors of its own, is looked at with all the rest.
+        sink = self._recall.leaves(sites)
+        if sink is not None:
+            # What cannot be added, or has another form, is looked at with all the rest.
             with contextlib.suppress(CkptdError):
                 self._reread(sink, sites)
-                if len(sink.leaves.tensors) == known:
+                if self._recall.completes(sink):
                     return sink.leaves
         sink = Sink()
+        sink.said = self._recall.said
         self._owners = collect(sink, sites)
-        self._recall.keep(sites, sink.leaves, sink.live, sink.path)
-        if sink.leaves.known is not None:
-            modules = [s for s in sites if isinstance(s.value, nn.Module)]
-            self._versions = {s.place.name: versions(s.value, s.place) for s in modules}
+        self._recall.keep(sites, sink)
         return sink.leaves
 
     def _reread(self, sink: Sink, sites: list[Site]) -> None:
@@ -334,10 +370,10 @@ class Flattener:
             if isinstance(site.value, torch.optim.Optimizer):
                 add_groups(sink, site.place, site.value, self._owners)
             elif isinstance(site.value, nn.Module):
-                for prefix, note in self._versions[site.place.name].items():
-                    add_note(sink, site.place, prefix, note)
+                self._recall.add_words(sink, site.place)
             elif not is_heavy(site):
-                _add(sink, site, self._owners)
+                with sink.afresh():
+                    _add(sink, site, self._owners)
 
 
 def flatten(state: Mapping[str, Any]) -> Leaves:
@@ -367,7 +403,8 @@ def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
     """Add the leaves of all sites to `sink`; return who owns which parameter."""
     owners = ParameterOwners(sites)
     for site in sites:
-        _add(sink, site, owners)
+        with contextlib.nullcontext() if is_heavy(site) else sink.afresh():
+            _add(sink, site, owners)
     return owners
 
 

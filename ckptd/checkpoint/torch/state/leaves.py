@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, get_args
@@ -311,6 +312,8 @@ class TensorLeaf:
         norm layer has them of its rank's batches. Empty: all ranks must have the same.
     wrapped
         `tensor` is inside of `origin`, a subclass that wraps it.
+    fresh
+        The next save may find it in other memory: something is asked for it each time.
     """
 
     name: str
@@ -324,6 +327,7 @@ class TensorLeaf:
     assign: Callable[[torch.Tensor], None] | None = None
     own: OwnKind = ""
     wrapped: bool = False
+    fresh: bool = False
 
     @property
     def dtype(self) -> str:
@@ -585,7 +589,13 @@ class Sink:
     Attributes
     ----------
     live
-        The live tensors of all leaves and of all their aliases.
+        The live tensors of all leaves and of all their aliases, but for those that are fresh.
+    recallable
+        Whether all that is not fresh may be remembered.
+    said
+        What modules said that were asked before, by name.
+    sayings
+        The forms of what modules say, by name, with the tensors of its `same`.
     hyper
         How many hyperparameters lie in one memory, by `memory_key`.
     """
@@ -597,6 +607,10 @@ class Sink:
         self._paths: dict[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
         self.live: list[torch.Tensor] = []
+        self.recallable = True
+        self.said: dict[str, Mapping[str, Any]] = {}
+        self.sayings: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+        self._fresh = False
         self.hyper: Counter[Hashable] = Counter()
 
     def holder(self, key: Hashable) -> TensorLeaf | None:
@@ -610,6 +624,13 @@ class Sink:
         sink.leaves = leaves
         sink._paths = paths
         return sink
+
+    @contextmanager
+    def afresh(self) -> Iterator[None]:
+        """Add what each save has to ask for."""
+        before, self._fresh = self._fresh, True
+        yield
+        self._fresh = before
 
     def path(self, name: str) -> str:
         """Return where a name stands in the program."""
@@ -686,10 +707,12 @@ class Sink:
         """
         self._claim(place)
         check_tensor(place, tensor, loading=self.saved is not None)
-        self.live.append(tensor)
+        if not self._fresh:
+            self.live.append(tensor)
         key = memory_key(tensor)
         first = self._by_memory.get(key)
         if first is not None:
+            self.recallable &= first.fresh == self._fresh
             first.aliases += (place.name,)
             self.leaves.aliases[place.name] = first.name
             if (before := first.assign) is not None and tensor is not first.origin:
@@ -713,6 +736,7 @@ class Sink:
             origin=tensor,
             assign=None if filled is live else partial(_give_memory, tensor),
             own=own,
+            fresh=self._fresh,
         )
         self._by_memory[key] = leaf
         self.leaves.tensors[place.name] = leaf

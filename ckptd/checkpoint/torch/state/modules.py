@@ -37,12 +37,12 @@ from ckptd.checkpoint.torch.state.words import (
     LoadPath,
     ModulePlace,
     ModuleWords,
+    Saying,
     add_note,
-    add_word,
     is_same_memory,
     said_versions,
     says,
-    says_of_kinds,
+    speaking_kinds,
 )
 from ckptd.errors import UsageError
 
@@ -54,7 +54,6 @@ __all__ = [
     "materialise",
     "module_tensors",
     "reshard",
-    "versions",
 ]
 
 
@@ -235,11 +234,6 @@ def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
         _add_loaded(sink, sink.saved, place, module, named)
 
 
-def versions(module: nn.Module, place: StatePlace) -> dict[str, dict[str, Any]]:
-    """Return the notes of modules that nothing but their version is to be said of, by prefix."""
-    return said_versions([p for p, _ in _named_modules(module, "", place)])
-
-
 _WORDS: TensorKind = "buffer"
 """Tensors that a module says besides its parameters and buffers are as good as buffers."""
 
@@ -254,57 +248,55 @@ def _add_saved(
     named: list[tuple[ModulePlace, _Wrapper | None]],
 ) -> None:
     placed = [p for p, _ in named]
-    said, entries = _said(place, module, named)
+    for p in placed:
+        _check_module(p.module, p.prefix, place)
+    kinds = speaking_kinds({type(p.module) for p in placed})
+    asks = bool(kinds) or any(says(p.module) for p in placed)
+    answer = sink.said.get(place.name)
+    said = ModuleWords(place, module, placed, answer) if asks else None
+    entries = list(_tensors(named, place))  # its hooks may have put others there
+    form = [(entry.fqn, id(entry.tensor)) for entry in entries]
+    if said is None and _compared.get(module) != form:
+        # One in which nothing has code of its own: once, as long as it has the same tensors.
+        said = ModuleWords(place, module, placed, answer)
     words = {} if said is None else dict(said.values)
-    other, unsaid = [], []
+    same, other, unsaid = {}, {}, []
     for entry in entries:
         at = place.child(entry.fqn, f".{entry.fqn}")
         word = words.pop(entry.fqn, _UNSAID)
         if word is _UNSAID or is_same_memory(word, entry.tensor):
             sink.add(at, entry.tensor, entry.kind, entry.own)
-            unsaid += [entry.fqn] if word is _UNSAID else []
+            if word is _UNSAID:
+                unsaid.append(entry.fqn)
+            else:
+                same[entry.fqn] = entry.tensor
         else:
-            add_word(sink, at, word, entry.kind)
-            other.append(entry.fqn)
+            other[entry.fqn] = at, entry.kind
+    own: dict[str, tuple[StatePlace, TensorKind | None]] = {}
     for fqn, inner in _extra_states(placed):
-        word = words.pop(fqn, _UNSAID)
-        unsaid += [fqn] if word is _UNSAID else []
-        value = inner.get_extra_state() if word is _UNSAID else word
-        sink.add_object(place.child(fqn, f".{fqn}"), value, inner.set_extra_state)
-    notes = said_versions(placed)
+        at = place.child(fqn, f".{fqn}")
+        if words.pop(fqn, _UNSAID) is not _UNSAID:
+            own[fqn] = at, None
+        else:
+            unsaid.append(fqn)
+            sink.add_object(at, inner.get_extra_state(), inner.set_extra_state)
+            sink.recallable = False
     if said is not None:
         said.check_taken(words)
-        for fqn, word in words.items():
-            add_word(sink, place.child(fqn, f".{fqn}"), word, _WORDS)
-        notes |= said.notes([*words, *other], unsaid)
-    for prefix, note in notes.items():
-        add_note(sink, place, prefix, note)
+    own |= other | {fqn: (place.child(fqn, f".{fqn}"), _WORDS) for fqn in words}
+    notes: dict[str, tuple[str | None, dict[str, Any]]]
+    notes = {prefix: (None, note) for prefix, note in said_versions(placed).items()}
+    saying = Saying(notes=notes)
+    if said is not None and (asks or own):
+        saying = said.saying([*same], own, [*words, *other], unsaid)
+        saying.notes.update({p: n for p, n in notes.items() if p not in saying.notes})
+    else:
+        _compared[module] = form
+    saying.add(sink, place, {} if said is None else said.said)
+    sink.sayings[place.name] = saying, [*same.values()]
 
 
 _UNSAID: Final = object()
-
-
-def _said(
-    place: StatePlace, module: nn.Module, named: list[tuple[ModulePlace, _Wrapper | None]]
-) -> tuple[ModuleWords | None, list[ModuleTensor]]:
-    """Return what a module says, where that may be anything but its tensors, and its tensors.
-
-    Of one in which nothing has code of its own it is compared once, as long as it has the same
-    tensors.
-    """
-    placed = [p for p, _ in named]
-    if says_of_kinds({type(p.module) for p in placed}) or any(says(p.module) for p in placed):
-        for p in placed:
-            _check_module(p.module, p.prefix, place)
-        said = ModuleWords(place, module, placed)
-        return said, list(_tensors(named, place))  # its hooks may have put others there
-    entries = list(_tensors(named, place))
-    form = [(entry.fqn, id(entry.tensor)) for entry in entries]
-    if _compared.get(module) == form:
-        return None, entries
-    said = ModuleWords(place, module, placed)
-    _compared[module] = form
-    return said, entries
 
 
 def _extra_states(placed: Iterable[ModulePlace]) -> Iterator[tuple[str, nn.Module]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,13 +34,15 @@ __all__ = [
     "LoadPath",
     "ModulePlace",
     "ModuleWords",
+    "Saying",
     "add_note",
-    "add_word",
+    "are_same_memory",
+    "ask",
     "is_note",
     "is_same_memory",
     "said_versions",
     "says",
-    "says_of_kinds",
+    "speaking_kinds",
 ]
 
 NOTE = "_own_state"
@@ -109,9 +113,10 @@ def _of_itself(module: nn.Module, names: Iterable[str], hooks: Iterable[str]) ->
     return any((held := own.get(name)) and any(map(_is_own, held.values())) for name in hooks)
 
 
-def says_of_kinds(kinds: Iterable[type]) -> bool:
-    """Tell whether any of these classes has code of its own in ``state_dict()``."""
-    return _of_kinds(kinds, _SAYING)
+def speaking_kinds(kinds: Iterable[type[nn.Module]]) -> set[type]:
+    """Return those of some classes that are asked at each save: code of their own, extra state."""
+    torchs = nn.Module.get_extra_state
+    return {k for k in kinds if _of_kinds((k,), _SAYING) or k.get_extra_state is not torchs}
 
 
 def says(module: nn.Module) -> bool:
@@ -124,7 +129,7 @@ def says(module: nn.Module) -> bool:
 
 
 def _says(module: nn.Module) -> bool:
-    return says(module) or says_of_kinds((type(module),))
+    return says(module) or _of_kinds((type(module),), _SAYING)
 
 
 def _takes(module: nn.Module) -> bool:
@@ -167,8 +172,46 @@ def said_versions(placed: Iterable[ModulePlace]) -> dict[str, dict[str, Any]]:
 # --- what is said ---------------------------------------------------------------------------------
 
 
+def ask(place: StatePlace, top: nn.Module) -> Mapping[str, Any]:
+    """Return what a module says of itself.
+
+    Raises
+    ------
+    UsageError
+        kind ``module-state``: it raised, or is no mapping of names.
+    """
+    try:
+        said: object = top.state_dict()
+    except CkptdError:
+        raise
+    except Exception as error:
+        message = "a module's own state_dict() failed"
+        raise _refused(place, ModulePlace("", "", top), message, repr(error)[:500]) from error
+    if not isinstance(said, Mapping) or not all(type(k) is str for k in said):
+        message = "a module's own state_dict() is no dict with names as keys"
+        raise _refused(place, ModulePlace("", "", top), message, "")
+    return said
+
+
+def _refused(place: StatePlace, by: ModulePlace, message: str, found: str) -> UsageError:
+    kind = type(by.module).__name__
+    return UsageError(
+        message,
+        kind="module-state",
+        where=place.child(escape_fqn(by.prefix.removesuffix(".")), "").name,
+        found=f"{kind}: {found}" if found else kind,
+        hint="module.load_state_dict(module.state_dict()) must take it; or give the module "
+        "get_extra_state() and set_extra_state()",
+    )
+
+
 class ModuleWords:
     """What the ``state_dict()`` of a module says now.
+
+    Parameters
+    ----------
+    said
+        Its answer, where it was asked already.
 
     Attributes
     ----------
@@ -176,41 +219,38 @@ class ModuleWords:
         By name, below the module's place. Tensors are the memory that the module named.
     keys
         The module's own key of each name.
-    metadata
-        By prefix of torch; None where it says none.
 
     Raises
     ------
     UsageError
-        kind ``module-state``: it raised, or is no mapping of names.
+        As of `ask`.
     """
 
-    def __init__(self, place: StatePlace, top: nn.Module, placed: list[ModulePlace]) -> None:
+    def __init__(
+        self,
+        place: StatePlace,
+        top: nn.Module,
+        placed: list[ModulePlace],
+        said: Mapping[str, Any] | None = None,
+    ) -> None:
         self._place, self._top = place, top
+        self.said = ask(place, top) if said is None else said
         self._placed = placed
         self._prefixes: dict[str, str] = {}
         self._raws: dict[str, str] = {}
         for p in placed:
-            said = p.raw.replace(_UNSAID, "")
+            raw = p.raw.replace(_UNSAID, "")
             self._prefixes.setdefault(p.raw, p.prefix)
-            self._prefixes.setdefault(said, p.prefix)
-            self._raws[escape_fqn(p.prefix)] = said  # the innermost of wrappers comes last
-        try:
-            said_now: object = top.state_dict()
-        except CkptdError:
-            raise
-        except Exception as error:
-            raise self.refused("a module's own state_dict() failed", repr(error)[:500]) from error
-        if not isinstance(said_now, Mapping) or not all(type(k) is str for k in said_now):
-            raise self.refused("a module's own state_dict() is no dict with names as keys", "")
-        self.metadata: Mapping[str, Any] | None = getattr(said_now, "_metadata", None)
+            self._prefixes.setdefault(raw, p.prefix)
+            self._raws[escape_fqn(p.prefix)] = raw  # the innermost of wrappers comes last
         self.values: dict[str, Any] = {}
         self.keys: dict[str, str] = {}
-        for key, value in said_now.items():
+        for key, value in self.said.items():
             name = escape_fqn(self._canonical(key))
             if name in self.keys:
+                message = "a module's own state_dict() has two values of one name"
                 found = f"{self.keys[name]} and {key}"
-                raise self.refused("a module's own state_dict() has two values of one name", found)
+                raise _refused(place, ModulePlace("", "", top), message, found)
             self.values[name], self.keys[name] = value, key
 
     def _canonical(self, key: str) -> str:
@@ -228,8 +268,12 @@ class ModuleWords:
         return {p.prefix: p for p in self._placed if _says(p.module)}
 
     @functools.cached_property
+    def _takers(self) -> list[ModulePlace]:
+        return [p for p in self._placed if _takes(p.module)]
+
+    @functools.cached_property
     def _taking(self) -> tuple[str, ...]:
-        taking = {escape_fqn(p.prefix) for p in self._placed if _takes(p.module)}
+        taking = {escape_fqn(p.prefix) for p in self._takers}
         return (*taking, "") if _takes_all(self._top) else tuple(taking)
 
     def takes(self, name: str) -> bool:
@@ -248,33 +292,42 @@ class ModuleWords:
                 return raw + unescape_fqn(name[len(head) + 1 if head else 0 :])
         return unescape_fqn(name)
 
-    def notes(self, words: Collection[str], unsaid: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Return what a load must know besides the values, by prefix of who says them.
+    def saying(
+        self,
+        same: Sequence[str],
+        own: Mapping[str, tuple[StatePlace, TensorKind | None]],
+        words: Collection[str],
+        unsaid: Collection[str],
+    ) -> Saying:
+        """Return the form of what is said.
 
-        It is there for each module with code of its own, so that ranks whose modules say different
-        things disagree on it.
+        Each module with code of its own has a note there of what a load must know besides the
+        values, so that ranks whose modules say different things disagree on it.
 
         Parameters
         ----------
+        same
+            Names of parameters and buffers whose memory it says.
+        own
+            What it says besides, by name.
         words
-            Names of what it says besides the memory of its parameters and buffers.
+            Those names that are no extra state and that it says instead of a tensor's memory.
         unsaid
-            Names of those parameters and buffers that it does not say.
+            Names of the parameters and buffers that it does not say.
         """
-        said = self.metadata
-        notes: dict[str, dict[str, Any]] = {
-            prefix: {
-                "words": [],
-                "unsaid": [],
-                "metadata": None if said is None else dict(said.get(placed.raw[:-1], {})),
-            }
-            for prefix, placed in self.speaking.items()
-        }
+        notes: dict[str, dict[str, Any]] = {p: {"words": [], "unsaid": []} for p in self.speaking}
         for what, names in (("words", words), ("unsaid", unsaid)):
             for name in sorted(names):
                 if (speaker := self._speaker(name)) is not None:
                     notes[speaker.prefix][what].append(name)
-        return notes
+        return Saying(
+            [*self.said],
+            [self.keys[n] for n in same],
+            {self.keys[n]: where for n, where in own.items()},
+            {p: (self.speaking[p].raw[:-1], note) for p, note in notes.items()},
+            [weakref.ref(p.module) for p in self._takers] if own else [],
+            [weakref.ref(self._top)] if own and _takes_all(self._top) else [],
+        )
 
     def _speaker(self, name: str) -> ModulePlace | None:
         """Return the module that says a name: the nearest with code of its own, or the first."""
@@ -287,24 +340,70 @@ class ModuleWords:
         lost = sorted(name for name in words if not self.takes(name))
         if lost:
             by = self._speaker(lost[0]) or ModulePlace("", "", self._top)
-            raise self.refused(
-                "a module says state that it does not take when it is loaded",
-                ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8]),
-                by,
-            )
+            names = ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8])
+            message = "a module says state that it does not take when it is loaded"
+            raise _refused(self._place, by, message, names)
 
-    def refused(self, message: str, found: str, by: ModulePlace | None = None) -> UsageError:
-        """Return the error that says that this cannot be saved; `by` default is the whole."""
-        by = by or ModulePlace("", "", self._top)
-        kind = type(by.module).__name__
-        return UsageError(
-            message,
-            kind="module-state",
-            where=self._place.child(escape_fqn(by.prefix.removesuffix(".")), "").name,
-            found=f"{kind}: {found}" if found else kind,
-            hint="module.load_state_dict(module.state_dict()) must take it; or give the module "
-            "get_extra_state() and set_extra_state()",
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """The form of what a module says, and no value of it.
+
+    Attributes
+    ----------
+    keys
+        All of its keys, in order; None where it is not asked.
+    same
+        Those that say the memory of a parameter or buffer.
+    own
+        Of the others where they are in the state, and the kind of their tensors: None for an extra
+        state.
+    notes
+        By prefix of who says them. The metadata that they say is torch's of the key that comes
+        first; None where they are whole.
+    """
+
+    keys: list[str] | None = None
+    same: list[str] = field(default_factory=list)
+    own: dict[str, tuple[StatePlace, TensorKind | None]] = field(default_factory=dict)
+    notes: dict[str, tuple[str | None, dict[str, Any]]] = field(default_factory=dict)
+    takers: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    takers_of_all: list[weakref.ref[nn.Module]] = field(default_factory=list)
+
+    def fits(self, said: Mapping[str, Any], slots: Sequence[torch.Tensor]) -> bool:
+        """Tell whether a module says the same now.
+
+        Parameters
+        ----------
+        said
+            Its answer.
+        slots
+            What it holds now in the places of `same`.
+        """
+        return (
+            list(said) == self.keys
+            and are_same_memory([said[k] for k in self.same], slots)
+            and all((m := taker()) is not None and _takes(m) for taker in self.takers)
+            and all((m := top()) is not None and _takes_all(m) for top in self.takers_of_all)
         )
+
+    def add(self, sink: Sink, place: StatePlace, said: Mapping[str, Any]) -> None:
+        """Add what is said besides the memory of parameters and buffers, and the notes."""
+        with sink.afresh():
+            for key, (at, kind) in self.own.items():
+                value = said[key]
+                if kind is None:
+                    sink.add_object(at, value, _nowhere)
+                elif isinstance(value, torch.Tensor):
+                    sink.add_tensor(at, value, kind)
+                else:
+                    add_value(sink, at, value, _nowhere, kind=kind)
+        metadata = getattr(said, "_metadata", None)
+        for prefix, (raw, note) in self.notes.items():
+            if raw is not None:
+                found = None if metadata is None else dict(metadata.get(raw, {}))
+                note = {**note, "metadata": found}
+            add_note(sink, place, prefix, note)
 
 
 def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
@@ -323,12 +422,18 @@ def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
         return type(value) is type(tensor)
 
 
-def add_word(sink: Sink, at: StatePlace, value: Any, kind: TensorKind) -> None:
-    """Add what a module says to a save."""
-    if isinstance(value, torch.Tensor):
-        sink.add_tensor(at, value, kind)
-    else:
-        add_value(sink, at, value, _nowhere, kind=kind)
+def are_same_memory(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether `is_same_memory` is true of all pairs."""
+    try:
+        # Thousands, at each save.
+        same = all(map(torch.Tensor.is_set_to, values, tensors))
+        of = torch.Tensor.is_neg, torch.Tensor.is_conj
+        bits = all([*map(f, values)] == [*map(f, tensors)] for f in of)
+        if same and bits and [v.dtype for v in values] == [t.dtype for t in tensors]:
+            return True
+    except (RuntimeError, NotImplementedError, TypeError):
+        pass  # others than plain tensors are among them
+    return all(map(is_same_memory, values, tensors))
 
 
 def add_note(

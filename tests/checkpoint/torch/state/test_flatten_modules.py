@@ -315,7 +315,9 @@ def test_meta_tensors_that_cannot_be_swapped() -> None:
 
 
 def test_meta_tensors_cannot_be_saved() -> None:
-    assert refused({"m": on_meta()}, "unsavable").where == "m.embed.weight"
+    where = refused({"m": on_meta()}, "unsavable").where
+    assert where is not None
+    assert where.startswith("m.")
 
 
 def test_the_device_can_be_chosen() -> None:

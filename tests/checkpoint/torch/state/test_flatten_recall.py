@@ -17,7 +17,7 @@ from torch import nn
 from ckptd.checkpoint.torch.state import flatten as module
 from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.checkpoint.torch.state.leaves import Leaves
-from ckptd.errors import UsageError
+from ckptd.errors import CkptdError, UsageError
 
 State = dict[str, Any]
 
@@ -102,7 +102,133 @@ def other_dicts(s: State) -> None:
             object.__setattr__(inner, name, OrderedDict(reversed(getattr(inner, name).items())))
 
 
+class Speaker(nn.Linear):
+    """Says what it is told to say."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.words: dict[str, Any] = {"count": 1}
+        self.count = torch.zeros(2)
+
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(said, prefix, keep_vars)
+        said.update({prefix + k: v() if callable(v) else v for k, v in self.words.items()})
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+class Root(nn.Sequential):
+    """Says its children's state under the names that it is told."""
+
+    rename: Callable[[str], str] = staticmethod(str)  # type: ignore[assignment]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {self.rename(k): v for k, v in super().state_dict(*args, **kwargs).items()}
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+class Extra(nn.Module):
+    number = 1
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
+def speaker(s: State) -> Speaker:
+    """Return the speaking child, which appears with the first that asks for it."""
+    if not any(isinstance(m, Speaker) for m in s["model"]):
+        s["model"].append(Speaker())
+    return next(m for m in s["model"] if isinstance(m, Speaker))
+
+
+def says(**words: Any) -> Callable[[State], None]:
+    return lambda s: speaker(s).words.update(words)
+
+
+def root(rename: Callable[[str], str]) -> Callable[[State], None]:
+    def change(s: State) -> None:
+        if not isinstance(s["model"], Root):
+            s["model"] = Root(*s["model"])
+        s["model"].rename = rename
+
+    return change
+
+
+def hooked(s: State) -> None:
+    """Let a plain layer leave out a key, or say another tensor for it, from now on."""
+    s["model"][0].register_state_dict_post_hook(
+        lambda own, said, prefix, meta: said.update({prefix + "bias": torch.full((4,), 3.0)})
+    )
+    s["model"][0].register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def unhooked(s: State) -> None:
+    s["model"][0]._state_dict_hooks.clear()
+
+
+def untaken(s: State) -> None:
+    s["model"][0]._load_state_dict_pre_hooks.clear()
+
+
+def refilled(s: State) -> None:
+    """Put another buffer there whenever it is asked."""
+    s["model"][1].register_state_dict_pre_hook(
+        lambda own, *_: setattr(own, "running_mean", own.running_mean.clone())
+    )
+
+
+def sibling(s: State) -> None:
+    """Let a child change what another one has said."""
+    first = "0.weight"
+    speaker(s).register_state_dict_post_hook(
+        lambda own, said, prefix, meta: said.update(
+            {k: v.clone() for k, v in said.items() if k.endswith(first)}
+        )
+    )
+
+
+WORDS: dict[str, Callable[[State], Any]] = {
+    "says another value": says(count=2),
+    "says a new tensor": says(count=lambda: torch.ones(3)),
+    "says a longer tensor": says(count=lambda: torch.ones(4)),
+    "says another type": says(count=lambda: torch.ones(3).double()),
+    "says several in one memory": says(count=lambda: torch.ones(3).expand(2, 3)),
+    "says more": says(more=lambda: torch.arange(2)),
+    "says a list": says(more=lambda: [torch.ones(1), {"a": torch.ones(2)}]),
+    "says no more": lambda s: speaker(s).words.pop("more", None),
+    "says nothing": lambda s: speaker(s).words.clear(),
+    "says a parameter": lambda s: says(count=lambda: s["model"][0].weight.detach())(s),
+    "says a part of one": lambda s: says(count=lambda: s["model"][0].weight.detach()[1:])(s),
+    "says its kept tensor": lambda s: says(count=lambda: speaker(s).count)(s),
+    "says two of one": lambda s: says(**dict.fromkeys(("count", "more"), speaker(s).count))(s),
+    "says what is in a value": lambda s: s.update(list=[speaker(s).count]),
+    "other order": lambda s: speaker(s).words.update(count=speaker(s).words.pop("count", 1)),
+    "speaker gone": lambda s: s["model"].pop(-1) if len(s["model"]) > 3 else None,
+    "speaker shared": lambda s: s["model"].append(speaker(s)) if len(s["model"]) < 6 else None,
+    "speaker inside": lambda s: speaker(s).add_module("inner", Speaker()),
+    "plain inside": lambda s: speaker(s).add_module("inner", nn.Linear(1, 1)),
+    "version": lambda s: setattr(speaker(s), "_version", 7),
+    "root": root(str),
+    "root, renamed": root(lambda k: k.replace("0.weight", "first")),
+    "root, less": root(lambda k: k.removeprefix("0.")),
+    "hooked": hooked,
+    "unhooked": unhooked,
+    "untaken": untaken,
+    "refilled": refilled,
+    "sibling": sibling,
+    "extra": lambda s: s["model"].append(Extra()) if len(s["model"]) < 6 else None,
+    "extra value": lambda s: [setattr(m, "number", 5) for m in s["model"] if type(m) is Extra],
+    "held tensor": lambda s: s.update(held={"a": [torch.ones(2)]}),
+    "held parameter": lambda s: s.update(held={"a": [s["model"][0].weight, 1]}),
+}
 CHANGES: dict[str, Callable[[State], Any]] = {
+    **WORDS,
     "optimizer loaded": load_optimizer,
     "optimizer's state replaced": lambda s: setattr(s["optim"], "state", defaultdict(dict)),
     "others hidden": other_hidden,
@@ -138,9 +264,9 @@ CHANGES: dict[str, Callable[[State], Any]] = {
 
 def seen(leaves: Leaves) -> Any:
     return (
-        [(n, x.tensor.data_ptr(), x.shape, x.dtype, x.kind, x.path, x.aliases)
-         for n, x in leaves.tensors.items() if x.kind != "ndarray"],
-        [(n, x.tensor.tolist()) for n, x in leaves.tensors.items() if x.kind == "ndarray"],
+        [(n, None if x.fresh else x.tensor.data_ptr(), x.shape, x.dtype, x.kind, x.path, x.aliases)
+         for n, x in leaves.tensors.items()],
+        [(n, x.tensor.tolist(), x.local.tolist()) for n, x in leaves.tensors.items()],
         {n: (x.raw, x.kind, x.path) for n, x in leaves.objects.items()},
         {n: x.raw for n, x in leaves.per_rank.items()},
         leaves.aliases,
@@ -158,10 +284,73 @@ def outcome(look: Callable[[State], Leaves], state: State) -> Any:
 @settings(max_examples=80)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
 def test_what_is_recalled_is_what_is_there(changes: list[str]) -> None:
+    compare(changes)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(sorted({*WORDS, "data", "tied", "in place"})), max_size=8))
+def test_what_is_said_is_asked_each_time(changes: list[str]) -> None:
+    compare(changes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("second", sorted(WORDS))
+def test_each_way_to_speak_after_each_other(second: str) -> None:
+    for first in sorted(WORDS):
+        compare([first, "nothing", second])
+
+
+def compare(changes: list[str]) -> None:
+    """Make changes, and look in between: once at what is remembered, and once at everything."""
     state, flattener = make(), Flattener()
+    forms: dict[int, Any] = {}
+    known = []
     for change in ["nothing", *changes, "nothing"]:
         CHANGES[change](state)
-        assert outcome(flattener.flatten, state) == outcome(flatten, state), change
+        found = outcome(flattener.flatten, state)
+        fresh = outcome(flatten, state)
+        if "refilled" in changes:  # each look puts another buffer there
+            found, fresh = found[1:], fresh[1:]
+        assert found == fresh, change
+        try:
+            leaves = flattener.flatten(state)
+        except CkptdError:
+            continue
+        known.append(leaves.known)  # kept, so that its id is its own
+        if leaves.known is not None:
+            form = seen(leaves)[0]
+            assert forms.setdefault(id(leaves.known), form) == form, change
+
+
+def test_what_asks_is_remembered_with_all_the_rest(monkeypatch: Any) -> None:
+    """One module with words of its own, an array and a value with a tensor change nothing there."""
+    state, flattener = make(), Flattener()
+    state["model"].append(nn.Sequential(Speaker(), Extra()))
+    state["array"], state["values"] = np.arange(3), [torch.ones(2), 1]
+    speaking = state["model"][-1][0]
+    speaking.words["new"] = lambda: torch.full((2,), float(speaking.words["count"]))
+    first = flattener.flatten(state)
+    monkeypatch.setattr(module, "collect", None)
+    for speaking.words["count"] in (5, 6):
+        state["values"][0] += 1
+        again = flattener.flatten(state)
+        assert again.known is first.known is not None
+        assert list(again.tensors) == list(first.tensors)
+        assert again.tensors["model.3.0.new"].tensor.tolist() == [speaking.words["count"]] * 2
+        assert again.objects["model.3.0.count"].raw == speaking.words["count"]
+        assert again.tensors["values.0"].tensor is not first.tensors["values.0"].tensor
+
+
+def test_a_module_is_asked_once_a_look() -> None:
+    """Ranks may have to ask together, and one may remember less than the others."""
+    state, flattener = make(), Flattener()
+    asked: list[int] = []
+    for number, change in enumerate((None, None, says(count=3), says(more=1), swap_data, hooked)):
+        if change is not None:
+            change(state)
+        speaker(state).words["count"] = lambda: asked.append(1) or torch.ones(1)  # type: ignore[func-returns-value]
+        flattener.flatten(state)
+        assert len(asked) == number + 1
 
 
 def test_a_state_that_stays_is_not_looked_through_again(monkeypatch: Any) -> None:
