@@ -7,15 +7,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from ckptd.cli.output import flag
 from ckptd.errors import UsageError
 
-__all__ = ["Daemon", "DaemonJob", "duration_s", "size_of"]
+__all__ = ["Daemon", "DaemonJob", "Dequantize", "duration_s", "size_of"]
 
 Daemon = Annotated[
     str | None,
     Parameter(help="URL that ckptd serve printed; by default that of --job on this machine."),
 ]
 DaemonJob = Annotated[str | None, Parameter(help="Whose daemon; CKPTD_JOB.")]
+
+Dequantize = Annotated[
+    bool, flag("Read torchao's int8, int4 and fp8 weights as the plain ones that they stand for.")
+]
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -420,6 +420,8 @@ class Scaled:
     half
         Where quantized values are two in a byte: which one of them. Blocks count bytes then, and
         the piece is one of elements.
+    zeros
+        Has what is taken from stored numbers first, in place of scales.
     """
 
     tensor: str
@@ -431,6 +433,7 @@ class Scaled:
     side: Literal["source", "target"]
     limit: float = 0.0
     half: int | None = None
+    zeros: Scaled | None = None
 
     @cached_property
     def _scales(self) -> F32:
@@ -448,6 +451,10 @@ class Scaled:
             )
         return found
 
+    def above(self, zeros: Scaled) -> Scaled:
+        """Return the same with zero points."""
+        return replace(self, zeros=zeros)
+
     def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
         """Write the values; `shift` is where the piece's first element is in the target buffer."""
         if self.side == "source":
@@ -456,13 +463,19 @@ class Scaled:
             start, strides = block.target_start - shift, block.target_strides
         if self.half is not None:
             start, strides = 2 * start + self.half, tuple(2 * s for s in strides)
+        if self.zeros is not None:
+            source = source.astype(np.float32)
+            source -= self.zeros._factors(start, block.shape, strides)  # exact: small integers
         self._apply(target, source, self._factors(start, block.shape, strides), self.half)
 
     def at(self, values: NDArray[Any], positions: I64, target: np.dtype[Any]) -> NDArray[Any]:
         """Return changed values of elements at row-major positions of the whole tensor."""
         out = np.empty(len(values), dtype=target)
         half = None if self.half is None else positions % 2
-        self._apply(out, values, self._gathered(np.unravel_index(positions, self.shape)), half)
+        where = np.unravel_index(positions, self.shape)
+        if self.zeros is not None:
+            values = values.astype(np.float32) - self.zeros._gathered(where)
+        self._apply(out, values, self._gathered(where), half)
         return out
 
     def _apply(

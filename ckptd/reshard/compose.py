@@ -50,6 +50,7 @@ from ckptd.reshard.changes import (
     step_promise,
     turned,
 )
+from ckptd.reshard.dequantized import DEQUANTIZE
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
@@ -65,6 +66,7 @@ __all__ = [
     "compose_layouts",
     "link_of",
     "measured_scales",
+    "not_plain",
     "source_keys",
 ]
 
@@ -275,6 +277,8 @@ class Composed:
 
     def _source_change(self, source: StockTensor, copy: Copy) -> Change | None:
         """Return the change from quantized values; None where they are none."""
+        if source.plain is not None:
+            return source.plain.change(source.grid.piece(copy.piece))
         if copy.values is None or quantized(copy.values.source) is None:
             return None
         key = (copy.source.rule, copy.source.indexes, "")
@@ -434,7 +438,7 @@ def refuse_unread(source: Resolved, stock: Stock) -> None:
     unread = {n: kind for n, kind in stock.unread_tensors.items() if n not in dropped}
     if unread:
         hint = "; or leave them out: -e 'from: NAME = drop' --allow lossy"
-        raise unread_tensors(unread, "the source", hint)
+        raise unread_tensors(unread, "the source", hint + DEQUANTIZE)
 
 
 def apart_of(source: Resolved, stock: Stock) -> frozenset[str]:
@@ -628,6 +632,8 @@ def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
             tensor = stock.by_name.get(name)
             if tensor is None or tensor.name != name:
                 continue
+            if tensor.plain is not None:
+                raise not_plain(name, "a copy of another tensor")
             names = [
                 form.name(form.rules[r].global_name(at), "") for r, at, _ in source_keys(twice, key)
             ]
@@ -652,6 +658,18 @@ def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
                 )
             feed = partial(_copied, twice, stock, key, tensor)
             yield Duplicate(tensor, ", ".join(names[:_MOST_NAMED]), grid, feed)
+
+
+def not_plain(where: str, found: str) -> MismatchError:
+    """Return the error for a wrapped tensor that no rule takes, so that nothing dequantizes it."""
+    return MismatchError(
+        "a wrapped tensor is dequantized by rules alone",
+        kind="lay-fit",
+        where=where,
+        wanted="a rule of the source's layout, which is no alias",
+        found=found,
+        hint="leave it out: -e 'from: NAME = drop'",
+    )
 
 
 def _with_itself(composition: Composition) -> Composition:
@@ -823,9 +841,10 @@ def _link(
     found = []
     for other, stocked in sources.items():
         values = composition.values(composition.source.rules[other[0]], rule, key[2])
-        dtype = changed_dtype(stocked.dtype, values, tensor.name)
+        plain = stocked.plain
+        dtype = changed_dtype(plain.dtype if plain else stocked.dtype, values, tensor.name)
         equation = composition.source.rules[other[0]].equation
-        if values is not None and _is_scaled(values, tensor.name):
+        if _is_scaled(values, tensor.name, is_plain=plain is not None):
             found.append((dtype, PROMISES[-1]))
             continue
         change = change_of(stocked.dtype, dtype, values, tensor.name)
@@ -884,13 +903,14 @@ def _in_elements(source: Resolved, stock: Stock) -> Stock:
     return replace(stock, tensors=tensors)
 
 
-def _is_scaled(values: Values, where: str) -> bool:
+def _is_scaled(values: Values | None, where: str, *, is_plain: bool) -> bool:
     """Tell whether values are quantized on one side; refuse what is not done in one go."""
-    sides = [quantized(values.source), quantized(values.target)]
-    others = [m for m in (*values.source, *values.target) if isinstance(m, Affine)]
+    source, target = values or ((), ())
+    sides = [quantized(source), quantized(target), is_plain or None]
+    others = [m for m in (*source, *target) if isinstance(m, Affine)]
     if not any(sides):
         return False
-    if all(sides) or others:
+    if sum(map(bool, sides)) > 1 or others:
         raise MismatchError(
             "quantized values are read or written, not both at once, and not shifted",
             kind="lay-fit",

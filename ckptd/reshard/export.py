@@ -31,6 +31,7 @@ from ckptd.errors import (
 )
 from ckptd.lay.matching import NameTemplates
 from ckptd.lay.resolve import Resolved
+from ckptd.reshard.dequantized import DEQUANTIZE, PlainTensor, plain_tensors
 from ckptd.reshard.layouts import read_text
 from ckptd.reshard.writers.hf import INDEX, index_of, is_model_file, model_file, tied_metadata
 from ckptd.store.local import LocalStore
@@ -73,6 +74,8 @@ class Item:
         Its name in the checkpoint.
     dtype, shape
         As written.
+    plain
+        Of a wrapped tensor that is dequantized: what it stands for; `tensor` holds its numbers.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Item:
     tensor: str
     dtype: DType
     shape: tuple[int, ...]
+    plain: PlainTensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +123,7 @@ def plan_export(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     untie: bool = True,
+    dequantize: bool = False,
 ) -> ExportPlan:
     """Decide what is written where; reads nothing.
 
@@ -136,6 +141,8 @@ def plan_export(
         A file ends before it would hold more; a larger tensor has a file of its own.
     untie
         Write a tied tensor under each of its names, as whoever reads the files may ask for any.
+    dequantize
+        Write the plain tensors that wrapped ones stand for, where that is known.
 
     Raises
     ------
@@ -156,7 +163,10 @@ def plan_export(
         return name.startswith(prefix) and not (section is None and is_state(name))
 
     reader.refuse_unread(is_asked)
-    reader.refuse_wrapped(is_asked)
+    plain = plain_tensors(reader) if dequantize else {}
+    reader.refuse_wrapped(lambda name: is_asked(name) and name not in plain, DEQUANTIZE)
+    first = {p.parts[0]: p for p in plain.values()}
+    further = {n for p in plain.values() for n in p.parts[1:]}
     if reader.is_foreign and section != EVERYTHING:
         _refuse_arrays(reader, prefix)
     renamed = _renamer(rename)
@@ -164,8 +174,11 @@ def plan_export(
     left_out: list[str] = []
     weights_out: list[str] = []
     for tensor in reader.names:
-        known = [tensor, *reader.info(tensor).aliases]
-        if section is None and is_state(tensor):
+        if tensor in further:
+            continue
+        wrapper = first.get(tensor)
+        known = [wrapper.name] if wrapper else [tensor, *reader.info(tensor).aliases]
+        if section is None and is_state(known[0]):
             left_out += known
             continue
         inside = [n for n in known if n.startswith(prefix)]
@@ -174,7 +187,7 @@ def plan_export(
         weights_out += [n for n in outside if not is_state(n)]
         names = [renamed(_plain(n.removeprefix(prefix))) for n in inside]
         if names:
-            items += _items(reader, tensor, names, dtype, untie=untie)
+            items += _items(reader, tensor, names, dtype, untie=untie, plain=wrapper)
     if section is None:
         weights_out += [n for n in reader.unread if not n.startswith(prefix) and not is_state(n)]
     left_out += reader.unread
@@ -196,7 +209,7 @@ def plan_export(
             for i, s in enumerate(shards)
         ),
         tuple(left_out),
-        tuple(o.name for o in reader.entries),
+        tuple(o.name for o in reader.entries if o.name not in plain),
     )
 
 
@@ -302,16 +315,22 @@ def _renamer(rules: Sequence[Rename]) -> Callable[[str], str]:
 
 
 def _items(
-    reader: CheckpointReader, tensor: str, names: list[str], cast: str | None, *, untie: bool
+    reader: CheckpointReader,
+    tensor: str,
+    names: list[str],
+    cast: str | None,
+    *,
+    untie: bool,
+    plain: PlainTensor | None,
 ) -> Iterator[Item]:
-    info = reader.info(tensor)
+    info = plain or reader.info(tensor)
     dtype = info.dtype
     if cast is not None and dtype.name in _CAST:
         dtype = DTYPES[cast]
     if untie:
-        yield from (Item(name, (), tensor, dtype, info.shape) for name in names)
+        yield from (Item(name, (), tensor, dtype, info.shape, plain) for name in names)
     else:
-        yield Item(names[0], tuple(names[1:]), tensor, dtype, info.shape)
+        yield Item(names[0], tuple(names[1:]), tensor, dtype, info.shape, plain)
 
 
 def _check(reader: CheckpointReader, items: list[Item]) -> None:
@@ -452,12 +471,18 @@ def _values(reader: CheckpointReader, items: Sequence[Item]) -> Iterator[tuple[I
 
     for batch in batches(items, size, _SLAB_BYTES):
         if size(batch[0]) > _SLAB_BYTES:
+            first = 0
             for _, values in reader.slabs(batch[0].tensor, _SLAB_BYTES):
-                yield batch[0], values
+                yield batch[0], _plain_values(batch[0], values, first)
+                first += values.size
         else:
             found = reader.tensors({item.tensor for item in batch})
             for item in batch:
-                yield item, found[item.tensor]
+                yield item, _plain_values(item, found[item.tensor], 0)
+
+
+def _plain_values(item: Item, values: Array, first: int) -> Array:
+    return values if item.plain is None else item.plain.values(values, first)
 
 
 def _cast(values: Array, item: Item) -> Array:

@@ -27,6 +27,7 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.load.source import PerRankValues
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.errors import NotFoundError, UsageError
+from ckptd.reshard.dequantized import PlainTensor, plain_tensors
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 
@@ -45,6 +46,8 @@ class StockTensor:
         Whether it holds an encoded object.
     ranks
         Of a per-rank object: the rank that holds each piece.
+    plain
+        Of a wrapped tensor that is dequantized: what it stands for. `dtype` is that of its numbers.
     """
 
     number: int
@@ -55,6 +58,7 @@ class StockTensor:
     aliases: tuple[str, ...] = ()
     encoded: bool = False
     ranks: Sequence[int] | None = None
+    plain: PlainTensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +150,13 @@ class Stock:
         return {n: np.ascontiguousarray(found[n]).tobytes() for n in names}
 
 
-def open_own(reader: CkptdReader) -> Stock:
+def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
     """Describe a checkpoint; the caller holds a lease on it.
+
+    Parameters
+    ----------
+    dequantize
+        Take wrapped tensors for the plain ones that they stand for, where that is known.
 
     Raises
     ------
@@ -169,6 +178,16 @@ def open_own(reader: CkptdReader) -> Stock:
         )
         for number, t in enumerate(manifest.tensors)
     ]
+    plain = plain_tensors(reader) if dequantize else {}
+    first = {p.parts[0]: p for p in plain.values()}
+    further = {n for p in plain.values() for n in p.parts[1:]}
+    tensors = [
+        replace(t, name=p.name, shape=p.shape, grid=p.grid, plain=p)
+        if (p := first.get(t.name)) is not None
+        else t
+        for t in tensors
+        if t.name not in further
+    ]
     witness, note = _witness(reader)
     about = about_foreign(manifest)
     return Stock(
@@ -188,7 +207,8 @@ def open_own(reader: CkptdReader) -> Stock:
         sizes=foreign_sizes(manifest),
         # Those files are beside the foreign checkpoint, not beside a copy of it.
         unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
-        unread_tensors={**reader.unread, **reader.wrapped},
+        unread_tensors=dict(reader.unread)
+        | {n: kind for n, kind in reader.wrapped.items() if n not in plain},
         has_sections=reader.has_sections,
     )
 

@@ -31,7 +31,7 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.lay.matching import NameTemplates
 from ckptd.lay.resolve import Resolved
 from ckptd.lay.scales import overall_scale, quantized_as, scale_tensor
-from ckptd.reshard.compose import Composed, TensorLink
+from ckptd.reshard.compose import Composed, TensorLink, not_plain
 from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, renamed
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.source import Stock, StockTensor
@@ -262,6 +262,8 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
     for tensor in stock.tensors:
         if tensor.name not in stock.apart:
             continue
+        if tensor.plain is not None:
+            raise not_plain(tensor.name, "a tensor that the layout does not speak of")
         name = _apart_name(composed, templates, tensor)
         for one in (name, *tensor.aliases):
             if one in known:

@@ -262,10 +262,12 @@ def _wanted(
 ) -> U8:
     """Return witness values of a source tensor as they are in the target."""
     stocked = link.sources[key]
-    if change is None or quantized(change.source) is None:
+    plain = stocked.plain
+    if plain is None and (change is None or quantized(change.source) is None):
         operation = change_of(stocked.dtype, link.dtype, change, stocked.name)
         return changed(values, stocked.dtype, link.dtype, operation)
-    scaled = composed.dequantized(key, stocked, stocked.grid.piece(0))
+    piece = stocked.grid.piece(0)
+    scaled = plain.change(piece) if plain else composed.dequantized(key, stocked, piece)
     raw = np.ascontiguousarray(values[:, : stocked.dtype.itemsize]).reshape(-1)
     new = scaled.at(raw.view(stocked.dtype.numpy), positions, link.dtype.numpy)
     return _rows(new, link.dtype)

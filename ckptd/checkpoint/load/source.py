@@ -141,14 +141,16 @@ class CheckpointReader(ABC):
         """
         self._refuse(self.unread, asked)
 
-    def refuse_wrapped(self, asked: Callable[[str], bool] | None = None) -> None:
+    def refuse_wrapped(self, asked: Callable[[str], bool], hint: str) -> None:
         """Refuse to take the parts of wrapped tensors for tensors; as `refuse_unread`."""
-        self._refuse(self.wrapped, asked)
+        self._refuse(self.wrapped, asked, hint)
 
-    def _refuse(self, names: Mapping[str, str], asked: Callable[[str], bool] | None) -> None:
+    def _refuse(
+        self, names: Mapping[str, str], asked: Callable[[str], bool] | None, hint: str = ""
+    ) -> None:
         found = {n: kind for n, kind in names.items() if asked is None or asked(n)}
         if found:
-            raise unread_tensors(found, f"{self.url}, {self.title}")
+            raise unread_tensors(found, f"{self.url}, {self.title}", hint)
 
     # -- tensors -------------------------------------------------------------------------------
 

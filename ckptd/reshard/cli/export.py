@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.cli.options import size_of
+from ckptd.cli.options import Dequantize, size_of
 from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
 from ckptd.errors import UsageError
 from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
@@ -80,6 +80,7 @@ def export(
             help="Write tied weights under each of their names, or once.", negative="--no-untie"
         ),
     ] = True,
+    dequantize: Dequantize = False,
     force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
     json: Json = False,
 ) -> Reply:
@@ -100,6 +101,7 @@ def export(
                 dtype=dtype,
                 max_shard_bytes=most,
                 untie=untie,
+                dequantize=dequantize,
             )
             with progress_bar("exporting") as bar:
                 files = run_export(reader, plan, folder, force=force, progress=bar)

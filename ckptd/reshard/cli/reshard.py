@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.checkpoint.format.manifest import UNORDERED
-from ckptd.cli.options import size_of
+from ckptd.cli.options import Dequantize, size_of
 from ckptd.cli.output import (
     Document,
     Json,
@@ -161,6 +161,7 @@ def reshard(
         bool,
         flag("Tensors lie in the source's buffers in the order of its layout: a diff said so."),
     ] = False,
+    dequantize: Dequantize = False,
     explain: Annotated[bool, flag("Say what would be done and what it costs.")] = False,
     prove: Annotated[
         bool, flag("Prove that every element of the target would be written once.")
@@ -189,7 +190,15 @@ def reshard(
     most = size_of(max_shard_size, "--max-shard-size")
     rules = [r.strip() for r in rule or ()]
     with prepared(
-        source, to, from_, rules, step, section=section, allowed=allow or (), trust=trust
+        source,
+        to,
+        from_,
+        rules,
+        step,
+        section=section,
+        allowed=allow or (),
+        trust=trust,
+        dequantize=dequantize,
     ) as found:
         run = ReshardRun(found, shard, memory, format=format, most=most, untie=untie)
         document = ReshardDocument(

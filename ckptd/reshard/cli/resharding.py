@@ -45,7 +45,9 @@ _LET = "let "
 
 
 @contextmanager
-def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterator[Stock]:
+def open_stock(
+    source: str, step: int, layout: Resolved | None = None, *, dequantize: bool = False
+) -> Iterator[Stock]:
     """Open a source: a root of ckptd, or a foreign checkpoint.
 
     With a layout that says which file is which rank's, these are files of ranks.
@@ -55,7 +57,7 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
     try:
         with opened(address.root, step, foreign=ranks is None) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:
-                yield open_own(CkptdReader(catalogue, commit))
+                yield open_own(CkptdReader(catalogue, commit), dequantize=dequantize)
                 return
     except NotFoundError as error:
         if ranks is None or error.kind not in ("not-a-root", "no-root"):
@@ -262,6 +264,7 @@ def prepared(
     section: str | None = None,
     allowed: Collection[str] = (),
     trust: bool = False,
+    dequantize: bool = False,
 ) -> Iterator[Prepared]:
     """Open the source and combine it with both layouts, as the command line names them.
 
@@ -275,6 +278,8 @@ def prepared(
         ``lossy``, ``layout``.
     trust
         As of `ckptd.reshard.prepare.prepare`.
+    dequantize
+        As of `ckptd.reshard.source.open_own`.
     """
     # Sizes are facts about the model: both sides may need them.
     mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
@@ -285,7 +290,7 @@ def prepared(
     if given is not None:
         own = read_program(given, "--from", lambda run: run.source).with_rules(mine)
         described = own.resolve()
-    with open_stock(source, step, described) as stock:
+    with open_stock(source, step, described, dequantize=dequantize) as stock:
         if section is not None:
             stock = section_of(stock, section)
         if own is None:
