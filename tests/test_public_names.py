@@ -129,7 +129,7 @@ def test_what_most_programs_do_without_is_not_imported() -> None:
     brought = done.stdout.split()
     assert "ckptd.checkpoint.torch.loader" in brought, done.stderr
     # DTensor takes longer than all of ckptd; Lay is a quarter of it; the worker is a process.
-    above = ["ckptd.monitor", "ckptd.readers", "ckptd.reshard", "ckptd.lay"]
+    above = ["ckptd.elastic", "ckptd.monitor", "ckptd.readers", "ckptd.reshard", "ckptd.lay"]
     for name in ("torch.distributed.", "ckptd.checkpoint.save.writer", "sympy", *above):
         assert not [b for b in brought if b.startswith(name)]
 

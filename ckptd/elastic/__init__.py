@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptd.checkpoint.torch.data.keyed import keyed_generator, keyed_rng, keyed_seed
     from ckptd.checkpoint.torch.data.sampler import ElasticSampler
     from ckptd.checkpoint.torch.data.tokens import global_tokens, scale_gradients
+    from ckptd.elastic.torch.hooks import robust
     from ckptd.elastic.torch.hooks.canonical import CanonicalGradients
     from ckptd.elastic.torch.hooks.kept import KeptGradients
     from ckptd.elastic.torch.session.interrupt import Interrupted
@@ -32,6 +33,7 @@ __all__ = [
     "keyed_generator",
     "keyed_rng",
     "keyed_seed",
+    "robust",
     "scale_gradients",
     "session",
 ]
@@ -46,6 +48,7 @@ _MODULES = {
     "keyed_generator": "checkpoint.torch.data.keyed",
     "keyed_rng": "checkpoint.torch.data.keyed",
     "keyed_seed": "checkpoint.torch.data.keyed",
+    "robust": "elastic.torch.hooks.robust",
     "scale_gradients": "checkpoint.torch.data.tokens",
     "session": "elastic.torch.session.session",
 }
@@ -54,6 +57,7 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"ckptd.{_MODULES[name]}"), name)
+    module = importlib.import_module(f"ckptd.{_MODULES[name]}")
+    value: object = getattr(module, name, module)  # `robust` is the module itself
     globals()[name] = value
     return value

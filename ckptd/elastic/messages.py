@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.membership import Record
 from ckptd.elastic.policy import Shape
@@ -91,8 +92,6 @@ __all__ = [
     "exit_code",
 ]
 
-LAUNCHER_VARIABLE = "CKPTD_LAUNCHER"
-"""Path of the launcher's socket."""
 LEASE_VARIABLE = "CKPTD_LEASE"
 """Path of the file that says until when workers may step."""
 INTERRUPT_VARIABLE = "CKPTD_INTERRUPT_S"

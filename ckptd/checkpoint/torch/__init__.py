@@ -11,7 +11,6 @@ from ckptd.checkpoint.torch.loader import LoadReport
 from ckptd.checkpoint.torch.replicas import sample_digest
 from ckptd.checkpoint.torch.state.leaves import PerRank
 from ckptd.checkpoint.torch.state.rng import Rng
-from ckptd.elastic.torch.hooks import robust
 
 __all__ = [
     "Auto",
@@ -23,6 +22,5 @@ __all__ = [
     "PerRank",
     "Rng",
     "SaveHandle",
-    "robust",
     "sample_digest",
 ]

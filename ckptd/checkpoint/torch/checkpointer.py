@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 import torch
 
 from ckptd import events
+from ckptd.base.runtime.launched import whole
 from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
@@ -31,6 +32,7 @@ from ckptd.checkpoint.root.spans import root_tier, saving
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
 from ckptd.checkpoint.save.tiers import LINGER_S, Tier, tier_specs
+from ckptd.checkpoint.torch.job import job_of
 from ckptd.checkpoint.torch.lineage import Lineage
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
@@ -45,8 +47,6 @@ from ckptd.checkpoint.torch.schedule import (
     lost,
     rule_of,
 )
-from ckptd.elastic.torch.session.elastichooks import ElasticHooks, LauncherWatch
-from ckptd.elastic.torch.session.interrupt import whole
 from ckptd.errors import CkptdError, UsageError
 from ckptd.events.activity import phase
 from ckptd.events.metrics import Metrics
@@ -319,8 +319,8 @@ class Checkpointer(OfOneProcess):
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = grace_s
-        self._watch = LauncherWatch(save_on)
-        self._elastic = ElasticHooks(self, self._board, self._watch, anew=fresh_line is True)
+        self._job = job_of(self, self._board, save_on, anew=fresh_line is True)
+        self._watch = self._job.watch
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
         )
@@ -411,7 +411,7 @@ class Checkpointer(OfOneProcess):
                 claim_id=self._lineage.claim_id,
             )
         self._lineage.last_step = step
-        self._elastic.saving(handle)
+        self._job.saving(handle)
         if self._nearby is not None:
             self._nearby.rules.saved(step, near)
         if root:
@@ -484,7 +484,7 @@ class Checkpointer(OfOneProcess):
         else:
             step = getattr(self._lineage.newest(), "step", None)
         if step is None:
-            self._elastic.begins(self._store)
+            self._job.begins(self._store)
         return step
 
     @uncompiled
@@ -605,7 +605,7 @@ class Checkpointer(OfOneProcess):
             self._nearby.rules.loaded(report.step)
         self._last_on_root = report.step
         self._last_load = report
-        self._elastic.loaded(report.step)
+        self._job.loaded(report.step)
 
     @property
     def last_load(self) -> LoadReport | None:
@@ -725,7 +725,7 @@ class Checkpointer(OfOneProcess):
         CkptdError
             The first save that failed, unless it was raised or looked at already.
         """
-        if self._closed or self._elastic.is_interrupted():
+        if self._closed or self._job.is_interrupted():
             return self._abandon()
         end = time.monotonic() + self._timeout_s
         late = False
@@ -735,12 +735,12 @@ class Checkpointer(OfOneProcess):
                 raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
             self._wait(max(0.0, end - time.monotonic()))
         finally:
-            if self._elastic.is_interrupted():
+            if self._job.is_interrupted():
                 self._abandon()
             elif not self._closed:
                 self._closed = True
                 self._finish(None if late else max(_END_S, self._time_left(end)))
-                self._elastic.closed(self)
+                self._job.closed(self)
 
     def _finish(self, wait_s: float | None) -> None:
         """Close everything; wait for the writing process, or with None let it end by itself."""
@@ -776,7 +776,7 @@ class Checkpointer(OfOneProcess):
         self._store.close()
         self._events.close()
         self._handles = []
-        self._elastic.closed(self)
+        self._job.closed(self)
 
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""
@@ -801,7 +801,7 @@ class Checkpointer(OfOneProcess):
     ) -> None:
         if error is None:
             return self.close()
-        if self._elastic.in_session:
+        if self._job.in_session:
             return self.abandon()  # the saves may wait for ranks that have left
         try:
             self.close()

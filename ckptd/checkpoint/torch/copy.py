@@ -16,6 +16,7 @@ import torch
 from ckptd.base.digest import digest
 from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import reach_of
+from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import read_memory
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.checkpoint.format.filemap import ChunkRef
@@ -36,7 +37,6 @@ from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
-from ckptd.elastic.torch.session.interrupt import Interrupter
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
@@ -438,8 +438,7 @@ class Snapshot:
             for number, step in enumerate(form.steps if look else ())
             if step.name in form.late and step.name in form.on_device
         }
-        session = Interrupter.current
-        self._aborts = None if session is None else session.aborts
+        self._aborts = None if launched.current is None else launched.current.aborts
         self._checking = threading.Lock()
         self._changed: list[str] | None = None
         self._on_device: DeviceSnapshot | None = None

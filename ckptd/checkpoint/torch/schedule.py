@@ -34,7 +34,6 @@ from ckptd.checkpoint.root.auto import (
 )
 from ckptd.checkpoint.root.policy import Every, plain_int
 from ckptd.checkpoint.save.handle import SaveHandle
-from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.events.activity import phase
 
@@ -131,6 +130,11 @@ class SignalWatch:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def failures(self) -> tuple[float, float]:
+        """Seconds between failures of the job, and to go on after one; 0 for what is not known."""
+        return 0.0, 0.0
 
     @property
     def stop_at(self) -> float | None:
@@ -582,16 +586,14 @@ class Cadence:
 
     def _chosen(self, auto: Auto) -> IntervalChoice:
         """Choose by what the controller has measured of this life of the job, if it has."""
-        link = WorkerLink.current()
-        welcome = None if link is None else link.welcome
+        between_s, restart_s = self._watch.failures
         mtbf = None
-        if auto.mtbf_hours is None and welcome is not None and welcome.mtbf_s > 0.0:
-            mtbf = Mtbf(welcome.mtbf_s, "measured by the controller")
+        if auto.mtbf_hours is None and between_s > 0.0:
+            mtbf = Mtbf(between_s, "measured by the controller")
         if mtbf is None:
             mtbf = self._mtbf = self._mtbf or self._find_mtbf(auto)
         if self._near:
             mtbf = beyond_near(auto, mtbf)
-        restart_s = 0.0 if welcome is None else welcome.mttr_s
         return choose(auto, typical(self._costs), mtbf, restart_s)
 
     def _collect(self) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.net.address import is_here, is_loopback
 from ckptd.base.runtime.agentlink import run_folder
+from ckptd.base.runtime.launched import whole as uninterrupted
 from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
@@ -33,7 +34,6 @@ from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import dtype_name
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.elastic.torch.session.elastichooks import abandonable, let_be
-from ckptd.elastic.torch.session.interrupt import whole as uninterrupted
 from ckptd.errors import (
     CkptdError,
     DeadlineError,

@@ -19,8 +19,6 @@ from ckptd.checkpoint.format.records import Generation
 from ckptd.checkpoint.root.auto import ENOUGH
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.torch.schedule import Cadence, SignalWatch, StepTimes
-from ckptd.elastic.messages import Welcome
-from ckptd.elastic.worker import WorkerLink
 from tests.checkpoint.root.test_auto_lives import history
 from tests.processes import PATIENCE_S
 
@@ -76,11 +74,10 @@ def test_the_failure_rate_is_the_given_one_then_the_measured_then_the_published(
         assert rule.choice.mtbf.seconds / 3600.0 == pytest.approx(hours, rel=0.01)
 
 
-class Told:
-    """A launcher's word, as a worker has it."""
+class Told(SignalWatch):
+    """A launcher's word."""
 
-    def __init__(self, mttr_s: float, mtbf_s: float) -> None:
-        self.welcome = Welcome(1, mttr_s, mtbf_s)
+    failures = (7200.0, 12.0)
 
 
 @pytest.mark.parametrize(
@@ -91,18 +88,17 @@ class Told:
     ],
 )
 def test_the_controller_knows_restarts_and_failures(
-    monkeypatch: pytest.MonkeyPatch, auto: ckptd.Auto, source: str, seconds: float
+    auto: ckptd.Auto, source: str, seconds: float
 ) -> None:
-    link = Told(12.0, 7200.0)
-    monkeypatch.setattr(WorkerLink, "current", lambda: link)
-    rule = cadence(auto)
+    told = Told(())
+    rule = Cadence(auto, Agreement(LocalBoard(), 5.0), told, list)
     rule.due(1, None)
     rule.measured(1.0, 1.0)
     assert rule.choice is not None
     assert (rule.choice.mtbf.source, rule.choice.mtbf.seconds) == (source, seconds)
     assert rule.choice.restart_s == 12.0
     # What it learns later counts as well; what it does not know is found as ever.
-    link.welcome = Welcome(2, 0.0, 0.0)
+    told.failures = 0.0, 0.0
     rule.measured(1.0, 1.0)
     assert rule.choice.restart_s == 0.0
     assert rule.choice.mtbf.source != "measured by the controller"

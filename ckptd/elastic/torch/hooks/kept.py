@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptd.base.runtime import launched
+from ckptd.base.runtime.launched import whole
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.checkpoint.data.schedule import Schedule, share
 from ckptd.checkpoint.torch.data.sampler import ElasticSampler
 from ckptd.checkpoint.torch.replicas import sampled_bytes
 from ckptd.checkpoint.torch.state.rng import RngStreams
 from ckptd.elastic.torch.hooks.canonical import CanonicalGradients, GradientSums, added
-from ckptd.elastic.torch.session.interrupt import Interrupter, whole
 from ckptd.elastic.treesum import TreeNode, TreeSum
 from ckptd.errors import UsageError
 
@@ -379,8 +380,8 @@ class _Resumed(CanonicalGradients):
         if pending is None:
             return
         pending.done.synchronize()
-        if Interrupter.current is not None:
-            Interrupter.current.check()
+        if launched.current is not None:
+            launched.current.check()
         self._put_pending(pending)
 
     @whole

@@ -6,33 +6,28 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from ckptd.base.runtime.ranks import Board
 from ckptd.checkpoint.root.index import Index
 from ckptd.checkpoint.save.handle import SaveTracker
+from ckptd.checkpoint.torch.job import Abandonable, Job, MakeJob
 from ckptd.checkpoint.torch.schedule import SAVE, SignalWatch
-from ckptd.elastic.torch.session.interrupt import Interrupter
 from ckptd.elastic.torch.session.leaseguard import check_lease, guard_steps
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import RefusedError
 
 if TYPE_CHECKING:
-    from ckptd.elastic.messages import Welcome
     from ckptd.store import Store
 
-__all__ = ["ElasticHooks", "LauncherWatch", "abandon_all", "launcher_says"]
+__all__ = ["JOB", "ElasticHooks", "LauncherWatch", "abandon_all"]
 
 _log = logging.getLogger("ckptd.elastic")
 
 
-class _Abandonable(Protocol):
-    def abandon(self) -> None: ...
-
-
-_open: weakref.WeakSet[_Abandonable] = weakref.WeakSet()
+_open: weakref.WeakSet[Abandonable] = weakref.WeakSet()
 
 
 class LauncherWatch(SignalWatch):
@@ -59,6 +54,12 @@ class LauncherWatch(SignalWatch):
         if self._link is not None:
             self._taken = self._link.take_save() or self._taken
 
+    @property
+    def failures(self) -> tuple[float, float]:
+        """What the controller has measured of this life of the job."""
+        said = None if self._link is None else self._link.welcome
+        return (0.0, 0.0) if said is None else (said.mtbf_s, said.mttr_s)
+
     def began(self, step: int) -> None:
         """The save of `step` begins; it answers what `serve` has served."""
         if self._taken and self._link is not None:
@@ -66,25 +67,33 @@ class LauncherWatch(SignalWatch):
             self._link.serves(step)
 
 
-class ElasticHooks:
+class ElasticHooks(Job):
     """One checkpointer's part in a job that a launcher of ckptd has started.
 
-    Without a launcher nothing here does anything.
+    Where the launcher cannot be reached nothing here does anything.
 
     Parameters
     ----------
     board
         Of the ranks that share the state: only of what all ranks of the job share is told.
+    signals
+        As for `SignalWatch`.
     anew
         Whether the job may begin from nothing though the controller knows of a committed step.
     """
 
+    watch: LauncherWatch
+
     def __init__(
-        self, checkpointer: _Abandonable, board: Board, watch: LauncherWatch, *, anew: bool = False
+        self,
+        checkpointer: Abandonable,
+        board: Board,
+        signals: Iterable[int] | int,
+        anew: bool = False,
     ) -> None:
+        super().__init__(LauncherWatch(signals))
         self._link = link = WorkerLink.current()
         self._anew = anew
-        self._watch = watch
         self._saves: list[SaveTracker] = []
         self._unsure: list[int] = []
         if link is None:
@@ -98,20 +107,7 @@ class ElasticHooks:
         abandonable(checkpointer)
 
     def begins(self, root: Store) -> None:
-        """Take in that there is nothing to load: this job begins from nothing, if that is right.
-
-        Parameters
-        ----------
-        root
-            The checkpointer's. Where nothing was ever saved nothing can be lost: a job may have
-            other checkpointers, of which the step is.
-
-        Raises
-        ------
-        RefusedError
-            kind ``lost-step``: the controller knows of a committed step. Training that began
-            again without a word would be taken for training that goes on.
-        """
+        """Take in that there is nothing to load; ``lost-step`` where the controller knows one."""
         promised = os.environ.get("CKPTD_STEP", "")
         known = int(promised) if promised.isdecimal() else 0
         asked = self._link is not None and self._tells and known > 0 and not self._anew
@@ -138,7 +134,7 @@ class ElasticHooks:
         if link is None:
             return
         check_lease()
-        self._watch.began(step)
+        self.watch.began(step)
         if self._tells:
             link.loaded(generation, 0)  # a job that began from nothing has loaded nothing
             self._vouch(link)
@@ -156,27 +152,22 @@ class ElasticHooks:
         self._unsure = [save.step for save in self._saves if save.peer_failed]
         self._saves = [save for save in self._saves if not save.done]
 
-    @property
-    def in_session(self) -> bool:
-        """Whether the program goes on in this process when its generation ends."""
-        return Interrupter.current is not None
-
-    def is_interrupted(self) -> bool:
-        """Whether the generation has ended: others wait for nothing of this rank any more."""
-        return Interrupter.current is not None and Interrupter.current.wanted
-
-    def closed(self, checkpointer: _Abandonable) -> None:
+    def closed(self, checkpointer: Abandonable) -> None:
         """The checkpointer is closed: there is nothing to abandon."""
         let_be(checkpointer)
 
 
-def abandonable(opened: _Abandonable) -> None:
+JOB: MakeJob = ElasticHooks
+"""The part ``job``."""
+
+
+def abandonable(opened: Abandonable) -> None:
     """Have a session abandon this checkpointer or publisher when it leaves its generation."""
     if WorkerLink.current() is not None:
         _open.add(opened)
 
 
-def let_be(closed: _Abandonable) -> None:
+def let_be(closed: Abandonable) -> None:
     """Have a session abandon it no more: it is closed."""
     _open.discard(closed)
 
@@ -192,9 +183,3 @@ def abandon_all() -> None:
             # was let go of a ValueError; the next generation must begin all the same.
             what = type(opened).__name__.lower()
             _log.warning("a %s was left in disorder: %r", what, error)
-
-
-def launcher_says() -> Welcome | None:
-    """Return what the launcher has said of this job's failures; None where nobody did."""
-    link = WorkerLink.current()
-    return None if link is None else link.welcome

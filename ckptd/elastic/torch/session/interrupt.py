@@ -19,18 +19,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
-from typing import Any, ClassVar, TypeVar, cast
+from types import CodeType, FrameType
 
+from ckptd.base.runtime import launched
 from ckptd.base.runtime.ownership import in_child
 from ckptd.elastic.torch.session import sockets
 from ckptd.elastic.torch.session.groups import GroupAborts
 from ckptd.errors import UsageError
 
-__all__ = ["Interrupted", "Interrupter", "whole"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["Interrupted", "Interrupter"]
 
 _SIGNAL = signal.SIGURG
 """Ignored where nobody handles it, and used by next to nobody."""
@@ -46,16 +43,6 @@ _WHOLE = frozenset({"__enter__", "__exit__", "acquire", "release", "_acquire_res
 """A lock that is just being taken would stay taken for ever."""
 _IMPORTS = "<frozen importlib."
 """A module that is imported by half may not be importable again in this process."""
-_uncut: set[CodeType] = set()
-
-
-def whole(function: F) -> F:
-    """Decorate a function that is not interrupted; the interrupt comes when it has returned.
-
-    For what lets go of things, and is done only once. It is to be done in less than a second.
-    """
-    _uncut.add(cast("FunctionType", function).__code__)
-    return function
 
 
 class Interrupted(BaseException):
@@ -73,9 +60,6 @@ class Interrupter:
     UsageError
         kind ``main-thread``: made in another thread than the main one.
     """
-
-    current: ClassVar[Interrupter | None] = None
-    """That of the session that runs in this process."""
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -103,8 +87,8 @@ class Interrupter:
         """Interrupt nothing in a forked child: it is no rank, and is in no generation."""
         self._inside = False
         self._wanted = threading.Event()
-        if Interrupter.current is self:
-            Interrupter.current = None
+        if launched.current is self:
+            launched.current = None
         if self._before is not None and signal.getsignal(_SIGNAL) == self._on_signal:
             signal.signal(_SIGNAL, self._before)
 
@@ -217,7 +201,7 @@ class Interrupter:
             return True
         caller: FrameType | None = frame
         while caller is not None and caller.f_code is not self._outermost:
-            if caller.f_code in _uncut or caller.f_code.co_filename.startswith(_IMPORTS):
+            if launched.is_whole(caller.f_code) or caller.f_code.co_filename.startswith(_IMPORTS):
                 return True
             caller = caller.f_back
         return False

@@ -15,6 +15,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckptd.base.runtime import launched
 from ckptd.base.torch.ranks import forget_boards
 from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.elastic.messages import (
@@ -98,7 +99,7 @@ def session(
 
 class _Session:
     def __init__(self, link: WorkerLink) -> None:
-        if Interrupter.current is not None:
+        if launched.current is not None:
             raise UsageError("a session runs in this process already", kind="session")
         self._link = link
         self._changed = threading.Condition()
@@ -110,7 +111,7 @@ class _Session:
         self._quit = False
         self._settled = False
         self._excepthook = sys.excepthook
-        self._interrupter = Interrupter.current = Interrupter()
+        self._interrupter = launched.current = Interrupter()
 
     def run(self, train: Callable[[World], T]) -> T | None:
         _stay_small()
@@ -139,7 +140,7 @@ class _Session:
             self._link.unlisten(self._hear)
             BEFORE_STEP.remove(self._interrupter.check)
             self._interrupter.close()
-            Interrupter.current = None
+            launched.current = None
 
     # -- one generation ----------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     # Each rank makes a checkpointer: a tenth of a second.
     "ckptd.checkpoint.torch",
-    "ckptd.elastic.torch.session.leaseguard",
+    "ckptd.elastic.torch.session.elastichooks",
     "ckptd.monitor.torch.recorder.recorder",
 )
 _READ_S = 1e-4

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptd.base.runtime import launched
 from ckptd.elastic import CanonicalGradients, ElasticSampler, KeptGradients, Schedule, keyed_rng
 from ckptd.elastic.torch.session.interrupt import Interrupted, Interrupter
 from ckptd.errors import UsageError
@@ -205,7 +206,7 @@ class Interrupting(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        current = Interrupter.current
+        current = launched.current
         assert current is not None
         current.interrupt()
         signal.raise_signal(signal.SIGURG)
@@ -216,7 +217,7 @@ class Interrupting(torch.Tensor):
 @pytest.fixture
 def interrupter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupter]:
     made = Interrupter()
-    monkeypatch.setattr(Interrupter, "current", made)
+    monkeypatch.setattr(launched, "current", made)
     yield made
     made.close()
 
@@ -248,7 +249,7 @@ def test_a_micro_batch_is_kept_whole_or_not_at_all(interrupter: Interrupter) -> 
 
 def behind_an_aborted_collective() -> tuple[int, list[float]]:
     """Lose a peer in the backward of the second micro-batch; return what was kept, and the sums."""
-    interrupter = Interrupter.current = Interrupter()
+    interrupter = launched.current = Interrupter()
     kept = KeptGradients()
     model = torch.nn.Linear(1, 1, bias=False, device=installed().name)
     sampler = ElasticSampler(Schedule(size=4, microbatch=1, microbatches=4))
@@ -274,7 +275,7 @@ def behind_an_aborted_collective() -> tuple[int, list[float]]:
     with pytest.raises(Interrupted):
         generation()
     interrupter.close()
-    Interrupter.current = None
+    launched.current = None
     canonical = kept.resume(model, sampler)
     found = kept.found
     for index in sampler.indices:

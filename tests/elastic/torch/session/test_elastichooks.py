@@ -13,7 +13,7 @@ import ckptd
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.handle import SaveTracker
-from ckptd.elastic.messages import FromWorker, Out, Progress
+from ckptd.elastic.messages import FromWorker, Out, Progress, Welcome
 from ckptd.elastic.torch.session import elastichooks
 from ckptd.elastic.torch.session.elastichooks import ElasticHooks, LauncherWatch
 from ckptd.elastic.worker import WorkerLink
@@ -94,6 +94,13 @@ def test_no_checkpointer_in_disorder_keeps_the_next_generation_from_beginning(
     assert not opened
 
 
+def test_what_the_launcher_has_measured_is_known_once_it_said_so(link: WorkerLink) -> None:
+    watch = LauncherWatch(())
+    assert watch.failures == (0.0, 0.0)
+    link.welcome = Welcome(1, 12.0, 7200.0)
+    assert watch.failures == (7200.0, 12.0)
+
+
 class Nothing:
     def abandon(self) -> None:
         """It has nothing to let go of."""
@@ -121,7 +128,7 @@ def test_a_step_that_the_peer_has_not_counts_once_all_are_known_to_be_there(
     # A copy to a peer fails first of all where that node has just been lost: the step was told,
     # and lost with it.
     owner = Nothing()
-    hooks = ElasticHooks(owner, LocalBoard(), LauncherWatch(()))
+    hooks = ElasticHooks(owner, LocalBoard(), ())
 
     def save(step: int) -> SaveTracker:
         handle = SaveTracker(step, 1, "0001", 10, near=("memory", "peer"), root=False)

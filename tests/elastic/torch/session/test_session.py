@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 import ckptd
+from ckptd.base.runtime import launched
+from ckptd.base.runtime.launched import whole
 from ckptd.checkpoint.torch.copy import Snapshot
 from ckptd.elastic import World, session
 from ckptd.elastic.messages import LEASE_EXIT_CODE, Broken, FenceNow, Go, Out, Quit
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.torch.session import interrupt
-from ckptd.elastic.torch.session.interrupt import Interrupted, Interrupter, whole
+from ckptd.elastic.torch.session.interrupt import Interrupted, Interrupter
 from ckptd.elastic.torch.session.session import _prepare_nccl
 from ckptd.errors import SaveError, UsageError
 from tests.elastic.torch.session.minilauncher import MiniJob
@@ -335,7 +337,7 @@ def test_who_enters_a_generation_that_has_just_ended_is_out_at_once() -> None:
 @pytest.fixture
 def interrupter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupter]:
     made = Interrupter()
-    monkeypatch.setattr(Interrupter, "current", made)
+    monkeypatch.setattr(launched, "current", made)
     yield made
     made.close()
 
@@ -411,8 +413,8 @@ def test_no_module_is_left_imported_by_half(
 ) -> None:
     (tmp_path / "registers_something.py").write_text(
         "import signal\n"
-        "from ckptd.elastic.torch.session.interrupt import Interrupter\n"
-        "Interrupter.current.interrupt()\n"
+        "from ckptd.base.runtime import launched\n"
+        "launched.current.interrupt()\n"
         "signal.raise_signal(signal.SIGURG)\n"
         "registered = True\n"
     )
@@ -426,8 +428,7 @@ def test_a_program_within_an_import_is_interrupted(
 ) -> None:
     """It is what the program imports that is not cut short, not a program that is imported."""
     (tmp_path / "is_imported.py").write_text(
-        "from ckptd.elastic.torch.session.interrupt import Interrupter\n"
-        "Interrupter.current.program()\n"
+        "from ckptd.base.runtime import launched\nlaunched.current.program()\n"
     )
     program = partial(interrupted_in, interrupter, interrupter.interrupt)
     monkeypatch.setattr(interrupter, "program", program, raising=False)

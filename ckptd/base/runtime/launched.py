@@ -1,0 +1,60 @@
+"""What a launcher of ours is to its ranks, for code that knows no launcher.
+
+A session ends a generation wherever the main thread is. What holds on to things says here what is
+not to be cut short, and what waits or copies looks here whether the generation has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, Protocol, TypeVar, cast
+
+__all__ = ["LAUNCHER_VARIABLE", "Aborts", "SessionInterrupts", "is_whole", "whole"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LAUNCHER_VARIABLE = "CKPTD_LAUNCHER"
+"""Path of the launcher's socket; without it no launcher of ours started this process."""
+_uncut: set[CodeType] = set()
+
+
+class Aborts(Protocol):
+    """The aborts of the process groups of one generation."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether any group is aborted: what devices compute from then on is of no use."""
+
+
+class SessionInterrupts(Protocol):
+    """What ends the generations of the session that runs in this process."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the generation is to end, or has."""
+
+    @property
+    def aborts(self) -> Aborts:
+        """Those of this generation; others in the next one."""
+
+    def check(self) -> None:
+        """Raise in a generation that is to end."""
+
+
+current: SessionInterrupts | None = None
+"""Those of the session that runs in this process; set by the session."""
+
+
+def whole(function: F) -> F:
+    """Decorate a function that is not interrupted; the interrupt comes when it has returned.
+
+    For what lets go of things, and is done only once. It is to be done in less than a second.
+    """
+    _uncut.add(cast("FunctionType", function).__code__)
+    return function
+
+
+def is_whole(code: CodeType) -> bool:
+    """Tell whether it is the code of a function that is not interrupted."""
+    return code in _uncut
