@@ -40,11 +40,12 @@ from torch import nn
 import ckptd
 from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import CkptdError
+from ckptd.store.memory import forget_memory
 from tests.checkpoint.torch.state.oracle import differences, reloaded
 
 Make = Callable[[], nn.Module]
 MAX_ELEMENTS = 12_000_000
-BATCH = 24
+BATCH = 8
 
 
 @dataclass
@@ -160,6 +161,7 @@ def _together(ready: dict[str, tuple[Make, nn.Module, nn.Module]]) -> dict[str, 
             assert handle is not None
             handle.durable(600)
             ck.load({f"m{i}": fresh[n] for i, n in enumerate(ready)})
+        forget_memory(root.removeprefix("memory://"))
     except Exception as error:  # noqa: BLE001 - counted
         if len(ready) == 1:
             return dict.fromkeys(ready, f"{type(error).__name__}: {error}"[:300])
@@ -362,6 +364,10 @@ def vision() -> Iterator[tuple[str, Make]]:
     torchvision: Any = importlib.import_module("torchvision")
 
     for name in torchvision.models.list_models():
+        # Some draw as they are built, which the meta device does not do.
+        weights = list(torchvision.models.get_model_weights(name))
+        if any(w.meta["num_params"] > MAX_ELEMENTS for w in weights):
+            continue
         make = partial(torchvision.models.get_model, name, weights=None, **(
             {"weights_backbone": None} if "rcnn" in name or "seg" in name or "ssd" in name
             or "retina" in name or "fcos" in name or "deeplab" in name or "fcn" in name else {}
@@ -556,6 +562,75 @@ def e3nn_modules() -> Iterator[tuple[str, Make]]:
     yield "nn.Dropout", lambda: layers.Dropout("2x0e", 0.5)
 
 
+def sharded_embeddings() -> Iterator[tuple[str, Make]]:
+    """Yield the modules of torchrec, unsharded, and fbgemm's tables on the host."""
+    torchrec: Any = importlib.import_module("torchrec")
+    tables: Any = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common: Any = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+
+    kinds: Any = torchrec.modules.embedding_configs
+
+    def bags() -> Any:
+        config = kinds.EmbeddingBagConfig(
+            name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"]
+        )
+        return torchrec.EmbeddingBagCollection(tables=[config])
+
+    def rows() -> Any:
+        config = kinds.EmbeddingConfig(
+            name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"]
+        )
+        return torchrec.EmbeddingCollection(tables=[config])
+
+    yield "EmbeddingBagCollection", bags
+    yield "EmbeddingCollection", rows
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        *(((b(),), {}) for b in (bags, rows)),
+        ((4, [8, 4]), {}),
+        ((4, [8, 4], 3), {}),
+        ((3, 2), {"in_features": 4}),
+        ((), {"in_features": 4, "num_layers": 2}),
+        ((), {"in_features": 4, "num_layers": 2, "low_rank": 2}),
+        ((), {"num_tables": 2, "embedding_dim": 4}),
+        ((), {"dense_in_features": 4, "embedding_bag_collection": bags(),
+              "dense_arch_layer_sizes": [4, 4], "over_arch_layer_sizes": [4, 1]}),
+        ((4, bags(), 4, 4), {}),
+        (({"f": 3},), {}),
+        ((8, 4, torch.float32), {}),
+        ((8, {"f": 4}), {}),
+        ((8, 4, torch.float32, torch.device("cpu")), {}),
+        ((), {"zch_size": 8, "device": torch.device("cpu"), "total_num_buckets": 1}),
+        ((), {"zch_size": 8, "device": torch.device("cpu"), "eviction_interval": 2,
+              "eviction_policy": torchrec.modules.mc_modules.DistanceLFU_EvictionPolicy()}),
+        ((), {"tables": bags().embedding_bag_configs(), "optimizer_type": torch.optim.SGD,
+              "optimizer_kwargs": {"lr": 0.1}}),
+        ((), {"tables": rows().embedding_configs(), "optimizer_type": torch.optim.SGD,
+              "optimizer_kwargs": {"lr": 0.1}}),
+        *_PLAIN_WAYS,
+    ]  # fmt: skip
+    names = [n for n in below("torchrec.modules") if "test" not in n and "benchmark" not in n]
+    for kind in classes(*names, "torchrec.models.deepfm", "torchrec.models.dlrm"):
+        if kind.__module__.startswith("torchrec."):
+            yield f"{kind.__module__}.{kind.__name__}", built(kind, ways) or kind
+
+    def table(kind: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        made: Any = kind(*args, **kwargs)
+        made.uuid = ""  # drawn for each object
+        return made  # type: ignore[no-any-return]
+
+    host = [(8, 4, common.EmbeddingLocation.HOST, tables.ComputeDevice.CPU)]
+    for optimizer in ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM"):
+        chosen = getattr(tables.OptimType, optimizer)
+        yield (
+            f"SplitTableBatchedEmbeddingBagsCodegen, {optimizer}",
+            partial(table, tables.SplitTableBatchedEmbeddingBagsCodegen, host, optimizer=chosen),
+        )
+    yield (
+        "DenseTableBatchedEmbeddingBagsCodegen",
+        partial(table, tables.DenseTableBatchedEmbeddingBagsCodegen, [(8, 4)], use_cpu=True),
+    )
+
+
 LIBRARIES: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Make]]]]] = {
     "torch.nn": ("torch", torch_nn),
     "torchmetrics": ("torchmetrics", metrics),
@@ -565,7 +640,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Make]]]]] = {
     "PEFT": ("peft", adapters),
     "diffusers": ("diffusers", diffusers_models),
     "e3nn": ("e3nn", e3nn_modules),
-    "torchrec": ("torchrec", lambda: iter(())),
+    "torchrec": ("torchrec", sharded_embeddings),
 }
 
 
