@@ -20,8 +20,8 @@ from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.base.runtime.ranks import Board, LocalBoard, Pulse
 from ckptd.base.torch.device import has_streams
 from ckptd.base.torch.ranks import Agreement, board_of
-from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
-from ckptd.checkpoint.torch.state.restore import look
+from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
 from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError
 from ckptd.lay.local import local_tensors
@@ -41,7 +41,13 @@ from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
 from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.publish.torch.fallback import RootFallback
 from ckptd.reshard.torch.layout.program import LayoutSpec
-from ckptd.reshard.torch.relayout import RelayoutSide, by_name, memory_of, own_tensors
+from ckptd.reshard.torch.relayout import (
+    RelayoutSide,
+    by_name,
+    check_filled,
+    memory_of,
+    own_tensors,
+)
 
 __all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
 
@@ -224,7 +230,9 @@ class Subscriber(OfOneProcess):
             )
         )
         self._side.leaves = Leaves()  # an engine may free its tensors between updates
-        every(lambda: self._scales(look(self._state)))
+        self._filled = every(lambda: self._forms(look(self._state)))
+        self._leaves = Leaves()
+        """Those of an update, while it goes on."""
         self._fallback = (
             None
             if root is None
@@ -489,6 +497,13 @@ class Subscriber(OfOneProcess):
             )
         return {ours: found[n] for ours, n in names.items()}
 
+    def _forms(self, leaves: Leaves) -> SavedNames:
+        """Return type and shape of what updates fill, by its names in the state."""
+        check_filled(self._side, self._state)
+        names = {*self._side.names.values(), *(x.name for x in self._scales(leaves).values())}
+        found = {n: (x.dtype, x.shape) for n, x in by_name(leaves).items() if n in names}
+        return SavedNames(found, live=True)
+
     def _prove(self, staged: StagedPull, *, first: bool) -> None:
         """Note what the tensors hold, of those that do not change at every version.
 
@@ -511,7 +526,8 @@ class Subscriber(OfOneProcess):
     def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
         """Return the plan for a publisher and for the memory that the tensors have now."""
         side = self._side
-        leaves = look(self._state)
+        check_filled(side, self._state)
+        self._leaves = leaves = prepare(self._state, self._filled)
         own = list(own_tensors(side, leaves, {""}))
         memory = {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
         found = self._scales(leaves)
@@ -543,6 +559,10 @@ class Subscriber(OfOneProcess):
                 self._settle()
                 staged.give_back()
                 self._prove(staged, first=first)
+            # What modules do as they are loaded comes after: a proof is of what was published.
+            filled = {x.name for n in self._filled.tensors if (x := self._leaves.tensor(n))}
+            apply_objects(self._leaves, {}, tensors=filled)
+            self._settle()
         except CkptdError as error:
             problem = error
         finally:
@@ -562,7 +582,7 @@ class Subscriber(OfOneProcess):
 
     def _let_go(self, wait_s: float = _ANSWER_S) -> None:
         """Let the version's slot be filled again; its memory is left where that is not answered."""
-        self._tensors = {}
+        self._tensors, self._leaves = {}, Leaves()
         if self._plan is not None:
             self._plan.lend({})
         if self._leader is not None:

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ckptd.base.torch.ranks import Agreement, board_of
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.checkpoint.torch.state.modules import EXTRA, extra_states
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
 from ckptd.checkpoint.torch.state.tensors import as_bytes, dtype_name
+from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.agree import agreed
 from ckptd.lay.bind import FilledGlobs, bind_sizes, filled_globs
@@ -40,6 +43,7 @@ __all__ = [
     "TorchMemory",
     "by_name",
     "check_apart",
+    "check_filled",
     "memories",
     "memory_of",
     "numbers",
@@ -291,6 +295,25 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
         yield LaidLocal(tensor, leaf, local)
 
 
+def check_filled(side: RelayoutSide, state: Mapping[str, Any]) -> None:
+    """Raise `UsageError` (kind ``module-state``) where tensors have extra state beside them.
+
+    It would stay as it is: a layout names tensors alone.
+    """
+    names = tuple(side.names.values())
+    modules = (s for s in walk(state) if isinstance(s.value, nn.Module))
+    for name, value in (e for s in modules for e in extra_states(s.value, s.place)):
+        empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
+        if not empty and any(n.startswith(name.removesuffix(EXTRA)) for n in names):
+            raise UsageError(
+                "a module has extra state beside the tensors that a live move fills",
+                kind="module-state",
+                where=name,
+                hint="save and load it; or move dict(module.named_parameters()), if it may stay "
+                "as it is",
+            )
+
+
 def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, TensorMemory]:
     """Return the memory of this rank's tensors, by their names in the program."""
     own = own_tensors(side, leaves, states)
@@ -434,6 +457,8 @@ class _Move:
         layouts = source.form.bound.layout, target.form.bound.layout
         names = [{s.name for s in x.scalars} for x in layouts]
         scalar_names = sorted(names[0] & names[1]) if states else []
+        for path in source.leaves.paths:
+            path.refuse_moved(source.names.values())
         prepared = _prepared(target, moved, scalar_names)
         sources = memories(source, source.leaves, moved)
         targets = memories(target, prepared, moved)
@@ -520,6 +545,7 @@ def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) ->
     """Return the leaves of the target state, with memory for optimizer state that it lacks."""
     if target.state is None:
         return Leaves()
+    check_filled(target, target.state)
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     whole = {n: x for x in look(target.state).tensors.values() for n in (x.name, *x.aliases)}
     job = target.job
@@ -537,4 +563,4 @@ def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) ->
     for rule, indexes in job.tensors.values():
         for scalar in scalars:
             wanted[target.scalar(rule, indexes, scalar)] = ("float32", ())
-    return prepare(target.state, SavedNames(wanted))
+    return prepare(target.state, SavedNames(wanted, live=True))

@@ -435,6 +435,9 @@ class OwnPath(Protocol):
     def converts(self, name: str) -> bool:
         """Tell whether the object may do without a name, or with another one in its place."""
 
+    def refuse_moved(self, names: Collection[str]) -> None:
+        """Raise `UsageError` where the memory of one of these names is not what is said of it."""
+
     def load(
         self,
         leaves: Leaves,
@@ -520,6 +523,8 @@ class SavedNames:
         Whether another program wrote it: then nothing says which versions modules had.
     wrapped
         That of each object of the kind ``subclass``.
+    live
+        Whether it comes from a live state: then modules there have the versions of those here.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -528,6 +533,7 @@ class SavedNames:
     groups: Mapping[str, Any] = field(default_factory=dict)
     foreign: bool = False
     wrapped: Mapping[str, Any] = field(default_factory=dict)
+    live: bool = False
     _sorted: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -47,9 +47,11 @@ from ckptd.checkpoint.torch.state.words import (
 from ckptd.errors import UsageError
 
 __all__ = [
+    "EXTRA",
     "ModuleTensor",
     "add_module",
     "check_buffers",
+    "extra_states",
     "has_statistics",
     "materialise",
     "module_tensors",
@@ -148,7 +150,7 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params if group is not None else ()
 
 
-_EXTRA = "_extra_state"
+EXTRA = "_extra_state"
 _TRANSPARENT = {
     "_orig_mod",  # torch.compile
     "_checkpoint_wrapped_module",  # activation checkpointing
@@ -299,10 +301,16 @@ def _add_saved(
 _UNSAID: Final = object()
 
 
+def extra_states(module: nn.Module, place: StatePlace) -> Iterator[tuple[str, Any]]:
+    """Yield the extra state of a module and of all below it, by its full name."""
+    for fqn, inner in _extra_states(p for p, _ in _named_modules(module, "", place)):
+        yield place.child(fqn, "").name, inner.get_extra_state()
+
+
 def _extra_states(placed: Iterable[ModulePlace]) -> Iterator[tuple[str, nn.Module]]:
     for _, prefix, inner in placed:
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            yield escape_fqn(prefix) + _EXTRA, inner
+            yield escape_fqn(prefix) + EXTRA, inner
 
 
 def _add_loaded(

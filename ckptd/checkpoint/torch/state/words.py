@@ -502,6 +502,21 @@ class LoadPath:
         """Tell whether code of a module's own sees this name before torch does, present or not."""
         return self.holds(name) and self.said.takes(name[len(self._start) :])
 
+    def refuse_moved(self, names: Collection[str]) -> None:
+        """See `ckptd.checkpoint.torch.state.leaves.OwnPath`."""
+        start = len(self._start)
+        for name, tensor in self._raw.items():
+            word = self.said.values.get(name[start:], tensor)
+            if name in names and not is_same_memory(word, tensor):
+                raise UsageError(
+                    "a module says of a tensor another value than lies in its memory",
+                    kind="module-state",
+                    where=name,
+                    found=type(self._module).__name__,
+                    hint="a live move takes the memory: save and load, or publish; or move "
+                    "dict(module.named_parameters())",
+                )
+
     # -- leaves ----------------------------------------------------------------------------------
 
     def add_slot(
@@ -637,30 +652,38 @@ class LoadPath:
         unsaid = {n for note in self._notes.values() for n in note.get("unsaid", ())}
         given: OrderedDict[str, Any] = OrderedDict()
         silent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        read = False
+        # What was not read stays, whatever code makes of it.
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        read: dict[str, str] = {}
         for key, name in self._names.items():
             leaf = leaves.tensor(name)
             if leaf is not None and leaf.name in filled:
-                read = True
+                read[key] = name
                 value = self._tensor(name, leaf)
             elif name in self._stored:
-                read = True
+                read[key] = name
                 value = self._stored[name]
             elif required(name):
                 continue
-            elif name in self._raw:
-                value = self._copied(name, self._raw[name])
-            elif name[start:] in self.said.values:
-                value = self.said.values[name[start:]]
             else:
-                continue
+                value = self._raw.get(name)
+                if self.converts(name):
+                    if value is not None:
+                        kept.append((value, value.detach().clone()))
+                    value = self.said.values.get(name[start:], value)
+                elif value is None:
+                    value = self.said.values.get(name[start:])
+                if value is None:
+                    continue
+                value = self._copied(name, value) if isinstance(value, torch.Tensor) else value
             if name[start:] not in unsaid:
                 given[key] = value
             elif name in self._apart and name in self._raw:
                 silent.append((self._raw[name], value))
         if not read:
             return
-        metadata = self._metadata()
+        new = {memory_key(self._raw[n]) for n in read.values() if n in self._raw} if kept else {}
+        metadata = self._metadata(read)
         if metadata is not None:
             vars(given)["_metadata"] = metadata
 
@@ -669,6 +692,10 @@ class LoadPath:
                 for live, value in silent:
                     live.copy_(value)
             self._module.load_state_dict(given, **({} if strict else {"strict": False}))
+            with torch.no_grad():
+                for live, value in kept:
+                    if live.shape == value.shape and memory_key(live) not in new:
+                        live.copy_(value)
 
         call_with(take, self._place.name, given)
 
@@ -680,12 +707,22 @@ class LoadPath:
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone() if self.converts(name) else tensor
 
-    def _metadata(self) -> Mapping[str, Any] | None:
-        """Return what torch would have in the file: versions, and what hooks wrote beside them."""
+    def _metadata(self, read: Collection[str]) -> Mapping[str, Any] | None:
+        """Return what torch would have in the file: versions, and what hooks wrote beside them.
+
+        A module of which no key was read is given what it has, and that is of its own version.
+        """
+        said = self.said.metadata
+        if self._saved.live:
+            return said
         notes = {raw: note["metadata"] for raw, note in self._notes.items() if "metadata" in note}
         if self._saved.foreign or any(m is None for m in notes.values()):
             return None
-        usual = {p.raw: {"version": _usual_version(p.module)} for p in self._placed}
+        heads = {key[: at + 1] for key in read for at, c in enumerate(key) if c == "."} | {""}
+        usual = {
+            p.raw: {"version": _usual_version(p.module) if p.raw in heads else p.module._version}
+            for p in self._placed
+        }
         return OrderedDict((raw[:-1], found) for raw, found in {**usual, **notes}.items())
 
 

@@ -5,8 +5,8 @@
 beside the environment and not into it; this is the one command, torch itself stays as it is::
 
     D=$(mktemp -d); .venv/bin/pip install --no-deps --target $D torchmetrics lightning-utilities \
-        torchvision timm transformers tokenizers huggingface_hub hf-xet httpx2 httpcore2 h11 \
-        anyio sniffio tqdm regex peft accelerate diffusers importlib_metadata zipp \
+        torchvision==0.28.0 timm transformers tokenizers huggingface_hub hf-xet httpx2 httpcore2 \
+        h11 truststore anyio sniffio tqdm regex peft accelerate diffusers importlib_metadata zipp \
         e3nn opt_einsum opt_einsum_fx scipy sympy mpmath && \
         PYTHONPATH=$D .venv/bin/python -m tests.checkpoint.torch.state.modulecorpus
 """

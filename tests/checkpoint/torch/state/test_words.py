@@ -632,6 +632,25 @@ def test_a_part_is_of_the_version_that_was_saved(options: dict[str, Any]) -> Non
     assert torch.equal(fresh[0].scale, saved[0].scale)
 
 
+@pytest.mark.parametrize("name", ["turned", "turned, other shape", "turned as it is loaded", ""])
+@pytest.mark.parametrize("options", [{"only": "m.1.*"}, {"strict": False}], ids=str)
+def test_a_part_leaves_what_is_beside_it(name: str, options: dict[str, Any]) -> None:
+    """It went through code that takes what a file has, and not what lies in memory."""
+    root = f"memory://beside{name}{next(iter(options))}"
+    make = MODULES[name] if name else Scaled
+    parts = [make(), nn.Linear(2, 2), nn.BatchNorm1d(2)]
+    saved: Any = trained(
+        nn.Sequential(*(parts if "only" in options else [nn.Identity(), *parts[1:]]))
+    )
+    save(root, {"m": saved, "s": 1})
+    torch.manual_seed(1)
+    fresh: Any = nn.Sequential(make(), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = copy.deepcopy(fresh[0])
+    load(root, {"m": fresh, "s": 2}, **options)
+    assert torch.equal(fresh[1].weight, saved[1].weight)
+    assert not differences(before, fresh[0])
+
+
 def test_an_optimizer_looks_at_what_the_module_made_of_it() -> None:
     class Anchored(torch.optim.SGD):
         anchor: torch.Tensor
