@@ -655,6 +655,7 @@ class LoadPath:
         # What was not read stays, whatever code makes of it.
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         read: dict[str, str] = {}
+        value: Any
         for key, name in self._names.items():
             leaf = leaves.tensor(name)
             if leaf is not None and leaf.name in filled:
@@ -712,9 +713,8 @@ class LoadPath:
 
         A module of which no key was read is given what it has, and that is of its own version.
         """
-        said = self.said.metadata
         if self._saved.live:
-            return said
+            return getattr(self.said.said, "_metadata", None)
         notes = {raw: note["metadata"] for raw, note in self._notes.items() if "metadata" in note}
         if self._saved.foreign or any(m is None for m in notes.values()):
             return None
