@@ -101,7 +101,9 @@ class Ckptd(Engine):
         if "tiers" in more:
             os.environ["CKPTD_RUN_DIR"] = f"{folder}/run"
             more["tiers"] = [ckptd.Memory(every=1)]
-        self._ck = ckptd.Checkpointer(f"{folder}/root", keep=2, refer=False, **more)
+        self._ck = ckptd.Checkpointer(
+            f"{folder}/root", keep=2, storage=ckptd.Storage(dedup=False), **more
+        )
         self._handles: list[ckptd.SaveHandle] = []
 
     def _state(self) -> Mapping[str, Any]:

@@ -326,7 +326,7 @@ def race(run: Run) -> None:
     state = {"w": {str(i): w for i, w in enumerate(weights)}, "optim": optimizer}
     raised: list[str] = []
     saves = 0
-    with ckptd.Checkpointer(str(run.folder), keep=1, refer=False) as ck:
+    with ckptd.Checkpointer(str(run.folder), keep=1, storage=ckptd.Storage(dedup=False)) as ck:
         most = 6 if run.simulated else 5000
         while saves < most and run.left(0.8) > 0:
             saves += 1
@@ -595,7 +595,7 @@ def small(run: Run) -> None:
     times = 2 if run.simulated else 15
     run.report(packed_ms=host_ms(pack, times), step_ms=host_ms(optimizer.step, times))
     number = 0
-    with ckptd.Checkpointer(str(run.folder), keep=1, refer=False) as ck:
+    with ckptd.Checkpointer(str(run.folder), keep=1, storage=ckptd.Storage(dedup=False)) as ck:
 
         def one() -> None:
             nonlocal number
@@ -673,7 +673,11 @@ def restore(run: Run) -> None:
         if wrong:
             raise RuntimeError("what was loaded is not what was saved")
 
-    near: dict[str, Any] = {"tiers": [ckptd.Memory(every=1)], "every": 1, "refer": False}
+    near: dict[str, Any] = {
+        "tiers": [ckptd.Memory(every=1)],
+        "every": 1,
+        "storage": ckptd.Storage(dedup=False),
+    }
     ck = ckptd.Checkpointer(root, **near)
     ck.save(1, state)
     ck.wait()
@@ -682,7 +686,7 @@ def restore(run: Run) -> None:
     ck.abandon()
     with ckptd.Checkpointer(root, **near) as ck:  # as after a recovery in process
         measure("recovered", ck)
-    with ckptd.Checkpointer(root, refer=False) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
         measure("files", ck)
 
 
@@ -953,7 +957,7 @@ def kill(run: Run) -> None:
         saver.wait(20)
     run.report(durable=steps)
     state = {f"w{i}": torch.zeros(_part(run), device=DEVICE) for i in range(8)}
-    with ckptd.Checkpointer(str(run.folder / "root"), refer=False) as ck:
+    with ckptd.Checkpointer(str(run.folder / "root"), storage=ckptd.Storage(dedup=False)) as ck:
         step = ck.load(state)
     wrong = [name for name, t in state.items() if not bool((t == step).all())]
     run.report(loaded=step, wrong=wrong)
@@ -976,7 +980,9 @@ def saver(run: Run) -> None:
     import ckptd
 
     state = {f"w{i}": torch.zeros(_part(run), device=DEVICE) for i in range(8)}
-    with ckptd.Checkpointer(str(run.folder / "root"), refer=False, keep=2) as ck:
+    with ckptd.Checkpointer(
+        str(run.folder / "root"), storage=ckptd.Storage(dedup=False), keep=2
+    ) as ck:
         for step in range(1, 1_000_000):
             ck.before_mutation()
             for tensor in state.values():
@@ -1019,7 +1025,7 @@ def replicated(folder: str, simulated: bool) -> dict[str, Any]:
         optimizer.step()
 
     train()
-    with ckptd.Checkpointer(f"{folder}/root", refer=False, keep=2) as ck:
+    with ckptd.Checkpointer(f"{folder}/root", storage=ckptd.Storage(dedup=False), keep=2) as ck:
         for number in range(1, 4 if simulated else 12):
             busy = 0 if simulated else int(0.2 * CYCLES_PER_S)
             torch.cuda.synchronize()
@@ -1060,7 +1066,9 @@ def graphs(run: Run) -> None:
     with torch.cuda.stream(side):
         x = torch.zeros(4, device=DEVICE).add_(1.0)
     failed = []
-    with ckptd.Checkpointer(str(run.folder), lazy="all", refer=False) as ck:
+    with ckptd.Checkpointer(
+        str(run.folder), storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(lazy="all")
+    ) as ck:
         ck.save(1, live)
         ck.wait()
         settle(ck)
@@ -1104,7 +1112,12 @@ def device_assert(run: Run) -> None:
     import ckptd
 
     live = {f"w{i}": torch.randn(64, 64, device=DEVICE) for i in range(8)}
-    ck = ckptd.Checkpointer(str(run.folder), lazy="all", refer=False, timeout_s=20)
+    ck = ckptd.Checkpointer(
+        str(run.folder),
+        storage=ckptd.Storage(dedup=False),
+        copy=ckptd.CopyOptions(lazy="all"),
+        timeout_s=20,
+    )
     ck.save(1, live)
     ck.wait()
     ck.save(2, live)
@@ -1144,7 +1157,9 @@ def memory(run: Run) -> None:
     live = {"ema": torch.randn(count, device=DEVICE)}
     with _little_memory(run, count):
         for what in ("clones", "locks"):
-            with ckptd.Checkpointer(str(run.folder / what), refer=False) as ck:
+            with ckptd.Checkpointer(
+                str(run.folder / what), storage=ckptd.Storage(dedup=False)
+            ) as ck:
                 if what == "locks":
                     ck._saver._device_copies.pins = Pins(budget=1)
                 ck.save(1, live)

@@ -62,7 +62,7 @@ def save_rank(folder: str, case: str, layers: int, saves: int) -> dict[str, floa
     torch.set_num_threads(1)
     live = sharded(dist.get_world_size(), 0, layers)
     blocked, durable = [], []
-    ck = ckptd.Checkpointer(folder, refer=False) if case == "ckptd" else None
+    ck = ckptd.Checkpointer(folder, storage=ckptd.Storage(dedup=False)) if case == "ckptd" else None
     group = dist.new_group(backend="gloo")
     for step in range(1, saves + 2):
         dist.barrier()
@@ -102,7 +102,7 @@ def load_rank(folder: str, case: str, layers: int, saves: int, dim: int) -> dict
     expected = [t.clone() for t in local(live)]
     for t in local(live):
         t.zero_()
-    ck = ckptd.Checkpointer(folder, refer=False) if case == "ckptd" else None
+    ck = ckptd.Checkpointer(folder, storage=ckptd.Storage(dedup=False)) if case == "ckptd" else None
     out: dict[str, Any] = {}
     for kind in ("cold", "warm"):
         dist.barrier()

@@ -32,7 +32,10 @@ def measure(folder: str, case: str, mib: int) -> dict[str, Any]:
     live = {f"t{i:04d}": make((1024, 1024)) for i in range(mib // 4)}
     hot = list(live.values())[:: 10 if kind == "frozen" else 1]
     seconds, sent = [], []
-    with ckptd.Checkpointer(folder, keep=2, refer=how == "refer") as ck, open_store(folder) as root:
+    with (
+        ckptd.Checkpointer(folder, keep=2, storage=ckptd.Storage(dedup=how == "refer")) as ck,
+        open_store(folder) as root,
+    ):
         for step in range(1, SAVES + 1):
             for tensor in hot:
                 tensor.add_(1.0)

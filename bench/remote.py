@@ -51,7 +51,9 @@ def ckptd_case(url: str, options: s3.Options, layers: int) -> dict[str, Any]:
     live = common.state(common.noise(), layers)
     expected = [t.clone() for t in common.tensors(live)]
     saves, loads, right = [], [], True
-    with ckptd.Checkpointer(url, store_options=options, keep=1, refer=False) as ck:
+    with ckptd.Checkpointer(
+        url, store_options=options, keep=1, storage=ckptd.Storage(dedup=False)
+    ) as ck:
         for step in range(SAVES + 1):
             begin = time.perf_counter()
             handle = ck.save(step + 1, live)
@@ -75,7 +77,7 @@ def s3fs_case(url: str, options: s3.Options, layers: int) -> dict[str, Any]:
     target = url.removeprefix("s3://")
     puts, gets = [], []
     with in_memory() as folder:
-        with ckptd.Checkpointer(f"{folder}/root", refer=False) as ck:
+        with ckptd.Checkpointer(f"{folder}/root", storage=ckptd.Storage(dedup=False)) as ck:
             handle = ck.save(1, common.state(common.noise(), layers))
             assert handle is not None
             handle.durable()

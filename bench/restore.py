@@ -319,7 +319,7 @@ def local_case(folder: str, options: argparse.Namespace, *, warm: bool = False) 
     size = common.state_bytes(options.layers, options.width)
     command = [sys.executable, __file__, "--role", "saver", "--dir", folder]
     subprocess.run([*command, *size_of(options)], check=True)
-    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+    with ckptd.Checkpointer(folder + "/root", storage=ckptd.Storage(dedup=False)) as ck:
 
         def load() -> Any:
             ck.load(state.live)
@@ -344,7 +344,7 @@ def device_case(folder: str, options: argparse.Namespace, *, again: bool = False
     device = accelerator()
     state = State(options.layers, options.width, device)
     limit = uploading(common.state_bytes(options.layers, options.width), device)
-    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+    with ckptd.Checkpointer(folder + "/root", storage=ckptd.Storage(dedup=False)) as ck:
         saved(ck, state)
 
         def load() -> Any:
@@ -354,7 +354,7 @@ def device_case(folder: str, options: argparse.Namespace, *, again: bool = False
         if not again:
             return measure(state, load, limit)
 
-    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+    with ckptd.Checkpointer(folder + "/root", storage=ckptd.Storage(dedup=False)) as ck:
         return measure(state, load, limit)
 
 
@@ -362,7 +362,7 @@ def be_saver(folder: str, layers: int, width: int) -> None:
     """Save into a folder."""
     import ckptd
 
-    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+    with ckptd.Checkpointer(folder + "/root", storage=ckptd.Storage(dedup=False)) as ck:
         saved(ck, State(layers, width))
 
 
@@ -374,7 +374,9 @@ def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
     url = f"{s3.BUCKET}/{os.getpid()}"
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else folder
     with (
-        ckptd.Checkpointer(f"s3://{url}", store_options=server, refer=False) as ck,
+        ckptd.Checkpointer(
+            f"s3://{url}", store_options=server, storage=ckptd.Storage(dedup=False)
+        ) as ck,
         tempfile.TemporaryDirectory(dir=base) as back,
     ):
         saved(ck, state)

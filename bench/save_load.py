@@ -74,7 +74,9 @@ def ckptd_case(folder: str, layers: int, slots: int | None = None) -> dict[str, 
 
     live = common.state(common.noise(), layers)
     footprint = Footprint()
-    with ckptd.Checkpointer(f"{folder}-small", refer=False, slots=slots) as ck:
+    with ckptd.Checkpointer(
+        f"{folder}-small", storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(slots=slots)
+    ) as ck:
         for step in range(1, 4):  # apart from what is timed: looking at memory takes time
             handle = ck.save(step, live)
             assert handle is not None
@@ -84,7 +86,9 @@ def ckptd_case(folder: str, layers: int, slots: int | None = None) -> dict[str, 
     size = sum(t.nbytes for t in common.tensors(live))
     out: dict[str, Any] = {f"memory_{kind}": n / size for kind, n in kinds.items()}
     out["memory"] = sum(kinds.values()) / size
-    with ckptd.Checkpointer(folder, refer=False, slots=slots) as ck:  # the same state each time
+    with ckptd.Checkpointer(
+        folder, storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(slots=slots)
+    ) as ck:  # the same state each time
         blocked, durable, peaks = [], [], []
         for step in range(1, SAVES + 2):
             common.settle()

@@ -81,15 +81,15 @@ def rank(folder: str, case: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = f"node-{dist.get_rank()}"
     tiers = {
-        "memory": [ckptd.Memory(every=1)],
-        "peer": [ckptd.Peer(every=1)],
+        "memory": [ckptd.Memory(every=1, linger_s=1)],
+        "peer": [ckptd.Peer(every=1, linger_s=1)],
         "local": [ckptd.Local(f"{folder}/near-{dist.get_rank()}", every=1)],
         "root": [],
     }[case]
     every = 1 if case == "root" else 1 << 30
     loop = Loop()
     costs, alone, calls, steps = [], [], [], []
-    with ckptd.Checkpointer(f"{folder}/root", every=every, tiers=tiers, keep=2, linger_s=1) as ck:
+    with ckptd.Checkpointer(f"{folder}/root", every=every, tiers=tiers, keep=2) as ck:
         loop.step()
         step = 0
         ck.save(step, loop.state, force=True)

@@ -283,9 +283,7 @@ def subjects(folder: Path) -> Iterator[dict[str, Subject]]:
     with ExitStack() as stack:
         yield {
             "link": _link(folder, stack),
-            "checkpointer": _checkpointer(
-                str(folder / "root"), stack, save_on=signal.SIGTERM, events=folder / "recorded"
-            ),
+            "checkpointer": _checkpointer(str(folder / "root"), stack, preemption=True),
             "in-thread": _checkpointer("memory://forked-root", stack),
             "handle": _handle(folder, stack),
             "publisher": _publisher(folder, stack, which="publisher"),

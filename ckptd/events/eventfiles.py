@@ -77,7 +77,7 @@ class EventFolder:
                 kind="no-events",
                 where=folder,
                 wanted=f"files that end in {SUFFIX}",
-                hint="Checkpointer(events=FOLDER), or CKPTD_EVENTS=FOLDER, records them",
+                hint="CKPTD_EVENTS=FOLDER, or ckptd.events.record(FOLDER), records them",
             )
         if not found.heads:
             raise CorruptError(

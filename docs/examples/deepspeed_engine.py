@@ -57,7 +57,7 @@ class CkptdEngine(CheckpointEngine):  # type: ignore[misc]
             name = "/".join(path.parts[-4:])
             self.files[name] = torch.from_numpy(np.fromfile(path, np.uint8))
             path.write_bytes(b"")
-        dcp.save(self.files, storage_writer=CkptdWriter(self.url, step, fresh_line=False))
+        dcp.save(self.files, storage_writer=CkptdWriter(self.url, step, new_run=False))
         self.files = {}
         return True
 

@@ -157,10 +157,9 @@ def _open(spec: RunSpec, stack: ExitStack) -> ckptd.Checkpointer | None:
     checkpointer = ckptd.Checkpointer(
         spec.root,
         every=ckptd.Every(steps=spec.every),
-        tiers=[ckptd.Memory(every=1)] if spec.snapshots else (),
-        linger_s=_LINGER_S,
+        tiers=[ckptd.Memory(every=1, linger_s=_LINGER_S)] if spec.snapshots else (),
         timeout_s=spec.timeout_s,
-        throttle=spec.throttle,
+        storage=ckptd.Storage(throttle=spec.throttle),
     )
     return stack.enter_context(checkpointer)
 

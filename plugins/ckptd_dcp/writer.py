@@ -40,7 +40,7 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
         Completed steps; later than the last one saved. DCP's ``checkpoint_id`` may give it instead.
     metadata
         JSON values for the commit record; the coordinator's count.
-    fresh_line
+    new_run
         Of the first save of a process that has loaded nothing, in a root that has checkpoints: True
         begins a line of its own, False continues the newest one, None is refused (``not-loaded``).
     store_options
@@ -53,12 +53,12 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
         step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
-        fresh_line: bool | None = None,
+        new_run: bool | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, step, store_options)
         self._metadata = metadata
-        self._fresh_line = fresh_line
+        self._new_run = new_run
         self._save: BoxSave | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -93,9 +93,7 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
                         where=name,
                         found=f"{dtype}{list(data.size)} on rank {rank}",
                     )
-        self._save = self.root.begin(
-            self._step, len(plans), tensors, self._metadata, self._fresh_line
-        )
+        self._save = self.root.begin(self._step, len(plans), tensors, self._metadata, self._new_run)
         return [replace(plan, storage_data=(self._save, i)) for i, plan in enumerate(plans)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:

@@ -42,7 +42,7 @@ class CkptdCallback(TrainerCallback):
     also
         What is saved besides, by name; see `ckptd.Checkpointer.save`.
     **options
-        Of `ckptd.Checkpointer`: ``every``, ``keep``, ``tiers``, ``save_on``.
+        Of `ckptd.Checkpointer`: ``every``, ``keep``, ``tiers``, ``preemption``.
 
     Examples
     --------
@@ -145,13 +145,13 @@ class CkptdCallback(TrainerCallback):
         if not self._over and not self._saved:
             return
         self._let_go()
-        if self._saved and self._options.get("fresh_line") is None:
+        if self._saved and self._options.get("new_run") is None:
             _log.warning(
                 "training begins at step 0 again: what it saves at %s is a line of its own, and "
                 "what was saved before stays beside it; resume(trainer) goes on from that instead",
                 self._url,
             )
-            options = {**self._options, "fresh_line": True}
+            options = {**self._options, "new_run": True}
             self._checkpointer = ckptd.Checkpointer(self._url, **options)
         self._saved = False
 

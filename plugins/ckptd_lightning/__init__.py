@@ -36,7 +36,7 @@ class CkptdCallback(lightning.Callback):
     also
         What is saved besides, by name; see `ckptd.Checkpointer.save`.
     **options
-        Of `ckptd.Checkpointer`: ``every``, ``keep``, ``tiers``, ``save_on``.
+        Of `ckptd.Checkpointer`: ``every``, ``keep``, ``tiers``, ``preemption``.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    fresh_line: bool | None = None,
+    new_run: bool | None = None,
     store_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -57,7 +57,7 @@ def save(
 
     Parameters
     ----------
-    url, metadata, fresh_line, store_options
+    url, metadata, new_run, store_options
         As of `ckptd_dcp.CkptdWriter`.
     step
         Completed steps; later than the last one saved.
@@ -81,9 +81,7 @@ def save(
         content_metadata,
         process_group,
     )
-    writer = CkptdWriter(
-        url, step, metadata=metadata, fresh_line=fresh_line, store_options=store_options
-    )
+    writer = CkptdWriter(url, step, metadata=metadata, new_run=new_run, store_options=store_options)
     dcp.save(local, storage_writer=writer, planner=planner, process_group=process_group)
 
 
@@ -96,7 +94,7 @@ def async_save(
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    fresh_line: bool | None = None,
+    new_run: bool | None = None,
     store_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Future[Any]:
@@ -116,9 +114,7 @@ def async_save(
     with agreed("copy values that are no tensors", process_group):
         # DCP copies the tensors; the planner's values are of the training's own memory until here.
         planner.own, planner.common = copy.deepcopy((planner.own, planner.common))
-    writer = CkptdWriter(
-        url, step, metadata=metadata, fresh_line=fresh_line, store_options=store_options
-    )
+    writer = CkptdWriter(url, step, metadata=metadata, new_run=new_run, store_options=store_options)
     found: Any = dcp.async_save(
         local, storage_writer=writer, planner=planner, process_group=process_group
     )

@@ -100,7 +100,7 @@ class CkptdManager(BaseCheckpointManager):
         self.checkpointer = ckptd.Checkpointer(
             filesystem.join(base_folder, config.folder),
             keep=config.keep_latest_k or None,
-            compress=config.compress,
+            storage=ckptd.Storage(compress=config.compress),
         )
 
     def _load(self, step: int = -1) -> bool:

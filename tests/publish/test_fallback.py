@@ -30,7 +30,7 @@ def save(tmp_path: Path) -> Save:
 
     def saved(*steps: int, **options: Any) -> str:
         root = str(tmp_path / "root")
-        with ckptd.Checkpointer(root, fresh_line=False, **options) as ck:
+        with ckptd.Checkpointer(root, new_run=False, **options) as ck:
             for step in steps:
                 module = Tree(whole(step))
                 optim = torch.optim.AdamW(module.parameters())

@@ -80,7 +80,7 @@ def cli(*args: str) -> int:
 
 
 def test_a_packed_root_is_a_root(place: Place, tmp_path: Path) -> None:
-    with place.checkpointer(compress=1) as ck:
+    with place.checkpointer(storage=ckptd.Storage(compress=1)) as ck:
         for step in (1, 2, 3):
             ck.save(step, state(step)).durable(60)  # type: ignore[union-attr]
     packed = [n for n in place.names() if ".safetensors" in n]
@@ -90,7 +90,7 @@ def test_a_packed_root_is_a_root(place: Place, tmp_path: Path) -> None:
         key = packed[0]
         assert bare.stat(key).size < 0.95 * store.stat(key.removesuffix(".zp")).size
     for compress in (None, 1):  # the one who reads need not know
-        with place.checkpointer(compress=compress) as ck:
+        with place.checkpointer(storage=ckptd.Storage(compress=compress)) as ck:
             found = state(9)
             assert ck.load(found, 3) == 3
             assert same(found, state(3))
@@ -115,7 +115,7 @@ def test_a_packed_root_is_a_root(place: Place, tmp_path: Path) -> None:
 
 def test_retention_deletes_what_is_packed(tmp_path: Path) -> None:
     place = Place(str(tmp_path), {})
-    with place.checkpointer(compress=1, keep=1) as ck:
+    with place.checkpointer(storage=ckptd.Storage(compress=1), keep=1) as ck:
         for step in (1, 2, 3, 4):
             ck.save(step, state(step, 100)).durable(60)  # type: ignore[union-attr]
     assert cli("gc", place.url, "--yes") == 0
@@ -126,7 +126,7 @@ def test_retention_deletes_what_is_packed(tmp_path: Path) -> None:
 def test_forms_may_be_mixed(tmp_path: Path) -> None:
     root = str(tmp_path)
     for step, compress in enumerate([None, 1, None, 3], 1):
-        with ckptd.Checkpointer(root, compress=compress) as ck:
+        with ckptd.Checkpointer(root, storage=ckptd.Storage(compress=compress)) as ck:
             if step > 1:
                 found = state(9)
                 assert ck.load(found) == step - 1
@@ -137,7 +137,7 @@ def test_forms_may_be_mixed(tmp_path: Path) -> None:
 
 def test_a_bad_level_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        ckptd.Checkpointer(str(tmp_path), compress=99)
+        ckptd.Checkpointer(str(tmp_path), storage=ckptd.Storage(compress=99))
     assert caught.value.kind == "bad-option"
 
 
@@ -146,7 +146,7 @@ def test_damage_is_named_and_an_older_step_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cut: int | None
 ) -> None:
     root = str(tmp_path)
-    with ckptd.Checkpointer(root, compress=1) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(compress=1)) as ck:
         for step in (1, 2):
             ck.save(step, state(step)).durable(60)  # type: ignore[union-attr]
     [file] = (tmp_path / "data").glob("000000000002-*/*.zp")
@@ -176,7 +176,7 @@ def faulty(url, options, throttle, compress):
     rule = FaultRule("kill", op=sys.argv[2], key="*.zp")
     return StoreSpec(found.url, found.options, (FaultSpec((rule,)), *found.wrappers))
 module.root_spec = faulty
-ck = ckptd.Checkpointer(sys.argv[1], compress=1)
+ck = ckptd.Checkpointer(sys.argv[1], storage=ckptd.Storage(compress=1))
 try:
     ck.save(2, {"w": torch.randn(3_000_000)}).durable(60)
 except ckptd.CkptdError:
@@ -189,7 +189,7 @@ def test_a_writing_process_that_is_killed_leaves_nothing_that_counts(
     tmp_path: Path, op: str
 ) -> None:
     root = str(tmp_path)
-    with ckptd.Checkpointer(root, compress=1) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(compress=1)) as ck:
         ck.save(1, state(1)).durable(60)  # type: ignore[union-attr]
     code = [sys.executable, "-c", _KILLED, root, op]
     done = subprocess.run(code, timeout=PATIENCE_S, check=False, capture_output=True)

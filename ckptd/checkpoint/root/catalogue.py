@@ -245,14 +245,14 @@ class Catalogue(Index):
                 " and start it anew",
             )
 
-    def continue_line(self, step: int, fresh_line: bool | None = False) -> CommitName | None:
+    def continue_line(self, step: int, new_run: bool | None = False) -> CommitName | None:
         """Return the parent for a job that saves `step` first and has loaded nothing.
 
         That is the newest commit that counts, or None in an empty root and for a fresh line.
 
         Parameters
         ----------
-        fresh_line
+        new_run
             True: begin a line of its own. False: go on from a checkpoint that was not loaded. None:
             neither was asked for.
 
@@ -264,8 +264,8 @@ class Catalogue(Index):
             there is one, and the caller did not ask for that.
         """
         check_step(step)
-        latest = None if fresh_line else self.latest()
-        if latest is None or (step > latest.step and fresh_line is False):
+        latest = None if new_run else self.latest()
+        if latest is None or (step > latest.step and new_run is False):
             return latest
         if step > latest.step:
             raise RefusedError(
@@ -275,8 +275,8 @@ class Catalogue(Index):
                 wanted="a load() before the first save, or a root of its own",
                 found="a run that began from nothing, or loaded something else",
                 hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
-                " fresh_line=True (of the Checkpointer or a framework's writer) begins a line of"
-                " its own, beside which this one stays; fresh_line=False goes on from it",
+                " new_run=True (of the Checkpointer or a framework's writer) begins a line of"
+                " its own, beside which this one stays; new_run=False goes on from it",
             )
         raise RefusedError(
             f"step {step} is not later than the newest checkpoint here",

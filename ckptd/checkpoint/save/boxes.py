@@ -202,7 +202,7 @@ class BoxRoot:
         world: int,
         tensors: Mapping[str, BoxTensor],
         metadata: Mapping[str, Any] | None = None,
-        fresh_line: bool | None = None,
+        new_run: bool | None = None,
     ) -> BoxSave:
         """Plan a save; on one process.
 
@@ -214,7 +214,7 @@ class BoxRoot:
             All tensors, by name.
         metadata
             JSON values for the commit record.
-        fresh_line
+        new_run
             Of the first save of a process that has loaded nothing, in a root that has checkpoints:
             True begins a line of its own, False continues the newest one, None is refused.
 
@@ -225,7 +225,7 @@ class BoxRoot:
         RefusedError
             kind ``behind``: the step is not later than what was loaded or committed, or earlier
             than one that was begun; one that was not committed may be begun again. kind
-            ``not-loaded``: nothing was loaded, the root has checkpoints, and `fresh_line` is not
+            ``not-loaded``: nothing was loaded, the root has checkpoints, and `new_run` is not
             given.
         ConflictError
             kind ``superseded``: a newer life of the job saves here. kind ``other-root``: another
@@ -237,7 +237,7 @@ class BoxRoot:
         checked = checked_metadata(dict(metadata or {}))
         with self._lock:
             plan = self._plans.plan(world, tensors)
-            claimed = self._claim(step, world, fresh_line)
+            claimed = self._claim(step, world, new_run)
             self._attempts += 1
             self._last = step
             attempt = attempt_name(self._attempts, claimed.claim_id)
@@ -257,7 +257,7 @@ class BoxRoot:
         )
         return BoxSave(plan, request)
 
-    def _claim(self, step: int, world: int, fresh_line: bool | None) -> Generation:
+    def _claim(self, step: int, world: int, new_run: bool | None) -> Generation:
         catalogue, claimed, loaded = self._catalogue, self._claimed, self._loaded
         if claimed is not None:
             self._check_root(claimed.root)
@@ -272,7 +272,7 @@ class BoxRoot:
             self._check_root(loaded.root)
         else:
             begin_beside(catalogue)
-        parent = loaded.name if loaded else catalogue.continue_line(step, fresh_line)
+        parent = loaded.name if loaded else catalogue.continue_line(step, new_run)
         if parent is not None and step <= parent.step:
             raise _behind(step, parent.step + 1)
         reason = "load" if loaded else "start" if parent is None else "continue"

@@ -27,22 +27,21 @@ from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec
-from ckptd.checkpoint.root.policy import Every, Keep, check_positive
+from ckptd.checkpoint.root.policy import Every, Keep
 from ckptd.checkpoint.root.spans import root_tier, saving
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
-from ckptd.checkpoint.save.tiers import LINGER_S, Tier, tier_specs
+from ckptd.checkpoint.save.tiers import Tier, tier_specs
 from ckptd.checkpoint.torch.job import job_of
 from ckptd.checkpoint.torch.lineage import Lineage
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
-from ckptd.checkpoint.torch.saver import Lazy, Saver
+from ckptd.checkpoint.torch.options import CopyOptions, Preemption, Storage, given, preemption_of
+from ckptd.checkpoint.torch.saver import Saver
 from ckptd.checkpoint.torch.schedule import (
-    GRACE_S,
     Admission,
     Cadence,
     WhenFailed,
-    WhenFull,
     check_when_failed,
     lost,
     rule_of,
@@ -90,26 +89,12 @@ class CallEvents:
     ----------
     tier
         What the root is called.
-    folder
-        Where this process and its writing process record events; None for nowhere.
-
-    Raises
-    ------
-    StoreError
-        kind ``events-folder``.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None,
-        catalogue: Catalogue,
-        board: Board,
-        tier: str,
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, board: Board, tier: str) -> None:
         self._tier = tier
         self._store = catalogue.store
         self._rank = board.rank
-        self._recording = None if folder is None else events.record(folder)
         self._metrics = Metrics()
 
     @contextmanager
@@ -148,11 +133,8 @@ class CallEvents:
         return self._metrics.text()
 
     def close(self) -> None:
-        """Record and count no more. Idempotent."""
+        """Count no more. Idempotent."""
         self._metrics.close()
-        if self._recording is not None:
-            self._recording.close()
-            self._recording = None
 
 
 _log = logging.getLogger("ckptd")
@@ -181,8 +163,6 @@ class Checkpointer(OfOneProcess):
         each with a rule of its own (``ckptd.Memory(every=1)``), else that of the root. They are
         kept by the node's agent, a process that outlives the trainers. See
         ``docs/guide/tiers.md``.
-    linger_s
-        How long agents keep snapshots for the next life of the job when trainers died, in seconds.
     when_failed
         ``"raise"``: a save that failed on the root is raised by the next call. ``"warn"``: it is
         logged, counted and shown by its handle, training goes on, and `close` raises it only where
@@ -192,51 +172,26 @@ class Checkpointer(OfOneProcess):
     process_group
         The ranks that share the state; the default group when None. Jobs that are several (actor,
         critic, rollout) make one checkpointer a group.
-    fresh_line
+    new_run
         What a first save without a load does at a root that has a checkpoint. None refuses it (kind
         ``not-loaded``): the load was forgotten, or the root is another run's. True begins a new
         line; what is there stays, beside the line, and no `keep` deletes it. False continues the
         newest line though nothing was loaded, and `keep` counts what is on it.
     timeout_s
         For one save, from the call to the commit, and for ranks to wait for one another, seconds.
-    throttle
-        Upper bound of the bytes a second that each rank writes; None is no bound.
-    compress
-        Level of zstd, 1 to 22, at which data files are stored as byte planes; 1 is nearly always
-        right. None stores plain safetensors. It pays where the store is slower than the cores: see
-        ``docs/reference/stores.md``. What is packed is read without an option.
     store_options
         For the store: endpoint, keys, region.
     layout
         What rank-local tensors of the state are parts of, in Lay: a file (``job.lay:mg``), the
         name of a shipped layout, or a program as text. Without one plain tensors are the same on
         all ranks that have them. See ``docs/guide/layouts.md``.
-    lazy
-        What is copied after `save` returned, while training goes on. ``"auto"``: the state of
-        the optimizers in the state and the parameters that they hold, on CPU and CUDA devices;
-        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before
-        whatever changes one. ``"off"``: nothing.
-    slots
-        Snapshots that may be under way at a time: one is copied while others are written. None
-        takes two where the memory allows it.
-    when_full
-        What a save does that finds all slots taken: ``"wait"``, or ``"skip"``, counted in
-        `skipped`. Rank 0 decides for all.
-    refer
-        Refer to chunks that did not change since the last checkpoint, where an older one holds
-        them, instead of writing them again. See ``docs/guide/training-loop.md``.
-    debug
-        Digest what is copied late, when `save` is called and when it is copied: names whatever
-        changed in between, however it did.
-    events
-        A folder: this process and its writing process record there what each save costs, for
-        ``ckptd trace``. ``CKPTD_EVENTS`` in the environment does the same.
-    save_on
-        Signals that make a coming call of `save` due on every rank, whichever rank they reached:
-        ``(signal.SIGTERM, signal.SIGUSR1)``. Those that end a process (TERM, INT, HUP, QUIT,
-        XCPU) set `stop_requested` as well. Handlers are put back at `close`.
-    grace_s
-        How long the scheduler waits after such a signal, in seconds: as long does `close` wait.
+    storage
+        How the root stores: `Storage(throttle=, compress=, dedup=)`.
+    copy
+        How state is copied, late or at once: `CopyOptions(lazy=, slots=, when_full=, debug=)`.
+    preemption
+        Signals that ask for a save, and the time that is left then: `Preemption(signals=,
+        grace_s=)`. True is SIGTERM and 30 s. None: no handler is touched.
 
     Examples
     --------
@@ -255,38 +210,32 @@ class Checkpointer(OfOneProcess):
         *,
         every: int | Every | Auto | None = None,
         tiers: Sequence[Tier] = (),
-        linger_s: float = LINGER_S,
         when_failed: WhenFailed = "raise",
         keep: int | Keep | None = None,
         process_group: Any = None,
-        fresh_line: bool | None = None,
+        new_run: bool | None = None,
         timeout_s: float = 1800.0,
-        throttle: float | None = None,
-        compress: int | None = None,
         store_options: Mapping[str, Any] | None = None,
         layout: LayoutSpec | None = None,
-        lazy: Lazy = "auto",
-        slots: int | None = None,
-        when_full: WhenFull = "wait",
-        refer: bool = True,
-        debug: bool = False,
-        events: str | os.PathLike[str] | None = None,
-        save_on: Iterable[int] | int = (),
-        grace_s: float = GRACE_S,
+        storage: Storage | None = None,
+        copy: CopyOptions | None = None,
+        preemption: Preemption | bool | None = None,
     ) -> None:
-        check_positive("grace_s", grace_s, (int, float))
+        storage = given("storage", storage, Storage)
+        copy = given("copy", copy, CopyOptions)
+        stopping = preemption_of(preemption)
         rule = rule_of(every)
-        self._spec = root_spec(url, store_options, throttle, compress)
+        self._spec = root_spec(url, store_options, storage.throttle, storage.compress)
         self._store = self._spec.open()
         self._keep = Keep.of(keep) if keep is not None else None
         self._board = board_of(process_group, timeout_s)
         self._timeout_s = timeout_s
         agreement = self._agreement = Agreement(self._board, timeout_s)
-        self._admission = Admission(when_full, self._board, timeout_s)
+        self._admission = Admission(copy.when_full, self._board, timeout_s)
         catalogue = Catalogue(self._store)
         tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
-        self._events = CallEvents(events, catalogue, self._board, tier)
-        self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
+        self._events = CallEvents(catalogue, self._board, tier)
+        self._lineage = Lineage(catalogue, agreement, new_run=new_run)
         self._last_on_root: int | None = None
         ranks = global_ranks(process_group)
         laid = None
@@ -296,9 +245,9 @@ class Checkpointer(OfOneProcess):
 
             laid = Laid(layout, agreement)
         self._laid = laid
-        self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
-        self._slots = slots
-        self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
+        self._saver = Saver(agreement, ranks, timeout_s, laid, copy=copy, refer=storage.dedup)
+        self._slots = copy.slots
+        self._nearby = near_tiers(tiers, self._store, agreement)
         near = None if self._nearby is None else self._nearby.sources
         self._loader = Loader(
             catalogue,
@@ -318,8 +267,8 @@ class Checkpointer(OfOneProcess):
         self._closed = False
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         self._when_failed = check_when_failed(when_failed)
-        self._grace_s = grace_s
-        self._job = job_of(self, self._board, save_on, anew=fresh_line is True)
+        self._grace_s = stopping.grace_s
+        self._job = job_of(self, self._board, stopping.signals, anew=new_run is True)
         self._watch = self._job.watch
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
@@ -341,7 +290,7 @@ class Checkpointer(OfOneProcess):
     ) -> SaveHandle:
         """Save `state` as `step`, if it is due.
 
-        Returns once copies are begun (see `lazy`): optimizers may step at once, and wait by
+        Returns once copies are begun (see `CopyOptions`): optimizers may step at once, and wait by
         themselves. Call `before_mutation` before changing parameters or optimizer state in any
         other way. Writing and committing go on in another process. Waits while no slot is free.
 
@@ -637,7 +586,7 @@ class Checkpointer(OfOneProcess):
 
     @property
     def skipped(self) -> int:
-        """Saves that were due and skipped, with ``when_full="skip"``."""
+        """Saves that were due and skipped, with ``CopyOptions(when_full="skip")``."""
         return self._admission.skipped
 
     @property

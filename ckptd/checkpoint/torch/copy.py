@@ -666,7 +666,8 @@ def _mutated(names: Iterable[str]) -> SaveError:
         where=", ".join(found[:5]) + (", ..." if len(found) > 5 else ""),
         wanted="no change between save() and before_mutation() or the optimizer's step",
         hint="call before_mutation() of the checkpointer before whatever changes them, or "
-        'make it with lazy="off"; memory that other processes write needs them to wait',
+        'make it with copy=CopyOptions(lazy="off"); memory that other processes write needs '
+        "them to wait",
     )
 
 

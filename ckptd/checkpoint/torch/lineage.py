@@ -41,12 +41,10 @@ class Lineage:
         Of the root, and of the generation's record there: what is saved is for them alone.
     """
 
-    def __init__(
-        self, catalogue: Catalogue, agreement: Agreement, *, fresh_line: bool | None
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, agreement: Agreement, *, new_run: bool | None) -> None:
         self._catalogue = catalogue
         self._agreement = agreement
-        self._fresh_line = fresh_line
+        self._new_run = new_run
         self._attempts = 0
         self.generation = 0
         self.last_step: int | None = None
@@ -77,7 +75,7 @@ class Lineage:
         ------
         RefusedError
             kind ``behind``: the line has a commit at or after `step`. kind ``not-loaded``: it has
-            an earlier one, nothing was loaded, and `fresh_line` is not given.
+            an earlier one, nothing was loaded, and `new_run` is not given.
         ConflictError
             kind ``superseded``: what was loaded could not be claimed then, and another
             life of the job has begun a generation since.
@@ -92,7 +90,7 @@ class Lineage:
                 return self._claim(late.parent, "load", committed=late.committed)
 
             begin_beside(self._catalogue)
-            parent = self._catalogue.continue_line(step, self._fresh_line)
+            parent = self._catalogue.continue_line(step, self._new_run)
             return self._claim(parent, "start" if parent is None else "continue")
 
         self._take(self._agreement.on_rank_zero("claim", claim))

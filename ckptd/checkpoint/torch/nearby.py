@@ -18,7 +18,7 @@ from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, bind_address, host_id, host_members
 from ckptd.checkpoint.load.union import UnionSource
 from ckptd.checkpoint.root.opening import served_spec
-from ckptd.checkpoint.root.policy import Every, check_positive
+from ckptd.checkpoint.root.policy import Every
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
 from ckptd.checkpoint.save.messages import Neighbours, Partner
 from ckptd.checkpoint.save.peers import (
@@ -31,7 +31,7 @@ from ckptd.checkpoint.save.peers import (
     older,
     partners,
 )
-from ckptd.checkpoint.save.tiers import NEAR, Tier, tier_specs
+from ckptd.checkpoint.save.tiers import LINGER_S, NEAR, Local, Tier, tier_specs
 from ckptd.checkpoint.torch.schedule import Announcements, StepTimes
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, UsageError
@@ -179,8 +179,6 @@ class Nearby:
     root
         URL of the root: with ``CKPTD_JOB`` unset it names the job, so that the next life finds the
         agents of this one.
-    linger_s
-        How long agents keep snapshots for the next life when the trainers died, in seconds.
 
     Attributes
     ----------
@@ -190,9 +188,7 @@ class Nearby:
         For the client of the writing process.
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], root: str, agreement: Agreement, linger_s: float
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], root: str, agreement: Agreement) -> None:
         self.rules = TierRules(tiers, agreement.board)
         self._agreement = agreement
         self._node = host_id()
@@ -204,6 +200,7 @@ class Nearby:
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
         secret = given_secret()
         self._secret = secret
+        linger_s = max((t.linger_s for t in tiers if not isinstance(t, Local)), default=LINGER_S)
         bind, key = ("", "") if alone else (bind_address(), self._key_of(self._node))
         self.agent = AgentSpec(self._place, specs, linger_s, bind, key)
         if not alone and secret is None and self._reports_former and agreement.board.rank == 0:
@@ -399,9 +396,7 @@ class Nearby:
         self._sources.clear()
 
 
-def near_tiers(
-    tiers: Sequence[Tier], store: Store, agreement: Agreement, linger_s: float
-) -> Nearby | None:
+def near_tiers(tiers: Sequence[Tier], store: Store, agreement: Agreement) -> Nearby | None:
     """Return the near tiers of a checkpointer whose root is `store`; None without any.
 
     Raises
@@ -411,7 +406,6 @@ def near_tiers(
     """
     if not tiers:
         return None
-    check_positive("linger_s", linger_s, (int, float))
     if not store.capabilities.shared:
         raise UsageError(
             "a root in this process's memory has no near tiers",
@@ -419,7 +413,7 @@ def near_tiers(
             where=store.url,
             wanted="a root that another process can open",
         )
-    return Nearby(tiers, store.url, agreement, linger_s)
+    return Nearby(tiers, store.url, agreement)
 
 
 def _tabulate(raw: list[bytes]) -> bytes:

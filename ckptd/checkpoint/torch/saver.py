@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -35,19 +35,20 @@ from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot, copy_st
 from ckptd.checkpoint.torch.feed import CopyStep
 from ckptd.checkpoint.torch.gate import Gate
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
+from ckptd.checkpoint.torch.options import CopyOptions
 from ckptd.checkpoint.torch.replicas import Samples, replica_digests, shards_in_common
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.decoding import json_decoder
-from ckptd.errors import CkptdError, SaveError, UsageError, WorkerError
+from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.events.activity import at_step, phase
 
 if TYPE_CHECKING:
     from ckptd.reshard.torch.layout.binder import Laid
     from ckptd.reshard.torch.layout.saving import LaidLeaves
 
-__all__ = ["Lazy", "SavePlanner", "Saver", "wait_for_copying"]
+__all__ = ["SavePlanner", "Saver", "wait_for_copying"]
 
 
 _groups = json_decoder(dict[str, tuple[int, ...]])
@@ -147,8 +148,6 @@ class SavePlanner:
         return groups
 
 
-Lazy = Literal["auto", "all", "off"]
-
 _log = logging.getLogger("ckptd")
 _COPIER = "ckptd-copy"
 
@@ -192,10 +191,10 @@ class Saver:
         Global ranks of the process group by group rank.
     layout
         What says which tensors of the state are parts of larger ones.
-    lazy
-        What is copied after `save` returned; see `Checkpointer`.
-    look
-        See `Snapshot`.
+    copy
+        What is copied after `save` returned, and what is digested.
+    refer
+        Refer to chunks that did not change.
     """
 
     def __init__(
@@ -205,20 +204,12 @@ class Saver:
         timeout_s: float,
         layout: Laid | None = None,
         *,
-        lazy: Lazy = "auto",
-        look: bool = False,
+        copy: CopyOptions,
         refer: bool = True,
     ) -> None:
         self._layout = layout
         self._refer = refer
         self._board = agreement.board
-        if lazy not in get_args(Lazy):
-            raise UsageError(
-                "lazy is none of its values",
-                kind="bad-policy",
-                wanted=", ".join(get_args(Lazy)),
-                found=repr(lazy),
-            )
         self._flattener = Flattener()
         self._planner = SavePlanner(agreement)
         self._describer = Describer(ranks)
@@ -227,8 +218,7 @@ class Saver:
         self._steps: list[CopyStep] = []
         self._steps_of = ""
         self._form: tuple[object, CopyForm] | None = None
-        self._lazy = lazy
-        self._look = look
+        self._options = copy
         self._gate = Gate(timeout_s)
         self._unchecked: list[SaveTracker] = []
         self._warned = False
@@ -392,10 +382,10 @@ class Saver:
             )
 
     def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> CopySources:
-        held: Callable[[TensorLeaf], bool] = lambda leaf: self._lazy == "all"  # noqa: E731
-        if self._lazy != "off":
+        held: Callable[[TensorLeaf], bool] = lambda leaf: self._options.lazy == "all"  # noqa: E731
+        if self._options.lazy != "off":
             guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
-            held = guarded if self._lazy == "auto" else held
+            held = guarded if self._options.lazy == "auto" else held
         tensors = leaves.tensors if laid is None else laid.sources
         # A token stands for the same views of the same memory, which views of a layout are not.
         known = leaves.known if laid is None else None
@@ -456,9 +446,9 @@ class Saver:
                 snapshot = Snapshot(
                     sources,
                     slot,
-                    look=self._look,
+                    look=self._options.debug,
                     copies=self._device_copies,
-                    clone=self._lazy != "off",
+                    clone=self._options.lazy != "off",
                     samples=samples,
                     timeout_s=self._timeout_s,
                 )
@@ -487,7 +477,7 @@ class Saver:
 
         copy = self._copier.submit(finish)
         self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
-        if self._lazy == "off":
+        if self._options.lazy == "off":
             self._gate.settle()
 
     def _values(

@@ -34,11 +34,11 @@ from ckptd.checkpoint.root.auto import (
 )
 from ckptd.checkpoint.root.policy import Every, plain_int
 from ckptd.checkpoint.save.handle import SaveHandle
+from ckptd.checkpoint.torch.options import WhenFull
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.events.activity import phase
 
 __all__ = [
-    "GRACE_S",
     "SAVE",
     "STOP",
     "Admission",
@@ -47,7 +47,6 @@ __all__ = [
     "SignalWatch",
     "StepTimes",
     "WhenFailed",
-    "WhenFull",
     "check_when_failed",
     "lost",
     "rule_of",
@@ -56,8 +55,6 @@ __all__ = [
 
 SAVE: Final = "save"
 STOP: Final = "stop"
-GRACE_S = 30.0
-"""What Slurm (KillWait), Kubernetes and torchrun wait between TERM and KILL, in seconds."""
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
 _ANSWERED = frozenset(signal.Signals) - {
@@ -219,8 +216,8 @@ def _checked(signals: Iterable[int] | int) -> list[int]:
             "only the main thread can handle signals",
             kind="main-thread",
             where=threading.current_thread().name,
-            wanted=f"a Checkpointer with save_on={[_n(n) for n in numbers]} in the main thread",
-            hint="make the Checkpointer there, or without save_on",
+            wanted=f"a Checkpointer that handles {[_n(n) for n in numbers]} in the main thread",
+            hint="make the Checkpointer there, or without preemption",
         )
     return numbers
 
@@ -228,10 +225,10 @@ def _checked(signals: Iterable[int] | int) -> list[int]:
 def _number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in _ANSWERED:
         raise UsageError(
-            "save_on wants signals that a program can answer",
+            "preemption wants signals that a program can answer",
             kind="bad-policy",
-            where="save_on",
-            wanted="(signal.SIGTERM, signal.SIGUSR1)",
+            where="preemption",
+            wanted="Preemption(signals=(signal.SIGTERM, signal.SIGUSR1))",
             found=repr(value),
         )
     return int(value)
@@ -261,7 +258,7 @@ def lost(handles: Sequence[SaveHandle], durable: int | None, grace_s: float) -> 
         wanted=f"durable within {grace_s:g} s of the signal",
         found="; ".join(was),
         hint="the writing process finishes it if it may live; ask the scheduler for more time"
-        " (Slurm: --signal=TERM@120) and give it as grace_s",
+        " (Slurm: --signal=TERM@120) and give it as Preemption(grace_s=...)",
     )
 
 
@@ -397,7 +394,6 @@ class StepTimes:
         return lost
 
 
-WhenFull = Literal["wait", "skip"]
 WhenFailed = Literal["raise", "warn"]
 
 
@@ -429,10 +425,6 @@ class Admission:
     """
 
     def __init__(self, when_full: WhenFull, board: Board, timeout_s: float) -> None:
-        if when_full not in ("wait", "skip"):
-            raise UsageError(
-                "no such policy", kind="bad-policy", wanted="wait, or skip", found=repr(when_full)
-            )
         self._skips = when_full == "skip"
         self._board = board
         self._timeout_s = timeout_s

@@ -150,7 +150,7 @@ def test_an_error_in_a_helper_thread_is_not_swallowed(
     ballast = tmpfs.fill(leave=1 << 20)
     state = {n: torch.zeros(shape) for n, shape in EIGHT.items()}
     with pytest.raises(StoreError, match="no space left"):  # nobody asked the handle
-        with ckptd.Checkpointer(str(place.root), fresh_line=False) as ck:
+        with ckptd.Checkpointer(str(place.root), new_run=False) as ck:
             ck.save(2, state)
     ballast.unlink()
     with ckptd.Checkpointer(str(place.root)) as ck:
@@ -168,7 +168,7 @@ def test_a_save_does_not_overwrite_the_buffer_of_the_one_before(root: str) -> No
     """
     training = Training(150)
     overlapped = 0
-    with ckptd.Checkpointer(root, throttle=1e6) as ck:  # 0.3 s for each save
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=1e6)) as ck:  # 0.3 s for each save
         handles: list[ckptd.SaveHandle] = []
         for step in range(1, 7):
             training.train()
@@ -286,7 +286,7 @@ def test_nothing_is_truncated_freed_or_promised_too_early(place: LocalPlace, roo
     assert max(i for i, o in enumerate(order) if o == f"os.pwrite {left}") < made
     assert order.index(f"os.fsync-folder {left.parent}") < made
     job.close()
-    with ckptd.Checkpointer(root, throttle=1e7) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=1e7)) as ck:
         # Small ones come back from the allocator's lists at once, large ones are unmapped.
         for step, sizes in enumerate(([512] * 500, [1 << 20]), start=1):
             state = {str(i): torch.full((n,), 7.0 * step) for i, n in enumerate(sizes)}
@@ -402,7 +402,7 @@ def test_a_killed_writing_process_hangs_nobody(root: str) -> None:
     state = {"w": torch.zeros(100_000)}
 
     def begin(step: int) -> tuple[ckptd.Checkpointer, ckptd.SaveHandle, int]:
-        ck = ckptd.Checkpointer(root, throttle=400_000.0, fresh_line=False)
+        ck = ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=400_000.0), new_run=False)
         handle = ck.save(step, state)
         assert handle is not None
         assert ck.worker_pid is not None
@@ -493,7 +493,7 @@ def save_again_and_again(root: str) -> None:
         ck.load({"w": torch.zeros(16)}, 1)
         save(ck, 2, 40.0, 1)
     for late, value in ((0, 50.0), (1, 60.0)):
-        with ckptd.Checkpointer(root, fresh_line=True) as ck:
+        with ckptd.Checkpointer(root, new_run=True) as ck:
             save(ck, 2, value, late)
 
 

@@ -81,7 +81,7 @@ def test_an_abandoned_line_can_be_taken_up_again() -> None:
     assert line(3, commits, claimed.__getitem__) == names((10, 1), (30, 1))
 
 
-def test_a_fresh_line_hides_all_before() -> None:
+def test_a_new_run_hides_all_before() -> None:
     claimed = history(None, (10, 1), None)
     assert line(3, names((10, 1), (20, 2)), claimed.__getitem__) == []
 

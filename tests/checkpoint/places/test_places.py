@@ -36,7 +36,7 @@ _CLONE_NEWNS = 0x20000
 def save(root: str, step: int = 1, numbers: int = 100_000) -> str:
     """Save a state; returns ``works``, or the error."""
     try:
-        with Checkpointer(root, fresh_line=False) as ck:
+        with Checkpointer(root, new_run=False) as ck:
             ck.save(step, {"t": torch.full((numbers,), float(step))}).durable(PATIENCE_S)
     except CkptdError as error:
         return f"{type(error).__name__} {error.kind}: {error}"

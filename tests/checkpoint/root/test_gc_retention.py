@@ -98,7 +98,7 @@ def test_nothing_goes_when_nothing_is_complete(catalogue: Catalogue) -> None:
     assert list(reasons(catalogue, 1, grace_s=0.0)) == [10, 20]
 
 
-def test_nothing_goes_before_a_fresh_line_has_saved(catalogue: Catalogue) -> None:
+def test_nothing_goes_before_a_new_run_has_saved(catalogue: Catalogue) -> None:
     run(catalogue, 10, 20)
     fresh = catalogue.claim(None, 1).generation
     assert list(reasons(catalogue, 1, grace_s=0.0)) == [10, 20]

@@ -159,11 +159,11 @@ def test_a_process_that_loaded_nothing_does_not_go_on(tmp_path: Path) -> None:
         with pytest.raises(CkptdError) as caught:
             new.begin(2, 1, whole)
         assert caught.value.kind == "not-loaded"
-        write(new, new.begin(2, 1, whole, fresh_line=False), 1)
+        write(new, new.begin(2, 1, whole, new_run=False), 1)
     with root_spec(str(tmp_path)).open() as store:
         assert [n.step for n in Catalogue(store).line()] == [1, 2]
     with BoxRoot(str(tmp_path)) as fresh:
-        write(fresh, fresh.begin(1, 1, whole, fresh_line=True), 1)
+        write(fresh, fresh.begin(1, 1, whole, new_run=True), 1)
         assert fresh.latest() == 1
 
 
@@ -179,7 +179,7 @@ def test_a_root_that_hides_a_model_begins_with_a_warning(
     assert said.startswith(f"{tmp_path} holds a checkpoint of the format hf")
     caplog.clear()
     with BoxRoot(str(tmp_path)) as root:
-        write(root, root.begin(2, 1, WHOLE_W, fresh_line=False), 1)
+        write(root, root.begin(2, 1, WHOLE_W, new_run=False), 1)
     assert not caplog.records, "a root that is there hides nothing anew"
 
 

@@ -157,7 +157,7 @@ def test_another_plan_refers_to_tensors_that_are_cut_alike(store: Store) -> None
     job.close()
 
 
-def test_a_fresh_line_and_a_save_that_must_not_refer_write_everything(store: Store) -> None:
+def test_a_new_run_and_a_save_that_must_not_refer_write_everything(store: Store) -> None:
     arrays = values(1, SHAPES)
     job = job_of(store)
     saved(job, 1, arrays)

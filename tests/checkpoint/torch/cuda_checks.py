@@ -80,7 +80,7 @@ def settle(ck: ckptd.Checkpointer) -> None:
 
 def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
     """Make a checkpointer whose memory is there already, by a save of step 1."""
-    ck = ckptd.Checkpointer(root, refer=False, **options)
+    ck = ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False), **options)
     ck.save(1, state)
     ck.wait()
     settle(ck)
@@ -153,7 +153,7 @@ def saves_at_every_step_hold_their_step(root: str) -> None:
         state = trained(make)
         where = f"{root}-{kind.replace(' ', '-')}"
         seen = {}
-        with ckptd.Checkpointer(where, slots=2) as ck:
+        with ckptd.Checkpointer(where, copy=ckptd.CopyOptions(slots=2)) as ck:
             for step in range(1, 5):
                 backward(state["model"])
                 state["optim"].step()
@@ -223,7 +223,7 @@ def a_change_without_asking_is_named_though_a_step_asks(root: str) -> None:
 
 def debug_finds_what_torch_does_not_count(root: str) -> None:
     state = trained()
-    with warm(root, state, debug=True) as ck:
+    with warm(root, state, copy=ckptd.CopyOptions(debug=True)) as ck:
         with slow_copies(ck):
             handle = ck.save(2, state)
             state["model"][1].weight.data[WIDTH // 2].add_(1.0)
@@ -270,7 +270,7 @@ def captured(live: dict[str, torch.Tensor]) -> torch.cuda.CUDAGraph:
 def a_replay_that_asks_waits_on_the_device(root: str) -> None:
     live = {f"w{i}": torch.randn(WIDTH, WIDTH, device=DEVICE) for i in range(8)}
     graph = captured(live)
-    with warm(root, live, lazy="all") as ck:
+    with warm(root, live, copy=ckptd.CopyOptions(lazy="all")) as ck:
         wanted = {n: t.clone() for n, t in live.items()}
         with slow_copies(ck) as stream:
             handle = ck.save(2, live)
@@ -286,7 +286,7 @@ def a_replay_that_asks_waits_on_the_device(root: str) -> None:
 def a_replay_that_does_not_ask_is_found(root: str) -> None:
     live = {f"w{i}": torch.randn(WIDTH, WIDTH, device=DEVICE) for i in range(8)}
     graph = captured(live)
-    with warm(root, live, lazy="all") as ck:
+    with warm(root, live, copy=ckptd.CopyOptions(lazy="all")) as ck:
         with slow_copies(ck):
             handle = ck.save(2, live)
             graph.replay()
@@ -340,7 +340,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def tensors_of_all_kinds(root: str) -> None:
     for lazy in ("auto", "all", "off"):
         live = all_kinds()
-        with ckptd.Checkpointer(f"{root}-{lazy}", lazy=lazy) as ck:
+        with ckptd.Checkpointer(f"{root}-{lazy}", copy=ckptd.CopyOptions(lazy=lazy)) as ck:
             wanted = {n: plain(t).clone() for n, t in live.items()}
             ck.save(1, live)
             ck.before_mutation()
@@ -354,7 +354,7 @@ def tensors_of_all_kinds(root: str) -> None:
 
 def off_copies_before_it_returns(root: str) -> None:
     state = trained()
-    with warm(root, state, lazy="off") as ck:
+    with warm(root, state, copy=ckptd.CopyOptions(lazy="off")) as ck:
         wanted = values(state)
         handle = ck.save(2, state)
         assert handle is not None

@@ -178,10 +178,10 @@ def test_a_first_save_continues_the_line_only_forwards(root: str) -> None:
         assert caught.value.kind == "behind"
         assert "load" in (caught.value.hint or "")
         assert "fresh" in (caught.value.hint or "")
-    with ckptd.Checkpointer(root, fresh_line=False) as ck:
+    with ckptd.Checkpointer(root, new_run=False) as ck:
         ck.save(11, state)
     assert steps_on_line(root) == [10, 11]
-    with ckptd.Checkpointer(root, fresh_line=True) as ck:
+    with ckptd.Checkpointer(root, new_run=True) as ck:
         ck.save(1, state)
     assert steps_on_line(root) == [1]
 
@@ -434,7 +434,7 @@ def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     import signal
 
     state = {"w": torch.zeros(200_000)}
-    ck = ckptd.Checkpointer(root, throttle=400_000.0)
+    ck = ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=400_000.0))
     handle = ck.save(1, state)
     assert handle is not None
     assert ck.worker_pid is not None

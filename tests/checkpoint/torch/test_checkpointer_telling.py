@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import ckptd
-from ckptd.errors import DeadlineError, StoreError, WorkerError
+from ckptd import events
+from ckptd.errors import DeadlineError, WorkerError
 from ckptd.events import FOLDER_VARIABLE, LoadDone, SaveBegun, SaveDurable, Span
 from ckptd.events.event import AnyEvent
 from ckptd.events.eventfiles import EventFolder
@@ -54,7 +55,7 @@ def save_and_load(root: str, folder: str) -> str:
     """Save three times on every rank of a sharded job and load; return the metrics."""
     model, optim = build("fsdp", 1)
     state = {"model": model, "optim": optim}
-    with ckptd.Checkpointer(root, keep=1, events=folder) as ck:
+    with closing(events.record(folder)), ckptd.Checkpointer(root, keep=1) as ck:
         for number in (1, 2, 3):
             step(model, optim)
             ck.save(number, state)
@@ -115,7 +116,10 @@ def test_two_ranks_tell_every_phase(tmp_path: Path) -> None:
 
 def test_spans_of_one_process_fit_into_one_another(tmp_path: Path) -> None:
     model, optim, state = job()
-    with ckptd.Checkpointer(str(tmp_path / "root"), events=tmp_path / "events") as ck:
+    with (
+        closing(events.record(tmp_path / "events")),
+        ckptd.Checkpointer(str(tmp_path / "root")) as ck,
+    ):
         train(model, optim)
         before = time.time_ns()
         ck.save(1, state)
@@ -137,9 +141,11 @@ def test_spans_of_one_process_fit_into_one_another(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -> None:
     code = """
         import sys, torch, ckptd
+        from ckptd import events
         from tests.checkpoint.torch.test_checkpointer_telling import job, train
         model, optim, state = job()
-        ck = ckptd.Checkpointer(sys.argv[1], events=sys.argv[2], throttle=1e5)
+        recording = events.record(sys.argv[2])
+        ck = ckptd.Checkpointer(sys.argv[1], storage=ckptd.Storage(throttle=1e5))
         for step in range(1, 1000):
             train(model, optim)
             handle = ck.save(step, state)
@@ -172,7 +178,7 @@ def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -
 def test_uploads_are_told(s3_moto: dict[str, Any], tmp_path: Path) -> None:
     model, optim, state = job()
     url = s3_url()
-    with ckptd.Checkpointer(url, store_options=s3_moto, events=tmp_path) as ck:
+    with closing(events.record(tmp_path)), ckptd.Checkpointer(url, store_options=s3_moto) as ck:
         train(model, optim)
         ck.save(1, state)
     _, (save,) = recorded(tmp_path)
@@ -199,21 +205,13 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert (save.outcome, save.slowest != "") == ("durable", True)
 
 
-def test_recording_ends_with_the_checkpointer(tmp_path: Path) -> None:
-    model, optim, state = job()
-    with ckptd.Checkpointer(str(tmp_path / "a"), events=tmp_path / "events"):
-        assert os.environ[FOLDER_VARIABLE] == str(tmp_path / "events")
-    assert FOLDER_VARIABLE not in os.environ
-    with ckptd.Checkpointer(str(tmp_path / "b")) as ck:
-        train(model, optim)
-        ck.save(1, state)
-    assert not (tmp_path / "events").exists() or not list((tmp_path / "events").iterdir())
-
-
 def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
     model, optim, state = job()
+    recording = events.record(tmp_path / "events")
     ck = ckptd.Checkpointer(
-        str(tmp_path / "root"), events=tmp_path / "events", throttle=1000.0, timeout_s=30.0
+        str(tmp_path / "root"),
+        storage=ckptd.Storage(throttle=1000.0),
+        timeout_s=30.0,
     )
     train(model, optim)
     handle = ck.save(1, state)
@@ -226,14 +224,8 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
             with suppress(DeadlineError):
                 handle.durable(1.0)
     ck.close()
+    recording.close()
     assert 'ckptd_saves_total{outcome="failed",tier="local"} 1.0' in ck.metrics_text()
     _, (save,) = recorded(tmp_path / "events")
     assert save.outcome == "failed"
     assert save.reason.startswith("the writing process died")
-
-
-def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError) as caught:
-        ckptd.Checkpointer(str(tmp_path / "root"), events=tmp_path / "file" / "x")
-    assert caught.value.kind == "events-folder"

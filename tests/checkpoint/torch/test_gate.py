@@ -256,7 +256,7 @@ def test_before_mutation_lets_it_be_copied_first(root: str) -> None:
 def test_what_torch_does_not_count_is_found(debug: bool, root: str, slow: threading.Event) -> None:
     model = network()
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-    with ckptd.Checkpointer(root, debug=debug) as ck:
+    with ckptd.Checkpointer(root, copy=ckptd.CopyOptions(debug=debug)) as ck:
         handle = ck.save(1, state)
         assert handle is not None
         model[0].bias.detach().numpy()[:] = 7.0
@@ -269,7 +269,7 @@ def test_what_torch_does_not_count_is_found(debug: bool, root: str, slow: thread
 def test_off_copies_everything_at_once(root: str) -> None:
     model = network()
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-    with ckptd.Checkpointer(root, lazy="off") as ck:
+    with ckptd.Checkpointer(root, copy=ckptd.CopyOptions(lazy="off")) as ck:
         wanted = copy_of(state)
         handle = ck.save(1, state)
         assert handle is not None
@@ -284,7 +284,9 @@ def test_staged_means_copied_also_when_writing_has_begun(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = {"w": torch.zeros(8 << 20)}  # several slices: the first is written while others wait
-    with ckptd.Checkpointer(root, lazy="all", refer=False) as ck:
+    with ckptd.Checkpointer(
+        root, storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(lazy="all")
+    ) as ck:
         ck.save(1, live)
         ck.wait()
         held = threading.Event()
@@ -312,7 +314,7 @@ def test_staged_means_copied_also_when_writing_has_begun(
 
 def test_all_copies_plain_tensors_late(root: str, slow: threading.Event) -> None:
     live = {"w": torch.arange(100.0)}
-    with ckptd.Checkpointer(root, lazy="all") as ck:
+    with ckptd.Checkpointer(root, copy=ckptd.CopyOptions(lazy="all")) as ck:
         handle = ck.save(1, live)
         assert handle is not None
         assert handle.progress.phase == "staging"
@@ -327,7 +329,9 @@ def test_all_copies_plain_tensors_late(root: str, slow: threading.Event) -> None
 def test_saves_overlap_in_slots(root: str) -> None:
     """Three saves of a slow store: the second does not wait for the first to be written."""
     live = {"w": torch.zeros(1 << 18)}
-    with ckptd.Checkpointer(root, throttle=2e6, slots=2) as ck:
+    with ckptd.Checkpointer(
+        root, storage=ckptd.Storage(throttle=2e6), copy=ckptd.CopyOptions(slots=2)
+    ) as ck:
         handles = []
         for step in (1, 2, 3):
             live["w"].fill_(step)
@@ -347,7 +351,9 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     live = {"w": torch.zeros(1 << 18)}
-    with ckptd.Checkpointer(root, throttle=1e6, slots=1, when_full="skip") as ck:
+    with ckptd.Checkpointer(
+        root, storage=ckptd.Storage(throttle=1e6), copy=ckptd.CopyOptions(slots=1, when_full="skip")
+    ) as ck:
         assert ck.save(1, live)
         assert not ck.save(2, live)
         assert ck.skipped == 1
@@ -357,10 +363,19 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
         forced.durable(30.0)
         assert ck.latest() == 3
     wrong: Any
-    for wrong in ({"when_full": "latest"}, {"lazy": "sometimes"}):
+    for wrong in ({"when_full": "latest"}, {"lazy": "sometimes"}, {"slots": 0}):
         with pytest.raises(ckptd.CkptdError) as caught:
-            ckptd.Checkpointer(root, **wrong)
+            ckptd.CopyOptions(**wrong)
         assert caught.value.kind == "bad-policy"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"copy": {"lazy": "off"}}, {"storage": 1}, {"preemption": 15}], ids=str
+)
+def test_a_group_of_options_that_is_none_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ckptd.UsageError, match=r"Preemption|CopyOptions|Storage") as caught:
+        ckptd.Checkpointer(str(tmp_path), **wrong)
+    assert caught.value.kind == "bad-argument"
 
 
 def test_ranks_skip_together() -> None:

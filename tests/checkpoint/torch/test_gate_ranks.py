@@ -21,7 +21,9 @@ def train_and_save(root: str, kind: str) -> dict[int, dict[str, torch.Tensor]]:
     model, optim = build(kind, 1)
     seen = {}
     # Throttled, so that copies and writes are under way when the next step comes.
-    with ckptd.Checkpointer(root, slots=2, throttle=3e5) as ck:
+    with ckptd.Checkpointer(
+        root, storage=ckptd.Storage(throttle=3e5), copy=ckptd.CopyOptions(slots=2)
+    ) as ck:
         for number in range(1, STEPS + 1):
             step(model, optim)
             seen[number] = whole(model, optim)

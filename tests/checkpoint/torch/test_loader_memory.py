@@ -46,7 +46,7 @@ def sources(ck: ckptd.Checkpointer) -> dict[str, int]:
 def test_the_newest_step_comes_from_memory_and_an_older_one_from_the_root(tmp_path: Path) -> None:
     state = plain()
     nbytes = sum(x.nbytes for x in state.values() if isinstance(x, torch.Tensor))
-    with ckptd.Checkpointer(str(tmp_path / "root"), slots=1) as ck:
+    with ckptd.Checkpointer(str(tmp_path / "root"), copy=ckptd.CopyOptions(slots=1)) as ck:
         for step in (1, 2):
             fill(state, step)
             ck.save(step, state).durable(60.0)

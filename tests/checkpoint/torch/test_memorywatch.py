@@ -439,7 +439,9 @@ def test_memory_that_is_freed_while_the_kernel_copies_it_has_changed(
         put(slot, start, source, **more)
 
     monkeypatch.setattr(Slot, "put", late)
-    with ckptd.Checkpointer(str(tmp_path), lazy="all", when_failed="warn") as ck:
+    with ckptd.Checkpointer(
+        str(tmp_path), copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
+    ) as ck:
         handle = ck.save(1, state)
         assert handle is not None
         with pytest.raises(SaveError) as caught:
@@ -535,7 +537,9 @@ def test_memory_that_is_freed_under_a_later_copy_has_changed(
         base.untyped_storage().resize_(0)
         plain(address, into)
 
-    with ckptd.Checkpointer("memory://freed-" + lies, lazy="all", when_failed="warn") as ck:
+    with ckptd.Checkpointer(
+        "memory://freed-" + lies, copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
+    ) as ck:
         ck.save(1, state).durable(60.0)
         ck.wait()
         for module in (copying, arena):
@@ -551,7 +555,8 @@ import sys, time, torch, ckptd
 lies, pause = sys.argv[1], float(sys.argv[2])
 base = torch.ones(6000, 6000)
 state = {"w": base if lies == "dense" else base.t()}
-with ckptd.Checkpointer("memory://freed", lazy="all", when_failed="warn") as ck:
+late = ckptd.CopyOptions(lazy="all")
+with ckptd.Checkpointer("memory://freed", copy=late, when_failed="warn") as ck:
     ck.save(1, state).durable(100)
     ck.wait()
     handle = ck.save(2, state)

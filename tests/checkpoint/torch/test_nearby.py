@@ -86,7 +86,7 @@ def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, 
     """Load, save some steps to the memory of nodes, and the 10th to the root, and go on."""
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = nodes[torch.distributed.get_rank()]
-    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1)], linger_s=60.0)
+    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1, linger_s=60.0)])
     state, found = rows_of(-1), 0
     if ck.latest() is not None:
         found = ck.load(state)
@@ -127,7 +127,7 @@ def test_a_former_node_that_is_gone_is_tried_once_in_a_life(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"ckptd://127.0.0.1:{taken.getsockname()[1]}"
     board = LocalBoard()
-    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, PATIENCE_S), 1.0)
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, PATIENCE_S))
     nearby._former = [KnownNode("gone", url, "", "ab" * 16), KnownNode("odd", "ckptd://x", "", "")]
     for empty in (False, True):
         for source in nearby.sources():
@@ -159,7 +159,7 @@ class Client:
 
 def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CKPTD_NODE", name)
-    return Nearby([Memory()], "/nowhere", Agreement(board, PATIENCE_S), 1.0)
+    return Nearby([Memory()], "/nowhere", Agreement(board, PATIENCE_S))
 
 
 def agent_at(port: int) -> Any:
@@ -339,7 +339,9 @@ def test_what_another_run_left_in_a_folder_is_not_loaded(tmp_path: Path) -> None
     folder = str(tmp_path / "near")
     for root, steps in (("first", 9), ("second", 3)):
         url = str(tmp_path / root)
-        with ckptd.Checkpointer(url, every=3, tiers=[Local(folder, every=1)], slots=2) as ck:
+        with ckptd.Checkpointer(
+            url, every=3, tiers=[Local(folder, every=1)], copy=ckptd.CopyOptions(slots=2)
+        ) as ck:
             for step in range(1, steps + 1):
                 handle = ck.save(step, state_at(step if root == "first" else 100 * step))
                 assert handle is not None

@@ -121,7 +121,7 @@ def test_frozen_parameters_are_written_once_also_by_the_next_life(tmp_path: Path
 
 def test_a_checkpointer_that_must_not_refer_writes_everything(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
-    train(root, 1, refer=False)
+    train(root, 1, storage=ckptd.Storage(dedup=False))
     assert len(set(written(root))) == 1
 
 

@@ -80,9 +80,11 @@ def abandoned(ck: ckptd.Checkpointer) -> None:
 
 TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "root alone": lambda _: {},
-    "packed": lambda _: {"compress": 1},
-    "memory": lambda _: {"tiers": [ckptd.Memory()]},
-    "memory and a folder": lambda p: {"tiers": [ckptd.Memory(), ckptd.Local(str(p / "node"))]},
+    "packed": lambda _: {"storage": ckptd.Storage(compress=1)},
+    "memory": lambda _: {"tiers": [ckptd.Memory(linger_s=0.1)]},
+    "memory and a folder": lambda p: {
+        "tiers": [ckptd.Memory(linger_s=0.1), ckptd.Local(str(p / "node"))]
+    },
 }
 
 
@@ -95,7 +97,7 @@ def _own_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_is_no_root_any_more(tiers: str, tmp_path: Path) -> None:
     root, away = tmp_path / "root", tmp_path / "away"
     options = TIERS[tiers](tmp_path)
-    ck = ckptd.Checkpointer(str(root), when_failed="warn", linger_s=0.1, **options)
+    ck = ckptd.Checkpointer(str(root), when_failed="warn", **options)
     saved(ck, 1)
     root.rename(away)
     assert refusal(ck, 2) == "root-gone"
@@ -114,7 +116,7 @@ def test_a_folder_that_is_no_root_any_more(tiers: str, tmp_path: Path) -> None:
 def test_a_root_made_anew_under_a_living_job(tiers: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     options = TIERS[tiers](tmp_path)
-    old = ckptd.Checkpointer(str(root), keep=1, when_failed="warn", linger_s=0.1, **options)
+    old = ckptd.Checkpointer(str(root), keep=1, when_failed="warn", **options)
     saved(old, 1)
     root.rename(tmp_path / "away")  # whole, at one moment: the writing process still tidies up
     shutil.rmtree(tmp_path / "away", ignore_errors=True)
@@ -168,7 +170,7 @@ def test_no_rule_deletes_what_another_run_wrote(tmp_path: Path, cli: Cli) -> Non
     with ckptd.Checkpointer(root) as ck:
         for step in (10, 20):
             saved(ck, step)
-    with ckptd.Checkpointer(root, fresh_line=True, keep=1) as ck:
+    with ckptd.Checkpointer(root, new_run=True, keep=1) as ck:
         saved(ck, 1)
         for part, kind in (("generations", Generation), ("commits", Commit)):
             for path in (tmp_path / part).iterdir():  # long ago: no grace period is left

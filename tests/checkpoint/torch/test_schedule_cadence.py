@@ -130,7 +130,7 @@ def test_auto_saves_at_once_and_then_by_what_it_measured(tmp_path: Path) -> None
 def test_auto_makes_no_save_while_one_drains(tmp_path: Path) -> None:
     auto = ckptd.Auto(mtbf_hours=1e-9, max_minutes=1e-6)
     state = {"x": torch.zeros(1 << 18)}
-    with ckptd.Checkpointer(str(tmp_path), every=auto, throttle=2e6) as ck:
+    with ckptd.Checkpointer(str(tmp_path), every=auto, storage=ckptd.Storage(throttle=2e6)) as ck:
         handles = []
         step, end = 0, time.monotonic() + PATIENCE_S
         # A busy machine may take seconds to write the first one.

@@ -171,7 +171,9 @@ def state(size: int = 8) -> dict[str, Any]:
 
 def test_a_user_signal_saves_once_and_training_goes_on(tmp_path: Path) -> None:
     saved = []
-    with ckptd.Checkpointer(str(tmp_path), every=100, save_on=(TERM, USR1)) as ck:
+    with ckptd.Checkpointer(
+        str(tmp_path), every=100, preemption=ckptd.Preemption(signals=(TERM, USR1))
+    ) as ck:
         for step in range(1, 11):
             if step == 4:
                 me(USR1)
@@ -182,7 +184,9 @@ def test_a_user_signal_saves_once_and_training_goes_on(tmp_path: Path) -> None:
 
 def test_a_signal_that_ends_saves_and_stops(tmp_path: Path) -> None:
     before = signal.getsignal(TERM)
-    with ckptd.Checkpointer(str(tmp_path), every=100, save_on=(TERM, USR1)) as ck:
+    with ckptd.Checkpointer(
+        str(tmp_path), every=100, preemption=ckptd.Preemption(signals=(TERM, USR1))
+    ) as ck:
         for step in range(1, 11):
             if step == 4:
                 me(TERM)
@@ -199,7 +203,11 @@ def test_a_signal_that_ends_saves_and_stops(tmp_path: Path) -> None:
 def test_a_scheduler_that_signals_every_process_does_not_end_the_writing_one(
     tmp_path: Path,
 ) -> None:
-    with ckptd.Checkpointer(str(tmp_path), save_on=TERM, throttle=2e6) as ck:
+    with ckptd.Checkpointer(
+        str(tmp_path),
+        storage=ckptd.Storage(throttle=2e6),
+        preemption=ckptd.Preemption(signals=TERM),
+    ) as ck:
         worker = ck.worker_pid
         assert worker is not None
         under_way = ck.save(1, state(1 << 18))
@@ -222,8 +230,13 @@ def test_without_save_on_no_handler_is_touched(tmp_path: Path) -> None:
 
 
 def test_what_a_signal_asks_for_is_never_skipped(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"slots": 1, "when_full": "skip", "throttle": 4e6}
-    with ckptd.Checkpointer(str(tmp_path), every=1, save_on=USR1, **options) as ck:
+    options: dict[str, Any] = {
+        "copy": ckptd.CopyOptions(slots=1, when_full="skip"),
+        "storage": ckptd.Storage(throttle=4e6),
+    }
+    with ckptd.Checkpointer(
+        str(tmp_path), every=1, preemption=ckptd.Preemption(signals=USR1), **options
+    ) as ck:
         assert ck.save(1, state(1 << 20))
         assert not ck.save(2, state(1 << 20))
         me(USR1)
@@ -231,7 +244,9 @@ def test_what_a_signal_asks_for_is_never_skipped(tmp_path: Path) -> None:
         assert ck.skipped == 1
 
 
-@pytest.mark.parametrize("arguments", [{"grace_s": 0}, {"save_on": (9,)}, {"every": "often"}])
+@pytest.mark.parametrize(
+    "arguments", [{"preemption": ckptd.Preemption(signals=(9,))}, {"every": "often"}]
+)
 def test_bad_options(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as info:
         ckptd.Checkpointer(str(tmp_path), **arguments)
@@ -241,7 +256,11 @@ def test_bad_options(tmp_path: Path, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("when", ["before", "in close"])
 def test_close_gives_up_with_the_scheduler_and_says_what_is_lost(tmp_path: Path, when: str) -> None:
     ck = ckptd.Checkpointer(
-        str(tmp_path), every=5, save_on=TERM, grace_s=0.5, throttle=200e3, timeout_s=60.0
+        str(tmp_path),
+        every=5,
+        storage=ckptd.Storage(throttle=200e3),
+        preemption=ckptd.Preemption(signals=TERM, grace_s=0.5),
+        timeout_s=60.0,
     )
     first = ck.save(5, state())
     assert first is not None
@@ -277,7 +296,9 @@ def loop(
     """Train 60 steps, or however many it takes until there are so many saves."""
     saved, stopped = [], None
     handlers = [signal.getsignal(n) for n in (TERM, USR1)]
-    with ckptd.Checkpointer(root, every=every, save_on=(TERM, USR1)) as ck:
+    with ckptd.Checkpointer(
+        root, every=every, preemption=ckptd.Preemption(signals=(TERM, USR1))
+    ) as ck:
         for step in range(1, 3000 if until else 61):
             dist.barrier()  # as training does
             time.sleep(pause_s)
@@ -312,7 +333,9 @@ def three_signals(root: str) -> list[int]:
     """Two ranks get one to save, and later one of them one to stop."""
     saved = []
     rank = dist.get_rank()
-    with ckptd.Checkpointer(root, every=1000, save_on=(TERM, USR1)) as ck:
+    with ckptd.Checkpointer(
+        root, every=1000, preemption=ckptd.Preemption(signals=(TERM, USR1))
+    ) as ck:
         for step in range(1, 200):
             dist.barrier()
             time.sleep(0.01)
@@ -411,7 +434,7 @@ def main():
     data = ckptd.Batches(loader)
     model = torch.nn.Linear(4, 4)
     optim = torch.optim.AdamW(model.parameters())
-    with ckptd.Checkpointer(root, every=100000, save_on=signal.SIGTERM) as ck:
+    with ckptd.Checkpointer(root, every=100000, preemption=True) as ck:
         plain = iter(loader) if wrapped == "False" else None
         for step in range(1, 4000):
             batch = next(data) if wrapped == "True" else next(plain)

@@ -56,7 +56,7 @@ def fit(root: str, signal_at: int = 0, fail_at: int = 0) -> tuple[int, list[str]
             if trainer.global_step == fail_at:
                 raise ValueError("the data is bad")
 
-    saves = CkptdCallback(root, data, also={"counts": counts}, every=3, save_on=signal.SIGTERM)
+    saves = CkptdCallback(root, data, also={"counts": counts}, every=3, preemption=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=STEPS,

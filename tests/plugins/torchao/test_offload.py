@@ -52,7 +52,7 @@ def goes_on(root: str) -> None:
     """Save lazily, train on, and go on in a fresh training from what was saved."""
     device, first = installed(), Training()
     first.step(0)
-    with ckptd.Checkpointer(root, refer=False) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
         ck.save(1, first.state)
         ck.wait()
         first.step(1)

@@ -93,7 +93,13 @@ def test_saves_that_overlap_on_a_slow_store(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     tiers = [ckptd.Memory(every=1)]
     slow = 4 * ELEMENTS / 0.5  # half a second for each
-    with ckptd.Checkpointer(root, every=2, tiers=tiers, throttle=slow, slots=4) as ck:
+    with ckptd.Checkpointer(
+        root,
+        every=2,
+        tiers=tiers,
+        storage=ckptd.Storage(throttle=slow),
+        copy=ckptd.CopyOptions(slots=4),
+    ) as ck:
         handles = {}
         for step in range(1, 9):
             handles[step] = save(ck, step)

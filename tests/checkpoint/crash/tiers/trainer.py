@@ -192,7 +192,7 @@ def _live(scene: Scene, life: RankLife) -> None:
         every=life.schedule.root_every,
         tiers=_tiers(scene, life),
         keep=life.schedule.keep,
-        throttle=life.schedule.throttle,
+        storage=ckptd.Storage(throttle=life.schedule.throttle),
         when_failed="warn",
         timeout_s=DEADLINE_S,
     )

@@ -215,7 +215,10 @@ class Match:
     def play(self) -> None:
         """Play the rounds, then load what was saved, newest first."""
         ck = ckptd.Checkpointer(
-            self._root, lazy=self.plan.lazy, refer=False, slots=self.plan.slots, timeout_s=60.0
+            self._root,
+            storage=ckptd.Storage(dedup=False),
+            copy=ckptd.CopyOptions(lazy=self.plan.lazy, slots=self.plan.slots),
+            timeout_s=60.0,
         )
         moves = self.plan.moves
         left = False
@@ -229,7 +232,9 @@ class Match:
             if left:
                 ck.abandon()
                 ck._saver._copier.shutdown(wait=True)
-                ck = ckptd.Checkpointer(self._root, refer=False, timeout_s=60.0)
+                ck = ckptd.Checkpointer(
+                    self._root, storage=ckptd.Storage(dedup=False), timeout_s=60.0
+                )
         finally:
             self._simulator.lockable, self._simulator.capacity = True, PLENTY
             if sys.exc_info()[0] is not None:

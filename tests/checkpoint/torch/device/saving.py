@@ -40,7 +40,7 @@ def cloned(live: Values) -> Values:
 
 def warm(root: str, state: Any, **options: Any) -> ckptd.Checkpointer:
     """Make a checkpointer whose memory is there and locked already, by a save of step 1."""
-    ck = ckptd.Checkpointer(root, refer=False, **options)
+    ck = ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False), **options)
     ck.save(1, state)
     ck.wait()
     settle(ck)
@@ -75,7 +75,7 @@ def a_capture_and_a_save_meet(sim: Simulator) -> None:
     """Another thread's question whether a copy is done broke the capture, and failed the save."""
     live = weights()
     x = torch.zeros(8, device=sim.name)
-    with warm("memory://meet", live, lazy="all") as ck:
+    with warm("memory://meet", live, copy=ckptd.CopyOptions(lazy="all")) as ck:
         wanted = cloned(live)
         stall_copies(ck)
         handle = ck.save(2, live)
@@ -93,7 +93,9 @@ def a_capture_and_a_save_meet(sim: Simulator) -> None:
 def the_first_save_and_a_capture_meet(sim: Simulator) -> None:
     """The first save makes its memory, and locks it: both are refused to other threads."""
     live = weights()
-    with ckptd.Checkpointer("memory://first", lazy="all", refer=False) as ck:
+    with ckptd.Checkpointer(
+        "memory://first", storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(lazy="all")
+    ) as ck:
         wanted = cloned(live)
         stall = torch.zeros(8, device=sim.name)
         sim.stall(0.3)
@@ -173,7 +175,7 @@ def a_change_before_a_captured_step_is_named(sim: Simulator) -> None:
 def a_captured_change_of_the_program_is_refused_by_name(sim: Simulator) -> None:
     """`before_mutation` has no end that would say what was captured after it."""
     live = weights()
-    with warm("memory://asked", live, lazy="all") as ck:
+    with warm("memory://asked", live, copy=ckptd.CopyOptions(lazy="all")) as ck:
         held = sim.hold(next(iter(ck._saver._device_copies._streams.values())))
         handle = ck.save(2, live)
         with captured():
@@ -209,7 +211,9 @@ def slots_are_locked_by_a_thread_of_their_own(sim: Simulator) -> None:
     before, torch.cuda.cudart = torch.cuda.cudart, Slow  # type: ignore[assignment]
     try:
         live, optimizer, state = trained()
-        with ckptd.Checkpointer("memory://slots", refer=False, slots=1) as ck:
+        with ckptd.Checkpointer(
+            "memory://slots", storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(slots=1)
+        ) as ck:
             for step in (1, 2):
                 wanted = cloned(live)
                 handle = ck.save(step, state)
@@ -232,7 +236,7 @@ def slots_are_locked_by_a_thread_of_their_own(sim: Simulator) -> None:
 def the_first_save_waits_for_nothing(sim: Simulator) -> None:
     live, _, state = trained(capturable=False)
     samples = DeviceSamples()
-    with ckptd.Checkpointer("memory://nothing", refer=False) as ck:
+    with ckptd.Checkpointer("memory://nothing", storage=ckptd.Storage(dedup=False)) as ck:
         replicas._positions.cache_clear()
         sim.waits.clear()
         held = sim.hold()
@@ -272,7 +276,9 @@ def small_tensors_are_copied_together(sim: Simulator) -> None:
     for locked in (True, False):
         live = many()
         sim.lockable = locked
-        with warm(f"memory://many-{sim.schedule}-{locked}", live, lazy="all") as ck:
+        with warm(
+            f"memory://many-{sim.schedule}-{locked}", live, copy=ckptd.CopyOptions(lazy="all")
+        ) as ck:
             wanted = cloned(live)
             stall_copies(ck, 0.05)
             sim.counts.clear()
@@ -295,7 +301,7 @@ def small_tensors_are_copied_one_by_one_without_memory(sim: Simulator) -> None:
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory to pack")
 
-    with warm(f"memory://full-{sim.schedule}", live, lazy="all") as ck:
+    with warm(f"memory://full-{sim.schedule}", live, copy=ckptd.CopyOptions(lazy="all")) as ck:
         wanted = cloned(live)
         ondevice._flatten_dense_tensors = full
         try:

@@ -43,7 +43,11 @@ def leave_with_copies_under_way(folder: str) -> None:
     before = simulator.page_locked
     for generation in range(GENERATIONS):
         live = {f"w{i}": torch.randn(256, 256, device="cuda") for i in range(4)}
-        ck = ckptd.Checkpointer(f"{folder}/{generation}", lazy="all", refer=False)
+        ck = ckptd.Checkpointer(
+            f"{folder}/{generation}",
+            storage=ckptd.Storage(dedup=False),
+            copy=ckptd.CopyOptions(lazy="all"),
+        )
         ck.save(1, live)
         ck.wait()
         settle(ck)
@@ -77,7 +81,9 @@ def let_go_of_what_was_saved(folder: str) -> None:
         return {"model": model, "optim": optim, "w": torch.randn(256, 256, device="cuda")}
 
     allocated = torch.cuda.memory_allocated
-    with ckptd.Checkpointer(folder, lazy="all", refer=False) as ck:
+    with ckptd.Checkpointer(
+        folder, storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(lazy="all")
+    ) as ck:
         state = make()
         for step in (1, 2):
             ck.save(step, state)
@@ -109,7 +115,7 @@ def let_go_of_what_was_saved(folder: str) -> None:
 
 def close_with_idle_buffers() -> None:
     live = {"w": torch.zeros(1000, device="cuda")}
-    ck = ckptd.Checkpointer("memory://buffers", lazy="all")
+    ck = ckptd.Checkpointer("memory://buffers", copy=ckptd.CopyOptions(lazy="all"))
     ck.save(1, live)  # into a slot that is not locked yet
     ck.wait()
     settle(ck)
@@ -144,7 +150,9 @@ def replay_between_the_copies() -> str:
             pushed.append(installed().hold(lane._stream))
         return mark
 
-    with ckptd.Checkpointer("memory://between", lazy="all", refer=False) as ck:
+    with ckptd.Checkpointer(
+        "memory://between", storage=ckptd.Storage(dedup=False), copy=ckptd.CopyOptions(lazy="all")
+    ) as ck:
         ck.save(1, live)
         ck.wait()
         ondevice.DeviceLane.push = push_and_hold  # type: ignore[method-assign]
@@ -172,7 +180,7 @@ def save_and_step(seed: int) -> Counter[str]:
     optimizer = torch.optim.SGD(params, lr=0.1)
     state = {"p": {str(i): p for i, p in enumerate(params)}, "o": optimizer}
     raised: Counter[str] = Counter()
-    with ckptd.Checkpointer("memory://races", keep=1, refer=False) as ck:
+    with ckptd.Checkpointer("memory://races", keep=1, storage=ckptd.Storage(dedup=False)) as ck:
         for step in range(1, RACES + 1):
             for p in params:
                 p.grad = torch.ones_like(p)
@@ -196,7 +204,9 @@ def offload_before_the_copies() -> str:
     Torch counts no change of it.
     """
     live = {f"w{i}": torch.full((1000,), 1.0 + i, device="cuda") for i in range(70)}
-    with ckptd.Checkpointer("memory://offloaded", lazy="all", when_failed="warn") as ck:
+    with ckptd.Checkpointer(
+        "memory://offloaded", copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
+    ) as ck:
         release = installed().hold()
         handle = ck.save(1, live)
         storage = live["w7"].untyped_storage()
@@ -234,7 +244,9 @@ def make_again_before_the_copies(device: str) -> str:
     """
     live = {"w": torch.zeros(9 << 20, device=device), "v": torch.zeros(9, device=device)}
     storage = live["w"].untyped_storage()
-    with ckptd.Checkpointer(f"memory://{device}", lazy="all", when_failed="warn") as ck:
+    with ckptd.Checkpointer(
+        f"memory://{device}", copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
+    ) as ck:
         for step in range(1, 20, 2):
             make_again(storage)
             live["w"].fill_(step)
@@ -275,7 +287,7 @@ def save_and_load_with_a_default_device(root: str) -> None:
     state = {"m": module, "o": optimizer, "s": scalar}
     torch.set_default_device("cuda")
     try:
-        with ckptd.Checkpointer(root, refer=False) as ck:
+        with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
             for step in (1, 2):  # through buffers, and to a slot that is page-locked
                 for p in module.parameters():
                     p.grad = torch.ones_like(p)

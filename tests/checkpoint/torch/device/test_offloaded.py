@@ -95,7 +95,7 @@ def changes_places(root: str) -> None:
     """Save in the midst of a training whose momenta change between device and host."""
     first, losses = Training(), []
     assert first.pinned.is_pinned()
-    with ckptd.Checkpointer(root, refer=False) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
         for number in range(6):
             losses.append(first.step(number))
             ck.save(number + 1, first.state)
@@ -122,7 +122,7 @@ def goes_on_alone(root: str) -> str:
     training, go = Training(), threading.Event()
     training.step(0)
     training.step(1)
-    with ckptd.Checkpointer(root, refer=False) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
         ck.save(1, training.state)
         ck.wait()
         training.backward(2)

@@ -126,7 +126,7 @@ def loads_from_its_own_arena(root: str) -> None:
     live = on_devices(values(1))
     wanted = {n: t.clone() for n, t in live.items()}
     made = buffers()
-    with ckptd.Checkpointer(root, slots=1) as ck:
+    with ckptd.Checkpointer(root, copy=ckptd.CopyOptions(slots=1)) as ck:
         ck.save(1, live).durable(60.0)
         for name, other in on_devices(values(2)).items():
             live[name].copy_(other)

@@ -70,7 +70,7 @@ class Training:
 def trains(root: str, name: str) -> None:
     """Save lazily in the midst of a training; another one goes on from there bit for bit."""
     device, first = installed(), Training(name)
-    with ckptd.Checkpointer(root, refer=False) as ck:
+    with ckptd.Checkpointer(root, storage=ckptd.Storage(dedup=False)) as ck:
         first.step()
         ck.save(1, first.state)  # makes the memory that later saves find
         ck.wait()

@@ -292,7 +292,7 @@ def test_shards_are_not_taken_for_those_that_were() -> None:
 
 @pytest.mark.parametrize("lazy", ["auto", "all", "off"])
 def test_a_checkpointer_keeps_nothing_between_saves(tmp_path: Any, lazy: Any) -> None:
-    with ckptd.Checkpointer(str(tmp_path), lazy=lazy) as ck:
+    with ckptd.Checkpointer(str(tmp_path), copy=ckptd.CopyOptions(lazy=lazy)) as ck:
         state = make()
         for step in (1, 2):
             ck.save(step, state)
@@ -315,7 +315,7 @@ def test_what_is_deleted_while_it_is_saved_is_saved(tmp_path: Any) -> None:
         torch.manual_seed(3)
         return {f"w{i}": torch.randn(512, 512) for i in range(16)}
 
-    with ckptd.Checkpointer(str(tmp_path), lazy="all") as ck:
+    with ckptd.Checkpointer(str(tmp_path), copy=ckptd.CopyOptions(lazy="all")) as ck:
         state = big()
         ck.save(1, state)
         ck.wait()
@@ -338,7 +338,9 @@ def test_what_is_deleted_while_it_is_saved_is_saved(tmp_path: Any) -> None:
 def test_the_handle_of_a_failed_save_keeps_nothing(tmp_path: Any) -> None:
     def fail() -> tuple[ckptd.SaveHandle, list[Callable[[], object]]]:
         state = make()
-        with ckptd.Checkpointer(str(tmp_path), lazy="all", when_failed="warn") as ck:
+        with ckptd.Checkpointer(
+            str(tmp_path), copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
+        ) as ck:
             go = threading.Event()
             ck._saver._copier.submit(go.wait, 60.0)
             handle = ck.save(1, state)

@@ -29,7 +29,7 @@ class Machine:
         self.state: State = changing.new_state(self.draw)
 
     def run(self, steps: int) -> None:
-        with ckptd.Checkpointer(str(self.root), keep=2, slots=1) as ck:
+        with ckptd.Checkpointer(str(self.root), keep=2, copy=ckptd.CopyOptions(slots=1)) as ck:
             for number in range(steps):
                 if number % LIVES == 0:
                     self.state = changing.new_state(self.draw)

@@ -76,10 +76,14 @@ def saves(world: World, folder: Path) -> None:
     _join()
     other = dist.new_group([0])
     state = {f"w{i}": torch.zeros(1 << 20, device="cuda") for i in range(4)}
-    tiers = (ckptd.Memory(every=1),)
+    tiers = (ckptd.Memory(every=1, linger_s=5.0),)
     root = str(folder / "ckpts")
     with ckptd.Checkpointer(
-        root, every=1000, tiers=tiers, linger_s=5.0, lazy="all", refer=False
+        root,
+        every=1000,
+        tiers=tiers,
+        storage=ckptd.Storage(dedup=False),
+        copy=ckptd.CopyOptions(lazy="all"),
     ) as checkpointer:
         installed().waits.clear()  # the simulator keeps them for tests
         begun = _held()
@@ -127,9 +131,9 @@ def fails(world: World, folder: Path) -> None:
     """Step and save; in its first process the device of rank 1 has a sticky error in step 3."""
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     state = {"w": torch.zeros(100, device="cuda")}
-    tiers = (ckptd.Memory(every=1),)
+    tiers = (ckptd.Memory(every=1, linger_s=5.0),)
     root = str(folder / "ckpts")
-    with ckptd.Checkpointer(root, every=1000, tiers=tiers, linger_s=5.0) as checkpointer:
+    with ckptd.Checkpointer(root, every=1000, tiers=tiers) as checkpointer:
         step = checkpointer.load(state) if checkpointer.latest() is not None else 0
         while step < 5:
             step += 1

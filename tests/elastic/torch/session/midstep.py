@@ -90,12 +90,12 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
     optimizer.register_step_post_hook(lambda *_: stops.at("stepped"))
     sampler = ElasticSampler(SCHEDULE)
     state = {"model": model, "optim": optimizer, "data": sampler}
-    tiers = (ckptd.Memory(every=1), ckptd.Peer(every=1))
+    tiers = (ckptd.Memory(every=1, linger_s=5.0), ckptd.Peer(every=1, linger_s=5.0))
     root = str(folder / "ckpts")
     calls = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
     with (
         (folder / f"{node}.jsonl").open("a") as rows,
-        ckptd.Checkpointer(root, every=1000, tiers=tiers, linger_s=5.0) as checkpointer,
+        ckptd.Checkpointer(root, every=1000, tiers=tiers) as checkpointer,
     ):
 
         def note(**row: Any) -> None:

@@ -113,10 +113,10 @@ def regroups(world: World, folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
-    tiers = (ckptd.Memory(every=1), ckptd.Peer(every=1))
+    tiers = (ckptd.Memory(every=1, linger_s=5.0), ckptd.Peer(every=1, linger_s=5.0))
     root = str(folder / "ckpts")
     # The test ends by killing: agents are not to wait for another life.
-    with ckptd.Checkpointer(root, every=1000, tiers=tiers, linger_s=5.0) as checkpointer:
+    with ckptd.Checkpointer(root, every=1000, tiers=tiers) as checkpointer:
         step = checkpointer.load(state) if checkpointer.latest() is not None else 0
         model(torch.ones(64)).sum().backward()
         optimizer.step()

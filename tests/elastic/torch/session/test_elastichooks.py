@@ -73,9 +73,9 @@ def test_a_root_at_which_nothing_was_ever_saved_has_lost_nothing(tmp_path: Path)
         assert ck.latest() is None
 
 
-def test_who_wants_a_fresh_line_begins_from_nothing(tmp_path: Path) -> None:
+def test_who_wants_a_new_run_begins_from_nothing(tmp_path: Path) -> None:
     claim(tmp_path / "root")
-    with ckptd.Checkpointer(str(tmp_path / "root"), fresh_line=True) as ck:
+    with ckptd.Checkpointer(str(tmp_path / "root"), new_run=True) as ck:
         assert ck.latest() is None
 
 

@@ -450,7 +450,9 @@ def test_no_snapshot_has_what_ran_behind_a_collective_that_was_cut_off(
 
     monkeypatch.setattr(Snapshot, "copy_rest", wait_first)
     state = {"w": torch.ones(1000)}
-    with ckptd.Checkpointer(str(tmp_path / "root"), refer=False) as checkpointer:
+    with ckptd.Checkpointer(
+        str(tmp_path / "root"), storage=ckptd.Storage(dedup=False)
+    ) as checkpointer:
         handle = checkpointer.save(1, state)
         interrupter.aborts._threads[dist.group.WORLD] = threading.Thread()  # one has begun
         interrupter.again()  # another generation may have begun by the time of the last copy

@@ -1,0 +1,149 @@
+"""Options of a `Checkpointer` in groups: how its root stores, how state is copied, how it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from ckptd.checkpoint.root.policy import check_positive
+from ckptd.errors import UsageError
+
+__all__ = ["CopyOptions", "Lazy", "Preemption", "Storage", "WhenFull", "given", "preemption_of"]
+
+T = TypeVar("T")
+Lazy: TypeAlias = Literal["auto", "all", "off"]
+WhenFull: TypeAlias = Literal["wait", "skip"]
+GRACE_S = 30.0
+"""What Slurm (KillWait), Kubernetes and torchrun wait between TERM and KILL, in seconds."""
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """How a root stores what is saved.
+
+    Parameters
+    ----------
+    throttle
+        Upper bound of the bytes a second that each rank writes; None is no bound.
+    compress
+        Level of zstd, 1 to 22, at which data files are stored as byte planes; 1 is nearly always
+        right. None stores plain safetensors. It pays where the store is slower than the cores: see
+        ``docs/reference/stores.md``. What is packed is read without an option.
+    dedup
+        Refer to chunks that did not change since the last checkpoint, where an older one holds
+        them, instead of writing them again. See ``docs/guide/training-loop.md``.
+    """
+
+    throttle: float | None = None
+    compress: int | None = None
+    dedup: bool = True
+
+
+class CopyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a state is copied, and where to.
+
+    Parameters
+    ----------
+    lazy
+        What is copied after `save` returned, while training goes on. ``"auto"``: the state of
+        the optimizers in the state and the parameters that they hold, on CPU and CUDA devices;
+        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before
+        whatever changes one. ``"off"``: nothing.
+    slots
+        Snapshots that may be under way at a time: one is copied while others are written. None
+        takes two where the memory allows it.
+    when_full
+        What a save does that finds all slots taken: ``"wait"``, or ``"skip"``, counted in
+        `Checkpointer.skipped`. Rank 0 decides for all.
+    debug
+        Digest what is copied late, when `save` is called and when it is copied: names whatever
+        changed in between, however it did.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-policy``.
+    """
+
+    lazy: Lazy = "auto"
+    slots: int | None = None
+    when_full: WhenFull = "wait"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("lazy", self.lazy, get_args(Lazy))
+        _one_of("when_full", self.when_full, get_args(WhenFull))
+        if self.slots is not None:
+            check_positive("slots", self.slots, (int,))
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
+    """Signals by which a scheduler, or a person, asks for a save.
+
+    Parameters
+    ----------
+    signals
+        Each makes a coming call of `save` due on every rank, whichever rank it reached. Those that
+        end a process (TERM, INT, HUP, QUIT, XCPU) set `Checkpointer.stop_requested` as well.
+        Handlers are put back at `close`.
+    grace_s
+        How long the scheduler waits after such a signal, in seconds: as long does `close` wait.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-policy``: `grace_s` is not positive. Signals are checked where they are handled.
+    """
+
+    signals: Iterable[int] | int = (signal.SIGTERM,)
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
+        check_positive("grace_s", self.grace_s, (int, float))
+
+
+def given(name: str, value: object, kind: type[T]) -> T:
+    """Return the group of options `value`; its defaults for None.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-argument``: it is something else.
+    """
+    if value is None:
+        return kind()
+    if isinstance(value, kind):
+        return value
+    raise UsageError(
+        f"{name} is no {kind.__name__}",
+        kind="bad-argument",
+        where=name,
+        wanted=f"ckptd.{kind.__name__}(...)",
+        found=repr(value),
+    )
+
+
+def preemption_of(value: object) -> Preemption:
+    """Return what `Checkpointer` takes as `preemption`; without one, no signals.
+
+    Raises
+    ------
+    UsageError
+        As `given`.
+    """
+    if value is None or value is False:
+        return Preemption(signals=())
+    return given("preemption", None if value is True else value, Preemption)
+
+
+def _one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise UsageError(
+            f"{name} is none of its values",
+            kind="bad-policy",
+            where=name,
+            wanted=", ".join(names),
+            found=repr(value),
+        )
