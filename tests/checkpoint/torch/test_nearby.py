@@ -195,7 +195,7 @@ def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Pa
     secret = "ab" * 16
     kept = LocalStore(tmp_path / "kept")
     kept.put("data/x", b"x")
-    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), PATIENCE_S), 1.0)
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), PATIENCE_S))
     with closing(StoreServer(kept, "ckptd://127.0.0.1:0", secret=secret)) as server:
         nearby._former = [KnownNode("was", server.url, "", secret)]
         (source,) = nearby.sources()
