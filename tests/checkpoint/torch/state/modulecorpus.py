@@ -14,6 +14,7 @@ beside the environment and not into it; this is the one command, torch itself st
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import io
@@ -370,12 +371,39 @@ def vision() -> Iterator[tuple[str, Make]]:
             continue
         make = partial(torchvision.models.get_model, name, weights=None, **(
             {"weights_backbone": None} if "rcnn" in name or "seg" in name or "ssd" in name
-            or "retina" in name or "fcos" in name or "deeplab" in name or "fcn" in name else {}
+            or "retina" in name or "lraspp" in name or "fcos" in name or "deeplab" in name
+            or "fcn" in name else {}
         ))  # fmt: skip
         if small(make):
             yield name, make
+    of = torchvision.models
+    few = of.mobilenet_v3_small(weights=None).features
+    few.out_channels = 576
+    swin = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": [2, 2]}
+    blocks = [of.convnext.CNBlockConfig(8, 16, 1), of.convnext.CNBlockConfig(16, None, 1)]
+    yield "VisionTransformer", partial(of.VisionTransformer, 32, 8, 2, 2, 16, 32)
+    yield "SwinTransformer", partial(of.SwinTransformer, [4, 4], **swin)
+    yield (
+        "SwinTransformer, version 2",
+        partial(
+            of.SwinTransformer,
+            [4, 4],
+            **swin,
+            block=of.swin_transformer.SwinTransformerBlockV2,
+            downsample_layer=of.swin_transformer.PatchMergingV2,
+        ),
+    )
+    yield "ConvNeXt", partial(of.ConvNeXt, blocks)
+    yield "MaxVit", partial(of.MaxVit, (32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1)
+    for name in ("FasterRCNN", "MaskRCNN", "KeypointRCNN", "RetinaNet", "FCOS"):
+        yield name, partial(_detector, getattr(of.detection, name), few)
     for kind in classes("torchvision.ops", *below("torchvision.ops")):
         yield f"{kind.__module__}.{kind.__name__}", built(kind, _PLAIN_WAYS) or kind
+
+
+def _detector(kind: Any, features: nn.Module) -> nn.Module:
+    made: nn.Module = kind(copy.deepcopy(features), num_classes=3)
+    return made
 
 
 def timm_models() -> Iterator[tuple[str, Make]]:
