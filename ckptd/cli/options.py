@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import flag
+from ckptd.cli.output import flag, option
 from ckptd.errors import UsageError
 
-__all__ = ["Daemon", "DaemonJob", "Dequantize", "duration_s", "size_of"]
+__all__ = ["Daemon", "DaemonJob", "Dequantize", "Section", "duration_s", "size_of"]
 
 Daemon = Annotated[
     str | None,
@@ -18,6 +18,10 @@ Daemon = Annotated[
 ]
 DaemonJob = Annotated[str | None, Parameter(help="Whose daemon; CKPTD_JOB.")]
 
+Section = Annotated[
+    str | None,
+    option("What a checkpoint has below this name, without it: 'model', 'app'."),
+]
 Dequantize = Annotated[
     bool, flag("Read torchao's int8, int4 and fp8 weights as the plain ones that they stand for.")
 ]

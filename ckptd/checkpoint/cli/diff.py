@@ -11,7 +11,7 @@ from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.cli.inspect import matches, no_tensor
 from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.checkpoint.load.source import CheckpointReader
+from ckptd.checkpoint.load.source import CheckpointReader, SectionReader
 from ckptd.checkpoint.tools.diff import (
     DiffReport,
     ObjectDiff,
@@ -21,6 +21,7 @@ from ckptd.checkpoint.tools.diff import (
     changes,
 )
 from ckptd.checkpoint.tools.diff import diff as diff_readers
+from ckptd.cli.options import Section
 from ckptd.cli.output import (
     Document,
     Json,
@@ -106,6 +107,7 @@ def diff(
         str,
         option("Only names that match this shell pattern, or begin with it."),
     ] = "",
+    section: Section = None,
     no_values: Annotated[bool, flag("Compare manifests only; read no data.")] = False,
     all: Annotated[bool, flag("Show equal tensors too.")] = False,
     json: Json = False,
@@ -113,12 +115,14 @@ def diff(
     """Compare two checkpoints: keys, shapes, layouts, objects, values.
 
     The exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not count:
-    the same values cut another way are equal.
+    the same values cut another way are equal. A side whose names begin with no section, as those of
+    Hugging Face, is compared whole with the section of the other.
     """
     a, b = CheckpointAddress.of(left), CheckpointAddress.of(right)
     with opened(a.root) as mine, opened(b.root) as other:
         with held(mine, a.find(mine), "diff") as x, held(other, b.find(other), "diff") as y:
-            readers = CkptdReader(mine, x), CkptdReader(other, y)
+            wholes = CkptdReader(mine, x), CkptdReader(other, y)
+            readers = _below(wholes[0], section), _below(wholes[1], section)
             only = _only(readers, tensor)
             for reader in readers:
                 reader.refuse_unread(only)
@@ -134,7 +138,7 @@ def diff(
                 DiffRow(**msgspec.structs.asdict(t), equal=t.same) for t in report.tensors
             ),
             objects=objects,
-            order=_order(readers, report, whole=not tensor),
+            order=_order(wholes, report, whole=not (tensor or section)),
         )
     return Reply(
         document, lambda d: _show(d, report, everything=all), 0 if report.same else DIFFERENT
@@ -148,6 +152,11 @@ def _order(readers: tuple[CkptdReader, CkptdReader], report: DiffReport, *, whol
     if not any(unknown):
         return ""
     return "not verified" if all(unknown) or not equal else "confirmed"
+
+
+def _below(reader: CheckpointReader, section: str | None) -> CheckpointReader:
+    """Return a side's section; names that belong to no section are compared as they are."""
+    return SectionReader(reader, section) if section and reader.has_sections else reader
 
 
 def _only(

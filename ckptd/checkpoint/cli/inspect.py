@@ -18,8 +18,9 @@ from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.words import TensorLayout, hint_text, object_text, ranks_text
 from ckptd.checkpoint.load.foreign import ForeignStore
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.checkpoint.load.source import TensorInfo
+from ckptd.checkpoint.load.source import CheckpointReader, SectionReader, TensorInfo
 from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.cli.options import Section
 from ckptd.cli.output import (
     Document,
     Json,
@@ -198,7 +199,7 @@ def no_tensor(pattern: str, names: Sequence[str], where: str) -> NotFoundError:
 
 
 def describe(
-    catalogue: Catalogue, name: CommitName, pattern: str, with_chunks: bool
+    catalogue: Catalogue, name: CommitName, pattern: str, with_chunks: bool, section: str | None
 ) -> InspectDocument:
     """Return what a checkpoint holds.
 
@@ -208,6 +209,8 @@ def describe(
         Only tensors that match it (`matches`); "" is all of them.
     with_chunks
         Also say where each chunk lies.
+    section
+        Only what is below this name, without it.
 
     Raises
     ------
@@ -217,14 +220,16 @@ def describe(
         There are too many chunks to list.
     """
     reader = CkptdReader(catalogue, name, listed=False)
+    part: CheckpointReader = SectionReader(reader, section) if section else reader
+    above = f"{section}." if section else ""
     chosen = [
         info
-        for info in reader.infos.values()
+        for info in part.infos.values()
         if any(matches(n, pattern) for n in (info.name, *info.aliases))
     ]
     if pattern and not chosen:
-        raise no_tensor(pattern, reader.names, catalogue.where(reader.commit.folder))
-    total = sum(reader.grid(info.name).npieces for info in chosen) if with_chunks else 0
+        raise no_tensor(pattern, part.names, catalogue.where(reader.commit.folder))
+    total = sum(part.grid(info.name).npieces for info in chosen) if with_chunks else 0
     if total > _MOST_CHUNKS:
         raise UsageError(
             "too many chunks to list",
@@ -243,8 +248,8 @@ def describe(
         data_bytes=commit.data_bytes,
         folder=commit.folder,
         metadata=manifest.metadata,
-        tensors=tuple(_tensor(reader, info, with_chunks=with_chunks) for info in chosen),
-        objects=tuple(_object(reader, entry) for entry in reader.entries),
+        tensors=tuple(_tensor(reader, info, above, with_chunks=with_chunks) for info in chosen),
+        objects=tuple(_object(reader, entry) for entry in part.entries),
         files=tuple(_file(catalogue, f) for f in manifest.files if f.data_start),
         meshes=tuple(
             MeshRow(m.names, m.shape, ranks_text(sorted(Owners(m.ranks).array().tolist())))
@@ -262,15 +267,16 @@ def _file(catalogue: Catalogue, file: FileEntry) -> FileRow:
     return FileRow(file.path, file.rank, file.data_bytes, file.data_start)
 
 
-def _tensor(reader: CkptdReader, info: TensorInfo, *, with_chunks: bool) -> TensorRow:
+def _tensor(reader: CkptdReader, info: TensorInfo, above: str, *, with_chunks: bool) -> TensorRow:
+    name, size = above + info.name, info.dtype.itemsize
     return TensorRow(
         name=info.name,
         dtype=info.dtype.name,
         shape=info.shape,
         bytes=info.nbytes,
-        layout=reader.layout(info.name),
+        layout=reader.layout(name),
         aliases=info.aliases,
-        chunk_list=tuple(_chunks(reader, info)) if with_chunks else None,
+        chunk_list=tuple(_chunks(reader, name, size)) if with_chunks else None,
     )
 
 
@@ -281,14 +287,14 @@ def _object(reader: CkptdReader, entry: ObjectEntry) -> ObjectRow:
     return ObjectRow(entry.name, entry.kind, entry.per_rank, text, entry.value, nbytes)
 
 
-def _chunks(reader: CkptdReader, info: TensorInfo) -> Iterator[ChunkRow]:
-    tensor, grid = reader.number(info.name), reader.grid(info.name)
+def _chunks(reader: CkptdReader, name: str, itemsize: int) -> Iterator[ChunkRow]:
+    tensor, grid = reader.number(name), reader.grid(name)
     for number in range(grid.npieces):
         piece = grid.piece(number)
         file, start = reader.places.of(tensor, number)
         here = None if file == ABSENT else reader.manifest.files[file]
         path = here.path if here else None
-        end = start + (piece.numel * info.dtype.itemsize if here else 0)
+        end = start + (piece.numel * itemsize if here else 0)
         store = reader.places.store
         if path and isinstance(store, ForeignStore):
             start, end = store.foreign_range(path, start)
@@ -315,6 +321,7 @@ def inspect(
         str,
         option("Only tensors whose name matches this shell pattern, or begins with it."),
     ] = "",
+    section: Section = None,
     depth: Annotated[int | None, option("Levels of names to show.")] = None,
     full: Annotated[bool, flag("Show repeated layers one by one.")] = False,
     chunks: Annotated[bool, flag("Show where each chunk lies.")] = False,
@@ -323,7 +330,7 @@ def inspect(
     """Show what a checkpoint holds: tensors, layouts, objects, files."""
     address = CheckpointAddress.of(where)
     with opened(address.root) as catalogue:
-        document = describe(catalogue, address.find(catalogue), tensor, chunks)
+        document = describe(catalogue, address.find(catalogue), tensor, chunks, section)
     return Reply(document, lambda d: _show(d, depth, full, objects=not tensor))
 
 

@@ -16,6 +16,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptd.base.grids.grid import Grid
@@ -25,7 +26,14 @@ from ckptd.checkpoint.format.words import TensorLayout, unread_tensors
 from ckptd.errors import NotFoundError
 from ckptd.types import Box, DType
 
-__all__ = ["CheckpointReader", "PerRankValues", "TensorInfo", "batches", "cut_box"]
+__all__ = [
+    "CheckpointReader",
+    "PerRankValues",
+    "SectionReader",
+    "TensorInfo",
+    "batches",
+    "cut_box",
+]
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -226,6 +234,73 @@ class CheckpointReader(ABC):
     def objects(self) -> dict[str, Any]:
         """Return all objects by name; raises as `object`."""
         return {o.name: self.object(o) for o in self.entries}
+
+
+class SectionReader(CheckpointReader):
+    """What a checkpoint has below a name, under names without it.
+
+    Parameters
+    ----------
+    whole
+        The checkpoint.
+    section
+        The name.
+
+    Raises
+    ------
+    NotFoundError
+        kind ``no-section``: there is nothing.
+    """
+
+    def __init__(self, whole: CheckpointReader, section: str) -> None:
+        self._whole, self._above = whole, f"{section}."
+        self.url, self.title, self.program = whole.url, whole.title, ""
+        self.is_foreign = whole.is_foreign
+        self.entries = [replace(o, name=n) for o in whole.entries for n in self._inside(o.name)]
+        unread, wrapped = (
+            {n: kind for name, kind in names.items() for n in self._inside(name)}
+            for names in (whole.unread, whole.wrapped)
+        )
+        self.unread, self.wrapped = unread, wrapped
+        if not (self.entries or self.infos or unread):
+            raise NotFoundError(
+                f"the checkpoint has no section {section!r}",
+                kind="no-section",
+                where=f"{self.url}, {self.title}",
+            )
+
+    def _inside(self, *names: str) -> list[str]:
+        return [n.removeprefix(self._above) for n in names if n.startswith(self._above)]
+
+    @cached_property
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """The tensors by name."""
+        infos = [(i, self._inside(i.name, *i.aliases)) for i in self._whole.infos.values()]
+        return {n[0]: TensorInfo(n[0], i.dtype, i.shape, tuple(n[1:])) for i, n in infos if n}
+
+    def read(
+        self, wanted: Sequence[tuple[str, Box]], *, allow_absent: bool = False
+    ) -> Sequence[Array]:
+        """Return boxes of tensors."""
+        return self._whole.read(
+            [(self._above + n, b) for n, b in wanted], allow_absent=allow_absent
+        )
+
+    def raw_object(self, entry: ObjectEntry) -> Any:
+        """Return an object as JSON data."""
+        return self._whole.raw_object(entry)
+
+    def layout(self, name: str) -> TensorLayout:
+        """Return how a tensor is cut."""
+        return self._whole.layout(self._above + name)
+
+    def absent_elements(self, name: str) -> int:
+        """Return the number of elements of a tensor that no file holds."""
+        return self._whole.absent_elements(self._above + name)
+
+    def grid(self, name: str) -> Grid:
+        """Return the pieces of a tensor."""
+        return self._whole.grid(self._above + name)
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

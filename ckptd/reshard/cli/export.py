@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.cli.options import Dequantize, size_of
+from ckptd.cli.options import Dequantize, Section, size_of
 from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
 from ckptd.errors import UsageError
 from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
@@ -58,13 +58,7 @@ def export(
     folder: Annotated[str, Parameter(help="Local folder to write to.")],
     /,
     *,
-    section: Annotated[
-        str | None,
-        option(
-            "Export names below this one, without it. A single dot exports everything."
-            " Without it: the weights, if they are one section."
-        ),
-    ] = None,
+    section: Section = None,
     rename: Annotated[
         list[str] | None,
         option("OLD=NEW, OLD a regular expression; may be repeated."),
@@ -86,7 +80,8 @@ def export(
 ) -> Reply:
     """Write weights as Hugging Face safetensors with an index.
 
-    Memory stays small whatever the size of the model; no torch is needed.
+    Memory stays small whatever the size of the model; no torch is needed. A section of a single dot
+    is everything; none is the weights, if they are one section.
     """
     rules = [_rule(text) for text in rename or ()]
     most = size_of(max_shard_size, "--max-shard-size")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import App, Parameter
 
+from ckptd.cli.options import Section
 from ckptd.cli.output import Document, Json, Reply, flag, note, option
 from ckptd.errors import NotFoundError, UsageError
 
@@ -96,7 +97,13 @@ class ShowDocument(Document, frozen=True, kw_only=True, tag="lay show"):
 
 @lay.command
 def check(
-    program: Program, /, *, against: Against = None, rule: Rules = None, json: Json = False
+    program: Program,
+    /,
+    *,
+    against: Against = None,
+    section: Section = None,
+    rule: Rules = None,
+    json: Json = False,
 ) -> Reply:
     """Check a program, alone or against a checkpoint.
 
@@ -106,7 +113,7 @@ def check(
     from ckptd.lay.resolve import render
 
     read, names = _programs(program, rule or ())
-    found = {} if against is None else _observed(against, read, names)
+    found = {} if against is None else _observed(against, section, read, names)
     findings = []
     for name in names:
         seen = found.get(name)
@@ -162,7 +169,9 @@ class _Observed(NamedTuple):
     hint: str
 
 
-def _observed(against: str, read: LayoutProgram, names: Sequence[str]) -> dict[str, _Observed]:
+def _observed(
+    against: str, section: str | None, read: LayoutProgram, names: Sequence[str]
+) -> dict[str, _Observed]:
     """Read the shapes that layouts are compared with, by the layouts' names.
 
     Files of ranks are a checkpoint for those layouts alone that say which is whose.
@@ -173,12 +182,14 @@ def _observed(against: str, read: LayoutProgram, names: Sequence[str]) -> dict[s
     layouts = {name: _resolved(read, name) for name in names}
     out = {}
     for name, layout in layouts.items():
-        ranks = shapes_of_ranks(against, layout) if layout is not None and layout.files else None
+        ranks = None
+        if layout is not None and layout.files and section is None:
+            ranks = shapes_of_ranks(against, layout)
         if ranks is not None:
             out[name] = _Observed(ranks.of_rank, ranks.sizes, "")
     if out:
         return out
-    with open_stock(against, 0) as stock:
+    with open_stock(against, 0, section=section) as stock:
         hint, shapes = hint_text(stock.lay if stock.hinted else "", stock.sizes), dict(stock.shapes)
         for name, layout in layouts.items():
             own = layout.sizes if layout is not None else {}
@@ -228,16 +239,16 @@ def fmt(
     )
 
 
-def _bound(resolved: Resolved, against: str) -> Bound:
+def _bound(resolved: Resolved, against: str, section: str | None) -> Bound:
     """Return a layout bound to a checkpoint's shapes."""
     from ckptd.lay.bind import bind_ranks, bind_stored
     from ckptd.reshard.cli.resharding import open_stock, shapes_of_ranks
 
-    if resolved.files is not None:
+    if resolved.files is not None and section is None:
         found = shapes_of_ranks(against, resolved)
         if found is not None:
             return bind_ranks(resolved, found.of_rank, found.sizes)
-    with open_stock(against, 0) as stock:
+    with open_stock(against, 0, section=section) as stock:
         sizes = {axis: n for axis, n in stock.sizes.items() if axis not in resolved.sizes}
         return bind_stored(resolved, stock.shapes, sizes)
 
@@ -249,6 +260,7 @@ def show(
     /,
     *,
     against: Against = None,
+    section: Section = None,
     rule: Rules = None,
     svg: Annotated[Path | None, option("Write a drawing to this file.")] = None,
     json: Json = False,
@@ -264,7 +276,7 @@ def show(
 
     read = read_program(program, "PROGRAM", lambda run: run.target).with_rules(rule or ())
     resolved = read.resolve()
-    bound = bind_sizes(resolved, {}) if against is None else _bound(resolved, against)
+    bound = bind_sizes(resolved, {}) if against is None else _bound(resolved, against, section)
     found = picture(StoredForm(bound), tensor)
     if svg is not None:
         svg.write_text(drawing(found), encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.checkpoint.format.manifest import UNORDERED
-from ckptd.cli.options import Dequantize, size_of
+from ckptd.cli.options import Dequantize, Section, size_of
 from ckptd.cli.output import (
     Document,
     Json,
@@ -131,10 +131,7 @@ def reshard(
     to: To,
     from_: From = None,
     rule: Rules = None,
-    section: Annotated[
-        str | None,
-        option("Read what the source has below this name, without it: 'app', 'model'."),
-    ] = None,
+    section: Section = None,
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[

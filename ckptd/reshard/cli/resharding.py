@@ -46,9 +46,14 @@ _LET = "let "
 
 @contextmanager
 def open_stock(
-    source: str, step: int, layout: Resolved | None = None, *, dequantize: bool = False
+    source: str,
+    step: int,
+    layout: Resolved | None = None,
+    *,
+    section: str | None = None,
+    dequantize: bool = False,
 ) -> Iterator[Stock]:
-    """Open a source: a root of ckptd, or a foreign checkpoint.
+    """Open a source, or what it has below a name: a root of ckptd, or a foreign checkpoint.
 
     With a layout that says which file is which rank's, these are files of ranks.
     """
@@ -57,14 +62,15 @@ def open_stock(
     try:
         with opened(address.root, step, foreign=ranks is None) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:
-                yield open_own(CkptdReader(catalogue, commit), dequantize=dequantize)
+                own = open_own(CkptdReader(catalogue, commit), dequantize=dequantize)
+                yield own if section is None else section_of(own, section)
                 return
     except NotFoundError as error:
         if ranks is None or error.kind not in ("not-a-root", "no-root"):
             raise
     with spec_of(source).open() as store:
         stock = open_ranks(store, ranks, step)
-        yield stock
+        yield stock if section is None else section_of(stock, section)
         left_out(source, *stock.left_out)
 
 
@@ -290,9 +296,7 @@ def prepared(
     if given is not None:
         own = read_program(given, "--from", lambda run: run.source).with_rules(mine)
         described = own.resolve()
-    with open_stock(source, step, described, dequantize=dequantize) as stock:
-        if section is not None:
-            stock = section_of(stock, section)
+    with open_stock(source, step, described, section=section, dequantize=dequantize) as stock:
         if own is None:
             own = source_program(stock, None).with_rules(mine)
         yield prepare(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.store import open_store
@@ -113,3 +114,31 @@ def test_a_damaged_side(cli: Cli, root: str) -> None:
     result = cli("diff", f"{root}@10", root, "--json")
     assert (result.code, result.error["kind"]) == (3, "digest")
     assert cli("diff", f"{root}@10", f"{root}@99").code == 4
+
+
+def test_a_section_against_another_and_against_names_without_one(cli: Cli, tmp_path: Path) -> None:
+    w, v = np.arange(8, dtype=np.float32).reshape(4, 2), np.ones(3, np.float32)
+    lr = ObjectEntry("app.lr", value=0.5)
+    mine = {"app.w": Saved.rows(w, 2), "app.v": Saved.whole(v), "x.w": Saved.whole(v)}
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    with open_store(a) as store:
+        put(store, mine, 1, objects=[lr])
+    other = {"app.w": Saved.whole(w), "app.v": Saved.whole(v), "x.w": Saved.whole(v + 1)}
+    with open_store(b) as store:
+        put(store, other, 1, objects=[ObjectEntry("x.lr", value=1)])
+    assert cli("diff", a, b).code == 1
+    document = cli.json("diff", a, b, "--section", "app", code=1)
+    assert {t["name"] for t in document["tensors"]} == {"w", "v"}
+    assert all(t["equal"] for t in document["tensors"])
+    assert [o["name"] for o in document["objects"]] == ["lr"]
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    save_file({"w": w, "v": v}, hf / "model.safetensors")
+    document = cli.json("diff", a, str(hf), "--section", "app", code=1)
+    assert all(t["equal"] and t["compared"] for t in document["tensors"])
+    save_file({"w": w, "v": v + 1}, hf / "model.safetensors")
+    document = cli.json("diff", a, str(hf), "--section", "app", code=1)
+    assert [t["name"] for t in document["tensors"] if not t["equal"]] == ["v"]
+    missing = cli("diff", a, b, "--section", "optim")
+    assert missing.code == 4
+    assert "no section 'optim'" in missing.err

@@ -12,6 +12,7 @@ import pytest
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.cli.inspect import TensorRow, tree_rows
+from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.format.witness import SAMPLE
 from ckptd.checkpoint.format.words import TensorLayout
 from ckptd.store import open_store
@@ -241,3 +242,23 @@ def test_all_columns_of_cut_tensors_fit(cli: Cli, tmp_path: Path) -> None:
     root = make_root(tmp_path, (1,), tensors=cut(values(1), parts=2))
     head, *_ = (li for li in cli.good("inspect", root).out.splitlines() if li.startswith("NAME"))
     assert head.split() == ["NAME", "DTYPE", "SHAPE", "LAYOUT", "RANKS", "SIZE"]
+
+
+def test_a_section(cli: Cli, tmp_path: Path) -> None:
+    found = np.arange(12, dtype=np.float32).reshape(4, 3)
+    tensors = {
+        "app.w": Saved.rows(found, 2),
+        "app.x.w": Saved.whole(found),
+        "z.w": Saved.whole(found),
+    }
+    objects = [ObjectEntry("app.lr", value=1), ObjectEntry("z.lr", value=2)]
+    root = str(tmp_path / "r")
+    with open_store(root) as store:
+        put(store, tensors, 1, objects=objects)
+    document = cli.json("inspect", root, "--section", "app", "--chunks")
+    assert [t["name"] for t in document["tensors"]] == ["w", "x.w"]
+    assert len(document["tensors"][0]["chunk_list"]) == 2
+    assert [o["name"] for o in document["objects"]] == ["lr"]
+    chosen = cli.json("inspect", root, "--section", "app", "--tensor", "x")
+    assert [t["name"] for t in chosen["tensors"]] == ["x.w"]
+    assert "no section 'y'" in cli("inspect", root, "--section", "y").err

@@ -182,3 +182,17 @@ def test_a_program_that_is_none(cli: Cli, tmp_path: Path, verb: str) -> None:
     lay.write_text("layout {")
     args = ("lay", verb, str(lay), *(("w",) if verb == "show" else ()), "--json")
     assert cli(*args).error["kind"] == "lay-syntax"
+
+
+def test_a_section_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    with open_store(tmp_path / "root") as store:
+        save(
+            store,
+            {f"app.{n}": v for n, v in values(states=False).items()} | {"other.w": np.ones(3)},
+        )
+    whole = ("lay", "check", "hf.llama", "--against", str(tmp_path / "root"), *e(*SIZES))
+    assert cli.json(*whole, code=1)["findings"]
+    assert cli.json(*whole, "--section", "app")["findings"] == []
+    shown = ("lay", "show", "hf.llama", "lm_head.weight", "--against", str(tmp_path / "root"))
+    assert cli(*shown, *e(*SIZES)).code
+    assert cli.json(*shown, *e(*SIZES), "--section", "app")["shape"] == [250, 16]
