@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,15 @@ from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.torch.state.tensors import as_bytes, dtype_name, torch_dtype
 from ckptd.errors import CkptdError, CorruptError, UsageError
 
-__all__ = ["MAX_INLINE_BYTES", "TensorRef", "call_with", "map_refs", "refs", "replace_in_place"]
+__all__ = [
+    "MAX_INLINE_BYTES",
+    "TensorRef",
+    "call_with",
+    "dict_like",
+    "map_refs",
+    "refs",
+    "replace_in_place",
+]
 
 MAX_INLINE_BYTES = 16 << 20
 """Largest tensor inside a value of a type of its own or inside a per-rank value."""
@@ -39,7 +47,7 @@ def map_refs(value: Any, function: Callable[[str], torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_refs(v, function) for v in value)
     if type(value) in (dict, collections.OrderedDict):
-        return type(value)((k, map_refs(v, function)) for k, v in value.items())
+        return dict_like(value, ((k, map_refs(v, function)) for k, v in value.items()))
     return value
 
 
@@ -53,6 +61,31 @@ def refs(value: Any) -> list[str]:
 
     map_refs(value, note)
     return found
+
+
+def dict_like(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
+    """Return a dict of the same kind, with the versions that a module's state dict has."""
+    new = type(value)(items)
+    if (said := getattr(value, "_metadata", None)) is not None:
+        vars(new)["_metadata"] = said
+    return new
+
+
+def _encode_ordered(value: Any) -> Any:
+    said = getattr(value, "_metadata", None)
+    if said is None or all(entry == {"version": 1} for entry in said.values()):
+        return dict(value)
+    # Readers that do not know this fail at the first item, which is no pair.
+    return ["state_dict", dict(value), dict(said)]
+
+
+def _decode_ordered(raw: Any) -> Any:
+    if isinstance(raw, dict):
+        return collections.OrderedDict(raw)
+    _, items, said = raw
+    new: Any = collections.OrderedDict(items)
+    new._metadata = collections.OrderedDict(said)
+    return new
 
 
 def replace_in_place(live: Any, new: Any) -> bool:
@@ -142,7 +175,7 @@ def _register() -> None:
     counter: Any = collections.Counter
     add(counter, name="collections.Counter", encode=dict, decode=counter)
     ordered: Any = collections.OrderedDict
-    add(ordered, name="collections.OrderedDict", encode=dict, decode=ordered)
+    add(ordered, name="collections.OrderedDict", encode=_encode_ordered, decode=_decode_ordered)
     deque: Any = collections.deque
     add(
         deque,

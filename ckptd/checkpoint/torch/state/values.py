@@ -22,7 +22,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorKind,
     memory_key,
 )
-from ckptd.checkpoint.torch.state.objects import TensorRef, map_refs, refs
+from ckptd.checkpoint.torch.state.objects import TensorRef, dict_like, map_refs, refs
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.walk import fqn_segment, is_state_dict, refuse_optimizer_ids
 from ckptd.errors import MismatchError, UsageError
@@ -118,8 +118,13 @@ def add_value(
     elif sink.saved is not None and fresh and sink.saved.tensors:
         _add_parts(sink, bare, inner, put, kind)
         inner = {}
-    for at, tensor in inner.values():
-        sink.add_tensor(at, tensor, kind)
+    for at, tensor in [*inner.values()]:
+        known = sink.leaves.tensor(at.name)
+        if known is None or (sink.saved is None and memory_key(known.origin) != memory_key(tensor)):
+            sink.add_tensor(at, tensor, kind)
+        else:
+            # What a wrapper of a module says of it is the module's own, under the same name.
+            inner.pop(at.name)
 
     def tensor_of(name: str) -> torch.Tensor:
         leaf = sink.leaves.tensor(name)
@@ -167,10 +172,11 @@ def _take_tensors(
         )
     refuse_optimizer_ids(value, place)
     segment = fqn_segment if is_state_dict(value) else _segment
-    return type(value)(
+    taken = (
         (k, _take_tensors(place.child(segment(k), f"[{k!r}]"), v, inner, around))
         for k, v in value.items()
     )
+    return dict_like(value, taken)
 
 
 def _check_nesting(place: StatePlace, value: Any, around: dict[int, str]) -> None:

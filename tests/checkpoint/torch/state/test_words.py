@@ -256,6 +256,21 @@ class Mine(nn.Module):
         super()._load_from_state_dict(given, prefix, meta, *rest)
 
 
+class Nests(nn.Module):
+    """Says the state of its part as one value, under a key that is `part`'s own name or another."""
+
+    def __init__(self, key: str, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.part, self.key, self.n = part(), key, 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {self.key: self.part.state_dict(), "n": self.n}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.n = state_dict["n"]
+        return self.part.load_state_dict(state_dict[self.key])
+
+
 class WithoutHead(nn.Module):
     """Keep the live head."""
 
@@ -359,6 +374,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "inner methods": Own,
     "derived after a load": Derived,
     "a list in a dict": Listed,
+    "nests a state": lambda: Nests("inner", Counted),
+    "nests a state, by its name": lambda: Nests("part", Counted),
+    "nests a state, of a version": lambda: Nests("part", lambda: nn.Sequential(Scaled())),
+    "nests a state, of a version, by another name": lambda: Nests("inner", Scaled),
     "turned": partial(Turned, 3, 3),
     "turned, other shape": partial(Turned, 2, 3),
     "turned as it is loaded": TurnedAtLoad,
@@ -455,6 +474,39 @@ def test_what_a_module_does_not_say_is_kept_from_it_and_comes_back_all_the_same(
 
 def words(flattener: Flattener, state: dict[str, Any]) -> dict[str, Any]:
     return {n: x.tensor.tolist() for n, x in flattener.flatten(state).tensors.items()}
+
+
+class Copies(Nests):
+    """Says other values of its part than this has, under its own names."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"part": {n: p + 1 for n, p in self.part.state_dict().items()}, "n": self.n}
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    with pytest.raises(UsageError) as caught:
+        flatten({"m": Copies("part", Counted)})
+    assert (caught.value.kind, caught.value.where) == ("duplicate-name", "m.part.lin.weight")
+
+
+def test_an_object_gives_a_module_its_version_again() -> None:
+    """So does every state dict inside of a value."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.module = Scaled()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"all": [self.module.state_dict()]}
+
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            self.module.load_state_dict(saved["all"][0])
+
+    saved, fresh = Engine(), Engine()
+    trained(saved.module)
+    save("memory://versions-of-objects", {"e": saved})
+    load("memory://versions-of-objects", {"e": fresh})
+    assert torch.equal(fresh.module.scale, saved.module.scale)
 
 
 def test_a_hook_that_comes_later_is_noticed() -> None:
