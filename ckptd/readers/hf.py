@@ -7,21 +7,24 @@ between others is noticed, the last one is not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptd.checkpoint.format.container import Chunk
 from ckptd.checkpoint.format.strictjson import parse_json
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, RefusedError
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, damaged, missing, step_of
 from ckptd.readers.hints import config_hints
-from ckptd.readers.torchfiles import PART, candidates, check_shards, file_index
+from ckptd.readers.pickles import MAX_PICKLE_BYTES, read_pickle
+from ckptd.readers.torchfiles import METADATA, PART, candidates, check_shards, file_index
 from ckptd.readers.zips import Extent
 from ckptd.types import Box
 
 __all__ = ["HfReader", "local_pieces"]
 
 END = ".safetensors"
+_ITEM = re.compile(r".+_(0|[1-9][0-9]{0,5})\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
 _SHAPES = "shapes follow from the files that are there: bring those of all ranks"
 
@@ -45,6 +48,7 @@ class HfReader:
         files = sorted(set(weights.values())) or sorted(names.ending(END))
         if not weights:
             check_shards(names, files)
+            _check_items(names, files)
             _check_parts(names, files)
         headers = {file: read_header_of(names, file) for file in files}
         _check_index(names, where, weights, headers)
@@ -95,6 +99,23 @@ def local_pieces(names: Listing, file: str) -> Iterator[ForeignPiece]:
     for name, chunk in chunks.items():
         at, box = Extent(length + chunk.start), Box.whole(chunk.shape)
         yield ForeignPiece(name, CODES[chunk.code], chunk.shape, box, names.key(file), at)
+
+
+def _check_items(names: Listing, files: Sequence[str]) -> None:
+    """Refuse parts of ranks as torch_checkpointing writes them: their headers do not say which."""
+    parts = [f for f in files if _ITEM.fullmatch(f)]
+    if not parts or METADATA not in names.names:
+        return
+    where = names.key(METADATA)
+    found = read_pickle(names.read(METADATA, MAX_PICKLE_BYTES), where)
+    if not isinstance(found, dict) or found.get("world_size") != 1:
+        raise RefusedError(
+            "parts of ranks in safetensors, whose headers do not say which parts they are",
+            kind="unreadable-format",
+            where=names.key(parts[0]),
+            hint="torch_checkpointing.hf makes whole tensors of them; items that it saves in"
+            " files of torch.save are read",
+        )
 
 
 def _check_parts(names: Listing, files: Sequence[str]) -> None:

@@ -40,6 +40,7 @@ from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import DTYPES, Box
 
 __all__ = [
+    "METADATA",
     "PART",
     "TensorAt",
     "TorchReader",
@@ -61,7 +62,7 @@ _BESIDE = re.compile(
 )
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
 _ITEM = re.compile(r"(.+)_(0|[1-9][0-9]{0,5})\.pt")
-_METADATA = "metadata.pkl"
+METADATA = "metadata.pkl"
 """What torch_checkpointing writes where it may load into other cuts."""
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
@@ -143,7 +144,7 @@ def _items(files: Sequence[str], names: Listing) -> dict[str, tuple[str, int]]:
         by_item.setdefault(match[1], set()).add(int(match[2]))
     world = max(map(len, by_item.values()), default=0)
     complete = all(ranks == set(range(world)) for ranks in by_item.values())
-    if len(found) < len(files) or not complete or (world < 2 and _METADATA not in names.names):
+    if len(found) < len(files) or not complete or (world < 2 and METADATA not in names.names):
         return {}
     return {file: (match[1], int(match[2])) for file, match in found.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -304,6 +305,22 @@ def test_items_of_torch_checkpointing(foreign: Path, tmp_path: Path) -> None:
     assert fails(folder).kind == "bad-pieces"  # no longer a file of each item of each rank
     other.write_bytes(kept)
     assert open_reader(folder).names == reader.names
+
+
+def test_parts_in_safetensors_are_not_taken_for_whole(foreign: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(foreign / "torch-checkpointing" / "safetensors", tmp_path / "a"))
+    error = fails(folder)
+    assert (error.kind, error.where) == ("unreadable-format", "model_0.safetensors")
+    assert "torch_checkpointing.hf" in (error.hint or "")
+    (folder / "model_1.safetensors").unlink()
+    assert fails(folder).kind == "unreadable-format"
+    # Never by pickle itself; and of one rank they are whole.
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(Path.cwd))
+    assert fails(folder).kind == "unreadable-format"
+    (folder / "metadata.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    assert fails(folder).kind == "unsafe-pickle"
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({"world_size": 1}))
+    assert open_reader(folder).info("0.weight").shape == (3, 4)
 
 
 @pytest.mark.parametrize("names", [("model_0.pt", "model_1.pt"), ("a_0.pt", "b_1.pt")])

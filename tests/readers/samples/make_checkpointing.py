@@ -2,13 +2,15 @@
 
 torchrun --nproc-per-node 2 make_checkpointing.py FOLDER
 
-Without the metadata for other cuts, whose collectives want CUDA.
+With ``metadata.pkl`` for other cuts; its collectives ask for CUDA, and run on the CPU here. In
+``FOLDER/safetensors`` the model is in files of safetensors.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +19,26 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch_checkpointing import CheckpointManager
+from torch_checkpointing import CheckpointManager, metadata_manager
+from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+
+class OnCpu:
+    """torch, but that what asks for CUDA is made on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(values: Any, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+
+metadata_manager.torch = OnCpu()
+torch.Tensor.cuda = lambda self: self
 
 
 def main(folder: Path) -> None:
@@ -30,12 +50,18 @@ def main(folder: Path) -> None:
     net(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     weights, states = get_state_dict(net, optimizer)
-    config = CheckpointManager.Config.with_sync_save()
-    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
     saved = {"model": weights, "optimizer": states, "step": 7, "loader": {"at": dist.get_rank()}}
-    manager = config.build()
-    manager.save(str(folder), saved)
-    manager.close()
+    layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization())
+    for where, how in ((folder, None), (folder / "safetensors", layout)):
+        config = CheckpointManager.Config.with_sync_save()
+        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+        config.items = {
+            "model": ItemSpec(resharder=DefaultResharder(), layout=how),
+            "optimizer": ItemSpec(resharder=DefaultResharder()),
+        }
+        manager = config.build()
+        manager.save(str(where), saved)
+        manager.close()
     named = {f"model.{n}": t for n, t in weights.items()}
     named |= {
         f"optimizer.state.{n}.{key}": t for n, s in states["state"].items() for key, t in s.items()
