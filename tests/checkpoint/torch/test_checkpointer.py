@@ -301,7 +301,7 @@ def test_all_dtypes_round_trip(root: str) -> None:
         kind = getattr(torch, name)
         raw = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
         state[name] = (raw.bool() if kind == torch.bool else raw.view(kind)).reshape(2, 3)
-    live = {n: t.clone().view(torch.uint8).zero_().view(t.dtype) for n, t in state.items()}
+    live = {n: torch.zeros_like(t.view(torch.uint8)).view(t.dtype) for n, t in state.items()}
     with ckptd.Checkpointer(root) as ck:
         ck.save(1, state)
         ck.load(live)
