@@ -713,7 +713,7 @@ class Loader:
                         with no_collection():
                             plan = self._plan(saved, filemap, filling, laid, options, store)
                             self._compare_copies(matching, leaves, manifest, filemap, store)
-                            self._compare_overlaps(matching, manifest, filemap, store)
+                            self._compare_overlaps(matching, manifest, filemap, store, laid)
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
                     error = caught
             try:
@@ -856,7 +856,6 @@ class Loader:
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
         others = leaves if laid is None else laid.rest(leaves)
         matching = match(others, rest, wanted, to_saved, strict=options.strict)
-        matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         filling = Filling(self._describer)
         later = set(matching.adopted.values())  # other ranks may have a place for it
         for name, number in matching.tensors.items():
@@ -864,6 +863,7 @@ class Loader:
                 filling.add(name, leaves.tensors[name].tensor, number)
         if laid is not None:
             laid.match(leaves, wanted, filling, matching)
+        matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         return matching, leaves, filling, laid
 
     @staticmethod
@@ -952,7 +952,12 @@ class Loader:
                     )
 
     def _compare_overlaps(
-        self, matching: Matching, manifest: Manifest, filemap: FileMap, store: UnionStore
+        self,
+        matching: Matching,
+        manifest: Manifest,
+        filemap: FileMap,
+        store: UnionStore,
+        laid: LaidLoad | None,
     ) -> None:
         """Compare what the checkpoint has of live tensors that have some memory in common.
 
@@ -965,10 +970,15 @@ class Loader:
         for group in matching.overlaps:
             image = Image(group)
             for leaf in group:
-                held = self._describer.held(leaf.name, leaf.tensor)
-                values = np.empty(leaf.local.nbytes, np.uint8)
-                wants = [Want(matching.tensors[leaf.name], held.regions, values)]
-                execute(read_plan(manifest, filemap, wants, places=places), store)
+                number, values = matching.tensors[leaf.name], np.empty(leaf.local.nbytes, np.uint8)
+                if laid is not None and number < 0:
+                    wants, finish = laid.row_by_row(leaf, values)
+                    execute(read_plan(manifest, filemap, wants, places=places), store)
+                    finish()
+                else:
+                    held = self._describer.held(leaf.name, leaf.tensor)
+                    wants = [Want(number, held.regions, values)]
+                    execute(read_plan(manifest, filemap, wants, places=places), store)
                 _, differ = image.lay(leaf, values)
                 if differ:
                     names = ", ".join(other.name for other in group[:8])

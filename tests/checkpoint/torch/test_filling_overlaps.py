@@ -11,6 +11,7 @@ import torch
 
 import ckptd
 from ckptd.errors import MismatchError
+from tests.reshard.torch.layout.jobs import PROGRAM, whole_job
 
 _roots = itertools.count()
 
@@ -82,3 +83,101 @@ def test_one_that_looks_so_and_has_places_of_its_own_is_filled_there() -> None:
     saved_and_loaded({"a": want}, live)
     assert torch.equal(live["a"], want)
     assert memory.count_nonzero() == 6
+
+
+# --- what a layout fills --------------------------------------------------------------------------
+
+SPACE = "mesh M = dp:1\nspace s { A[a b] B[a b] N[c] }\n"
+APART = "layout apart of s on ON {\n  a = A[a b]\n  b = B[a b]\n  n = N[c]\n}\n"
+
+
+def over(strides: tuple[int, int], second: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return memory, and two tensors of 4 x 6 in it, and a third beside them."""
+    memory = torch.zeros(64)
+    a, b = (memory.as_strided((4, 6), strides, at) for at in (0, second))
+    return memory, {"a": a, "b": b, "n": torch.zeros(3)}
+
+
+def laid(saved: dict[str, Any], live: dict[str, Any], layout: str) -> None:
+    root = f"memory://laid{next(_roots)}"
+    with ckptd.Checkpointer(root, layout=layout) as ck:
+        ck.save(1, saved).durable(60)
+        ck.load(live)
+
+
+@pytest.mark.parametrize("on", ["M", "none"])
+@pytest.mark.parametrize(
+    ("strides", "second"),
+    [((6, 1), 23), ((12, 1), 5), ((6, 1), 18)],
+    ids=["an element", "columns", "a row"],
+)
+def test_what_a_layout_fills_is_compared(on: str, strides: tuple[int, int], second: int) -> None:
+    layout = SPACE + APART.replace("ON", on)
+    saved = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(4, 6) + 0.5}
+    saved["n"] = torch.ones(3)
+    memory, live = over(strides, second)
+    with pytest.raises(MismatchError) as caught:
+        laid(saved, live, layout)
+    assert caught.value.where == "a, b"
+    assert not memory.any()
+    assert not live["n"].any()
+    # What has equal values there loads.
+    twin, both = over(strides, second)
+    twin.copy_(torch.arange(64.0))
+    laid({n: t.clone() for n, t in both.items()}, live, layout)
+    assert torch.equal(live["a"], both["a"])
+    assert torch.equal(live["b"], both["b"])
+
+
+def test_columns_that_a_layout_fills_have_nothing_in_common() -> None:
+    layout = SPACE + APART.replace("ON", "M")
+    memory, live = over((12, 1), 6)
+    saved = {"a": torch.ones(4, 6), "b": torch.full((4, 6), 2.0), "n": torch.ones(3)}
+    laid(saved, live, layout)
+    assert memory[:48].view(4, 12).tolist() == [[1.0] * 6 + [2.0] * 6] * 4
+
+
+def test_one_that_a_layout_fills_and_one_that_it_does_not_know() -> None:
+    layout = SPACE + APART.replace("ON", "M")
+    memory = torch.zeros(64)
+    live = {"a": memory[:24].view(4, 6), "b": torch.zeros(4, 6), "n": torch.zeros(3)}
+    live["other"] = memory[20:30]
+    saved = {n: torch.rand(t.shape) for n, t in live.items()}
+    with pytest.raises(MismatchError) as caught:
+        laid(saved, live, layout)
+    assert caught.value.where == "a, other"
+    assert not memory.any()
+
+
+def test_what_was_stored_in_another_layout() -> None:
+    text = "mesh M = dp:1\nspace s { L{l}.g[f h] L{l}.u[f h] }\n"
+    fused = text + "layout one of s on M { l{l}.gu = L{l}[(g:f|u:f) h] }\n"
+    apart = text + "layout two of s on M { l{l}.g = L{l}.g[f h]\nl{l}.u = L{l}.u[f h] }\n"
+    root = "memory://fused-over"
+    with ckptd.Checkpointer(root, layout=fused) as ck:
+        ck.save(1, {"model": {"l0.gu": torch.arange(24.0).view(4, 6)}}).durable(60)
+    memory = torch.zeros(24)
+    held = {"l0.g": memory[:12].view(2, 6), "l0.u": memory[6:18].view(2, 6)}
+    with ckptd.Checkpointer(root, layout=apart) as ck:
+        with pytest.raises(MismatchError) as caught:
+            ck.load({"model": held})
+        assert caught.value.where == "model.l0.g, model.l0.u"
+        assert not memory.any()
+        held["l0.u"] = memory[12:].view(2, 6)
+        ck.load({"model": held})
+    assert memory.tolist() == list(range(24))
+
+
+def test_a_number_of_an_optimizer_that_lies_over_its_state() -> None:
+    layout = f"# layout hf\n{PROGRAM}"
+    module, optimizer = whole_job(1, 2)
+    with ckptd.Checkpointer("memory://number-over", layout=layout) as ck:
+        ck.save(1, {"model": module, "optim": optimizer}).durable(60)
+        into, other = whole_job(2, 1)
+        held = other.state[into.get_parameter("norm.weight")]
+        held["step"] = held["exp_avg"][0]
+        before = held["exp_avg"].clone()
+        with pytest.raises(MismatchError) as caught:
+            ck.load({"model": into, "optim": other})
+        assert "step" in str(caught.value.where)
+        assert torch.equal(held["exp_avg"], before)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from ckptd.base.grids.block import Fill, Region, box_region
-from ckptd.checkpoint.load.plan import Conversion, Want
+from ckptd.checkpoint.load.plan import Conversion, Want, put_fill
 from ckptd.checkpoint.torch.filling import U8, Filling, LiveTarget
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
@@ -69,6 +69,8 @@ class LaidLoad:
         self.filled: list[FilledTensor] = []
         self._fills: list[tuple[LiveTarget, DType, tuple[Fill, ...]]] = []
         self._same: list[tuple[str, list[U8]]] = []
+        self._rows: dict[str, Callable[[], TargetPlan]] = {}
+        self._numbers: dict[str, int] = {}
 
     @property
     def job(self) -> JobLayout:
@@ -220,25 +222,41 @@ class LaidLoad:
             target, regions = boxes
             piece = tensor.pieces[0]
             key = (piece.rule, piece.indexes, tensor.state)
-            plan = self.source.composition.regions(key, regions)
+            of = partial(self.source.composition.regions, key)
+            plan = of(regions)
+            held = self.describer.held(name, leaf.tensor)
+            self._rows[leaf.name] = partial(of, held.regions)
             self.filled.append(FilledTensor(leaf, tensor, target, regions))
         else:
             rows = filling.rows(self.describer.held(name, leaf.tensor).local.detach())
             if rows is None:
                 return
             target, plan = rows, self.source.composition.local_tensor(self.job.rank, tensor)
+            self._rows[leaf.name] = lambda: plan
             self.filled.append(FilledTensor(leaf, tensor, target))
-        self._fill(leaf, plan, target)
+        self.wants += self._wants(leaf, plan, target)
+        self._fills.append((target, dtype_of(leaf.dtype), plan.fills))
 
-    def _fill(self, leaf: TensorLeaf, plan: TargetPlan, target: LiveTarget) -> None:
+    def row_by_row(self, leaf: TensorLeaf, target: U8) -> tuple[list[Want], Callable[[], None]]:
+        """Return what gives a tensor of this rank in the order of its rows, and what ends it."""
+        if leaf.name in self._numbers:
+            return [self._number(self._numbers[leaf.name], target)], lambda: None
+        plan = self._rows[leaf.name]()
+
+        def finish() -> None:
+            for fill in plan.fills:
+                put_fill(fill, dtype_of(leaf.dtype), target)
+
+        return [*self._wants(leaf, plan, target)], finish
+
+    def _wants(self, leaf: TensorLeaf, plan: TargetPlan, target: LiveTarget) -> Iterator[Want]:
         dtype = dtype_of(leaf.dtype)
         for source in plan.sources:
             number = self.source.names.tensors[source.source.name]
             kind = self.source.filemap.dtypes[number]
             change = change_of(kind, dtype, source.values, leaf.name)
             conversion = Conversion(change, kind, dtype) if change else None
-            self.wants.append(Want(number, (), target, source.pieces, conversion))
-        self._fills.append((target, dtype, plan.fills))
+            yield Want(number, (), target, source.pieces, conversion)
 
     def _scalar(
         self,
@@ -257,11 +275,13 @@ class LaidLoad:
             return
         found.tensors[leaf.name] = -1
         values = [target, *(np.empty(target.nbytes, np.uint8) for _ in numbers[1:])]
-        for number, value in zip(numbers, values, strict=True):
-            shape = self.source.saved.manifest.tensors[number].shape
-            region = box_region(Box((0,) * len(shape), shape))
-            self.wants.append(Want(number, (region,), value))
+        self._numbers[leaf.name] = numbers[0]
+        self.wants += map(self._number, numbers, values)
         self._same.append((name, values))
+
+    def _number(self, number: int, target: U8) -> Want:
+        shape = self.source.saved.manifest.tensors[number].shape
+        return Want(number, (box_region(Box((0,) * len(shape), shape)),), target)
 
     def objects(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return decoded objects, with this rank's names in optimizer groups."""
