@@ -79,7 +79,9 @@ def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
     try:
         return catalogue.open()
     except NotFoundError:
-        return foreign_formats().format_of(catalogue.store)
+        # What a new folder holds is nothing: no reader is brought in to look at it.
+        store = catalogue.store
+        return foreign_formats().format_of(store) if store.children() else ""
 
 
 def begin_beside(catalogue: Catalogue) -> RootMarker:
