@@ -84,7 +84,7 @@ class PublishClient(OfOneProcess):
         self._channel = SocketChannel(ours, REPLY)
         self._sending = threading.Lock()
         self._unknown: set[int] = set()
-        self._closed = False
+        self._closed = self._ended = False
         self._asked = 0
         self._receiver = threading.Thread(target=self._receive, name="ckptd-published", daemon=True)
         self._receiver.start()
@@ -188,7 +188,7 @@ class PublishClient(OfOneProcess):
 
     def close(self) -> None:
         """Let the server end as soon as no worker holds a version. Idempotent."""
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         with contextlib.suppress(WorkerError):  # it is gone already
@@ -198,3 +198,4 @@ class PublishClient(OfOneProcess):
         self._channel.close()
         # Nobody waits for it: whoever pulls gets the rest. The thread only collects the exit code.
         threading.Thread(target=self._process.wait, daemon=True).start()
+        self._ended = True

@@ -148,13 +148,22 @@ class ServerLink:
         CkptdError
             What the server answered; or the connection is lost, and this link with it.
         """
-        with self._lock:
-            self._connection.send(question)
-            answer, _ = self._connection.receive(ANSWER, self._wait_s if wait_s is None else wait_s)
-            found = self._checked(answer, kind)
+        found = self._asked(question, kind, self._wait_s if wait_s is None else wait_s)
         if isinstance(found, TensorPlaces):
             self.places = found.places
         return found
+
+    def _asked(
+        self, question: msgspec.Struct, kind: type[T], wait_s: float, fds: list[int] | None = None
+    ) -> T:
+        with self._lock:
+            try:
+                self._connection.send(question)
+                answer, _ = self._connection.receive(ANSWER, wait_s, fds=fds)
+            except BaseException:  # its answer would be taken for that to another question
+                self._connection.close()
+                raise
+            return self._checked(answer, kind)
 
     def newest(self, than: int, wait_s: float, answer_s: float | None = None) -> Newest:
         """Return the newest version above `than`; wait for one so long.
@@ -168,10 +177,7 @@ class ServerLink:
         """Return the memory of a version, as this process sees it now."""
         fds: list[int] = []
         try:
-            with self._lock:
-                self._connection.send(AskMap(number))
-                answer, _ = self._connection.receive(ANSWER, self._wait_s, fds=fds)
-                found = self._checked(answer, Mapped)
+            found = self._asked(AskMap(number), Mapped, self._wait_s, fds)
             if len(fds) != 1:
                 raise self._connection.fail("no memory came with the answer", kind="link-protocol")
             return MappedVersion(fds[0], found.nbytes, number)

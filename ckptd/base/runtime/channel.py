@@ -78,6 +78,9 @@ class SocketChannel:
             self._out.sendall(frame)
         except OSError as error:
             raise WorkerError("the other process is gone", found=str(error)) from error
+        except BaseException:
+            self.shut()  # interrupted, perhaps in the middle of a frame
+            raise
 
     def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
         """See `Channel`."""

@@ -16,12 +16,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from ckptd.errors import UsageError
 
-__all__ = ["OfOneProcess", "in_child", "not_within", "one_at_a_time"]
+__all__ = ["OfOneProcess", "in_child", "not_below", "not_within", "one_at_a_time"]
 
 _log = logging.getLogger("ckptd")
 _P = ParamSpec("_P")
@@ -194,6 +194,21 @@ def not_within(self: object, name: str, call: str) -> None:
     found = vars(self).get(_CALL)
     if found is not None and found[0] == name and _runs(found):
         raise _under_way(self, call, found)
+
+
+def not_below(owner: str, call: str) -> None:
+    """Refuse `call`, which waits, within a call of an object of class `owner` in this thread.
+
+    What it waits for may need a lock that the frame below a signal handler holds.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "call":
+            held = frame.f_locals
+            named = any(base.__name__ == owner for base in type(held["self"]).__mro__)
+            if named and "mine" in held:
+                raise _under_way(held["self"], call, held["mine"])
+        frame = frame.f_back
 
 
 def _runs(found: tuple[str, int, object]) -> bool:

@@ -225,7 +225,7 @@ class Slot:
             self.before_close()
         try:
             self.data.release()
-            del self._control
+            vars(self).pop("_control", None)  # an interrupt may have come after this
             self._map.close()
         except BufferError:  # an exported view still lives: the mapping goes when it does
             pass

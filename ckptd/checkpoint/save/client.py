@@ -242,7 +242,7 @@ class WriterClient(OfOneProcess):
         self._counted: deque[str] = deque()
         self._dead: WorkerError | None = None
         self._near_errors: dict[str, str] = {}
-        self._closing = False
+        self._closing = self._ended = False
         self._left = False
         self._plan = ""
         self._counter = 0
@@ -403,7 +403,12 @@ class WriterClient(OfOneProcess):
         self._slots.take(slot, save.job)
         save = msgspec.structs.replace(save, slot=slot.number)
         job = _Job(handle, outcome_key, save, plan, slot, _deadline(save))
-        self._send(save, note=lambda: self._jobs.update({save.job: job}))
+        try:
+            self._send(save, note=lambda: self._jobs.update({save.job: job}))
+        except BaseException as error:
+            if not isinstance(error, CkptdError):  # interrupted: the worker has it, or never will
+                self._jobs.pop(save.job, None)
+            raise
 
     def seal(
         self,
@@ -448,6 +453,8 @@ class WriterClient(OfOneProcess):
         self._fail_all(job, cause or SaveError(reason, kind="aborted"))
         if (mine := self._jobs.get(job)) is not None:
             mine.given_up = True
+        else:  # left before it was handed over: no answer frees its slot
+            self._slots.release(job)
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
             self._send(AbortSave(job, reason))
 
@@ -456,7 +463,7 @@ class WriterClient(OfOneProcess):
 
         A worker that has not ended after `timeout_s` is killed: what it did not commit is lost.
         """
-        if self._closing:
+        if self._ended:
             return
         self._closing = True
         end = time.monotonic() + timeout_s
@@ -474,6 +481,7 @@ class WriterClient(OfOneProcess):
         if self._connected.is_set():
             self._channel.close()
         self._slots.close()
+        self._ended = True
 
     def leave(self) -> None:
         """Leave the worker as a process that dies does. Idempotent; never raises.
@@ -481,7 +489,7 @@ class WriterClient(OfOneProcess):
         It finishes what is staged, as far as that can be without this rank. Handles of saves that
         are under way change no more.
         """
-        if self._closing:
+        if self._ended:
             return
         self._closing = self._left = True
         if self._connected.is_set():
@@ -493,6 +501,7 @@ class WriterClient(OfOneProcess):
             # A child that has ended must be waited for, and this one may take its time.
             threading.Thread(target=self._process.wait, name="ckptd-left", daemon=True).start()
         self._slots.close()
+        self._ended = True
 
     # -- the monitor thread ----------------------------------------------------------------------
 

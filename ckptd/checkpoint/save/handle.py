@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptd import events
-from ckptd.base.runtime.ownership import OfOneProcess
+from ckptd.base.runtime.ownership import OfOneProcess, not_below
 from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveTracker"]
@@ -159,6 +159,7 @@ class SaveHandle:
         CkptdError
             What failed.
         """
+        not_below("Checkpointer", "staged")
         if self:
             self._wait(("writing", "committing", "durable"), timeout)
 
@@ -174,8 +175,10 @@ class SaveHandle:
         Raises
         ------
         UsageError
-            kind ``bad-tier``: this save does not go there.
+            kind ``bad-tier``: this save does not go there. Kind ``under-way``: a signal handler
+            calls it within a call of a checkpointer.
         """
+        not_below("Checkpointer", "durable")
         if not self:
             return
         if tier is None:

@@ -264,7 +264,7 @@ class Checkpointer(OfOneProcess):
         self._logged: list[SaveTracker] = []
         self._newest: SaveTracker | None = None
         self._poisoned: CkptdError | None = None
-        self._closed = False
+        self._closed = self._ended = False
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = stopping.grace_s
@@ -504,6 +504,7 @@ class Checkpointer(OfOneProcess):
         self._check_open()
         self._wait(None)
         self._connect()
+        self._loader.writing = False
         try:
             with nullcontext() if source is None else self._elsewhere(source, step) as elsewhere:
                 report = self._loader.load(
@@ -519,15 +520,23 @@ class Checkpointer(OfOneProcess):
                     allow=allow,
                     elsewhere=elsewhere,
                 )
+            self._poisoned = None
+            self._last_load = report
+            if source is None:
+                self._loaded(report, partly=weights_only or only is not None)
         except CkptdError as error:
             if error.poisoned:
                 self._poisoned = error
             raise
-        self._poisoned = None
-        if source is not None:
-            self._last_load = report
-            return report.step
-        self._loaded(report, partly=weights_only or only is not None)
+        except BaseException as error:  # an interrupt
+            if self._loader.writing:
+                self._poisoned = CkptdError(
+                    "a load was left, so that the state is of no step",
+                    kind="crashed",
+                    found=repr(error)[:500],
+                    hint="load again",
+                )
+            raise
         return report.step
 
     @contextmanager
@@ -643,7 +652,7 @@ class Checkpointer(OfOneProcess):
             left = None if end is None else max(0.0, end - time.monotonic())
             seen = handle.error_seen
             try:
-                handle.durable(left)
+                handle._wait(("durable",), left)
             except CkptdError:
                 if not handle.done:
                     raise
@@ -684,12 +693,13 @@ class Checkpointer(OfOneProcess):
                 raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
             self._wait(max(0.0, end - time.monotonic()))
         finally:
-            if self._job.is_interrupted():
-                self._abandon()
-            elif not self._closed:
-                self._closed = True
-                self._finish(None if late else max(_END_S, self._time_left(end)))
-                self._job.closed(self)
+            try:
+                if not self._job.is_interrupted():
+                    self._closed = True
+                    self._finish(None if late else max(_END_S, self._time_left(end)))
+                    self._job.closed(self)
+            finally:
+                self._abandon()  # what an interrupt left out
 
     def _finish(self, wait_s: float | None) -> None:
         """Close everything; wait for the writing process, or with None let it end by itself."""
@@ -701,6 +711,7 @@ class Checkpointer(OfOneProcess):
             self._client.close(wait_s)
         self._store.close()
         self._events.close()
+        self._ended = True
 
     @one_at_a_time
     def abandon(self) -> None:
@@ -713,7 +724,7 @@ class Checkpointer(OfOneProcess):
 
     @whole
     def _abandon(self) -> None:
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         self._watch.close()
@@ -725,6 +736,7 @@ class Checkpointer(OfOneProcess):
         self._store.close()
         self._events.close()
         self._handles = []
+        self._ended = True
         self._job.closed(self)
 
     def _settle(self, end: float) -> bool:

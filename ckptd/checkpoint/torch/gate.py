@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import chain
@@ -148,6 +148,13 @@ class Gate(OfOneProcess):
             self._earlier.append(self._on_device)
         self._copy, self._give_up, self._on_device = copy, give_up, on_device
         self._scope = events.current()
+
+    def close_behind(self, copier: Executor) -> None:
+        """Hold mutations back until a copier of one thread is through what it was given.
+
+        A call that is left may have given it a copy that nothing waits for yet.
+        """
+        self.close(copier.submit(lambda: None), lambda _: None)
 
     def wait(self) -> None:
         """Return when everything may change. Never raises: what failed is in the save's handle.

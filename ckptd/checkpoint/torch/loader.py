@@ -521,7 +521,13 @@ class _Options:
 
 
 class Loader:
-    """Loads checkpoints for one checkpointer."""
+    """Loads checkpoints for one checkpointer.
+
+    Attributes
+    ----------
+    writing
+        Whether a load has come to where it writes. Its caller sets it back.
+    """
 
     def __init__(
         self,
@@ -544,6 +550,7 @@ class Loader:
         self._timeout_s = timeout_s
         self._host: tuple[int, ...] | None = None
         self._loads = 0
+        self.writing = False
 
     @phase("ckpt")
     def load(
@@ -728,6 +735,7 @@ class Loader:
             self._agreement.no_errors(error)
             if not options.strict:
                 self._refuse_nothing(matching, laid)
+            self.writing = True
             # Where the witness's values lie is worked out while the disk is busy.
             with filling, ThreadPoolExecutor(1, "ckptd-witness") as beside:
                 places = beside.submit(witness_places, values, filling.wants)
@@ -754,15 +762,19 @@ class Loader:
                             self._check_witness(witness, places.result(), manifest, filling, laid)
 
                 self._undamaged(complete)
-            apply_objects(
-                leaves,
-                objects,
-                per_rank,
-                tensors=matching.tensors,
-                required=matching.required,
-                strict=options.strict,
-            )
-            _tell_followers(leaves, per_rank, candidate.step)
+            try:
+                apply_objects(
+                    leaves,
+                    objects,
+                    per_rank,
+                    tensors=matching.tensors,
+                    required=matching.required,
+                    strict=options.strict,
+                )
+                _tell_followers(leaves, per_rank, candidate.step)
+            except CkptdError as error:
+                error.poisoned = True
+                raise
             return matching, read
 
     def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:

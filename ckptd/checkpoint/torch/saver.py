@@ -429,19 +429,20 @@ class Saver:
         total = tensor_bytes + sum(map(len, bodies))
         handle.total_bytes = total
         sources = self._sources_of(leaves, laid)
-        with events.span("acquire"):
-            slot = client.acquire(total, self._timeout_s)
-        client.begin(save, plan, handle, key, slot)
-
-        def give_up(reason: object) -> None:
-            client.abandon(save.job, f"copying the state failed: {reason}"[:500])
-
         holders = self._planner.holders
         samples = None
         if holders is not None:
             shards = shards_in_common(leaves.tensors, holders)
             samples = Samples(shards, None if laid is None else laid.views(holders))
+
+        def give_up(reason: object) -> None:
+            client.abandon(save.job, f"copying the state failed: {reason}"[:500])
+
+        with events.span("acquire"):
+            slot = client.acquire(total, self._timeout_s)
+        scope = events.current()  # the copier's thread does not inherit it
         try:
+            client.begin(save, plan, handle, key, slot)
             with events.span("enqueue"):
                 snapshot = Snapshot(
                     sources,
@@ -457,26 +458,27 @@ class Saver:
                 for body in bodies:
                     slot.put(at, np.frombuffer(body, dtype=np.uint8))
                     at += len(body)
+
+            def finish() -> None:
+                try:
+                    with events.about(*scope), events.span("copy", nbytes=total):
+                        snapshot.copy_rest()
+                    slot.staged = total
+                    client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
+                    slot.warm_up()
+                    self._device_copies.lock_later(slot, snapshot.devices)
+                except CkptdError as error:
+                    client.abandon(save.job, error.message, error)
+                except BaseException as error:  # noqa: BLE001 - the handle has it
+                    give_up(repr(error))
+
+            copy = self._copier.submit(finish)
+            self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
         except BaseException as error:
-            give_up(repr(error))
+            cause = error if isinstance(error, CkptdError) else None
+            client.abandon(save.job, f"copying the state failed: {error!r}"[:500], cause)
+            self._gate.close_behind(self._copier)
             raise
-        scope = events.current()  # the copier's thread does not inherit it
-
-        def finish() -> None:
-            try:
-                with events.about(*scope), events.span("copy", nbytes=total):
-                    snapshot.copy_rest()
-                slot.staged = total
-                client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
-                slot.warm_up()
-                self._device_copies.lock_later(slot, snapshot.devices)
-            except CkptdError as error:
-                client.abandon(save.job, error.message, error)
-            except BaseException as error:  # noqa: BLE001 - the handle has it
-                give_up(repr(error))
-
-        copy = self._copier.submit(finish)
-        self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
         if self._options.lazy == "off":
             self._gate.settle()
 

@@ -21,7 +21,7 @@ from ckptd import events
 from ckptd.base.net.address import is_here, is_loopback
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.launched import whole as uninterrupted
-from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
+from ckptd.base.runtime.ownership import OfOneProcess, not_below, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.checkpoint.save.arena import Slot
@@ -113,7 +113,10 @@ class Publication(OfOneProcess):
             It will never be: what this rank failed with.
         DeadlineError
             Not within `timeout_s`.
+        UsageError
+            Kind ``under-way``: a signal handler calls it within a call of a publisher.
         """
+        not_below("Publisher", "wait")
         if self.skipped:
             return False
         try:
@@ -240,7 +243,7 @@ class Publisher(OfOneProcess):
         self._carrier = carrier
         if carrier is not None:
             carrier.serve(self._read)
-        self._closed = self._left = False
+        self._closed = self._left = self._ended = False
         abandonable(self)
 
     def _clone(self) -> Board:
@@ -385,21 +388,23 @@ class Publisher(OfOneProcess):
         if self._shape is None:
             self._agreement.no_errors(problem)
             self._shape = self._first(state, leaves)
-        choice = self._choose(step, problem, wait_s)
-        publication = Publication(step, choice.number, choice.reason)
-        if choice.slot < 0:
-            self._emit(publication, begun_ns, 0)
-            if self._board.rank == 0:
-                _log.info("step %d is not published: %s", step, choice.reason)
-            return publication
-        with self._sharing:
-            self._shares.add(choice.number)
+        self._number += 1
         try:
-            if problem is not None:
+            choice = self._choose(step, problem, wait_s)
+            publication = Publication(step, choice.number, choice.reason)
+            if choice.slot < 0:
+                self._ends_share(choice.number)
+                self._emit(publication, begun_ns, 0)
+                if self._board.rank == 0:
+                    _log.info("step %d is not published: %s", step, choice.reason)
+            elif problem is not None:
                 raise problem
-            self._copy(publication, choice, leaves, self._shape, begun_ns)
+            else:
+                self._copy(publication, choice, leaves, self._shape, begun_ns)
         except BaseException:
-            self._drop(choice.number)
+            with suppress(CkptdError):  # what was raised counts
+                self._drop(self._number)
+            self._gate.close_behind(self._copier)
             raise
         return publication
 
@@ -434,7 +439,7 @@ class Publisher(OfOneProcess):
 
     def _choose(self, step: int, problem: CkptdError | None, wait_s: float) -> SlotAnswer:
         """Return where the version goes; rank 0's server decides for all."""
-        self._number += 1
+        self._begin_share(self._number)
 
         def place() -> tuple[int, int, bool, str]:
             if problem is not None:
@@ -443,11 +448,13 @@ class Publisher(OfOneProcess):
             return found.number, found.slot, found.fresh, found.reason
 
         try:
-            return SlotAnswer(*self._agreement.on_rank_zero("publish", place, wait_s))
+            choice = SlotAnswer(*self._agreement.on_rank_zero("publish", place, wait_s))
         except CkptdError:
             if problem is not None:
                 raise problem from None
             raise
+        self._begin_share(choice.number)
+        return choice
 
     def _placed(self, step: int, end: float) -> SlotAnswer:
         """Ask the own server for a slot until there is one."""
@@ -457,7 +464,7 @@ class Publisher(OfOneProcess):
             if found.slot >= 0 or time.monotonic() >= end:
                 return found
             if self._client.silent:
-                self._number += 1  # the one before was given up
+                self._begin_share(self._number + 1)  # the one before was given up
             time.sleep(_PLACE_S)
 
     def _slot(self, choice: SlotAnswer, nbytes: int) -> Slot:
@@ -467,10 +474,12 @@ class Publisher(OfOneProcess):
                 if slot is not None:
                     # A worker may read it still: what it has mapped stays as it is.
                     self._end_slot(self._slots.pop(choice.slot))
-                slot = self._slots[choice.slot] = Slot(choice.slot, nbytes)
+                slot = Slot(choice.slot, nbytes)
+                # First: a server must know the memory of each slot that there is.
+                self._client.send(SlotMemory(choice.slot, nbytes), slot)
+                self._slots[choice.slot] = slot
                 if self._carrier is not None:
                     self._carrier.expose(slot)
-            self._client.send(SlotMemory(choice.slot, nbytes), slot)
         return slot
 
     def _end_slot(self, slot: Slot) -> None:
@@ -535,6 +544,11 @@ class Publisher(OfOneProcess):
         """Count this rank's share; the last rank tells that the version is whole."""
         if self._ends_share(number) and self._add_up(number, 1):
             self._client.send(VersionWhole(number))
+
+    def _begin_share(self, number: int) -> None:
+        self._number = number
+        with self._sharing:
+            self._shares.add(number)
 
     def _ends_share(self, number: int) -> bool:
         """Whether this rank has not told yet how its share of a version ended."""
@@ -628,22 +642,27 @@ class Publisher(OfOneProcess):
     @one_at_a_time
     def close(self) -> None:
         """Complete the copying and end; who pulls a version gets the rest of it. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._gate.release()
-        self._copier.shutdown(wait=True)
-        self._end()
+        try:
+            if not self._closed:
+                self._closed = True
+                self._gate.release()
+                self._copier.shutdown(wait=True)
+                self._end()
+        finally:
+            self._abandon()  # what an interrupt left out
 
     @one_at_a_time
-    @uninterrupted
     def abandon(self) -> None:
         """Release everything without a wait for other ranks, as a process that dies does.
 
         Its servers give the last version to workers as after `close`. A session calls it when it
         leaves a generation. Idempotent.
         """
-        if self._closed:
+        self._abandon()
+
+    @uninterrupted
+    def _abandon(self) -> None:
+        if self._ended:
             return
         self._closed = self._left = True
         self._gate.leave(_LEAVE_S)
@@ -657,6 +676,7 @@ class Publisher(OfOneProcess):
             while self._slots:
                 self._end_slot(self._slots.popitem()[1])
         let_be(self)
+        self._ended = True
 
     def __enter__(self) -> Self:
         return self

@@ -344,8 +344,8 @@ class Subscriber(OfOneProcess):
         names = frozenset(side.names[x.laid.name] for x in own)
         try:
             report = self._fallback.load(self._state, names, above)
-        except CkptdError as error:
-            if error.poisoned:
+        except BaseException as error:
+            if not isinstance(error, CkptdError) or error.poisoned:
                 self._version = None
             raise
         if report is None:

@@ -1,66 +1,72 @@
-"""Calls that are interrupted, or met by another one, at lines of their own code."""
+"""Calls of a checkpointer that are interrupted, or met by another one, at lines of their code."""
 
 from __future__ import annotations
 
 import collections
-import json
-import subprocess
-import sys
-from typing import Any
+import itertools
 
 import pytest
 
-from tests.checkpoint.torch.injected import CALLS, WHATS
-from tests.processes import PATIENCE_S
+from tests.checkpoint.torch.injected import CALLS
+from tests.injecting import run, wrong
+
+MODULE = "tests.checkpoint.torch.injected"
+WAYS = ("", "thread:", "del:")
+SOME = (
+    ("save", "interrupt"),
+    ("save", "save"),
+    ("save", "durable"),
+    ("save", "thread:load"),
+    ("load", "del:close"),
+    ("close", "thread:save"),
+    ("wait", "del:durable"),
+    ("abandon", "interrupt"),
+)
 
 
-def injected(
-    call: str, what: str, step: int, timeout_s: float = PATIENCE_S
-) -> list[dict[str, Any]]:
-    program = [
-        sys.executable,
-        "-m",
-        "tests.checkpoint.torch.injected",
-        "t",
-        call,
-        what,
-        "1",
-        str(step),
-    ]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def wrong(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what hung, mixed steps, or kept a later save from being right without being closed."""
-    out = []
-    for one in found:
-        closed = one["call"] == "close" or one["what"] == "close"
-        after = ("done done done", "done closed done") if closed else ("done done done",)
-        if one["after"] not in after or "mixture" in one["disk"]:
-            out.append(one)
-    return out
+def test_some_lines() -> None:
+    pairs = itertools.chain.from_iterable(SOME)
+    found = run(MODULE, "3", *pairs)
+    assert len(found) > 2 * len(SOME)
+    assert not wrong(found)
+    within = [one["said"] for one in found if one["what"] in ("save", "durable", "del:durable")]
+    assert within.count("under-way") >= len(within) - 3  # but for first lines of a wrapper
 
 
 @pytest.mark.parametrize(
-    ("call", "what", "step"),
-    [("save", "interrupt", 611), ("save", "save", 901), ("close", "interrupt", 67)],
+    ("call", "line"),
+    [
+        ("save", "client.begin(save, plan"),
+        ("save", "self._send(save, note="),
+        ("save", "def finish()"),
+        ("save", "self._gate.close(copy"),
+        ("load", "apply_objects("),
+        ("load", "self._take((*claimed, text, newest))"),
+        ("close", "self._saver.close()"),
+        ("close", "self._map.close()"),
+        ("abandon", "self._saver.leave(_COPY_S)"),
+    ],
 )
-def test_some_lines(call: str, what: str, step: int) -> None:
-    found = injected(call, what, step)
-    assert len(found) > 2
+def test_lines_where_an_interrupt_was_wrong(call: str, line: str) -> None:
+    found = run(MODULE, line, call, "interrupt")
+    assert len(found) == 1
     assert not wrong(found)
-    if what == "save":  # from the first line on that is not of a wrapper
-        assert {one["said"] for one in found[1:]} == {"under-way"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_line(call: str) -> None:
+    found = run(MODULE, "0", call, "interrupt", timeout_s=7100.0)
+    print(call, len(found), collections.Counter(x["outcome"] for x in found))
+    assert not wrong(found)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("call", CALLS)
-def test_every_line(call: str, what: str) -> None:
-    step = 1 if what == "interrupt" else 11
-    found = injected(call, what, step, 3500.0)
-    print(call, what, len(found), collections.Counter((x["outcome"], x["said"]) for x in found))
+def test_every_call_in_every_other(call: str) -> None:
+    pairs = itertools.chain.from_iterable((call, f"{w}{c}") for c in CALLS for w in WAYS)
+    found = run(MODULE, "12", *pairs, timeout_s=3500.0)
+    print(call, len(found), collections.Counter((x["what"], x["said"]) for x in found))
     assert not wrong(found)
