@@ -353,6 +353,7 @@ class Saver:
             from ckptd.reshard.torch.layout.saving import laid_leaves  # with Lay: see Checkpointer
 
             taken = leaves
+            taken.refuse_wrapped("saved with a layout")  # the job could not load what it saves
             laid = laid_leaves(self._layout.bind(lambda: taken), taken)
             leaves = laid.leaves
         key = (leaves.known, *leaves.objects)

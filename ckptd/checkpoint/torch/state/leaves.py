@@ -493,7 +493,7 @@ class Leaves:
                 kind="unsavable",
                 where=found[0].name,
                 found=f"{len(found)}, the first at {found[0].path}",
-                hint="dequantize them, or take them out of the state; saves and loads take them",
+                hint="dequantize or leave them out; saves and loads without layout= take them",
             )
 
     def tensor(self, name: str) -> TensorLeaf | None:

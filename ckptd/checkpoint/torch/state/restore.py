@@ -383,7 +383,7 @@ def look(state: Mapping[str, Any]) -> Leaves:
     nothing = SavedNames({})
     sink = Sink(nothing)
     collect(sink, walk(state, nothing))
-    sink.leaves.refuse_wrapped("moved between live states")
+    sink.leaves.refuse_wrapped("loaded with a layout, nor moved between live states")
     return sink.leaves
 
 

@@ -365,3 +365,32 @@ def test_parts_of_dtensors_come_back_to_their_ranks(tmp_path: Path) -> None:
     found = run_ranks(2, spreads, str(tmp_path / "root"))
     wanted = {"same": True, "columns": "subclass", "plain": "subclass", "uneven": "unsavable"}
     assert list(found) == [wanted, wanted]
+
+
+def test_a_layout_has_no_words_for_parts(tmp_path: Path) -> None:
+    """Neither a save nor a load with `layout=` writes or fills anything."""
+    whole = "layout l of s on M { w = w[o i]; b = b[i] }"
+    parts = "layout l of s on M { w.codes = w[o i]; w.scale = v[o u]; b = b[i] }"
+
+    def state(value: float) -> dict[str, Any]:
+        return {"model": {"w": Codes.of(torch.full((4, 2), value)), "b": torch.full((2,), value)}}
+
+    root = str(tmp_path / "r")
+    with ckptd.Checkpointer(root) as ck:
+        ck.save(1, state(1.0)).durable()
+    for text in (whole, parts):
+        (tmp_path / "l.lay").write_text(
+            f"mesh M = dp:1\nspace s {{ w[o i] v[o u] b[i] }}\n{text}\n"
+        )
+        text = str(tmp_path / "l.lay")
+        other = str(tmp_path / "other")
+        with pytest.raises(UsageError) as caught, ckptd.Checkpointer(other, layout=text) as ck:
+            ck.save(2, state(2.0))
+        assert (caught.value.kind, caught.value.where) == ("unsavable", "model.w")
+        live = state(3.0)
+        with pytest.raises(UsageError) as caught, ckptd.Checkpointer(root, layout=text) as ck:
+            ck.load(live)
+        assert caught.value.kind == "unsavable"
+        assert torch.equal(live["model"]["b"], torch.full((2,), 3.0))
+    with open_store(other) as store:
+        assert not Catalogue(store).line()
