@@ -20,6 +20,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ckptd.base.runtime.pauses import spare
 from ckptd.testing.ranks import PRELOADED
 from tests import leftovers
 from tests.cli.running import Cli
@@ -106,7 +107,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         ):
             return (yield)
     finally:
-        gc.freeze()
+        spare()
         gc.enable()
         gc.set_threshold(50_000, 20, 50)  # tests make many short-lived objects and few circles
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
+from ckptd.base.runtime.pauses import spare
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
 from ckptd.plugins import VERBS as VERB_GROUP
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # A tenth of the time of a short verb went into looking for cycles in what is imported.
     gc.set_threshold(_OBJECTS)
     code = run(sys.argv[1:] if argv is None else argv)
-    gc.freeze()  # and the end of the process into looking for those in what goes with it
+    spare()  # and the end of the process into looking for those in what goes with it
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector, held while a burst of small objects is made.
+"""Python's garbage collector: held while objects come in a burst, kept from what stays.
 
 Walking a state, planning and decoding a manifest make tens of thousands of objects that all live
 on for a moment. That sets off full collections, which visit every object of the training process:
@@ -7,11 +7,13 @@ on for a moment. That sets off full collections, which visit every object of the
 
 from __future__ import annotations
 
+import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collection"]
+__all__ = ["no_collection", "spare"]
 
 
 @contextmanager
@@ -28,3 +30,18 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def spare() -> None:
+    """Keep collections from all objects that there are, for as long as the process lives.
+
+    Nor does its end look for cycles in them, unless Triton was imported: its native code writes
+    dozens of lines about leaks if types and functions of it are still there.
+    """
+    gc.freeze()
+    atexit.register(_back)
+
+
+def _back() -> None:
+    if "triton" in sys.modules:
+        gc.unfreeze()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -49,3 +51,23 @@ def test_overlapping_blocks_end_with_the_collector_on() -> None:
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("imported", ["", "triton"])
+def test_what_was_spared_is_looked_at_in_the_end_for_triton(imported: str) -> None:
+    program = f"""
+import gc, sys, types
+from ckptd.base.runtime.pauses import spare
+class Cycle:
+    def __del__(self): print("collected", flush=True)
+kept = Cycle()
+kept.itself = kept
+if {imported!r}:
+    sys.modules[{imported!r}] = types.ModuleType({imported!r})
+spare()
+gc.collect()
+print("spared", flush=True)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["spared", *["collected"] * (imported != "")]

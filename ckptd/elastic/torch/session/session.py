@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.base.runtime import launched
+from ckptd.base.runtime.pauses import spare
 from ckptd.base.torch.ranks import forget_boards
 from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.elastic.messages import (
@@ -216,7 +217,7 @@ class _Session:
         empty_caches()
         if not self._settled:
             self._settled = True
-            gc.freeze()  # what was imported within the first generation
+            spare()  # what was imported within the first generation
 
     def _end(self, why: str, *, device: bool = False) -> NoReturn:
         """End this process, which can go on in no generation; the launcher starts another one."""
@@ -300,7 +301,7 @@ def _stay_small() -> None:
     """
     for name in ("torch._dynamo", "torch.distributed.tensor", "ckptd.checkpoint.torch"):
         importlib.import_module(name)
-    gc.freeze()
+    spare()
 
 
 def _record_anew(generation: int, world: World) -> None:

@@ -21,6 +21,7 @@ from types import FrameType
 from ckptd.base.runtime.accelerators import device_file
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.host import mapped_files
+from ckptd.base.runtime.pauses import spare
 from ckptd.crashes import report_crashes
 from ckptd.elastic.launchers.zygotewire import (
     Exited,
@@ -184,7 +185,7 @@ def _preload() -> str:
         return f"PyTorch cannot be imported: {type(error).__name__}: {error}"
     # What is never looked at again need not be copied for each fork, nor torn down at its end.
     gc.collect()
-    gc.freeze()
+    spare()
     return unsafe_to_fork()
 
 
