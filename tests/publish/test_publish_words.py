@@ -106,3 +106,13 @@ def test_a_hook_that_fails_leaves_no_version(tmp_path: Path) -> None:
         assert caught.value.poisoned
         assert caught.value.kind == "load-state-dict"
         assert subscriber.version is None
+
+
+def test_weights_that_lie_over_one_another_are_refused(tmp_path: Path) -> None:
+    text = "mesh M = dp:1\nspace s { A[a b] B[a b] }\n"
+    layout = text + "layout two of s on M { a = A[a b]\nb = B[a b] }\n"
+    memory = torch.zeros(18)
+    state = {"model": {"a": memory[:9].view(3, 3), "b": memory[8:17].view(3, 3)}}
+    with pytest.raises(UsageError) as caught:
+        ckptd.Subscriber(layout, state, tmp_path / "at")
+    assert (caught.value.kind, caught.value.where) == ("overlap", "model.a, model.b")

@@ -499,7 +499,7 @@ class Subscriber(OfOneProcess):
 
     def _forms(self, leaves: Leaves) -> SavedNames:
         """Return type and shape of what updates fill, by its names in the state."""
-        check_filled(self._side, self._state)
+        check_filled(self._side, self._state, leaves)
         names = {*self._side.names.values(), *(x.name for x in self._scales(leaves).values())}
         found = {n: (x.dtype, x.shape) for n, x in by_name(leaves).items() if n in names}
         return SavedNames(found, live=True)
@@ -526,8 +526,8 @@ class Subscriber(OfOneProcess):
     def _planned(self, version: WeightVersion, leader: ServerLink) -> PullPlan:
         """Return the plan for a publisher and for the memory that the tensors have now."""
         side = self._side
-        check_filled(side, self._state)
         self._leaves = leaves = prepare(self._state, self._filled)
+        check_filled(side, self._state, leaves)
         own = list(own_tensors(side, leaves, {""}))
         memory = {x.laid.name: memory_of(x.local, x.leaf.name) for x in own}
         found = self._scales(leaves)

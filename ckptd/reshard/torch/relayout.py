@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.checkpoint.torch.filling import overlapping
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.modules import EXTRA, extra_states
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
@@ -295,12 +296,22 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
         yield LaidLocal(tensor, leaf, local)
 
 
-def check_filled(side: RelayoutSide, state: Mapping[str, Any]) -> None:
-    """Raise `UsageError` (kind ``module-state``) where tensors have extra state beside them.
+def check_filled(side: RelayoutSide, state: Mapping[str, Any], leaves: Leaves) -> None:
+    """Raise `UsageError` where this rank's tensors cannot be filled by a live move.
 
-    It would stay as it is: a layout names tensors alone.
+    Kind ``overlap``: two of them lie over one another, so that one memory would have two values.
+    ``module-state``: they have extra state beside them, which would stay as it is: a layout names
+    tensors alone.
     """
     names = tuple(side.names.values())
+    found = {x.name: x for n in names if (x := leaves.tensor(n))}
+    for group in overlapping(found.values()):
+        raise UsageError(
+            "tensors that are filled lie over one another",
+            kind="overlap",
+            where=", ".join(x.name for x in group[:8]),
+            hint="give each of them memory of its own: tensor.clone()",
+        )
     modules = (s for s in walk(state) if isinstance(s.value, nn.Module))
     for name, value in (e for s in modules for e in extra_states(s.value, s.place)):
         empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
@@ -545,7 +556,6 @@ def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) ->
     """Return the leaves of the target state, with memory for optimizer state that it lacks."""
     if target.state is None:
         return Leaves()
-    check_filled(target, target.state)
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     whole = {n: x for x in look(target.state).tensors.values() for n in (x.name, *x.aliases)}
     job = target.job
@@ -563,4 +573,6 @@ def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) ->
     for rule, indexes in job.tensors.values():
         for scalar in scalars:
             wanted[target.scalar(rule, indexes, scalar)] = ("float32", ())
-    return prepare(target.state, SavedNames(wanted, live=True))
+    leaves = prepare(target.state, SavedNames(wanted, live=True))
+    check_filled(target, target.state, leaves)
+    return leaves

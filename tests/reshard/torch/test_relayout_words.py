@@ -201,3 +201,19 @@ def test_what_no_move_brings_is_refused_by_name() -> None:
     error = refused(Plain(), counted)
     assert (error.kind, error.where) == ("module-state", "model._extra_state")
     ckptd.relayout({"model": counted}, ONE, {"model": Plain()}, ONE)
+
+
+@pytest.mark.parametrize(("strides", "second", "fits"), [((3, 1), 8, False), ((6, 1), 3, True)])
+def test_what_lies_over_one_another_is_refused(
+    strides: tuple[int, int], second: int, fits: bool
+) -> None:
+    text = "mesh M = dp:1\nspace s { A[a b] B[a b] }\n"
+    layout = text + "layout two of s on M { a = A[a b]\nb = B[a b] }\n"
+    memory = torch.zeros(24)
+    a, b = (memory[at:].as_strided((3, 3), strides) for at in (0, second))
+    source = {"model": {"a": torch.ones(3, 3), "b": torch.full((3, 3), 2.0)}}
+    with pytest.raises(CkptdError) as caught:
+        ckptd.relayout(source, layout, {"model": {"a": a, "b": b}}, layout)
+    # Columns are apart, and not contiguous.
+    assert caught.value.kind == ("not-bytes" if fits else "overlap")
+    assert not memory.any()

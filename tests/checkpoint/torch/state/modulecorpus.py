@@ -9,6 +9,10 @@ beside the environment and not into it; this is the one command, torch itself st
         h11 truststore anyio sniffio tqdm regex peft accelerate diffusers importlib_metadata zipp \
         e3nn opt_einsum opt_einsum_fx scipy sympy mpmath && \
         PYTHONPATH=$D .venv/bin/python -m tests.checkpoint.torch.state.modulecorpus
+
+torchrec needs a folder of its own, with a build of fbgemm for this torch: ``torchrec==1.8.0
+fbgemm-gpu-cpu==1.8.0 tensordict pyvers pyre-extensions iopath portalocker orjson cloudpickle
+typing-inspect torchmetrics lightning-utilities tqdm``.
 """
 
 from __future__ import annotations
