@@ -159,12 +159,17 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _run_folder_numbers = count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _run_folders() -> Iterator[Path]:
-    """Give a folder with a short name: paths of sockets have 107 bytes."""
+    """Give a folder with a short name: paths of sockets have 107 bytes.
+
+    Fixtures of several tests, which come before `_own_settings`, have their agents in one of it.
+    """
     path = Path(tempfile.gettempdir(), os.environ.get("PYTEST_XDIST_WORKER", "gw"))
     path.mkdir(mode=0o700)
+    os.environ["CKPTD_RUN_DIR"] = shared = str(path / "all")
     yield path
+    _no_agent_is_left(Path(shared))
     shutil.rmtree(path, ignore_errors=True)
 
 

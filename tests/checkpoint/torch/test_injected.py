@@ -39,7 +39,6 @@ def test_some_lines() -> None:
         ("save", "client.begin(save, plan"),
         ("save", "self._send(save, note="),
         ("save", "def finish()"),
-        ("save", "self._gate.close(copy"),
         ("load", "apply_objects("),
         ("load", "self._take((*claimed, text, newest))"),
         ("close", "self._saver.close()"),
