@@ -328,6 +328,16 @@ def test_what_cannot_be_quantized_is_refused_by_name(tmp_path: Path) -> None:
     assert (error.kind, error.where) == ("lay-fit", "m.layers.0.down.weight")
     error = refusal(at, empty(full), ROLLOUT.replace("= L{l}.d[h f]", "= L{l}.d[h f] affine(2, 0)"))
     assert (error.kind, error.where) == ("lay-use", "layers.0.down.weight")
+    said = "scale={name}_scale)"
+    error = refusal(at, empty(full), ROLLOUT.replace(said, f"{said[:-1]} as float8_e8m0fnu)"))
+    assert error.wanted == f"({H}, 1) in float8_e8m0fnu"
+    two = ROLLOUT.replace(said, f"{said[:-1]} as float8_e4m3fn, overall={{name}}_two)")
+    error = refusal(at, empty(full), two)
+    assert (error.kind, error.where) == ("lay-fit", "m.layers.0.down.weight")
+    half = ROLLOUT.replace("q(float8_e4m3fn, [1 999]", "q(float4_e2m1fn, [1 999]")
+    packed = {f"layers.{i}.down.weight": torch.zeros(H, F, dtype=torch.uint8) for i in range(2)}
+    error = refusal(at, empty(full) | packed, half)
+    assert (error.kind, error.where) == ("lay-fit", "layers.0.down.weight")
     with pytest.raises(UsageError) as caught, ckptd.Publisher(ROLLOUT, at) as publisher:
         publisher.publish(1, {"m": empty(full)})
     assert caught.value.kind == "lay-use"
