@@ -13,6 +13,7 @@ __all__ = ["PARTS", "part"]
 
 PARTS = {
     "foreign": "ckptd.readers.find:FORMATS",
+    "layouts": "ckptd.reshard.torch.layout.job:LAYOUTS",
     "job": "ckptd.elastic.torch.session.elastichooks:JOB",
 }
 """What each part is: ``module:attribute``."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
 from ckptd.checkpoint.save.tiers import Tier, tier_specs
 from ckptd.checkpoint.torch.job import job_of
+from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
 from ckptd.checkpoint.torch.lineage import Lineage
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
@@ -49,9 +50,6 @@ from ckptd.checkpoint.torch.schedule import (
 from ckptd.errors import CkptdError, UsageError
 from ckptd.events.activity import phase
 from ckptd.events.metrics import Metrics
-
-if TYPE_CHECKING:
-    from ckptd.reshard.torch.layout.program import LayoutSpec
 
 __all__ = ["CallEvents", "Checkpointer", "uncompiled"]
 
@@ -238,13 +236,7 @@ class Checkpointer(OfOneProcess):
         self._lineage = Lineage(catalogue, agreement, new_run=new_run)
         self._last_on_root: int | None = None
         ranks = global_ranks(process_group)
-        laid = None
-        if layout is not None:
-            # It brings all of Lay: a fifth of what starting takes.
-            from ckptd.reshard.torch.layout.binder import Laid
-
-            laid = Laid(layout, agreement)
-        self._laid = laid
+        self._layout = laid = layout_of(layout, agreement)
         self._saver = Saver(agreement, ranks, timeout_s, laid, copy=copy, refer=storage.dedup)
         self._slots = copy.slots
         self._nearby = near_tiers(tiers, self._store, agreement)
@@ -384,13 +376,7 @@ class Checkpointer(OfOneProcess):
             kind ``lay-use``: this checkpointer was made without a layout, or the program is for
             another number of ranks; ``lay-syntax``, ``lay-rule``: it is no program.
         """
-        if self._laid is None:
-            raise UsageError(
-                "a checkpointer without a layout cannot change it",
-                kind="lay-use",
-                hint="Checkpointer(root, layout=...)",
-            )
-        self._laid.change(layout)
+        self._layout.change(layout)
 
     def refuse_saves(self, error: CkptdError) -> None:
         """Have each save raise `error` until a load: the state is that of no step.

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from ckptd.checkpoint.torch.feed import (
     StridedWindow,
     grouped,
 )
+from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.memorywatch import MemorySpan, Pages, Resizes, SpanWatch, mappings
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.checkpoint.torch.replicas import Samples
@@ -53,30 +53,20 @@ REPORT_BYTES = 8 << 20
 SMALL_TENSOR_BYTES = 4096
 
 
-class LaidSteps(Protocol):
-    """Knows the chunks of tensors that a layout describes."""
-
-    def steps(self, name: str, chunk: ChunkRef) -> Iterable[CopyStep] | None:
-        """Return the steps of a chunk; None when the layout does not describe its tensor."""
-
-
 def copy_steps(
     plan: SavePlan,
     rank: int,
-    leaves: Mapping[str, TensorLeaf],
+    laid: LayoutSave,
     describer: Describer,
-    laid: LaidSteps | None = None,
 ) -> list[CopyStep]:
-    """Return the steps for what `rank` writes under `plan`, in file order.
-
-    `laid` gives the steps of tensors that a layout describes.
-    """
+    """Return the steps for what `rank` writes under `plan`, in file order."""
+    leaves = laid.leaves.tensors
     steps: list[CopyStep] = []
     for chunk in plan.filemap.chunks(rank):
         if chunk.end == chunk.start:
             continue
         name = plan.tensors[chunk.tensor].name
-        special = None if laid is None else laid.steps(name, chunk)
+        special = laid.steps(name, chunk)
         if special is not None:
             steps += special
             continue

@@ -54,6 +54,7 @@ from ckptd.checkpoint.save.recover import (
     unpacked,
 )
 from ckptd.checkpoint.torch.filling import Filling, Image, TargetElements, overlapping
+from ckptd.checkpoint.torch.layouts import LayoutLoad, LayoutSpec, LoadLayouts, NoLayout
 from ckptd.checkpoint.torch.ondevice import refuse_capture
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves
@@ -78,16 +79,11 @@ from ckptd.errors import (
     NotFoundError,
     SaveError,
     StoreError,
-    UsageError,
 )
 from ckptd.events.activity import at_step, phase
 from ckptd.types import Box, dtype_of
 
 if TYPE_CHECKING:
-    from ckptd.reshard.layouts import LayoutProgram
-    from ckptd.reshard.torch.layout.binder import JobLayout, Laid
-    from ckptd.reshard.torch.layout.loading import LaidLoad
-    from ckptd.reshard.torch.layout.program import LayoutSpec
     from ckptd.store.base import Store
 
 __all__ = [
@@ -515,9 +511,7 @@ class _Options:
     device: Any
     progress: Callable[[int, int], None] | None
     filtered: bool
-    job: JobLayout | None = None
-    source: LayoutProgram | None = None
-    allow: str | None = None
+    layouts: LoadLayouts
 
 
 class Loader:
@@ -535,14 +529,14 @@ class Loader:
         agreement: Agreement,
         ranks: Sequence[int],
         timeout_s: float,
-        layout: Laid | None = None,
+        layout: NoLayout | None = None,
         near: Near | None = None,
         snapshot: Callable[[int, int, str], memoryview | None] = lambda *_: None,
         is_locked: Callable[[memoryview], bool] = lambda _: False,
     ) -> None:
         self._snapshot = snapshot
         self._is_locked = is_locked
-        self._layout = layout
+        self._layout = layout or NoLayout()
         self._near = near
         self._catalogue = catalogue
         self._agreement = agreement
@@ -590,8 +584,7 @@ class Loader:
             device,
             progress,
             weights_only or only is not None,
-            *self._layouts(state, source_layout),
-            allow,
+            self._layout.loading(lambda: look(state), source_layout, allow),
         )
         begun = time.monotonic_ns()
         near = self._near if elsewhere is None else None
@@ -664,23 +657,6 @@ class Loader:
         if left:
             _log.warning("step %d is loaded in part: %s", report.step, "; ".join(left))
 
-    def _layouts(
-        self, state: Mapping[str, Any], source: LayoutSpec | None
-    ) -> tuple[JobLayout | None, LayoutProgram | None]:
-        """Return the layout of the live state, and the one given for the checkpoint."""
-        if self._layout is None:
-            if source is not None:
-                raise UsageError(
-                    "a checkpoint's layout is of no use without one of the live state",
-                    kind="lay-use",
-                    hint="give Checkpointer(..., layout=...) the layout of the live state",
-                )
-            return None, None
-        from ckptd.reshard.torch.layout.program import read_layout
-
-        program = None if source is None else read_layout(source)
-        return self._layout.bind(lambda: look(state)), program
-
     def _load_one(
         self,
         state: Mapping[str, Any],
@@ -701,7 +677,8 @@ class Loader:
                         named = SavedState.of(manifest)
                         if about_foreign(manifest) and not options.renamed:
                             options = _without_sections(options, state, named)
-                            options = _with_stacks(options, state, named)
+                            stacked = options.layouts.stacked(state, named)
+                            options = replace(options, layouts=stacked)
                         matching, leaves, filling, laid = self._match(
                             state, named, filemap, options
                         )
@@ -715,8 +692,9 @@ class Loader:
                         for name in matching.keep_adopted(unexpected):
                             number = matching.tensors[name]
                             filling.add(name, leaves.tensors[name].tensor, number)
-                        hint = "" if laid is None else laid.hint
-                        refuse_misfit(matching, saved, leaves, strict=options.strict, hint=hint)
+                        refuse_misfit(
+                            matching, saved, leaves, strict=options.strict, hint=laid.hint
+                        )
                         with no_collection():
                             plan = self._plan(saved, filemap, filling, laid, options, store)
                             self._compare_copies(matching, leaves, manifest, filemap, store)
@@ -726,8 +704,7 @@ class Loader:
             try:
                 if error is None:
                     objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
-                    if laid is not None:
-                        objects = laid.objects(objects)
+                    objects = laid.objects(objects)
                     check_objects(leaves, objects, per_rank)
             except Exception as caught:  # noqa: BLE001 - no_errors raises it
                 error = caught
@@ -754,8 +731,7 @@ class Loader:
 
                     A layout may change values on the way.
                     """
-                    if laid is not None:
-                        laid.finish(filling)
+                    laid.finish(filling)
                     filling.finish()
                     if isinstance(witness, Witness):
                         with events.span("verify"):
@@ -807,14 +783,11 @@ class Loader:
         places: Sequence[Place],
         manifest: Manifest,
         filling: Filling,
-        laid: LaidLoad | None,
+        laid: LayoutLoad,
     ) -> None:
         """Compare what was filled with the checkpoint's witness."""
         check_witness(witness, places, manifest, filling)
-        if laid is not None:
-            from ckptd.reshard.torch.layout.witness import check_laid_witness
-
-            check_laid_witness(laid, filling, WitnessPlan.of(manifest), witness)
+        laid.check_witness(filling, WitnessPlan.of(manifest), witness)
 
     def _undamaged(self, function: Callable[[], None]) -> None:
         """Call a function that raises when the live state is wrong: then it is so on every rank."""
@@ -844,21 +817,12 @@ class Loader:
         saved: SavedState,
         filemap: FileMap,
         options: _Options,
-    ) -> tuple[Matching, Leaves, Filling, LaidLoad | None]:
+    ) -> tuple[Matching, Leaves, Filling, LayoutLoad]:
         """Find what of the checkpoint goes where in this rank's state."""
-        laid, to_saved, rest = None, options.to_saved, saved
-        if options.job is not None:
-            from ckptd.reshard.torch.layout.loading import LaidLoad
-            from ckptd.reshard.torch.layout.source import LaidSource, source_program
-
-            program = source_program(saved, options.source, options.job)
-            source = LaidSource(options.job, program, saved, filemap)
-            if options.source is not None and options.allow != "layout":
-                source.check_kept()
-            laid = LaidLoad(source, self._describer)
-            to_saved, rest = laid.to_saved(to_saved), laid.source.rest
-        names = saved_names(rest, options.to_live, options.wanted)
-        names = names if laid is None else laid.names(names, options.wanted)
+        laid = options.layouts.load(saved, filemap, self._describer)
+        to_saved = laid.to_saved(options.to_saved)
+        names = saved_names(laid.rest, options.to_live, options.wanted)
+        names = laid.names(names, options.wanted)
         leaves = prepare(state, names, device=options.device)
         wanted = options.wanted
         if options.weights_only:
@@ -866,15 +830,14 @@ class Loader:
             found = [(n, leaf) for n, leaf in leaves.tensors.items() if leaf.kind in kinds]
             weights = {name for n, leaf in found for name in (n, *leaf.aliases)}
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
-        others = leaves if laid is None else laid.rest(leaves)
-        matching = match(others, rest, wanted, to_saved, strict=options.strict)
+        others = laid.others(leaves)
+        matching = match(others, laid.rest, wanted, to_saved, strict=options.strict)
         filling = Filling(self._describer)
         later = set(matching.adopted.values())  # other ranks may have a place for it
         for name, number in matching.tensors.items():
             if name not in later:
                 filling.add(name, leaves.tensors[name].tensor, number)
-        if laid is not None:
-            laid.match(leaves, wanted, filling, matching)
+        laid.match(leaves, wanted, filling, matching)
         matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         return matching, leaves, filling, laid
 
@@ -883,19 +846,19 @@ class Loader:
         saved: SavedState,
         filemap: FileMap,
         filling: Filling,
-        laid: LaidLoad | None,
+        laid: LayoutLoad,
         options: _Options,
         store: UnionStore,
     ) -> ReadPlan:
         return read_plan(
             saved.manifest,
             filemap,
-            [*filling.wants, *(laid.wants if laid is not None else ())],
+            [*filling.wants, *laid.wants],
             store=store,
             allow_absent=not options.strict,
         )
 
-    def _refuse_nothing(self, matching: Matching, laid: LaidLoad | None) -> None:
+    def _refuse_nothing(self, matching: Matching, laid: LayoutLoad) -> None:
         """Refuse a checkpoint of which no rank's state has anything.
 
         Raises
@@ -903,8 +866,7 @@ class Loader:
         MismatchError
             kind ``mismatch``, on every rank.
         """
-        some: object = matching.tensors or matching.objects or matching.per_rank
-        some = some or (laid is not None and laid.wants)
+        some: object = matching.tensors or matching.objects or matching.per_rank or laid.wants
         # What has no names to look for misses nothing.
         own = b"found" if some or not matching.missing else b""
         if not self._agreement.all_reports("found", own, max):
@@ -969,7 +931,7 @@ class Loader:
         manifest: Manifest,
         filemap: FileMap,
         store: UnionStore,
-        laid: LaidLoad | None,
+        laid: LayoutLoad,
     ) -> None:
         """Compare what the checkpoint has of live tensors that have some memory in common.
 
@@ -982,15 +944,10 @@ class Loader:
         for group in matching.overlaps:
             image = Image(group)
             for leaf in group:
-                number, values = matching.tensors[leaf.name], np.empty(leaf.local.nbytes, np.uint8)
-                if laid is not None and number < 0:
-                    wants, finish = laid.row_by_row(leaf, values)
-                    execute(read_plan(manifest, filemap, wants, places=places), store)
-                    finish()
-                else:
-                    held = self._describer.held(leaf.name, leaf.tensor)
-                    wants = [Want(number, held.regions, values)]
-                    execute(read_plan(manifest, filemap, wants, places=places), store)
+                values = np.empty(leaf.local.nbytes, np.uint8)
+                wants, finish = laid.row_by_row(leaf, matching.tensors[leaf.name], values)
+                execute(read_plan(manifest, filemap, wants, places=places), store)
+                finish()
                 _, differ = image.lay(leaf, values)
                 if differ:
                     names = ", ".join(other.name for other in group[:8])
@@ -1138,16 +1095,6 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
         to_saved=lambda name: outer.get(name, name),
         to_live=lambda name: bare.get(name, name),
     )
-
-
-def _with_stacks(options: _Options, state: Mapping[str, Any], saved: SavedState) -> _Options:
-    """Return options with layouts for experts that the state holds stacked and files do not."""
-    if options.job is not None:
-        return options
-    from ckptd.reshard.torch.layout.source import stacked
-
-    found = stacked(state, look(state), saved.tensors)
-    return options if found is None else replace(options, job=found[0], source=found[1])
 
 
 def _doubtful(

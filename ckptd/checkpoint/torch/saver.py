@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from ckptd.checkpoint.save.structure import (
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot, copy_steps
 from ckptd.checkpoint.torch.feed import CopyStep
 from ckptd.checkpoint.torch.gate import Gate
+from ckptd.checkpoint.torch.layouts import LayoutSave, NoLayout
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
 from ckptd.checkpoint.torch.options import CopyOptions
 from ckptd.checkpoint.torch.replicas import Samples, replica_digests, shards_in_common
@@ -43,10 +44,6 @@ from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.events.activity import at_step, phase
-
-if TYPE_CHECKING:
-    from ckptd.reshard.torch.layout.binder import Laid
-    from ckptd.reshard.torch.layout.saving import LaidLeaves
 
 __all__ = ["SavePlanner", "Saver", "wait_for_copying"]
 
@@ -202,7 +199,7 @@ class Saver:
         agreement: Agreement,
         ranks: Sequence[int],
         timeout_s: float,
-        layout: Laid | None = None,
+        layout: NoLayout,
         *,
         copy: CopyOptions,
         refer: bool = True,
@@ -302,7 +299,8 @@ class Saver:
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             checked = checked_metadata(metadata) if self._board.rank == 0 else {}
             with events.span("flatten"), no_collection():
-                leaves, laid, structure = self._described(state)
+                laid, structure = self._described(state)
+                leaves = laid.leaves
             with events.span("plan"):
                 plan = self._planner.plan(structure, key)
             objects, extras, bodies = self._values(leaves, plan)
@@ -323,7 +321,7 @@ class Saver:
                 root_id=root_id,
                 claim_id=claim_id,
             )
-            self._copy(client, save, plan, leaves, laid, bodies, handle, key)
+            self._copy(client, save, plan, laid, bodies, handle, key)
             for value in leaves.per_rank.values():
                 if value.follower is not None:
                     value.follower.saved(step)
@@ -345,17 +343,10 @@ class Saver:
             raise
         return handle
 
-    def _described(self, state: Mapping[str, Any]) -> tuple[Leaves, LaidLeaves | None, Structure]:
-        """Return the leaves of a state, those that a layout describes, and their structure."""
-        leaves = self._flattener.flatten(state)
-        laid = None
-        if self._layout is not None:
-            from ckptd.reshard.torch.layout.saving import laid_leaves  # with Lay: see Checkpointer
-
-            taken = leaves
-            taken.refuse_wrapped("saved with a layout")  # the job could not load what it saves
-            laid = laid_leaves(self._layout.bind(lambda: taken), taken)
-            leaves = laid.leaves
+    def _described(self, state: Mapping[str, Any]) -> tuple[LayoutSave, Structure]:
+        """Return the leaves of a state, by what a layout says of them, and their structure."""
+        laid = self._layout.saving(self._flattener.flatten(state))
+        leaves = laid.leaves
         key = (leaves.known, *leaves.objects)
         known = self._structure
         if known is not None and leaves.known is not None and known[0] == key:
@@ -364,7 +355,7 @@ class Saver:
             structure = self._describer.structure(leaves.tensors, list(leaves.objects))
             self._structure = (key, structure)
             self._warn_of_statistics(leaves)
-        return leaves, laid, structure if laid is None else laid.structure(structure)
+        return laid, laid.structure(structure)
 
     def _warn_of_statistics(self, leaves: Leaves) -> None:
         """Log once whose statistics are saved, where nothing shows that the others' are of no use.
@@ -382,14 +373,13 @@ class Saver:
                 names[0],
             )
 
-    def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> CopySources:
+    def _sources_of(self, laid: LayoutSave) -> CopySources:
         held: Callable[[TensorLeaf], bool] = lambda leaf: self._options.lazy == "all"  # noqa: E731
         if self._options.lazy != "off":
-            guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
+            # Each time: hooks may have been lost.
+            guarded = self._gate.guard(laid.leaves.optimizers)
             held = guarded if self._options.lazy == "auto" else held
-        tensors = leaves.tensors if laid is None else laid.sources
-        # A token stands for the same views of the same memory, which views of a layout are not.
-        known = leaves.known if laid is None else None
+        tensors, known = laid.sources, laid.known
         key = (known, self._steps_of)
         if self._form is None or known is None or self._form[0] != key:
             self._form = key, CopyForm(self._steps, tensors, held)
@@ -397,16 +387,13 @@ class Saver:
 
     def _replicas(
         self,
-        leaves: Leaves,
-        laid: LaidLeaves | None,
+        laid: LayoutSave,
         holders: ReplicaHolders | None,
         samples: Samples | None,
     ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
         if holders is None or samples is None:
             return (), ()
-        known = None
-        if laid is not None and not laid.job.whole:
-            known = laid.replica_tables(holders, samples)
+        leaves, known = laid.leaves, laid.replica_tables(holders, samples)
         return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
     def _copy(
@@ -414,8 +401,7 @@ class Saver:
         client: WriterClient,
         save: SaveRequest,
         plan: SavePlan,
-        leaves: Leaves,
-        laid: LaidLeaves | None,
+        laid: LayoutSave,
         bodies: list[bytes],
         handle: SaveTracker,
         key: str,
@@ -424,17 +410,17 @@ class Saver:
         rank = self._board.rank
         if self._steps_of != plan.digest:
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
-            self._steps = copy_steps(plan, rank, leaves.tensors, self._describer, laid)
+            self._steps = copy_steps(plan, rank, laid, self._describer)
             self._steps_of = plan.digest
         tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
         handle.total_bytes = total
-        sources = self._sources_of(leaves, laid)
+        sources = self._sources_of(laid)
         holders = self._planner.holders
         samples = None
         if holders is not None:
-            shards = shards_in_common(leaves.tensors, holders)
-            samples = Samples(shards, None if laid is None else laid.views(holders))
+            shards = shards_in_common(laid.leaves.tensors, holders)
+            samples = Samples(shards, laid.views(holders))
 
         def give_up(reason: object) -> None:
             client.abandon(save.job, f"copying the state failed: {reason}"[:500])
@@ -465,7 +451,7 @@ class Saver:
                     with events.about(*scope), events.span("copy", nbytes=total):
                         snapshot.copy_rest()
                     slot.staged = total
-                    client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
+                    client.seal(save.job, slot, *self._replicas(laid, holders, samples))
                     slot.warm_up()
                     self._device_copies.lock_later(slot, snapshot.devices)
                 except CkptdError as error:

@@ -10,10 +10,10 @@ from typing import Any
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.loader import Loader, LoadReport, LoadSources
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.reshard.torch.layout.binder import Laid
-from ckptd.reshard.torch.layout.program import LayoutSpec
+from ckptd.reshard.torch.layout.job import LaidStates
 
 __all__ = ["RootFallback"]
 
@@ -52,7 +52,7 @@ class RootFallback:
         )
         ranks = range(agreement.board.world)
         self._loader = Loader(
-            self._catalogue, agreement, ranks, timeout_s, Laid(layout, agreement, ranks)
+            self._catalogue, agreement, ranks, timeout_s, LaidStates(layout, agreement, ranks)
         )
 
     def load(

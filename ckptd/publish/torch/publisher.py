@@ -28,6 +28,7 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot
 from ckptd.checkpoint.torch.feed import CopyStep
 from ckptd.checkpoint.torch.gate import Gate
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
@@ -63,7 +64,6 @@ from ckptd.publish.messages import (
     VersionWhole,
     check_about,
 )
-from ckptd.reshard.torch.layout.program import LayoutSpec
 from ckptd.reshard.torch.relayout import RelayoutSide, own_tensors
 from ckptd.types import dtype_of
 

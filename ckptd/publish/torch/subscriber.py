@@ -20,6 +20,7 @@ from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.base.runtime.ranks import Board, LocalBoard, Pulse
 from ckptd.base.torch.device import has_streams
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
 from ckptd.checkpoint.torch.state.tensors import as_bytes
@@ -40,7 +41,6 @@ from ckptd.publish.messages import (
 from ckptd.publish.pull import HeldTensors, PullPlan, PullReport, StagedPull
 from ckptd.publish.quantized import ScaleMemory, quantized_tensors
 from ckptd.publish.torch.fallback import RootFallback
-from ckptd.reshard.torch.layout.program import LayoutSpec
 from ckptd.reshard.torch.relayout import (
     RelayoutSide,
     by_name,

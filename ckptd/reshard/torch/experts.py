@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import look
 from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, local_tensor
@@ -42,7 +43,7 @@ from ckptd.reshard.live.placement import (
 )
 from ckptd.reshard.live.plan import MovePlan, Roles, make_plan
 from ckptd.reshard.live.transport import Transport
-from ckptd.reshard.torch.layout.program import LayoutSpec, read_layout
+from ckptd.reshard.torch.layout.program import read_layout
 from ckptd.reshard.torch.relayout import (
     LoneTransport,
     Numbers,

@@ -14,6 +14,7 @@ from torch import nn
 
 from ckptd.base.torch.ranks import Agreement, board_of
 from ckptd.checkpoint.torch.filling import overlapping
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.modules import EXTRA, extra_states
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
@@ -32,7 +33,7 @@ from ckptd.reshard.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.reshard.live.plan import MovePlan, Roles, make_plan
 from ckptd.reshard.live.transport import Transport
 from ckptd.reshard.torch.layout.binder import JobLayout, Laid, SeenNames
-from ckptd.reshard.torch.layout.program import LayoutSpec, Spelling
+from ckptd.reshard.torch.layout.program import Spelling
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.types import DType, dtype_of
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.torch.ranks import Agreement
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves
 from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.decoding import json_decoder, msgpack_decoder
@@ -30,7 +31,7 @@ from ckptd.lay.resolve import Bound, Resolved
 from ckptd.lay.stored import StoredForm, StoredTensor
 from ckptd.reshard.layouts import LayoutProgram
 from ckptd.reshard.torch.layout.common import CommonParts
-from ckptd.reshard.torch.layout.program import LayoutSpec, Spelling, read_layout, spelling_of
+from ckptd.reshard.torch.layout.program import Spelling, read_layout, spelling_of
 
 __all__ = ["JobLayout", "Laid", "NameKind", "SeenNames", "Writers"]
 

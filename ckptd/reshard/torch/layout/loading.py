@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from ckptd.base.grids.block import Fill, Region, box_region
 from ckptd.checkpoint.load.plan import Conversion, Want, put_fill
 from ckptd.checkpoint.torch.filling import U8, Filling, LiveTarget
+from ckptd.checkpoint.torch.layouts import LayoutLoad
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import Matching
@@ -43,8 +44,8 @@ class FilledTensor:
 
 
 @dataclass(eq=False)
-class LaidLoad:
-    """One load of one rank: `match` plans it, `finish` comes when everything has been read.
+class LaidLoad(LayoutLoad):
+    """One load of one rank.
 
     Attributes
     ----------
@@ -52,12 +53,8 @@ class LaidLoad:
         The checkpoint, composed with the job's layout.
     describer
         Of the job.
-    wants
-        For `ckptd.checkpoint.load.plan.read_plan`.
     filled
-        The tensors of this rank that they fill.
-    hint
-        What else helps where types differ.
+        The tensors of this rank that are filled.
     """
 
     source: LaidSource
@@ -65,7 +62,7 @@ class LaidLoad:
     hint = "a cast in a rule of the job's layout changes types; "
 
     def __post_init__(self) -> None:
-        self.wants: list[Want] = []
+        super().__init__(self.source.rest, self.describer)
         self.filled: list[FilledTensor] = []
         self._fills: list[tuple[LiveTarget, DType, tuple[Fill, ...]]] = []
         self._same: list[tuple[str, list[U8]]] = []
@@ -136,7 +133,7 @@ class LaidLoad:
 
     # --- matching -------------------------------------------------------------------------------
 
-    def rest(self, leaves: Leaves) -> Leaves:
+    def others(self, leaves: Leaves) -> Leaves:
         """Return the leaves that the job's layout does not speak of."""
         names = {n: x for n, x in leaves.tensors.items() if not self._kinds(x)}
         return replace(leaves, tensors=names)
@@ -152,19 +149,7 @@ class LaidLoad:
         filling: Filling,
         found: Matching,
     ) -> None:
-        """Plan the filling of everything that the layout speaks of.
-
-        Parameters
-        ----------
-        leaves
-            All leaves of the state.
-        wanted
-            Which of them are to be filled, by name.
-        filling
-            Gives the targets.
-        found
-            Gets what was filled, what is missing, what differs, and what has no place here.
-        """
+        """Plan the filling of everything that the layout speaks of."""
         states: set[str] = set()
         for leaf in leaves.tensors.values():
             if not self._kinds(leaf):
@@ -237,8 +222,12 @@ class LaidLoad:
         self.wants += self._wants(leaf, plan, target)
         self._fills.append((target, dtype_of(leaf.dtype), plan.fills))
 
-    def row_by_row(self, leaf: TensorLeaf, target: U8) -> tuple[list[Want], Callable[[], None]]:
+    def row_by_row(
+        self, leaf: TensorLeaf, number: int, target: U8
+    ) -> tuple[Sequence[Want], Callable[[], None]]:
         """Return what gives a tensor of this rank in the order of its rows, and what ends it."""
+        if number >= 0:
+            return super().row_by_row(leaf, number, target)
         if leaf.name in self._numbers:
             return [self._number(self._numbers[leaf.name], target)], lambda: None
         plan = self._rows[leaf.name]()

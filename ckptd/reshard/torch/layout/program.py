@@ -6,18 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import cast
 
+from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.errors import UsageError
 from ckptd.lay.matching import Matcher
 from ckptd.lay.resolve import Resolved
 from ckptd.lay.syntax import Average, File, Layout, Quantized
 from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 
-__all__ = ["LayoutSpec", "Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]
-
-LayoutSpec = str | os.PathLike[str] | File
-"""A ``.lay`` file, perhaps with ``:layout``; a shipped layout's name; a program as text; or a
-program that was read."""
+__all__ = ["Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]
 
 _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
 """What a layout says where it has no ``stored`` statement."""
@@ -78,7 +76,7 @@ def _read(spec: LayoutSpec) -> LayoutProgram:
                 found=", ".join(i.name for i in layouts) or "none",
             )
         return LayoutProgram(spec, layouts[0].name)
-    text = os.fspath(spec)
+    text = os.fspath(cast("str | os.PathLike[str]", spec))
     if "\n" in text:
         return read_text(text, "layout")
     return read_program(text, "layout", lambda run: run.source)

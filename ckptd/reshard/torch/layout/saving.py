@@ -22,6 +22,7 @@ from ckptd.checkpoint.format.filemap import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, TensorEntry
 from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.checkpoint.torch.feed import CopyStep, StridedWindow
+from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.leaves import Leaves, ObjectLeaf, TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import is_dtensor
@@ -68,7 +69,7 @@ class _Replica(NamedTuple):
 
 
 @dataclass(eq=False)
-class LaidLeaves:
+class LaidLeaves(LayoutSave):
     """The leaves of a state, sorted by what the layout says of them.
 
     Attributes
@@ -91,6 +92,10 @@ class LaidLeaves:
     followers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     copies: list[LeafPart] = field(default_factory=list)
     _found_replicas: list[_Replica] | None = None
+
+    @property
+    def known(self) -> None:
+        """See `LayoutSave`: a token stands for views of memory, which a layout's views are not."""
 
     @property
     def sources(self) -> Mapping[str, TensorLeaf]:
@@ -160,7 +165,7 @@ class LaidLeaves:
 
     def replica_tables(
         self, holders: ReplicaHolders, sample: Samples
-    ) -> dict[Shared, dict[str, str]]:
+    ) -> dict[Shared, dict[str, str]] | None:
         """Return digests by name, for each group of ranks that hold the same.
 
         Of a tensor of the layout these are the ranks that hold a part of it, whatever else they
@@ -173,6 +178,8 @@ class LaidLeaves:
         SaveError
             kind ``replicas-differ``: this rank has a copy of a tensor that differs from it.
         """
+        if self.job.whole:
+            return None
         tables: dict[Shared, dict[str, str]] = {}
         for found in self._replicas(holders):
             digests = "".join(map(sample, found.views))

@@ -1,0 +1,80 @@
+"""Layouts as the core asks for them: of a job's states, in a save, in a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.base.torch.ranks import Agreement
+from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.witness import Witness, WitnessPlan
+from ckptd.checkpoint.torch.filling import Filling
+from ckptd.checkpoint.torch.layouts import LayoutLoad, Layouts, LayoutSpec, LoadLayouts, NoLayout
+from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.leaves import Leaves
+from ckptd.checkpoint.torch.state.restore import SavedState, look
+from ckptd.reshard.layouts import LayoutProgram
+from ckptd.reshard.torch.layout.binder import JobLayout, Laid
+from ckptd.reshard.torch.layout.loading import LaidLoad
+from ckptd.reshard.torch.layout.program import read_layout
+from ckptd.reshard.torch.layout.saving import LaidLeaves, laid_leaves
+from ckptd.reshard.torch.layout.source import LaidSource, source_program, stacked
+from ckptd.reshard.torch.layout.witness import check_laid_witness
+
+__all__ = ["LAYOUTS", "LaidStates"]
+
+
+class LaidStates(Laid, NoLayout):
+    """The layout of a job's states, for its saves and loads."""
+
+    def saving(self, leaves: Leaves) -> LaidLeaves:
+        """Sort the leaves; raises as `laid_leaves`."""
+        leaves.refuse_wrapped("saved with a layout")  # the job could not load what it saves
+        return laid_leaves(self.bind(lambda: leaves), leaves)
+
+    def loading(
+        self, look: Callable[[], Leaves], source: LayoutSpec | None, allow: str | None
+    ) -> LoadLayouts:
+        """Return the layouts of a load; raises as `read_layout` and `Laid.bind`."""
+        program = None if source is None else read_layout(source)
+        return _LaidLoads(self.bind(look), program, allow)
+
+
+@dataclass(frozen=True)
+class _LaidLoads(LoadLayouts):
+    """The job's layout, and the one that is given for the checkpoint."""
+
+    job: JobLayout
+    given: LayoutProgram | None = None
+    allow: str | None = None
+
+    def stacked(self, state: Mapping[str, Any], saved: SavedState) -> LoadLayouts:
+        return self
+
+    def load(self, saved: SavedState, filemap: FileMap, describer: Describer) -> LayoutLoad:
+        program = source_program(saved, self.given, self.job)
+        source = LaidSource(self.job, program, saved, filemap)
+        if self.given is not None and self.allow != "layout":
+            source.check_kept()
+        return _WitnessedLoad(source, describer)
+
+
+class _WitnessedLoad(LaidLoad):
+    """A load that is compared with its witness by other arithmetic than it was planned by."""
+
+    def check_witness(self, filling: Filling, plan: WitnessPlan, witness: Witness) -> None:
+        check_laid_witness(self, filling, plan, witness)
+
+
+class _Layouts:
+    def layout(self, spec: LayoutSpec, agreement: Agreement) -> NoLayout:
+        return LaidStates(spec, agreement)
+
+    def stacked(self, state: Mapping[str, Any], saved: SavedState) -> LoadLayouts:
+        found = stacked(state, look(state), saved.tensors)
+        return LoadLayouts() if found is None else _LaidLoads(*found)
+
+
+LAYOUTS: Layouts = _Layouts()
+"""The part ``layouts``."""
