@@ -12,9 +12,15 @@ from typing import Any
 __all__ = ["PARTS", "part"]
 
 PARTS = {
+    "cluster": "ckptd.monitor.cli.cluster:doctor_cluster",
     "foreign": "ckptd.readers.find:FORMATS",
     "layouts": "ckptd.reshard.torch.layout.job:LAYOUTS",
     "job": "ckptd.elastic.torch.session.elastichooks:JOB",
+    "recorder": "ckptd.monitor.torch.recorder.recorder:attach_now",
+    "recovery": "ckptd.elastic.nccl:recovery_rows",
+    "run-words": "ckptd.elastic.cli.run:separated",
+    "watch": "ckptd.monitor.cli.beside:WATCH",
+    "watching": "ckptd.monitor.agent.watched:beside_agent",
 }
 """What each part is: ``module:attribute``."""
 

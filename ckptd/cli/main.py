@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from ckptd.base.runtime.pauses import spare
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
+from ckptd.parts import part
 from ckptd.plugins import VERBS as VERB_GROUP
 from ckptd.plugins import Verb, entries, origin
 from ckptd.version import __version__
@@ -173,9 +174,7 @@ def run(argv: Sequence[str]) -> int:
     """
     argv = list(argv)
     if argv[:1] == ["run"]:
-        from ckptd.elastic.cli.run import separated
-
-        argv = ["run", *separated(argv[1:])]
+        argv = ["run", *part("run-words")(argv[1:])]
     if argv[:1] not in [[verb] for verb in VERBS]:
         verb = installed_verbs().get(argv[0]) if argv else None
         if verb is not None and verb.verbatim and argv[1:2] not in (["--help"], ["-h"]):

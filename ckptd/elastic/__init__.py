@@ -14,10 +14,10 @@ from ckptd.checkpoint.data.schedule import Schedule
 if TYPE_CHECKING:
     from ckptd.checkpoint.torch.data.keyed import keyed_generator, keyed_rng, keyed_seed
     from ckptd.checkpoint.torch.data.sampler import ElasticSampler
-    from ckptd.checkpoint.torch.data.tokens import global_tokens, scale_gradients
     from ckptd.elastic.torch.hooks import robust
     from ckptd.elastic.torch.hooks.canonical import CanonicalGradients
     from ckptd.elastic.torch.hooks.kept import KeptGradients
+    from ckptd.elastic.torch.hooks.tokens import global_tokens, scale_gradients
     from ckptd.elastic.torch.session.interrupt import Interrupted
     from ckptd.elastic.torch.session.session import session
     from ckptd.elastic.torch.session.world import World
@@ -44,12 +44,12 @@ _MODULES = {
     "Interrupted": "elastic.torch.session.interrupt",
     "KeptGradients": "elastic.torch.hooks.kept",
     "World": "elastic.torch.session.world",
-    "global_tokens": "checkpoint.torch.data.tokens",
+    "global_tokens": "elastic.torch.hooks.tokens",
     "keyed_generator": "checkpoint.torch.data.keyed",
     "keyed_rng": "checkpoint.torch.data.keyed",
     "keyed_seed": "checkpoint.torch.data.keyed",
     "robust": "elastic.torch.hooks.robust",
-    "scale_gradients": "checkpoint.torch.data.tokens",
+    "scale_gradients": "elastic.torch.hooks.tokens",
     "session": "elastic.torch.session.session",
 }
 

@@ -20,6 +20,7 @@ __all__ = [
     "apply_settings",
     "defaults_in",
     "installed_version",
+    "recovery_rows",
     "too_old",
     "wrong_settings",
 ]
@@ -110,3 +111,26 @@ def too_old(version: tuple[int, ...]) -> str:
         return ""
     found, wanted = (".".join(map(str, v)) for v in (version, LEAST_VERSION))
     return f"NCCL {found} may hang when its communicators are aborted; {wanted} and later do not"
+
+
+def recovery_rows(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Look at what a session wants of NCCL, as far as `environ` is that of a job.
+
+    The part ``recovery``. Yields how grave each finding is (``ok``, ``info``, ``warn``), and words
+    for people.
+    """
+    version = installed_version()
+    if version is None:
+        yield "info", "no NCCL from a wheel here: groups of gloo need no settings"
+        return
+    name, sound = ".".join(map(str, version)), True
+    for setting in wrong_settings(environ):
+        sound = False
+        found = f"{setting.name}={environ[setting.name]}"
+        yield "warn", f"{found}: {setting.consequence}; run: unset {setting.name}"
+    if old := too_old(version):
+        sound = False
+        yield "warn", f"{old}; run: pip install --upgrade 'torch>={LEAST_TORCH}'"
+    if sound:
+        settings = " ".join(f"{s.name}={s.wanted}" for s in SETTINGS)
+        yield "ok", f"NCCL {name}; a session sets {settings}"

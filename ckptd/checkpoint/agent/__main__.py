@@ -13,7 +13,7 @@ from ckptd.checkpoint.agent.metrics import serve_metrics
 from ckptd.checkpoint.agent.node import NodeAgent, end_on_signals
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError
-from ckptd.monitor.agent.watched import DAEMON_VARIABLE, watching
+from ckptd.parts import part
 
 _log = logging.getLogger("ckptd")
 _METRICS = "CKPTD_AGENT_METRICS"
@@ -38,12 +38,10 @@ def main() -> None:
                 _log.info("metrics are at %s", url)
             except CkptdError as error:  # snapshots matter more
                 _log.warning("no metrics: %s", error)
-        if daemon := os.environ.get(DAEMON_VARIABLE):
+        if daemon := os.environ.get("CKPTD_DAEMON"):
             job = os.environ.get("CKPTD_JOB", "")
             try:
-                stack.enter_context(
-                    watching(daemon, given.job, node=given.node, ring_job=job, run_dir=given.folder)
-                )
+                stack.enter_context(part("watching")(daemon, place, job, given.folder))
             except CkptdError as error:
                 _log.warning("the ranks are not watched: %s", error)
         agent.run()

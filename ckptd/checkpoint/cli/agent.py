@@ -14,6 +14,7 @@ from ckptd.checkpoint.cli.address import spec_of
 from ckptd.checkpoint.save.messages import AgentContents, AskEnd, AskStatus, visit
 from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows, size_text
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
+from ckptd.parts import part
 
 __all__ = ["AgentRunDocument", "AgentStatusDocument", "AgentStopDocument", "agent"]
 
@@ -120,7 +121,8 @@ def run(
             _refuse_second(place)
             listener = listen(place)
         if url := watch or os.environ.get("CKPTD_DAEMON"):
-            _watch(stack, url, place, job)
+            ring_job = job or os.environ.get("CKPTD_JOB") or ""
+            stack.enter_context(part("watching")(url, place, ring_job))
         serving = NodeAgent(listener, place, stay=stay or watch is not None)
         end_on_signals(serving)
         document = AgentRunDocument(
@@ -134,13 +136,6 @@ def run(
         print(end="", flush=True)  # the process that started it waits for this
         serving.run()
     return 0
-
-
-def _watch(stack: ExitStack, url: str, place: AgentPlace, job: str | None) -> None:
-    from ckptd.monitor.agent.watched import watching
-
-    ring_job = job or os.environ.get("CKPTD_JOB") or ""
-    stack.enter_context(watching(url, place.job, node=place.node, ring_job=ring_job))
 
 
 def _serve_metrics(stack: ExitStack, port: int | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,14 +11,8 @@ from cyclopts import Parameter
 from ckptd.base.runtime.host import environment, versions
 from ckptd.checkpoint.tools.doctor import CREATE_ONLY, StoreCheck, probe
 from ckptd.cli.output import Document, Json, Reply, flag, option
-from ckptd.elastic.nccl import (
-    LEAST_TORCH,
-    SETTINGS,
-    installed_version,
-    too_old,
-    wrong_settings,
-)
 from ckptd.errors import RefusedError, UsageError
+from ckptd.parts import part
 from ckptd.store import StoreSpec, registry_problems
 
 __all__ = ["DoctorDocument", "PluginRow", "RecoveryRow", "doctor"]
@@ -109,13 +102,14 @@ def doctor(
     same on all.
     """
     if cluster:
-        from ckptd.monitor.cli.cluster import doctor_cluster
-
         if root is not None:
             raise UsageError(
                 "--cluster takes no root", hint="probe the root by a command of its own"
             )
-        return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes)
+        probed: Reply | int = part("cluster")(
+            nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes
+        )
+        return probed
     checks: list[StoreCheck] = []
     if root is not None:
         for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
@@ -128,7 +122,7 @@ def doctor(
         healthy=not problems and all(c.status != "fail" for c in checks),
         checks=tuple(checks),
         plugins=problems,
-        recovery=tuple(_recovery(os.environ)),
+        recovery=tuple(RecoveryRow(*row) for row in part("recovery")(os.environ)),
         versions=versions(),
         environment=environment(),
     )
@@ -137,25 +131,6 @@ def doctor(
         reply.print(as_json=json)
         raise refusal
     return reply
-
-
-def _recovery(environ: Mapping[str, str]) -> Iterator[RecoveryRow]:
-    """Look at what a session wants of NCCL, as far as this environment is that of a job."""
-    version = installed_version()
-    if version is None:
-        yield RecoveryRow("info", "no NCCL from a wheel here: groups of gloo need no settings")
-        return
-    name, sound = ".".join(map(str, version)), True
-    for setting in wrong_settings(environ):
-        sound = False
-        found = f"{setting.name}={environ[setting.name]}"
-        yield RecoveryRow("warn", f"{found}: {setting.consequence}; run: unset {setting.name}")
-    if old := too_old(version):
-        sound = False
-        yield RecoveryRow("warn", f"{old}; run: pip install --upgrade 'torch>={LEAST_TORCH}'")
-    if sound:
-        settings = " ".join(f"{s.name}={s.wanted}" for s in SETTINGS)
-        yield RecoveryRow("ok", f"NCCL {name}; a session sets {settings}")
 
 
 def _show(document: DoctorDocument) -> None:

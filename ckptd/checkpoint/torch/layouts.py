@@ -32,9 +32,9 @@ __all__ = [
     "LayoutLoad",
     "LayoutSave",
     "LayoutSpec",
-    "Layouts",
     "LoadLayouts",
     "NoLayout",
+    "StateLayouts",
     "layout_of",
     "layouts",
 ]
@@ -258,7 +258,7 @@ class NoLayout:
         return LoadLayouts()
 
 
-class Layouts(Protocol):
+class StateLayouts(Protocol):
     """The part ``layouts``."""
 
     def layout(self, spec: LayoutSpec, agreement: Agreement) -> NoLayout:
@@ -268,9 +268,9 @@ class Layouts(Protocol):
         """See `LoadLayouts.stacked`."""
 
 
-def layouts() -> Layouts:
+def layouts() -> StateLayouts:
     """Return what knows layouts; it brings all of Lay."""
-    return cast("Layouts", part("layouts"))
+    return cast("StateLayouts", part("layouts"))
 
 
 def layout_of(spec: LayoutSpec | None, agreement: Agreement) -> NoLayout:

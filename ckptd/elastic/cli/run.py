@@ -25,13 +25,13 @@ from ckptd.base.net.address import parse_address
 from ckptd.base.net.signing import SECRET_VARIABLE, need_secret
 from ckptd.cli.output import Document, Json, flag, json_text
 from ckptd.errors import UsageError
-from ckptd.monitor.cli.watch import check_floors
+from ckptd.parts import part
 
 if TYPE_CHECKING:
+    from ckptd.elastic.cli.beside import Watch, WatchSide
     from ckptd.elastic.launchers.node import LauncherEnding, NodeLauncher
     from ckptd.elastic.launchers.sidecars import ControllerSupervisor
     from ckptd.elastic.launchers.workerpool import Program
-    from ckptd.monitor.cli.watch_parts import DaemonSupervisor
 
 __all__ = [
     "SWITCHES",
@@ -288,7 +288,8 @@ def run(
             "-m and --no-python exclude each other", kind="bad-argument", found="-m --no-python"
         )
     options = _options(command, torchrun, own, json)
-    check_floors(own.floor)
+    if own.floor:
+        _beside().check_floors(own.floor)
     watched = ["--policy=" + text for text in own.policy]
     watched += ["--port", str(own.port), "--linger", "30"]
     one = _Run(
@@ -611,7 +612,7 @@ class _Run:
         self._env = dict(os.environ)
         self._launcher: NodeLauncher | None = None
         self._supervisor: ControllerSupervisor | None = None
-        self._watch: DaemonSupervisor | None = None
+        self._watch: WatchSide | None = None
         self._pending: list[signal.Signals] = []
 
     def say(self, text: str) -> None:
@@ -691,7 +692,6 @@ class _Run:
         from ckptd.base.runtime.host import address_towards
         from ckptd.elastic.launchers.sidecars import ControllerSupervisor
         from ckptd.elastic.places import open_places
-        from ckptd.monitor.cli.watch_parts import DaemonSupervisor
 
         o = self._o
         host = parse_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
@@ -712,7 +712,7 @@ class _Run:
             watched = [*self._watched, *self._floors, "--controller", url]
             if not o.named:
                 watched += ["--history", str(folder / "history.sqlite")]
-            self._watch = DaemonSupervisor(
+            self._watch = _beside().start(
                 o.job, self._daemon, watched, watcher, self._env, folder, self.say
             )
         return ControllerSupervisor(
@@ -769,16 +769,14 @@ class _Run:
         """Return the variables with which ranks record themselves."""
         if self._watched is None:
             return {}
-        from ckptd.monitor.injection import environment
-
         (folder / "rings").mkdir(mode=0o700)
         try:
-            more = environment(folder / "injection", os.environ)
+            more = _beside().environment(folder / "injection", os.environ)
         except OSError as error:
             self.say(f"ranks cannot be watched: {error}")
             self._watch = None
             return {}
-        return more | {"CKPTD_RINGS": str(folder / "rings")}
+        return {**more, "CKPTD_RINGS": str(folder / "rings")}
 
     def _turn(self, silent_s: float, order: int) -> bool:
         if self._supervisor is None:
@@ -815,16 +813,16 @@ class _Run:
         from ckptd.base.runtime.agentlink import run_folder
         from ckptd.elastic.launchers.nodename import name_lock
         from ckptd.elastic.places import own_log
-        from ckptd.monitor.daemon.place import DaemonPlace
 
         secret_path(self._o.job, run_folder()).unlink(missing_ok=True)
         if self._o.log is None:
             shutil.rmtree(own_log(self._o.job), ignore_errors=True)
-        DaemonPlace(self._o.job).lock.unlink(missing_ok=True)
+        if self._watched is not None:
+            _beside().forget(self._o.job)
         name_lock(self._o.job, self._o.node).unlink(missing_ok=True)
 
     def _last_words(self, ending: LauncherEnding) -> int:
-        from ckptd.monitor.cli.watch_parts import shell_code
+        from ckptd.elastic.launchers.sidecars import shell_code
 
         code = shell_code(ending.code)
         if ending.kind != "done" and ending.text:
@@ -839,6 +837,11 @@ class _Run:
             )
             _print(json_text(document))
         return code
+
+
+def _beside() -> Watch:
+    watch: Watch = part("watch")
+    return watch
 
 
 def _print(text: str) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "ControllerSupervisor",
     "Sidecar",
     "old_folders",
+    "shell_code",
     "unblocked",
 ]
 
@@ -145,6 +146,11 @@ class Sidecar:
         """Append its log to the file `path`, which outlives its folder."""
         with suppress(OSError), open(self._log, "rb") as log, open(path, "ab") as kept:
             shutil.copyfileobj(log, kept)
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code that a shell shows for a process's."""
+    return 128 - code if code < 0 else code
 
 
 def old_folders(base: Path, prefix: str) -> list[Path]:

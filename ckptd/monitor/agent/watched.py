@@ -14,12 +14,12 @@ import selectors
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ckptd.base.net.signing import job_secret
-from ckptd.base.runtime.agentlink import run_folder
+from ckptd.base.runtime.agentlink import AgentPlace, run_folder
 from ckptd.base.runtime.host import node_name
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, StoreError, UsageError
@@ -30,10 +30,8 @@ from ckptd.monitor.agent.watcher import Watcher
 from ckptd.monitor.job import Phase
 from ckptd.monitor.rules.limits import HangLimits
 
-__all__ = ["DAEMON_VARIABLE", "RINGS_VARIABLE", "floors_of", "main", "watching"]
+__all__ = ["RINGS_VARIABLE", "beside_agent", "floors_of", "main", "watching"]
 
-DAEMON_VARIABLE = "CKPTD_DAEMON"
-"""URL of the daemon to which agents send reports."""
 RINGS_VARIABLE = "CKPTD_RINGS"
 
 _log = logging.getLogger("ckptd.monitor")
@@ -123,6 +121,13 @@ def watching(
         stack.callback(watcher.close)
         watcher.start()
         yield watcher
+
+
+def beside_agent(
+    url: str, place: AgentPlace, ring_job: str, run_dir: str | None = None
+) -> AbstractContextManager[object]:
+    """Watch the ranks of an agent's node in its process; the part ``watching``, as `watching`."""
+    return watching(url, place.job, node=place.node, ring_job=ring_job, run_dir=run_dir)
 
 
 def main() -> None:

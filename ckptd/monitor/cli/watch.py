@@ -219,8 +219,7 @@ class _Watched:
 
     def run(self, command: tuple[str, ...]) -> int:
         """Run COMMAND and return its exit code; signals are passed on to it."""
-        from ckptd.elastic.launchers.sidecars import unblocked
-        from ckptd.monitor.cli.watch_parts import shell_code
+        from ckptd.elastic.launchers.sidecars import shell_code, unblocked
 
         process = subprocess.Popen(command, env=self._env, preexec_fn=unblocked)
         lost = False

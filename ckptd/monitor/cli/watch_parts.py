@@ -25,7 +25,6 @@ __all__ = [
     "Reader",
     "line_of",
     "login_text",
-    "shell_code",
     "start_daemon",
     "start_watcher",
 ]
@@ -180,11 +179,6 @@ class Reader:
             self._shown[incident["id"]] = key
             self.last[incident["id"]] = incident
             self._say(line_of(incident), incident)
-
-
-def shell_code(code: int) -> int:
-    """Return the exit code that a shell shows for a process's."""
-    return 128 - code if code < 0 else code
 
 
 class DaemonSupervisor:

@@ -85,7 +85,7 @@ def test_what_recovery_in_process_wants_of_nccl(
     environ: dict[str, str],
     wanted: list[tuple[str, str]],
 ) -> None:
-    monkeypatch.setattr("ckptd.checkpoint.cli.doctor.installed_version", lambda: version)
+    monkeypatch.setattr("ckptd.elastic.nccl.installed_version", lambda: version)
     for setting in SETTINGS:
         monkeypatch.delenv(setting.name, raising=False)
     for name, value in environ.items():

@@ -1,3 +1,3 @@
-"""Communication hooks of DDP: canonical sums, robust aggregation."""
+"""Gradients of an elastic job: canonical sums, robust aggregation, sums over tokens."""
 
 from __future__ import annotations

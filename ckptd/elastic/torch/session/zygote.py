@@ -35,6 +35,7 @@ from ckptd.elastic.launchers.zygotewire import (
 )
 from ckptd.elastic.torch.session.zygote_child import become, die_with
 from ckptd.errors import WorkerError
+from ckptd.parts import part
 
 __all__ = ["PRELOADED", "Zygote", "main", "unsafe_to_fork"]
 
@@ -48,7 +49,6 @@ PRELOADED = (
     # Each rank makes a checkpointer: a tenth of a second.
     "ckptd.checkpoint.torch",
     "ckptd.elastic.torch.session.elastichooks",
-    "ckptd.monitor.torch.recorder.recorder",
 )
 _READ_S = 1e-4
 
@@ -181,6 +181,7 @@ def _preload() -> str:
     try:
         for name in PRELOADED:
             importlib.import_module(name)
+        part("recorder")  # with its modules, for ranks that are watched
     except Exception as error:  # noqa: BLE001 - a program that needs none of this can run
         return f"PyTorch cannot be imported: {type(error).__name__}: {error}"
     # What is never looked at again need not be copied for each fork, nor torn down at its end.

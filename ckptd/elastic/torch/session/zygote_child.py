@@ -24,6 +24,7 @@ from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.lastwords import first_to_say, note_end
 from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.messages import LEASE_VARIABLE
+from ckptd.parts import part
 
 __all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
 
@@ -172,9 +173,7 @@ def _watch(environ: Mapping[str, str]) -> None:
     Else it would be seen only after it has joined its group, and never if it is stopped before.
     """
     if environ.get("RANK") and sys.modules["torch"]._is_device_backend_autoload_enabled():
-        from ckptd.monitor.injection import attach_now
-
-        attach_now()
+        part("recorder")()
 
 
 def _guard(lease: str | None) -> None:

@@ -10,7 +10,13 @@ from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.filemap import FileMap
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.torch.filling import Filling
-from ckptd.checkpoint.torch.layouts import LayoutLoad, Layouts, LayoutSpec, LoadLayouts, NoLayout
+from ckptd.checkpoint.torch.layouts import (
+    LayoutLoad,
+    LayoutSpec,
+    LoadLayouts,
+    NoLayout,
+    StateLayouts,
+)
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Leaves
 from ckptd.checkpoint.torch.state.restore import SavedState, look
@@ -76,5 +82,5 @@ class _Layouts:
         return LoadLayouts() if found is None else _LaidLoads(*found)
 
 
-LAYOUTS: Layouts = _Layouts()
+LAYOUTS: StateLayouts = _Layouts()
 """The part ``layouts``."""

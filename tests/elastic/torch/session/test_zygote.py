@@ -318,6 +318,7 @@ def test_what_a_fork_would_break_is_seen(tmp_path: Path) -> None:
 PRELOADS = """
 import importlib, torch
 from ckptd.elastic.torch.session.zygote import PRELOADED
+from ckptd.parts import part
 
 def refuse(name):
     def asked(*_, **__):
@@ -330,6 +331,7 @@ for module in (torch.cuda, torch.xpu, torch.mtia):
             setattr(module, name, refuse(f"{module.__name__}.{name}"))
 for name in PRELOADED:
     importlib.import_module(name)
+part("recorder")
 print("none")
 """
 

@@ -1,0 +1,59 @@
+"""What ``ckptd run`` asks of the watch beside it. The slice `monitor` is the part ``watch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ckptd.elastic.launchers.sidecars import ControllerSupervisor
+
+__all__ = ["Watch", "WatchSide"]
+
+
+class WatchSide(Protocol):
+    """The daemon of a job and the watcher of a node, beside a launcher."""
+
+    def turn(self, controller: ControllerSupervisor) -> None:
+        """Start what can be started now."""
+
+    def daemon_at(self, url: str) -> None:
+        """Take in what a controller says of where the daemon is."""
+
+    def end(self, last_word_s: float) -> None:
+        """End them, after what is still to be told of incidents."""
+
+
+class Watch(Protocol):
+    """What makes a watch."""
+
+    def check_floors(self, floors: tuple[str, ...]) -> None:
+        """Refuse what ``--floor`` does not take: `UsageError`, kind ``bad-argument``."""
+
+    def environment(self, folder: Path, base: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the variables that make ranks record themselves; raises `OSError`."""
+
+    def start(
+        self,
+        job: str,
+        daemon: str | None,
+        daemon_arguments: Sequence[str],
+        watcher_arguments: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> WatchSide:
+        """Return the watch of a launcher, which starts at its first turn.
+
+        Parameters
+        ----------
+        daemon
+            URL of a daemon that is there; None: one that a launcher of this job starts.
+        daemon_arguments, watcher_arguments
+            Besides the job and the daemon.
+        env, folder, say
+            As of `ControllerSupervisor`.
+        """
+
+    def forget(self, job: str) -> None:
+        """Remove what belongs to the name of a job that nobody will use again."""
