@@ -35,8 +35,6 @@ def test_some_lines(tmp_path: Path) -> None:
     [
         ("publish", "publication = Publication(step"),
         ("publish", "self._slots[choice.slot] = slot"),
-        ("publish", "self._gate.close(copy"),
-        ("update", "answer, _ = self._connection.receive(ANSWER"),
         ("end", "self._gate.release()"),
     ],
 )

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self, TypeVa
 
 from ckptd.errors import UsageError
 
-__all__ = ["OfOneProcess", "in_child", "not_below", "not_within", "one_at_a_time"]
+__all__ = ["OfOneProcess", "in_child", "not_at_exit", "not_below", "not_within", "one_at_a_time"]
 
 _log = logging.getLogger("ckptd")
 _P = ParamSpec("_P")
@@ -194,6 +194,17 @@ def not_within(self: object, name: str, call: str) -> None:
     found = vars(self).get(_CALL)
     if found is not None and found[0] == name and _runs(found):
         raise _under_way(self, call, found)
+
+
+def not_at_exit(call: str) -> None:
+    """Refuse `call`, which needs new threads, where the main one has ended: Python starts none."""
+    if not threading.main_thread().is_alive():
+        raise UsageError(
+            f"{call}() needs threads, and the program is ending",
+            kind="closed",
+            where="a function of atexit, a destructor, or a thread after the main one",
+            hint=f"call {call}() before the main thread ends",
+        )
 
 
 def not_below(owner: str, call: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ckptd import events
 from ckptd.base.runtime.launched import whole
-from ckptd.base.runtime.ownership import OfOneProcess, not_within, one_at_a_time
+from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.metadata import checked_metadata
@@ -317,6 +317,7 @@ class Checkpointer(OfOneProcess):
         """
         begun_ns = time.monotonic_ns()
         step = check_step(step)
+        not_at_exit("save")
         self._check_open()
         self._lineage.follow(step)
         began = time.monotonic()
@@ -487,6 +488,7 @@ class Checkpointer(OfOneProcess):
             Verification failed; `state` is untouched unless the error says otherwise.
         """
         step = None if step is None else check_step(step)
+        not_at_exit("load")
         self._check_open()
         self._wait(None)
         self._connect()

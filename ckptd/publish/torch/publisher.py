@@ -21,7 +21,13 @@ from ckptd import events
 from ckptd.base.net.address import is_here, is_loopback
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.launched import whole as uninterrupted
-from ckptd.base.runtime.ownership import OfOneProcess, not_below, not_within, one_at_a_time
+from ckptd.base.runtime.ownership import (
+    OfOneProcess,
+    not_at_exit,
+    not_below,
+    not_within,
+    one_at_a_time,
+)
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.checkpoint.save.arena import Slot
@@ -369,6 +375,7 @@ class Publisher(OfOneProcess):
         """
         if self._closed:
             raise UsageError("the publisher is closed", kind="closed")
+        not_at_exit("publish")
         begun_ns = events.now_ns()
         refuse_capture("publish")
         problem: CkptdError | None = None

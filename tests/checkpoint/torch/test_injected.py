@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+import subprocess
+import sys
 
 import pytest
 
 from tests.checkpoint.torch.injected import CALLS
 from tests.injecting import run, wrong
+from tests.processes import PATIENCE_S
 
 MODULE = "tests.checkpoint.torch.injected"
 WAYS = ("", "thread:", "del:")
@@ -36,8 +39,6 @@ def test_some_lines() -> None:
 @pytest.mark.parametrize(
     ("call", "line"),
     [
-        ("save", "client.begin(save, plan"),
-        ("save", "self._send(save, note="),
         ("save", "def finish()"),
         ("load", "apply_objects("),
         ("load", "self._take((*claimed, text, newest))"),
@@ -69,3 +70,20 @@ def test_every_call_in_every_other(call: str) -> None:
     found = run(MODULE, "12", *pairs, timeout_s=3500.0)
     print(call, len(found), collections.Counter((x["what"], x["said"]) for x in found))
     assert not wrong(found)
+
+
+AT_EXIT = """
+import atexit
+from tests.checkpoint.torch.injected import Job
+from tests.injecting import kind_of
+job = Job("memory://exit")
+calls = ("save", "load", "wait", "latest", "durable", "close")
+atexit.register(lambda: print(*(kind_of(lambda: job.call(name, 7)) for name in calls)))
+"""
+
+
+def test_calls_at_exit_end_or_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.split() == ["closed", "closed", "done", "done", "done", "done"], done.stderr
