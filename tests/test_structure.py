@@ -174,6 +174,54 @@ def test_modules_that_a_design_page_names_are_there(page: Path) -> None:
     assert [n for n in missing(page, *bases) if n.endswith(".py")] == []
 
 
+def functions_of(path: Path) -> set[str]:
+    """Return the functions and classes of a module, methods as ``Class.method``."""
+    found = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{n.name}" for n in node.body if isinstance(n, ast.FunctionDef)}
+    return found
+
+
+def untrue(text: str, *bases: Path) -> list[str]:
+    """Return each `file.py: function` of a text that is in none of the folders."""
+    return [
+        f"{name}: {function}"
+        for name, function in re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+        if not any((b / name).exists() and function in functions_of(b / name) for b in bases)
+    ]
+
+
+def test_functions_that_a_page_names_are_found() -> None:
+    text = (
+        "`checkpoint/save/arena.py: Slot.begin` `x.py: f` `checkpoint/save/arena.py: Slots.begin`"
+    )
+    assert untrue(text, ROOT / "ckptd") == ["x.py: f", "checkpoint/save/arena.py: Slots.begin"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*sorted((ROOT / "docs/design").glob("*.md")), *READMES],
+    ids=lambda p: f"{p.parent.name}-{p.stem}",
+)
+def test_functions_that_a_page_names_are_there(page: Path) -> None:
+    bases = [ROOT / "ckptd/checkpoint"] if page.name == "save.md" else [page.parent]
+    assert untrue(page.read_text(), ROOT / "ckptd", *bases) == []
+
+
+def test_one_save_is_told_line_by_line() -> None:
+    page = (ROOT / "docs/design/save.md").read_text()
+    _, _, section = page.partition("\n## One save, line by line\n")
+    section = section.partition("\n## ")[0]
+    assert len(section.splitlines()) <= 70
+    steps = [int(n) for n in re.findall(r"(?m)^(\d+)\. ", section)]
+    assert steps == list(range(1, 23))
+    named = [part for part in re.split(r"(?m)^\d+\. ", section)[1:] if ".py: " in part]
+    assert len(named) == len(steps)
+
+
 def test_every_slice_has_a_page() -> None:
     assert [p.parent.name for p in READMES] == ["ckptd", *SLICES]
 
