@@ -104,30 +104,44 @@ class Slot:
         except AttributeError:
             raise _closed() from None
 
-    def put(self, start: int, source: NDArray[np.uint8], *, held: bool = True) -> None:
+    def put(self, start: int, source: NDArray[np.uint8]) -> None:
         """Copy bytes to their place.
-
-        Parameters
-        ----------
-        held
-            False: another thread may free them meanwhile, which is an error then and no signal.
 
         Raises
         ------
         SaveError
             kind ``no-memory``: there is none for them. Kind ``aborted``: the slot is closed.
         """
-        if not self._fresh:
-            place = self.place(start, start + len(source))
-            if held:
-                np.copyto(place, source)
-                return
-            try:
-                read_memory(source.ctypes.data, place)
-            except OSError as error:
-                raise self._unfilled(error) from error
+        if self._fresh:
+            self._write(start, source.data)
+        else:
+            np.copyto(self.place(start, start + len(source)), source)
+
+    def read(self, runs: NDArray[np.int64]) -> None:
+        """Copy runs of bytes that another thread may free meanwhile: an error then, and no signal.
+
+        Parameters
+        ----------
+        runs
+            A row each: the address, the place, and the length in bytes.
+
+        Raises
+        ------
+        SaveError
+            As of `put`.
+        """
+        if self._fresh:
+            for at, start, nbytes in runs.tolist():
+                self._write(start, memoryview((ctypes.c_ubyte * nbytes).from_address(at)).cast("B"))
             return
-        view, at = source.data, CONTROL_BYTES + start
+        place = self.place(0, self.nbytes)
+        try:
+            read_memory(runs + np.array((0, place.ctypes.data, 0)))
+        except OSError as error:
+            raise self._unfilled(error) from error
+
+    def _write(self, start: int, view: memoryview) -> None:
+        at = CONTROL_BYTES + start
         while len(view):
             try:
                 done = os.pwrite(self.fd, view[:_PIECE_BYTES], at)

@@ -129,6 +129,8 @@ class CopyForm:
         Where the local tensor of each step begins.
     plain
         The memory of each step that is a run of bytes on the host; `CopySources` keep it.
+    runs
+        Its address, its place and its length.
     """
 
     def __init__(
@@ -154,6 +156,13 @@ class CopyForm:
             None if step.name in self.fresh else _plain(locals[step.name], step.part)
             for step in self.steps
         ]
+        self.runs = np.array(
+            [
+                (0, 0, 0) if plain is None else (plain.ctypes.data, step.start, plain.nbytes)
+                for step, plain in zip(self.steps, self.plain, strict=True)
+            ],
+            np.int64,
+        ).reshape(-1, 3)
         self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
@@ -178,10 +187,9 @@ class CopyForm:
         whole = set()
         for number in self.late_on_host:
             step = self.steps[number]
-            plain = self.plain[number]
-            if plain is not None:
-                at = plain.ctypes.data
-                spans.append(MemorySpan(step.name, at, plain.nbytes, step.start))
+            if self.plain[number] is not None:
+                at, start, nbytes = self.runs[number].tolist()
+                spans.append(MemorySpan(step.name, at, nbytes, start))
             elif step.name not in whole:
                 whole.add(step.name)
                 at = self.addresses[number]
@@ -292,36 +300,41 @@ class CopySources:
             found.append(_part(local, step.part))
         return found
 
-    def copy(self, number: int, slot: Slot, *, late: bool = False) -> None:
-        """Copy a step's tensor, which is on the host, into its place in the slot.
+    def copy(self, number: int, slot: Slot) -> None:
+        """Copy a step's tensor, which is on the host, into its place in the slot."""
+        step, plain = self.form.steps[number], self.form.plain[number]
+        if plain is None:
+            _copy(self.source(number), slot.place(step.start, step.end))
+        elif self._is_there(number):
+            slot.put(step.start, plain)
+        else:
+            raise _mutated([step.name])
 
-        Parameters
-        ----------
-        late
-            In a thread of its own: the program may free the memory at any moment.
+    def copy_late(self, numbers: Sequence[int], slot: Slot) -> None:
+        """Copy what the program may free at any moment, in a thread of its own.
 
         Raises
         ------
         SaveError
             kind ``mutated``: its memory was freed.
         """
-        step, plain = self.form.steps[number], self.form.plain[number]
-        if plain is None and not late:
-            _copy(self.source(number), slot.place(step.start, step.end))
-            return
-        if self._is_there(number):
-            try:
-                if plain is None:
-                    at, place = self.form.addresses[number], slot.place(step.start, step.end)
+        form = self.form
+        self._check_there(numbers)
+        try:
+            slot.read(form.runs[[n for n in numbers if form.plain[n] is not None]])
+            for number in numbers:
+                if form.plain[number] is None:
+                    step, at = form.steps[number], form.addresses[number]
+                    place = slot.place(step.start, step.end)
                     _copy_guarded(self.local(number), at, step.part, place)
-                else:
-                    slot.put(step.start, plain, held=not late)
-                return
-            except (SaveError, OSError):
-                # The kernel copies, and says so where memory is freed under it.
-                if self._is_there(number):
-                    raise
-        raise _mutated([step.name])
+        except (SaveError, OSError):
+            # The kernel copies, and says so where memory is freed under it.
+            self._check_there(numbers)
+            raise
+
+    def _check_there(self, numbers: Iterable[int]) -> None:
+        if gone := [self.form.steps[n].name for n in numbers if not self._is_there(n)]:
+            raise _mutated(gone)
 
     def _is_there(self, number: int) -> bool:
         at = self.local(number).data_ptr()
@@ -348,8 +361,7 @@ class _HostLane:
         self._sources = sources
 
     def push(self, group: CopyGroup) -> CopyMark:
-        for number in group.steps:
-            self._sources.copy(number, self._slot, late=True)
+        self._sources.copy_late(group.steps, self._slot)
         if group.task is not None:
             group.task()
         return self
@@ -779,5 +791,5 @@ def _read_into(into: torch.Tensor, at: int, strides: tuple[int, ...]) -> None:
                 _read_into(piece, at + size * row * strides[dim], strides)
             return
     raw = torch.empty(reach * size, dtype=torch.uint8)
-    read_memory(at, raw.numpy())
+    read_memory(np.array([(at, raw.data_ptr(), len(raw))]))
     into.copy_(raw.view(into.dtype).as_strided(shape, strides))

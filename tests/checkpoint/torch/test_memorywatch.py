@@ -432,13 +432,13 @@ def test_memory_that_is_freed_while_the_kernel_copies_it_has_changed(
 ) -> None:
     """The kernel finds no memory there, and not none to put it into."""
     state = {"w": torch.ones(10 << 20)}
-    put = Slot.put
+    read = Slot.read
 
-    def late(slot: Slot, start: int, source: Any, **more: Any) -> None:
+    def late(slot: Slot, runs: Any) -> None:
         state["w"].untyped_storage().resize_(0)
-        put(slot, start, source, **more)
+        read(slot, runs)
 
-    monkeypatch.setattr(Slot, "put", late)
+    monkeypatch.setattr(Slot, "read", late)
     with ckptd.Checkpointer(
         str(tmp_path), copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
     ) as ck:
@@ -533,9 +533,9 @@ def test_memory_that_is_freed_under_a_later_copy_has_changed(
     state = {"w": base if lies == "dense" else base.t()}
     plain = memory.read_memory
 
-    def late(address: int, into: Any) -> None:
+    def late(runs: Any) -> None:
         base.untyped_storage().resize_(0)
-        plain(address, into)
+        plain(runs)
 
     with ckptd.Checkpointer(
         "memory://freed-" + lies, copy=ckptd.CopyOptions(lazy="all"), when_failed="warn"
@@ -548,6 +548,50 @@ def test_memory_that_is_freed_under_a_later_copy_has_changed(
         with pytest.raises(SaveError) as caught:
             handle.durable(60.0)
     assert (caught.value.kind, caught.value.where) == ("mutated", "w")
+
+
+def test_many_runs_are_read_in_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the kernel takes at once, empty ones, and calls that end within one."""
+    source = np.random.default_rng(1).integers(0, 256, 3_000 * 40, np.uint8)
+    sizes = [(n * 7) % 40 for n in range(3_000)]
+    starts = np.cumsum([0, *sizes])
+    plain = memory._read
+    calls: list[int] = []
+
+    def short(pid: int, here: Any, count: Any, *there: Any) -> int:
+        """Take fewer runs than are asked for; the last of them cut off."""
+        calls.append(count.value)
+        if count.value > 900:
+            ctypes.cast(here, ctypes.POINTER(ctypes.c_size_t))[2 * 899 + 1] = 3
+            count.value = 900
+        return int(plain(pid, here, count, *there))
+
+    for way in (plain, short, None):
+        target = np.zeros(starts[-1], np.uint8)
+        monkeypatch.setattr(memory, "_read", way)
+        memory.read_memory(
+            np.array(
+                [
+                    (source.ctypes.data + 40 * n, target.ctypes.data + starts[n], size)
+                    for n, size in enumerate(sizes)
+                ]
+            )
+        )
+        wanted = [source[40 * n : 40 * n + size] for n, size in enumerate(sizes)]
+        assert np.array_equal(target, np.concatenate(wanted))
+    assert 3 <= len(calls) < 9
+
+
+def test_one_run_of_many_is_not_there() -> None:
+    import mmap
+
+    source, target = mmap.mmap(-1, 3 * mmap.PAGESIZE), np.zeros(3, np.uint8)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    runs = np.array([(at + n * mmap.PAGESIZE, target.ctypes.data + n, 1) for n in range(3)])
+    memory.read_memory(runs)
+    runs[1, 0] = 4096  # no process has memory there
+    with pytest.raises(OSError, match="Bad address"):
+        memory.read_memory(runs)
 
 
 FREED = """
