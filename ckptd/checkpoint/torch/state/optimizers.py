@@ -226,10 +226,13 @@ class ParameterOwners:
             )
         return {held: self._full[i] for held, i in ids.items()}
 
-    def orders(self, optimizer: Optimizer, place: StatePlace) -> dict[str, list[int]]:
+    def orders(
+        self, optimizer: Optimizer, place: StatePlace, said: _Said | None
+    ) -> dict[str, list[int]]:
         """Return `_orders_of` an optimizer; looked up once, while its state has one form."""
         if place.name not in self._orders:
-            found = ((p, optimizer.state.get(p) or {}) for p in _parameters(optimizer))
+            numbered = enumerate(_parameters(optimizer))
+            found = ((p, _entries(optimizer, said, n, p)) for n, p in numbered)
             self._orders[place.name] = _orders_of(found, self.names(optimizer, place))
         return self._orders[place.name]
 
@@ -268,13 +271,13 @@ def add_optimizer(
     said = _Said.of(optimizer, place) if own and sink.saved is None else None
     _check_optimizer(optimizer, place, said, own=own)
     names = owners.names(optimizer, place)
-    if said is not None:
-        _add_said(sink, place, optimizer, names, said)
+    if sink.saved is None:
+        _add_saved(sink, place, optimizer, owners, said)
         return
     saved = _saved_state(sink.saved, place.name, set(names.values()))
     at = _groups_at(place)
-    known = sink.saved is not None and at.name in sink.saved.objects
-    if sink.saved is not None and known:
+    known = at.name in sink.saved.objects
+    if known:
         # What it says itself may have names that torch's own of its class has not.
         keys = {key for entries in saved.values() for key in entries} if not own else set()
         groups = sink.saved.groups.get(at.name)
@@ -285,24 +288,50 @@ def add_optimizer(
     if own:
         _Handing(sink, place, optimizer, names).add(saved)
         return
-    add_groups(sink, place, optimizer, owners)
-    if sink.saved is not None and isinstance(optimizer, HostedOptimizer):
+    put = _Hyperparameters(sink, optimizer, names).put
+    sink.add_object(at, None, put, kind="groups", check=_checks(optimizer, names, at.name))
+    if isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
-    made: dict[str, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            fqn = names[id(parameter)]
-            entries = saved.get(fqn, {})
-            if known and not entries:
-                forget = partial(optimizer.state.pop, parameter, None)
-                sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
-                continue
-            of = place.child(fqn, f".state[{fqn}]")
-            param = _Parameter(sink, of, optimizer, group, parameter, at.name, fqn, made)
-            live = optimizer.state.get(parameter) or {}
-            # Sorted: a restored optimizer holds its state in another order than a stepped one.
-            for key in sorted({*live, *entries}, key=str):
-                param.add(key, entries.get(key))
+    for param in _each(sink, place, optimizer, names):
+        entries = saved.get(param.fqn, {})
+        if known and not entries:
+            forget = partial(optimizer.state.pop, param.parameter, None)
+            sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
+            continue
+        live = optimizer.state.get(param.parameter) or {}
+        # Sorted: a restored optimizer holds its state in another order than a stepped one.
+        for key in sorted({*live, *entries}, key=str):
+            param.add(key, entries.get(key))
+
+
+def _add_saved(
+    sink: Sink,
+    place: StatePlace,
+    optimizer: Optimizer,
+    owners: ParameterOwners,
+    said: _Said | None,
+) -> None:
+    """Add what an optimizer holds, or says itself, to the leaves of a save."""
+    add_groups(sink, place, optimizer, owners, said)
+    names = owners.names(optimizer, place)
+    for number, parameter in enumerate(_parameters(optimizer)):
+        fqn = names[id(parameter)]
+        of = place.child(fqn, f".state[{fqn}]")
+        entries = _entries(optimizer, said, number, parameter)
+        for key in sorted(entries, key=str):
+            where, value = of.child(escape_key(key), f"[{key!r}]"), entries[key]
+            if isinstance(value, torch.Tensor):
+                sink.add(where, value, "optim")
+            else:
+                add_value(sink, where, value, _nothing, kind="optim")
+    if said is not None and said.more:
+        add_value(sink, _more_at(place), said.more, _nothing)
+
+
+def _entries(
+    optimizer: Optimizer, said: _Said | None, number: int, parameter: torch.Tensor
+) -> Mapping[Any, Any]:
+    return (optimizer.state.get(parameter) or {}) if said is None else said.state.get(number, {})
 
 
 def _take_masters(
@@ -318,20 +347,25 @@ def _take_masters(
 
 
 def add_groups(
-    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners
-) -> StatePlace:
-    """Add the hyperparameters of an optimizer; return where."""
-    at, names = _groups_at(place), owners.names(optimizer, place)
-    # Of a save nothing is kept that the program may let go.
-    put = _nothing if sink.saved is None else _Hyperparameters(sink, optimizer, names).put
+    sink: Sink,
+    place: StatePlace,
+    optimizer: Optimizer,
+    owners: ParameterOwners,
+    said: _Said | None = None,
+) -> None:
+    """Add the hyperparameters that an optimizer has, or says itself, to the leaves of a save."""
+    hypers = optimizer.param_groups if said is None else said.groups
+    orders = owners.orders(optimizer, place, said)
+    groups = _groups(optimizer, owners.names(optimizer, place), hypers, orders)
+    # Nothing is kept that the program may let go.
+    sink.add_object(_groups_at(place), groups, _nothing, kind="groups")
 
+
+def _checks(optimizer: Optimizer, names: Mapping[int, str], where: str) -> Callable[[Any], None]:
     def check(value: Any) -> None:
-        _match_groups(optimizer, names, at.name, value)
+        _match_groups(optimizer, names, where, value)
 
-    orders = owners.orders(optimizer, place) if sink.saved is None else {}
-    groups = _groups(optimizer, names, optimizer.param_groups, orders)
-    sink.add_object(at, groups, put, kind="groups", check=check)
-    return at
+    return check
 
 
 # --- what an optimizer says itself ----------------------------------------------------------------
@@ -409,28 +443,6 @@ def _more_at(place: StatePlace) -> StatePlace:
     return place.child(_MORE, ".state_dict()")
 
 
-def _add_said(
-    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str], said: _Said
-) -> None:
-    """Add what an optimizer says itself to the leaves of a save."""
-    at = _groups_at(place)
-    found = ((p, said.state.get(n, {})) for n, p in enumerate(_parameters(optimizer)))
-    groups = _groups(optimizer, names, said.groups, _orders_of(found, names))
-    sink.add_object(at, groups, _nothing, kind="groups")
-    for number, parameter in enumerate(_parameters(optimizer)):
-        fqn = names[id(parameter)]
-        of = place.child(fqn, f".state[{fqn}]")
-        entries = said.state.get(number, {})
-        for key in sorted(entries, key=str):
-            where, value = of.child(escape_key(key), f"[{key!r}]"), entries[key]
-            if isinstance(value, torch.Tensor):
-                sink.add(where, value, "optim")
-            else:
-                add_value(sink, where, value, _nothing, kind="optim")
-    if said.more:
-        add_value(sink, _more_at(place), said.more, _nothing)
-
-
 class _Handing:
     """Collects what a load brings of an optimizer, and gives all of it to the optimizer's own load.
 
@@ -452,25 +464,15 @@ class _Handing:
         """Add the leaves of all that the checkpoint has."""
         sink, at, more = self._sink, _groups_at(self._place), _more_at(self._place)
         found = [at.name]
-
-        def check(value: Any) -> None:
-            _match_groups(self._optimizer, self._names, at.name, value)
-
+        check = _checks(self._optimizer, self._names, at.name)
         sink.add_object(at, None, partial(setattr, self, "_groups"), kind="groups", check=check)
         if sink.saved is not None and more.name in sink.saved.objects:
             add_value(sink, more, None, partial(setattr, self, "_more"), fresh=True)
             found.append(more.name)
-        number, made = 0, dict[str, torch.Tensor]()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                fqn = self._names[id(parameter)]
-                of = self._place.child(fqn, f".state[{fqn}]")
-                param = _Parameter(sink, of, self._optimizer, group, parameter, at.name, fqn, made)
-                for key, what in sorted(saved.get(fqn, {}).items(), key=str):
-                    put = partial(self._put, number, key)
-                    found.append(param.take(key, what, put))
-                number += 1
-        self._sink.leaves.handing.append(PendingState(tuple(found), self._hand))
+        for number, param in enumerate(_each(sink, self._place, self._optimizer, self._names)):
+            for key, what in sorted(saved.get(param.fqn, {}).items(), key=str):
+                found.append(param.add(key, what, partial(self._put, number, key)))
+        sink.leaves.handing.append(PendingState(tuple(found), self._hand))
 
     def _put(self, number: int, key: str, value: Any) -> None:
         self._state.setdefault(number, {})[key] = value
@@ -528,8 +530,20 @@ def _groups_at(place: StatePlace) -> StatePlace:
     return place.child("groups", ".param_groups")
 
 
+def _each(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
+) -> Iterable[_Parameter]:
+    unit, made = _groups_at(place).name, dict[str, torch.Tensor]()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            fqn = names[id(parameter)]
+            of = place.child(fqn, f".state[{fqn}]")
+            yield _Parameter(sink, of, optimizer, group, parameter, unit, fqn, made)
+
+
+@dataclass(frozen=True, slots=True)
 class _Parameter:
-    """Adds the optimizer state of one parameter.
+    """Adds the optimizer state of one parameter to the leaves of a load.
 
     Parameters
     ----------
@@ -537,82 +551,55 @@ class _Parameter:
         By name in the checkpoint what a load puts there: what was one tensor is one again.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        place: StatePlace,
-        optimizer: Optimizer,
-        group: dict[str, Any],
-        parameter: torch.Tensor,
-        unit: str,
-        fqn: str,
-        made: dict[str, torch.Tensor],
-    ) -> None:
-        self._unit = unit
-        self._made = made
-        self._fqn = fqn
-        self._sink = sink
-        self._place = place
-        self._optimizer = optimizer
-        self._group = group
-        self._parameter = parameter
+    sink: Sink
+    place: StatePlace
+    optimizer: Optimizer
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    unit: str
+    fqn: str
+    made: dict[str, torch.Tensor]
 
-    def add(self, key: str, saved: str | None) -> None:
-        """Add the state called `key`; `saved` tells what the checkpoint has (tensor, object)."""
-        place = self._place.child(escape_key(key), f"[{key!r}]")
-        live = (self._optimizer.state.get(self._parameter) or {}).get(key)
+    def add(self, key: str, saved: str | None, give: Callable[[Any], None] | None = None) -> str:
+        """Add the state called `key`; return the name of its leaf.
+
+        Parameters
+        ----------
+        saved
+            What the checkpoint has: tensor, object, subclass.
+        give
+            Gets what is loaded, and no memory that the optimizer has is written to. None: it is
+            loaded into what the optimizer has, or put there.
+        """
+        sink, place = self.sink, self.place.child(escape_key(key), f"[{key!r}]")
+        live = (self.optimizer.state.get(self.parameter) or {}).get(key)
+        put = partial(self._put, key) if give is None else give
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
-            add_value(self._sink, place, live, partial(self._put, key), kind="optim")
-            return
-        one = self._one(place.name)
-        if isinstance(live, torch.Tensor) and self._made.setdefault(one, live) is live:
-            self._sink.add(place, live, "optim")
-            return
-        if one not in self._made:
-            is_whole = saved != "subclass"
-            new = self._make(key, place.name) if is_whole else self._make_wrapped(place.name)
-            self._made[one] = new
-        names = tuple(leaf.name for leaf in self._sink.add(place, self._made[one], "optim"))
-        put = partial(self._put, key, self._made[one])
-        self._sink.leaves.pending.append(PendingState(names, put, self._unit))
-
-    def take(self, key: str, saved: str, put: Callable[[Any], None]) -> str:
-        """Give what is loaded of a state to `put`; return the name of its leaf."""
-        place = self._place.child(escape_key(key), f"[{key!r}]")
-        if saved == "object":
-            add_value(self._sink, place, None, put, kind="optim", fresh=True)
+            value = live if give is None else None
+            add_value(sink, place, value, put, kind="optim", fresh=give is not None)
             return place.name
-        live = (self._optimizer.state.get(self._parameter) or {}).get(key)
-        if saved == "subclass":
-            new = self._make_wrapped(place.name, live)
-            names = tuple(leaf.name for leaf in self._sink.add(place, new, "optim"))
-            self._sink.leaves.pending.append(PendingState(names, partial(put, new)))
+        one = place.name if sink.saved is None else sink.saved.aliases.get(place.name, place.name)
+        held = live if isinstance(live, torch.Tensor) and give is None else None
+        if held is not None and self.made.setdefault(one, held) is held:
+            sink.add(place, held, "optim")
             return place.name
-        entry = self._sink.saved.tensor(place.name) if self._sink.saved else None
-        one = self._one(place.name)
-        if one in self._made:
-            new = self._made[one]
-        elif entry is not None and isinstance(live, torch.Tensor) and tuple(live.shape) == entry[1]:
-            dtype = torch_dtype(entry[0], place.name)
-            new = fresh_tensor(live, dtype, entry[1], self._sink.device)
-        else:
-            new = self._make(key, place.name)
-        self._made[one] = new
-        leaf = self._sink.add_tensor(place, new, "optim")
-        self._sink.leaves.pending.append(PendingState((leaf.name,), partial(put, new)))
-        return leaf.name
-
-    def _one(self, name: str) -> str:
-        """Return the name that the checkpoint has for the tensor of `name`, and its aliases."""
-        return name if self._sink.saved is None else self._sink.saved.aliases.get(name, name)
+        if one not in self.made and saved == "subclass":
+            self.made[one] = self._make_wrapped(place.name, live)
+        elif one not in self.made:
+            self.made[one] = self._make(key, place.name, None if give is None else live)
+        new = self.made[one]
+        names = tuple(leaf.name for leaf in sink.add(place, new, "optim"))
+        unit = self.unit if give is None else ""
+        sink.leaves.pending.append(PendingState(names, partial(put, new), unit))
+        return place.name if saved == "subclass" else names[0]
 
     def _put(self, key: str, value: Any) -> None:
-        self._optimizer.state[self._parameter][key] = value
+        self.optimizer.state[self.parameter][key] = value
 
     def _order(self, key: str) -> list[int] | None:
         """Return the order of dimensions that the checkpoint says of a state."""
-        groups = self._sink.saved.groups.get(self._unit) if self._sink.saved else None
-        mine = f"{self._fqn}.{escape_key(key)}"
+        groups = self.sink.saved.groups.get(self.unit) if self.sink.saved else None
+        mine = f"{self.fqn}.{escape_key(key)}"
         for group in groups if isinstance(groups, list) else ():
             said = group.get(OPTIMIZER_CLASS) if isinstance(group, Mapping) else None
             orders = said.get(_ORDERS) if isinstance(said, Mapping) else None
@@ -623,10 +610,10 @@ class _Parameter:
 
     def _make_wrapped(self, name: str, live: Any = None) -> torch.Tensor:
         """Return a tensor of a wrapper subclass as the checkpoint says, its parts to be filled."""
-        saved = self._sink.saved
+        saved = self.sink.saved
         record = saved.wrapped.get(name) if saved is not None else None
-        like = self._parameter.detach()
-        device = target_device(like, self._sink.device)
+        like = self.parameter.detach()
+        device = target_device(like, self.sink.device)
 
         def part(at: str) -> torch.Tensor:
             if saved is not None and at in saved.wrapped:
@@ -640,20 +627,22 @@ class _Parameter:
 
         return make_wrapped(record, lambda n: part(_below(name, n)), name, like, live)
 
-    def _make(self, key: str, name: str) -> torch.Tensor:
-        """Return a tensor as the optimizer would have made it in its first step."""
-        entry = self._sink.saved.tensor(name) if self._sink.saved else None
+    def _make(self, key: str, name: str, live: Any) -> torch.Tensor:
+        """Return a tensor like the `live` one, or as the optimizer's first step would make it."""
+        entry = self.sink.saved.tensor(name) if self.sink.saved else None
         if entry is None:
             raise MismatchError("no such optimizer state in the checkpoint", where=name)
         dtype, shape = torch_dtype(entry[0], name), entry[1]
-        like = self._parameter.detach()
-        device = target_device(like, self._sink.device)
+        if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
+            return fresh_tensor(live, dtype, shape, self.sink.device)
+        like = self.parameter.detach()
+        device = target_device(like, self.sink.device)
         if (order := self._order(key)) is not None and sorted(order) == [*range(len(shape))]:
             rows = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
             return rows.permute([order.index(d) for d in range(len(shape))])
         if key == "step":
             # torch keeps step counters on the host, unless the kernels read them.
-            on_device = self._group.get("capturable") or self._group.get("fused")
+            on_device = self.group.get("capturable") or self.group.get("fused")
             return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
         if shape == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, device=device)
