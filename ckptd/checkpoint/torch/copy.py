@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property
 
@@ -199,20 +199,16 @@ class CopyForm:
     @cached_property
     def early(self) -> list[int]:
         """Numbers of the steps that are copied at once, on the host."""
-        return [
-            number
-            for number, step in enumerate(self.steps)
-            if step.name not in self.late and step.name not in self.on_device
-        ]
+        return [n for n in self._on_host if self.steps[n].name not in self.late]
 
     @cached_property
     def late_on_host(self) -> list[int]:
         """Numbers of the steps that a thread copies on the host."""
-        return [
-            number
-            for number, step in enumerate(self.steps)
-            if step.name in self.late and step.name not in self.on_device
-        ]
+        return [n for n in self._on_host if self.steps[n].name in self.late]
+
+    @property
+    def _on_host(self) -> Iterator[int]:
+        return (n for n, step in enumerate(self.steps) if step.name not in self.on_device)
 
 
 class CopySources:

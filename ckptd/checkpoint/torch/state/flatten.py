@@ -35,7 +35,7 @@ from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, 
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
+__all__ = ["Flattener", "collect", "flatten", "is_heavy"]
 
 
 def is_heavy(site: Site) -> bool:
@@ -130,8 +130,8 @@ class _Known:
 
     Parameters
     ----------
-    positions
-        Where a live tensor stands among the look's things, by its id.
+    look, positions
+        What was seen, and where an object stands among its things, by id.
     sink
         What the look gave.
     """
@@ -158,7 +158,6 @@ class _Known:
             for leaf in leaves.tensors.values()
             if not leaf.fresh
         ]
-        self._fresh = _fresh(leaves)
         self._order = list(leaves.tensors)
         self._aliases = {a: n for a, n in leaves.aliases.items() if not leaves.tensors[n].fresh}
         self._paths = {
@@ -166,22 +165,57 @@ class _Known:
             for leaf in leaves.tensors.values()
             for name in (() if leaf.fresh else (leaf.name, *leaf.aliases))
         }
-        self.token = object()
-        self.sayings = {
+        self._sayings = {
             name: (saying, [positions[id(tensor)] for tensor in same])
             for name, (saying, same) in sink.sayings.items()
         }
+        self._fresh = self._forms_of(sink.fresh)
+        leaves.known = self._token = None if self._fresh is None else object()
+
+    @staticmethod
+    def of(sites: Sequence[Site], sink: Sink) -> _Known | None:
+        """Return what is to be known of a state; None where each save has to look through it."""
+        look = _Look.at(sites)
+        positions = {id(thing): at for at, thing in enumerate(look.things)}
+        # A copy that was made because the live memory cannot be filled would grow old.
+        old = any(
+            leaf.wrapped or (leaf.assign is not None and not leaf.fresh)
+            for leaf in sink.leaves.tensors.values()
+        )
+        seen = all(id(tensor) in positions for tensor in sink.live)
+        if look.rereads or old or not seen or not sink.recallable:
+            return None
+        known = _Known(look, positions, sink)
+        return None if known._fresh is None else known
+
+    def ask(self, sites: Sequence[Site]) -> dict[str, Mapping[str, Any]]:
+        """Return what modules say that have to be asked each time, by name.
+
+        This comes before a look: a hook may put other tensors into the module.
+        """
+        modules = [site for site in sites if isinstance(site.value, nn.Module)]
+        for site in modules:
+            reshard(site.value)
+        return {
+            site.place.name: ask(site.place, site.value)
+            for site in modules
+            if site.place.name in self._sayings and self._sayings[site.place.name][0].asks
+        }
 
     def again(
-        self, look: _Look, said: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[Leaves, dict[str, str]] | None:
-        """Return what a look gives, but for what is fresh, if it is equal to the one known.
+        self,
+        sites: Sequence[Site],
+        said: Mapping[str, Mapping[str, Any]],
+        owners: ParameterOwners,
+    ) -> Leaves | None:
+        """Return the leaves of a state, if all but values is as it is known.
 
-        Parameters
-        ----------
-        said
-            What modules said before.
+        Raises
+        ------
+        CkptdError
+            Something cannot be added.
         """
+        look = _Look.at(sites)
         if (
             look.rereads
             or look.facts != self._facts
@@ -193,7 +227,7 @@ class _Known:
         memory, locals = _memory(tensors)
         if memory != self._memory:
             return None
-        found = {}
+        found: dict[str, Any] = dict.fromkeys(self._order)  # what is fresh comes to its place
         for at, name, section, kind, path, aliases, own, meshed in self._forms:
             live = tensors[at]
             local = whole = locals[at].detach()
@@ -202,105 +236,41 @@ class _Known:
             found[name] = TensorLeaf(
                 name, whole, local, section, kind, path, live, aliases, None, own
             )
-        for name, (saying, positions) in self.sayings.items():
+        for name, (saying, positions) in self._sayings.items():
             slots = [look.things[at] for at in positions]
-            if saying.keys is not None and not saying.fits(said[name], slots):
+            if saying.asks and not saying.fits(said[name], slots):
                 return None
         leaves = Leaves(
             tensors=found,
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
-            known=self.token,
+            known=self._token,
         )
-        return leaves, dict(self._paths)
+        sink = Sink.again(leaves, dict(self._paths))
+        for site in sites:
+            if isinstance(site.value, torch.optim.Optimizer):
+                add_groups(sink, site.place, site.value, owners)
+            elif isinstance(site.value, nn.Module):
+                name = site.place.name
+                self._sayings[name][0].add(sink, site.place, said.get(name, {}))
+            elif not is_heavy(site):
+                _add(sink, site, owners)
+        same = self._forms_of(sink.fresh) == self._fresh and len(leaves.tensors) == len(self._order)
+        return leaves if same else None
 
-    def completes(self, leaves: Leaves) -> bool:
-        """Tell whether what is fresh has the form that is known; put all in the known order."""
-        if not self.separate(leaves) or _fresh(leaves) != self._fresh:
-            return False
-        leaves.tensors = {name: leaves.tensors[name] for name in self._order}
-        return True
-
-    def separate(self, leaves: Leaves) -> bool:
-        """Tell whether what is fresh lies in memory of its own."""
-        fresh = [leaf for leaf in leaves.tensors.values() if leaf.fresh]
-        return not any(
-            is_dtensor(leaf.tensor) or leaf.local.untyped_storage()._cdata in self._held
-            for leaf in fresh
-        )
-
-
-def _fresh(leaves: Leaves) -> list[tuple[Any, ...]]:
-    """Return the forms of what each save asks for."""
-    return [
-        (
-            *(x.name, x.path, x.kind, x.own, x.aliases, x.wrapped, x.dtype, x.shape),
-            *(x.local.device, x.local.stride(), x.local.is_conj(), x.local.is_neg()),
-        )
-        for x in leaves.tensors.values()
-        if x.fresh
-    ]
-
-
-class Recall:
-    """Remembers one state, and keeps nothing of it alive."""
-
-    def __init__(self) -> None:
-        self._known: _Known | None = None
-        self.said: dict[str, Mapping[str, Any]] = {}
-        """What modules said at the last look: each is asked once a save."""
-
-    def leaves(self, sites: Sequence[Site]) -> Sink | None:
-        """Return what the heavy sites gave the last time, if they would again.
-
-        What is fresh, and objects, are still to be added.
-        """
-        self.said = {}
-        if (known := self._known) is None:
-            return None
-        modules = [site for site in sites if isinstance(site.value, nn.Module)]
-        for site in modules:
-            reshard(site.value)
-        for site in modules:
-            saying, _ = known.sayings.get(site.place.name, (None, ()))
-            if saying is not None and saying.keys is not None:
-                # Before the look: a hook may put other tensors into the module.
-                self.said[site.place.name] = ask(site.place, site.value)
-        again = known.again(_Look.at(sites), self.said)
-        if again is None:
-            self._known = None
-            return None
-        return Sink.again(*again)
-
-    def add_words(self, sink: Sink, place: StatePlace) -> None:
-        """Add what a module says besides its tensors."""
-        if self._known is not None:
-            saying, _ = self._known.sayings[place.name]
-            saying.add(sink, place, self.said.get(place.name, {}))
-
-    def completes(self, sink: Sink) -> bool:
-        """Tell whether what was added to `leaves` has the form of the last time."""
-        return self._known is not None and self._known.completes(sink.leaves)
-
-    def keep(self, sites: Sequence[Site], sink: Sink) -> None:
-        """Remember what a state gave."""
-        self._known = None
-        look, leaves = _Look.at(sites), sink.leaves
-        if look.rereads or not sink.recallable:
-            return
+    def _forms_of(self, fresh: list[TensorLeaf]) -> list[tuple[Any, ...]] | None:
+        """Return the forms of what each save asks for; None where it shares memory with others."""
         if any(
-            # A copy that was made because the live memory cannot be filled would grow old.
-            leaf.wrapped or (leaf.assign is not None and not leaf.fresh)
-            for leaf in leaves.tensors.values()
+            is_dtensor(x.tensor) or x.local.untyped_storage()._cdata in self._held for x in fresh
         ):
-            return
-        positions = {id(thing): at for at, thing in enumerate(look.things)}
-        if not all(id(tensor) in positions for tensor in sink.live):
-            return
-        known = _Known(look, positions, sink)
-        if known.separate(leaves):
-            leaves.known = known.token
-            self._known = known
+            return None
+        return [
+            (
+                *(x.name, x.path, x.kind, x.own, x.aliases, x.wrapped, x.dtype, x.shape),
+                *(x.local.device, x.local.stride(), x.local.is_conj(), x.local.is_neg()),
+            )
+            for x in fresh
+        ]
 
 
 def _ids(things: Iterable[Any]) -> list[int]:
@@ -345,35 +315,23 @@ class Flattener:
     """
 
     def __init__(self) -> None:
-        self._recall = Recall()
+        self._known: _Known | None = None
         self._owners = ParameterOwners(())
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
         """Return the leaves of `state`."""
-        sites = walk(state)
-        sink = self._recall.leaves(sites)
-        if sink is not None:
+        sites, sink = walk(state), Sink()
+        if (known := self._known) is not None:
+            # Once a save: ranks may have to ask together, and some may remember less.
+            sink.said = known.ask(sites)
             # What cannot be added, or has another form, is looked at with all the rest.
             with contextlib.suppress(CkptdError):
-                self._reread(sink, sites)
-                if self._recall.completes(sink):
-                    return sink.leaves
-        sink = Sink()
-        sink.said = self._recall.said
+                if (leaves := known.again(sites, sink.said, self._owners)) is not None:
+                    return leaves
+        self._known = None
         self._owners = collect(sink, sites)
-        self._recall.keep(sites, sink)
+        self._known = _Known.of(sites, sink)
         return sink.leaves
-
-    def _reread(self, sink: Sink, sites: list[Site]) -> None:
-        """Add what may have changed unseen."""
-        for site in sites:
-            if isinstance(site.value, torch.optim.Optimizer):
-                add_groups(sink, site.place, site.value, self._owners)
-            elif isinstance(site.value, nn.Module):
-                self._recall.add_words(sink, site.place)
-            elif not is_heavy(site):
-                with sink.afresh():
-                    _add(sink, site, self._owners)
 
 
 def flatten(state: Mapping[str, Any]) -> Leaves:
@@ -403,12 +361,16 @@ def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
     """Add the leaves of all sites to `sink`; return who owns which parameter."""
     owners = ParameterOwners(sites)
     for site in sites:
-        with contextlib.nullcontext() if is_heavy(site) else sink.afresh():
-            _add(sink, site, owners)
+        _add(sink, site, owners)
     return owners
 
 
 def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
+    with contextlib.nullcontext() if is_heavy(site) else sink.afresh():
+        _add_one(sink, site, owners)
+
+
+def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
     place, value = site.place, site.value
     if isinstance(value, PerRank):
         _add_per_rank(sink, site, value)

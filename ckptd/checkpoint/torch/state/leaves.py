@@ -60,6 +60,7 @@ __all__ = [
     "TensorLeaf",
     "derive_seed",
     "memory_key",
+    "put_nothing",
 ]
 
 
@@ -596,6 +597,8 @@ class Sink:
     ----------
     live
         The live tensors of all leaves and of all their aliases, but for those that are fresh.
+    fresh
+        The leaves that are.
     recallable
         Whether all that is not fresh may be remembered.
     said
@@ -613,6 +616,7 @@ class Sink:
         self._paths: dict[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
         self.live: list[torch.Tensor] = []
+        self.fresh: list[TensorLeaf] = []
         self.recallable = True
         self.said: dict[str, Mapping[str, Any]] = {}
         self.sayings: dict[str, tuple[Any, list[torch.Tensor]]] = {}
@@ -687,7 +691,7 @@ class Sink:
                 record["class"],
                 "make it on a real device before the load",
             )
-        self.add_object(place, record, _nothing, kind="subclass")
+        self.add_object(place, record, put_nothing, kind="subclass")
         leaves = []
         around = spread(tensor) if around is None else around
         for name, part in parts_of(tensor):
@@ -746,6 +750,8 @@ class Sink:
         )
         self._by_memory[key] = leaf
         self.leaves.tensors[place.name] = leaf
+        if self._fresh:
+            self.fresh.append(leaf)
         return leaf
 
     def add_object(
@@ -810,8 +816,8 @@ class Sink:
         self._paths[place.name] = place.path
 
 
-def _nothing(value: Any) -> None:
-    """Put what was compared before: it is equal."""
+def put_nothing(value: Any) -> None:
+    """Put what needs no place: of a save, or equal to what is there."""
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:

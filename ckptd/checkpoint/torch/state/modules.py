@@ -39,6 +39,7 @@ from ckptd.checkpoint.torch.state.words import (
     ModuleWords,
     Saying,
     add_note,
+    has_code,
     is_same_memory,
     said_versions,
     says,
@@ -321,7 +322,7 @@ def _add_loaded(
     named: list[tuple[ModulePlace, _Wrapper | None]],
 ) -> None:
     placed = [p for p, _ in named]
-    path = LoadPath.of(place, module, placed, saved)
+    path = LoadPath(place, module, placed, saved) if has_code(module, placed) else None
     known = set()
     for entry in _tensors(named, place):
         at = place.child(entry.fqn, f".{entry.fqn}")

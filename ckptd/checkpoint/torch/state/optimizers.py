@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     Sink,
     StatePlace,
     memory_key,
+    put_nothing,
 )
 from ckptd.checkpoint.torch.state.modules import module_tensors, reshard
 from ckptd.checkpoint.torch.state.objects import call_with
@@ -90,7 +91,11 @@ def misfit(
         flag = "decoupled_weight_decay"
         if flag in group and group[flag] != optimizer.defaults.get(flag, group[flag]):
             # Adam and AdamW differ in nothing else, and a load would turn the one into the other.
-            named = saved[_CLASSES] if saved is not None else [_BASE + _adam(group[flag])]
+            named = (
+                saved[_CLASSES]
+                if saved is not None
+                else [_BASE + ("AdamW" if group[flag] else "Adam")]
+            )
             return _text(own[_CLASSES], named)
     known = _STATE.get(_kind(optimizer).__name__) if own[_CLASSES][0].startswith(_BASE) else None
     kept = {*keys} - {"step"}
@@ -134,10 +139,6 @@ def _classes(kind: type) -> list[str]:
 
 def _bare(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _adam(decoupled: object) -> str:
-    return "AdamW" if decoupled else "Adam"
 
 
 def _names(params: object) -> list[str]:
@@ -207,11 +208,8 @@ class ParameterOwners:
 
     def _find(self, optimizer: Optimizer, place: StatePlace) -> dict[int, str]:
         # What the user's module owns by what the groups hold.
-        ids = {
-            id(p): id(optimizer.owned(p) if isinstance(optimizer, HostedOptimizer) else p)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        owned = optimizer.owned if isinstance(optimizer, HostedOptimizer) else lambda p: p
+        ids = {id(p): id(owned(p)) for p in _parameters(optimizer)}
         for own in self._by_owner.values():
             if all(i in own for i in ids.values()):
                 return {held: own[i] for held, i in ids.items()}
@@ -323,9 +321,9 @@ def _add_saved(
             if isinstance(value, torch.Tensor):
                 sink.add(where, value, "optim")
             else:
-                add_value(sink, where, value, _nothing, kind="optim")
+                add_value(sink, where, value, put_nothing, kind="optim")
     if said is not None and said.more:
-        add_value(sink, _more_at(place), said.more, _nothing)
+        add_value(sink, _more_at(place), said.more, put_nothing)
 
 
 def _entries(
@@ -338,12 +336,11 @@ def _take_masters(
     sink: Sink, optimizer: HostedOptimizer, owners: ParameterOwners, groups: str
 ) -> None:
     """Let masters on the host follow the parameters that a load changes."""
-    for group in optimizer.param_groups:
-        for master in group["params"]:
-            full = owners.full_name(optimizer.owned(master))
-            names = (groups,) if full is None else (full, groups)
-            # After the modules, which may take their parameters by code of their own.
-            sink.leaves.handing.append(PendingState(names, partial(optimizer.take, master)))
+    for master in _parameters(optimizer):
+        full = owners.full_name(optimizer.owned(master))
+        names = (groups,) if full is None else (full, groups)
+        # After the modules, which may take their parameters by code of their own.
+        sink.leaves.handing.append(PendingState(names, partial(optimizer.take, master)))
 
 
 def add_groups(
@@ -358,7 +355,7 @@ def add_groups(
     orders = owners.orders(optimizer, place, said)
     groups = _groups(optimizer, owners.names(optimizer, place), hypers, orders)
     # Nothing is kept that the program may let go.
-    sink.add_object(_groups_at(place), groups, _nothing, kind="groups")
+    sink.add_object(_groups_at(place), groups, put_nothing, kind="groups")
 
 
 def _checks(optimizer: Optimizer, names: Mapping[int, str], where: str) -> Callable[[Any], None]:
@@ -443,22 +440,20 @@ def _more_at(place: StatePlace) -> StatePlace:
     return place.child(_MORE, ".state_dict()")
 
 
+@dataclass
 class _Handing:
     """Collects what a load brings of an optimizer, and gives all of it to the optimizer's own load.
 
     No memory that the optimizer has is written to before.
     """
 
-    def __init__(
-        self, sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
-    ) -> None:
-        self._sink = sink
-        self._place = place
-        self._optimizer = optimizer
-        self._names = names
-        self._groups: Any = None
-        self._more: dict[Any, Any] = {}
-        self._state: dict[int, dict[Any, Any]] = {}
+    _sink: Sink
+    _place: StatePlace
+    _optimizer: Optimizer
+    _names: Mapping[int, str]
+    _groups: Any = None
+    _more: dict[Any, Any] = field(default_factory=dict)
+    _state: dict[int, dict[Any, Any]] = field(default_factory=dict)
 
     def add(self, saved: Mapping[str, Mapping[str, str]]) -> None:
         """Add the leaves of all that the checkpoint has."""
@@ -481,9 +476,7 @@ class _Handing:
         if self._groups is None:
             # Without groups a part is loaded: what is not is as it was.
             said = _Said.of(self._optimizer, self._place)
-            live = self._optimizer.param_groups
-            pairs: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]
-            pairs = [*zip(live, said.groups, strict=True)]
+            pairs: Any = zip(self._optimizer.param_groups, said.groups, strict=True)
             state = {
                 n: {**said.state.get(n, {}), **self._state.get(n, {})} for n in self._numbers()
             }
@@ -515,15 +508,11 @@ class _Handing:
                     held[key] = value
 
     def _numbers(self) -> range:
-        return range(sum(len(g["params"]) for g in self._optimizer.param_groups))
+        return range(len([*_parameters(self._optimizer)]))
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _nothing(value: Any) -> None:
-    """Put nothing: this is a save."""
 
 
 def _groups_at(place: StatePlace) -> StatePlace:
@@ -688,7 +677,7 @@ def _check_optimizer(
         )
     if said is not None:
         return  # what is of no parameter is said as well
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for p in _parameters(optimizer)}
     loose = [k for k in optimizer.state if id(k) not in held and holds_state(optimizer.state[k])]
     if loose:
         raise UsageError(

@@ -20,11 +20,11 @@ from ckptd.checkpoint.torch.state.leaves import (
     Sink,
     StatePlace,
     TensorKind,
-    TensorLeaf,
     memory_key,
+    put_nothing,
 )
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, torch_dtype
+from ckptd.checkpoint.torch.state.tensors import dtype_name, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.checkpoint.torch.state.wrapped import is_wrapped
 from ckptd.errors import CkptdError, UsageError
@@ -36,8 +36,8 @@ __all__ = [
     "ModuleWords",
     "Saying",
     "add_note",
-    "are_same_memory",
     "ask",
+    "has_code",
     "is_note",
     "is_same_memory",
     "said_versions",
@@ -142,7 +142,7 @@ def _takes_all(top: nn.Module) -> bool:
     return _of_itself(top, names, ()) or _of_kinds((type(top),), names)
 
 
-def _has_code(top: nn.Module, placed: Iterable[ModulePlace]) -> bool:
+def has_code(top: nn.Module, placed: Iterable[ModulePlace]) -> bool:
     """Tell whether anything in a module has code of its own that a load is to run."""
     modules = [p.module for p in placed]
     names, hooks = (*_SAYING, *_TAKING), (*_SAYING_HOOKS, *_TAKING_HOOKS, *_FOLLOWING_HOOKS)
@@ -187,7 +187,7 @@ def ask(place: StatePlace, top: nn.Module) -> Mapping[str, Any]:
     except Exception as error:
         message = "a module's own state_dict() failed"
         raise _refused(place, ModulePlace("", "", top), message, repr(error)[:500]) from error
-    if not isinstance(said, Mapping) or not all(type(k) is str for k in said):
+    if not isinstance(said, Mapping) or {*map(type, said)} - {str}:
         message = "a module's own state_dict() is no dict with names as keys"
         raise _refused(place, ModulePlace("", "", top), message, "")
     return said
@@ -268,12 +268,13 @@ class ModuleWords:
         return {p.prefix: p for p in self._placed if _says(p.module)}
 
     @functools.cached_property
-    def _takers(self) -> list[ModulePlace]:
-        return [p for p in self._placed if _takes(p.module)]
+    def _takers(self) -> list[tuple[nn.Module, Callable[[nn.Module], bool]]]:
+        found = [(p.module, _takes) for p in self._placed if _takes(p.module)]
+        return found + [(self._top, _takes_all)] * _takes_all(self._top)
 
     @functools.cached_property
     def _taking(self) -> tuple[str, ...]:
-        taking = {escape_fqn(p.prefix) for p in self._takers}
+        taking = {escape_fqn(p.prefix) for p in self._placed if _takes(p.module)}
         return (*taking, "") if _takes_all(self._top) else tuple(taking)
 
     def takes(self, name: str) -> bool:
@@ -325,8 +326,7 @@ class ModuleWords:
             [self.keys[n] for n in same],
             {self.keys[n]: where for n, where in own.items()},
             {p: (self.speaking[p].raw[:-1], note) for p, note in notes.items()},
-            [weakref.ref(p.module) for p in self._takers] if own else [],
-            [weakref.ref(self._top)] if own and _takes_all(self._top) else [],
+            [(weakref.ref(m), takes) for m, takes in self._takers if own],
         )
 
     def _speaker(self, name: str) -> ModulePlace | None:
@@ -367,8 +367,14 @@ class Saying:
     same: list[str] = field(default_factory=list)
     own: dict[str, tuple[StatePlace, TensorKind | None]] = field(default_factory=dict)
     notes: dict[str, tuple[str | None, dict[str, Any]]] = field(default_factory=dict)
-    takers: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    takers_of_all: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = field(
+        default_factory=list
+    )
+
+    @property
+    def asks(self) -> bool:
+        """Whether the module is asked at each save."""
+        return self.keys is not None
 
     def fits(self, said: Mapping[str, Any], slots: Sequence[torch.Tensor]) -> bool:
         """Tell whether a module says the same now.
@@ -382,9 +388,8 @@ class Saying:
         """
         return (
             list(said) == self.keys
-            and are_same_memory([said[k] for k in self.same], slots)
-            and all((m := taker()) is not None and _takes(m) for taker in self.takers)
-            and all((m := top()) is not None and _takes_all(m) for top in self.takers_of_all)
+            and _are_same_memory([said[k] for k in self.same], slots)
+            and all((m := taker()) is not None and takes(m) for taker, takes in self.takers)
         )
 
     def add(self, sink: Sink, place: StatePlace, said: Mapping[str, Any]) -> None:
@@ -393,11 +398,11 @@ class Saying:
             for key, (at, kind) in self.own.items():
                 value = said[key]
                 if kind is None:
-                    sink.add_object(at, value, _nowhere)
+                    sink.add_object(at, value, put_nothing)
                 elif isinstance(value, torch.Tensor):
                     sink.add_tensor(at, value, kind)
                 else:
-                    add_value(sink, at, value, _nowhere, kind=kind)
+                    add_value(sink, at, value, put_nothing, kind=kind)
         metadata = getattr(said, "_metadata", None)
         for prefix, (raw, note) in self.notes.items():
             if raw is not None:
@@ -414,15 +419,12 @@ def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     try:
-        # Most are, and this is asked of thousands.
-        if value.dtype == tensor.dtype and not is_dtensor(value) and value.is_set_to(tensor):
-            return value.is_neg() == tensor.is_neg() and value.is_conj() == tensor.is_conj()
         return memory_key(value) == memory_key(tensor)
     except (RuntimeError, NotImplementedError, ValueError):
         return type(value) is type(tensor)
 
 
-def are_same_memory(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+def _are_same_memory(values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether `is_same_memory` is true of all pairs."""
     try:
         # Thousands, at each save.
@@ -441,11 +443,7 @@ def add_note(
 ) -> None:
     """Add a note of `ModuleWords.notes`, or the place of one in a load."""
     fqn = escape_fqn(prefix) + NOTE
-    sink.add_object(place.child(fqn, f".{fqn}"), note, put or _nowhere)
-
-
-def _nowhere(value: Any) -> None:
-    pass
+    sink.add_object(place.child(fqn, f".{fqn}"), note, put or put_nothing)
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -486,13 +484,6 @@ class LoadPath:
         self._beside: dict[Hashable, torch.Tensor] = {}
         self._stored: dict[str, Any] = {}
         self._notes: dict[str, dict[str, Any]] = {}
-
-    @staticmethod
-    def of(
-        place: StatePlace, module: nn.Module, placed: list[ModulePlace], saved: SavedNames
-    ) -> LoadPath | None:
-        """Return the path of a module, if anything in it has code of its own."""
-        return LoadPath(place, module, placed, saved) if _has_code(module, placed) else None
 
     def holds(self, name: str) -> bool:
         """Tell whether a name is below the module."""
@@ -565,13 +556,13 @@ class LoadPath:
     def add_object(self, sink: Sink, at: StatePlace, fqn: str) -> None:
         """Add a value that is saved as one object."""
         self._name(fqn, at)
-        self._own(at.name)
-        sink.add_object(at, None, partial(self._store, at.name))
+        self.owned.add(at.name)
+        sink.add_object(at, None, partial(self._stored.__setitem__, at.name))
 
     def add_note(self, sink: Sink, prefix: str, raw: str) -> None:
         """Add the note of a module."""
         name = self._place.child(escape_fqn(prefix) + NOTE, "").name
-        self._own(name)
+        self.owned.add(name)
         self.notes.append(name)
         add_note(sink, self._place, prefix, None, partial(self._notes.__setitem__, raw))
 
@@ -599,19 +590,15 @@ class LoadPath:
     def _name(self, fqn: str, at: StatePlace) -> None:
         self._names[self.said.key(fqn)] = at.name
 
-    def _own(self, name: str) -> None:
-        self.owned.add(name)
-
-    def _store(self, name: str, value: Any) -> None:
-        self._stored[name] = value
-
     def _add(self, sink: Sink, at: StatePlace, live: Any, kind: TensorKind) -> None:
         name, form = at.name, self._saved.tensor(at.name)
         tensor = live if isinstance(live, torch.Tensor) else None
         if name in self._saved.objects or (form is None and tensor is None):
-            self._own(name)
+            self.owned.add(name)
             value = live if name in self._saved.objects else None
-            add_value(sink, at, value, partial(self._store, name), kind=kind, fresh=True)
+            add_value(
+                sink, at, value, partial(self._stored.__setitem__, name), kind=kind, fresh=True
+            )
             return
         mine = form is None or tensor is None or _form(tensor) == form
         if tensor is not None and mine and (form is None or sink.holder(memory_key(tensor))):
@@ -660,7 +647,8 @@ class LoadPath:
             leaf = leaves.tensor(name)
             if leaf is not None and leaf.name in filled:
                 read[key] = name
-                value = self._tensor(name, leaf)
+                apart = name in self._apart
+                value = leaf.tensor if apart else self._copied(name, leaf.origin)
             elif name in self._stored:
                 read[key] = name
                 value = self._stored[name]
@@ -699,11 +687,6 @@ class LoadPath:
                         live.copy_(value)
 
         call_with(take, self._place.name, given)
-
-    def _tensor(self, name: str, leaf: TensorLeaf) -> torch.Tensor:
-        if name in self._apart:
-            return leaf.tensor
-        return self._copied(name, leaf.origin)
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone() if self.converts(name) else tensor
