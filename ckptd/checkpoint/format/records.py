@@ -27,6 +27,7 @@ __all__ = [
     "Parent",
     "Pin",
     "RootMarker",
+    "check_record",
     "decode_record",
     "encode_record",
 ]
@@ -179,7 +180,7 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
             hint="pip install --upgrade ckptd",
         )
     record = convert(document, kind, where)
-    _check_numbers(record, where)
+    check_record(record, where)
     _check_digest(raw, document, where)
     return record
 
@@ -217,7 +218,8 @@ def _looks_like_digest(field: str, value: object) -> bool:
     return alike and isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
-def _check_numbers(record: object, where: str) -> None:
+def check_record(record: object, where: str) -> None:
+    """Raise `CorruptError`, kind ``bad-record``, unless a record keeps the rules of its kind."""
     step, generation = getattr(record, "step", 0), getattr(record, "generation", 1)
     parent = getattr(record, "parent", None)
     good = 0 <= step <= MAX_STEP and 0 <= generation <= MAX_GENERATION

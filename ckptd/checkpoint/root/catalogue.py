@@ -30,7 +30,14 @@ from ckptd.checkpoint.format.names import (
     generation_key,
     pin_key,
 )
-from ckptd.checkpoint.format.records import Commit, Generation, Parent, Pin, encode_record
+from ckptd.checkpoint.format.records import (
+    Commit,
+    Generation,
+    Parent,
+    Pin,
+    check_record,
+    encode_record,
+)
 from ckptd.checkpoint.format.witness import SAMPLE, Witness, WitnessPlan
 from ckptd.checkpoint.root.index import MAX_TRIES, Index, unmarked
 from ckptd.checkpoint.root.leases import hold, relied_on
@@ -307,26 +314,25 @@ class Catalogue(Index):
             self.manifest_of(held.commit)
             return self.claim(held.commit.name, world_size=0, reason="rollback")
 
-    def superseded(self, generation: int) -> ConflictError | None:
-        """Return the error for a job whose generation is no longer the newest, else None."""
-        newest = self.newest_generation()
-        if newest <= generation:
-            return None
-        winner = self.generation(newest)
-        return ConflictError(
-            f"generation {generation} is superseded by generation {newest}",
-            kind="superseded",
-            where=self.where(generation_key(newest)),
-            found=f"claimed {winner.created} by {winner.world_size} ranks"
-            f" ({winner.reason or 'no reason given'})",
-            hint="this process belongs to an older life of the job: stop it",
-        )
-
     def check_not_superseded(self, generation: int) -> None:
-        """Raise what `superseded` returns, if it returns something."""
-        error = self.superseded(generation)
-        if error is not None:
-            raise error
+        """Raise where a job's generation is no longer the newest.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``superseded``.
+        """
+        newest = self.newest_generation()
+        if newest > generation:
+            winner = self.generation(newest)
+            raise ConflictError(
+                f"generation {generation} is superseded by generation {newest}",
+                kind="superseded",
+                where=self.where(generation_key(newest)),
+                found=f"claimed {winner.created} by {winner.world_size} ranks"
+                f" ({winner.reason or 'no reason given'})",
+                hint="this process belongs to an older life of the job: stop it",
+            )
 
     # -- commits -------------------------------------------------------------------------------
 
@@ -384,14 +390,12 @@ class Catalogue(Index):
 
     def _check_here(self, commit: Commit) -> None:
         """Raise unless this is the root, and its generation the claim, that wrote a commit."""
-        if commit.root:
-            self.expect(commit.root)
-        self.check_root()
+        self.check_root(commit.root)
         if commit.claim:
             self.check_claim(commit.generation, commit.claim)
 
     def _check_publishable(self, commit: Commit) -> None:
-        self._check_commit(commit, commit.name)
+        check_record(commit, self.where(commit_key(commit.name)))
         self._check_here(commit)
         parent = self.generation(commit.generation).parent
         if parent is not None and commit.step <= parent.step:

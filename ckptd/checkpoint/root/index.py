@@ -10,20 +10,17 @@ from contextlib import suppress
 
 from ckptd.base.digest import digest_hex
 from ckptd.checkpoint.format.lineage import line, newest_on_line
-from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from ckptd.checkpoint.format.manifest import Manifest, decode_manifest
 from ckptd.checkpoint.format.names import (
     COMMITS,
-    DATA,
     GENERATIONS,
     MARKS,
     PINS,
     CommitName,
     check_step,
     commit_key,
-    data_folder,
     generation_key,
     parse_commit_name,
-    parse_data_folder,
     parse_generation_name,
 )
 from ckptd.checkpoint.format.records import Commit, Generation
@@ -89,7 +86,6 @@ MAX_TRIES = 64
 """Bound of each loop that starts again because another process was faster."""
 _THREAD_S = 0.001
 """A read that takes longer is waited for with others, in threads of their own."""
-MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
 
 
 class Index(Root):
@@ -344,7 +340,8 @@ class Index(Root):
                 where=self.where(key),
                 hint=f"ckptd ls {self.store.url} --all",
             ) from None
-        self._check_commit(record, name)
+        if record.name != name:
+            raise self._misnamed(key, str(record.name))
         self._known.add(name)
         return record
 
@@ -377,29 +374,6 @@ class Index(Root):
             return self._read_commit(name)
         except NotFoundError:
             return None
-
-    def _check_commit(self, record: Commit, name: CommitName) -> None:
-        key = commit_key(name)
-        if record.name != name:
-            raise self._misnamed(key, str(record.name))
-        folders = [parse_data_folder(f.removeprefix(DATA)) for f in record.folders]
-        good = (
-            record.folder == data_folder(name, record.attempt)
-            and record.folder in record.folders
-            and all(f.startswith(DATA) and f.endswith("/") for f in record.folders)
-            and None not in folders
-            and record.manifest in MANIFEST_NAMES
-            and 0 < record.manifest_bytes <= MAX_MANIFEST_BYTES
-            and record.data_bytes >= 0
-        )
-        if not good:
-            raise CorruptError(
-                "commit record breaks a rule",
-                kind="bad-record",
-                where=self.where(key),
-                wanted=f"folders below data/, a manifest below {data_folder(name, '...')}",
-                found=f"{record.folder[:120]}{record.manifest[:40]}, {record.manifest_bytes} bytes",
-            )
 
     def _misnamed(self, key: str, found: str) -> CorruptError:
         return CorruptError(

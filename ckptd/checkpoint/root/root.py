@@ -70,8 +70,13 @@ class Root:
     def _forget(self) -> None:
         """Let go of what was read of another root."""
 
-    def check_root(self) -> None:
+    def check_root(self, root_id: str = "") -> None:
         """Raise unless the root that was opened is still there; before anything is opened, don't.
+
+        Parameters
+        ----------
+        root_id
+            What it must be, whatever was opened (see `expect`); empty where that is not known.
 
         Raises
         ------
@@ -80,6 +85,8 @@ class Root:
         ConflictError
             Kind ``other-root``: another root was made at the same place.
         """
+        if root_id:
+            self.expect(root_id)
         if not self.root_id:
             return
         try:

@@ -365,12 +365,6 @@ class Slots:
         self._dead: CkptdError | None = None
 
     @property
-    def taken(self) -> dict[int, int]:
-        """The job that each slot is taken by."""
-        with self._free:
-            return dict(self._taken)
-
-    @property
     def kept(self) -> dict[str, int]:
         """The job whose snapshot is the newest complete one of each near tier that keeps one."""
         with self._free:

@@ -260,7 +260,7 @@ class BoxRoot:
     def _claim(self, step: int, world: int, new_run: bool | None) -> Generation:
         catalogue, claimed, loaded = self._catalogue, self._claimed, self._loaded
         if claimed is not None:
-            self._check_root(claimed.root)
+            self._catalogue.check_root(claimed.root)
             catalogue.check_not_superseded(claimed.generation)
             if step < self._last:
                 raise _behind(step, self._last)
@@ -269,7 +269,7 @@ class BoxRoot:
                 raise _behind(step, step + 1)
             return claimed
         if loaded is not None and loaded.root:
-            self._check_root(loaded.root)
+            self._catalogue.check_root(loaded.root)
         else:
             begin_beside(catalogue)
         parent = loaded.name if loaded else catalogue.continue_line(step, new_run)
@@ -278,11 +278,6 @@ class BoxRoot:
         reason = "load" if loaded else "start" if parent is None else "continue"
         self._claimed = catalogue.claim(parent, world, reason)
         return self._claimed
-
-    def _check_root(self, root_id: str) -> None:
-        """Raise unless the root of a save is there: most ranks have not opened it before."""
-        self._catalogue.expect(root_id)
-        self._catalogue.check_root()
 
     def write(
         self,
@@ -310,7 +305,7 @@ class BoxRoot:
         ConflictError
             kind ``other-root``: another root was made at this place.
         """
-        self._check_root(save.request.root_id)
+        self._catalogue.check_root(save.request.root_id)
         entries, bodies = _encoded(objects)
         extra = tuple(Extra(name, len(body)) for name, body in bodies)
         request = msgspec.structs.replace(save.request, extra=extra, objects=entries)
@@ -361,7 +356,7 @@ class BoxRoot:
             kind ``superseded``: a newer life of the job saves here. kind ``other-root``: another
             root was made at this place.
         """
-        self._check_root(save.request.root_id)
+        self._catalogue.check_root(save.request.root_id)
         found = sorted((RankPart.decode(p, "a rank's part") for p in parts), key=lambda p: p.rank)
         if [p.rank for p in found] != list(range(save.plan.world)):
             raise SaveError(

@@ -39,7 +39,7 @@ from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.checkpoint.root.leases import hold
 from ckptd.checkpoint.root.spans import saving
-from ckptd.checkpoint.save.dedup import MOST_FOLDERS, folder_of
+from ckptd.checkpoint.save.dedup import MOST_FOLDERS
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest
 from ckptd.checkpoint.save.structure import SavePlan, witness_plan
 from ckptd.decoding import msgpack_decoder
@@ -123,7 +123,7 @@ def _files(parts: Sequence[RankPart], folder: str) -> list[FileEntry]:
                 raise _bad(part, "a file that is no older checkpoint's", file.path)
             if found.setdefault(file.path, file) != file:
                 raise _bad(part, "another file of the same name", file.path)
-    if len({folder_of(path) for path in found}) >= MOST_FOLDERS:
+    if len({file.folder for file in found.values()}) >= MOST_FOLDERS:
         raise SaveError("parts refer to too many folders", kind="structure", wanted=MOST_FOLDERS)
     return [found[path] for path in sorted(found)]
 
@@ -212,7 +212,7 @@ def leased(catalogue: Catalogue, parts: Sequence[RankPart]) -> Iterator[None]:
 
 def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
     for part in parts:
-        strange = sorted({folder_of(r.file.path) for r in part.refers} - set(folders))
+        strange = sorted({r.file.folder for r in part.refers} - set(folders))
         if strange:
             raise SaveError(
                 "a part refers to what its checkpoint does not keep",

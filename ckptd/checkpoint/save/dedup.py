@@ -40,6 +40,7 @@ from ckptd.errors import CorruptError, NotFoundError
 __all__ = [
     "LEAST_BYTES",
     "MOST_FOLDERS",
+    "SLICE_BYTES",
     "Announced",
     "ChunkDedup",
     "ChunkDigests",
@@ -49,7 +50,6 @@ __all__ = [
     "after",
     "digest_chunks",
     "digest_table",
-    "folder_of",
     "refers",
     "runs_of",
     "same_as",
@@ -88,10 +88,6 @@ class Announced(msgspec.Struct, frozen=True):
     base: Base | None = None
     folders: tuple[str, ...] = ()
 
-    def encode(self) -> bytes:
-        """Return msgpack."""
-        return msgspec.msgpack.encode(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkDigests:
@@ -123,7 +119,8 @@ def digest_table(digests: bytes) -> Digests:
     return np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
 
 
-_SLICE_BYTES = 8 << 20
+SLICE_BYTES = 8 << 20
+"""Bytes digested and written at a time; a multiple of the block and of the direct-I/O unit."""
 
 
 def digest_chunks(
@@ -148,18 +145,13 @@ def digest_chunks(
         if chunk.end - chunk.start < LEAST_BYTES:
             continue
         state = xxhash.xxh3_128()
-        for start in range(chunk.start, chunk.end, _SLICE_BYTES):
-            end = min(start + _SLICE_BYTES, chunk.end)
+        for start in range(chunk.start, chunk.end, SLICE_BYTES):
+            end = min(start + SLICE_BYTES, chunk.end)
             wait(end)
             with activity.piece(end - start):
                 state.update(data[start:end])
         table[number] = np.frombuffer(state.digest(), dtype=np.uint64)
     return table
-
-
-def folder_of(path: str) -> str:
-    """Return the data folder of a file."""
-    return path.rpartition("/")[0] + "/"
 
 
 def same_as(
@@ -188,7 +180,7 @@ def same_as(
         here = same & (held.where == number)
         needed = int(sizes[here].sum())
         thin = not held.shared and needed < LEAST_SHARE * file.data_bytes
-        if thin or folder_of(file.path) not in folders:
+        if thin or file.folder not in folders:
             same &= ~here
     return same
 
@@ -374,7 +366,7 @@ class ChunkDedup:
             if seeks or (self._others_seek and self._world > 1):
                 announced = self._choose(save)
             if self._world > 1:
-                self._catalogue.store.put(_key(save), announced.encode())
+                self._catalogue.store.put(_key(save), msgspec.msgpack.encode(announced))
         elif seeks:
             announced = self._read_announced(save, alive)
         if not seeks or announced.base is None:
@@ -440,7 +432,7 @@ class ChunkDedup:
         )
         by_folder = dict.fromkeys(commit.folders, 0)
         for file, nbytes in zip(manifest.files, needed.tolist(), strict=True):
-            folder = folder_of(file.path)
+            folder = file.folder
             by_folder[folder] = by_folder.get(folder, 0) + nbytes
         weighed = [(f, n, self._size(f)) for f, n in by_folder.items()]
         self._sizes = {f: size for f, _, size in weighed}

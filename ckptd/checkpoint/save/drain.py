@@ -36,6 +36,7 @@ from ckptd.checkpoint.root.spans import saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
 from ckptd.checkpoint.save.commit import blob_key, plan_key
 from ckptd.checkpoint.save.dedup import (
+    SLICE_BYTES,
     ChunkDedup,
     Search,
     after,
@@ -63,10 +64,6 @@ __all__ = [
     "stage_shard",
     "write_file",
 ]
-
-
-SLICE_BYTES = 8 << 20
-"""Bytes digested and written at a time; a multiple of the block and of the direct-I/O unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +396,7 @@ class _Writing:
         return WrittenShare(wrote.file, wrote.digests, search.base, refers(held, same), referred)
 
     def _file(self, same: NDArray[np.bool_] | None = None) -> WrittenShare:
-        data, wait = self.data, self.wait
+        data = self.data
         file = data_file(self.plan, self.save, same)
         if file is None:
             return WrittenShare(
@@ -408,7 +405,8 @@ class _Writing:
         source: memoryview | _PackedRanges = data
         if same is not None:
             source = _PackedRanges(data, _ranges(self.plan, same, len(data)))
-            wait = _no_wait  # the search has seen all of it
+        # The search has seen all of it.
+        wait = self.wait if same is None else lambda upto: None
         elsewhere = len(data) - file.data_bytes
 
         def progress(done: int) -> None:
@@ -454,10 +452,6 @@ def write_file(
     store.sync(save.folder)
     entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw))
     return WrittenShare(entry, index.chunks)
-
-
-def _no_wait(upto: int) -> None:
-    pass
 
 
 def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tuple[int, int]]:

@@ -211,7 +211,10 @@ class SaveWriter:
         self._drains.shutdown(wait=True)
         if self._uploader is not None:
             self._uploader.finish()
-            self._wait_next_life()
+            if self._goes_on and self._near is not None:
+                # The next life needs the snapshots where they are: what is brought to the root
+                # meanwhile would be in the way, and is soon too old.
+                self._goes_on = self._near.wait_next(self._left_at, _NEXT_LIFE_S)
             if not self._goes_on:
                 self._promote(self._uploader)
         if self._trainer_died and not self._goes_on:
@@ -234,14 +237,6 @@ class SaveWriter:
             self._store.close()
         self._channel.close()
 
-    def _wait_next_life(self) -> None:
-        """Wait for the next life of a trainer that left: its snapshots are needed where they are.
-
-        What is brought to the root meanwhile would be in the way, and is soon too old.
-        """
-        if self._goes_on and self._near is not None:
-            self._goes_on = self._near.wait_next(self._left_at, _NEXT_LIFE_S)
-
     def _end_waits(self) -> None:
         """End waits for the trainer: nothing comes from it any more."""
         with self._arrived:
@@ -257,11 +252,6 @@ class SaveWriter:
             old.close()
         self._arena[slot.number] = slot
 
-    def _slot(self, save: SaveRequest) -> Slot:
-        if save.slot not in self._arena:
-            raise SaveError("there is no such slot", kind="internal", found=save.slot)
-        return self._arena[save.slot]
-
     def _wait_staged(self, save: SaveRequest, slot: Slot, upto: int, timeout_s: float) -> None:
         """Return when the slot holds the first `upto` bytes of this very save."""
 
@@ -269,7 +259,6 @@ class SaveWriter:
             self._raise_aborted(save)
             return not self._orphan.is_set()
 
-        self._raise_aborted(save)
         slot.wait(save.job, upto, filling, timeout_s)
         self._raise_aborted(save)
 
@@ -297,7 +286,7 @@ class SaveWriter:
     def _write(self, save: SaveRequest, plan: RankPlan) -> None:
         """Bring a share to its tiers: to the root as it is copied, to several once it is whole."""
         try:
-            slot = self._slot(save)
+            slot = self._arena[save.slot]
             if self._uploader is not None:
                 self._check_owner(save)
                 self._uploader.take(self._stage(save, plan, slot))
@@ -340,7 +329,7 @@ class SaveWriter:
                 self.send(WriteProgress(save.job, done, total))
 
         try:
-            self._check_root(save)
+            self._catalogue.check_root(save.root_id)
             with events.about(tier=self._tier):
                 if not self._is_reported(save):
                     drain(self._store, plan, save, data, wait, sealed, progress, self._unchanged)
@@ -375,18 +364,6 @@ class SaveWriter:
         if part.error is not None:
             raise CkptdError.from_dict(part.error)
         return True
-
-    def _check_root(self, save: SaveRequest) -> None:
-        """Raise unless the root of a save is there: what lies at its place may be another one.
-
-        Raises
-        ------
-        StoreError, ConflictError
-            Kinds ``root-gone``, ``other-root``.
-        """
-        if save.root_id:
-            self._catalogue.expect(save.root_id)
-        self._catalogue.check_root()
 
     def _check_owner(self, save: SaveRequest) -> None:
         """Drop what near tiers have of another root: one that was deleted may be made anew."""
@@ -473,7 +450,7 @@ class SaveWriter:
 
     def _is_past(self, save: SaveRequest) -> bool:
         """Tell whether the root has this step or a later one."""
-        self._check_root(save)
+        self._catalogue.check_root(save.root_id)
         latest = self._catalogue.latest()
         return latest is not None and latest.step >= save.step
 

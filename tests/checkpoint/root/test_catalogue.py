@@ -134,7 +134,7 @@ def test_rollback_to_something_broken_changes_nothing(catalogue: Catalogue, stor
 def test_a_superseded_writer_is_told(catalogue: Catalogue) -> None:
     g1 = catalogue.claim(None, 1).generation
     a = save(catalogue, 10, g1)
-    assert catalogue.superseded(g1) is None
+    catalogue.check_not_superseded(g1)
     attempt = put_attempt(catalogue.store, CommitName(20, g1))
     catalogue.claim(a, 8, "load")
     error = error_of(lambda: catalogue.publish(attempt), ConflictError)
@@ -213,6 +213,16 @@ def test_a_step_before_the_parent_is_refused(catalogue: Catalogue) -> None:
         error = error_of(lambda s=step: save(catalogue, s, g2), RefusedError)  # type: ignore[misc]
         assert error.kind == "behind"
     assert catalogue.commits() == [a]
+
+
+def test_what_no_reader_would_take_is_not_published(catalogue: Catalogue, store: Store) -> None:
+    g = catalogue.claim(None, 1).generation
+    attempt = put_attempt(store, CommitName(10, g))
+    for change in ({"folders": ()}, {"world_size": -1}, {"manifest": "../manifest.json"}):
+        bad = msgspec.structs.replace(attempt, **change)
+        error = error_of(lambda b=bad: catalogue.publish(b), CorruptError)  # type: ignore[misc]
+        assert error.kind == "bad-record"
+    assert catalogue.commits() == []
 
 
 def test_nothing_hollow_is_published(catalogue: Catalogue, store: Store) -> None:

@@ -37,8 +37,8 @@ _names = itertools.count()
 class Reckless(Catalogue):
     """A zombie between its last look at the generations and the creation of its record."""
 
-    def superseded(self, generation: int) -> ConflictError | None:
-        return None
+    def check_not_superseded(self, generation: int) -> None:
+        pass
 
 
 @dataclass

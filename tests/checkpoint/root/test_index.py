@@ -292,6 +292,14 @@ def test_a_generation_of_another_number(catalogue: Catalogue, store: Store) -> N
     assert generation_key(2) in str(error.where)
 
 
+def test_a_commit_of_another_step(catalogue: Catalogue, store: Store) -> None:
+    record, other = one(catalogue), CommitName(8, 1)
+    store.put(commit_key(other), encode_record(record))
+    error = error_of(lambda: Catalogue(store).commit(other), CorruptError)
+    assert error.kind == "bad-record"
+    assert commit_key(other) in str(error.where)
+
+
 def test_a_line_through_a_generation_that_is_gone(catalogue: Catalogue, store: Store) -> None:
     name = save(catalogue, 1, catalogue.claim(None, 1).generation)
     catalogue.claim(name, 1)
