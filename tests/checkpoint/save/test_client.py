@@ -362,7 +362,7 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
     client.begin(save, job.plan, other, "k2", second)
     client.abandon(1, "gives its slot back")
     deadline = time.monotonic() + 20.0
-    while 0 in client._slots.taken:
+    while 0 in client._slots._taken:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -375,7 +375,7 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
             client.acquire(2 * size, 5.0)
     assert other.error is None
     third = client.acquire(size, 5.0)
-    assert third.number not in client._slots.taken
+    assert third.number not in client._slots._taken
     assert third is not second
     client.abandon(99, "the end")
     client.close(20.0)
