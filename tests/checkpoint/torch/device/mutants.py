@@ -274,14 +274,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         'with lazy="off" save returns before everything is copied',
         "saver",
-        '        if self._lazy == "off":\n            self._gate.settle()\n',
+        '        if self._options.lazy == "off":\n            self._gate.settle()\n',
         "",
         ("off_copies_before_it_returns",),
     ),
     Mutant(
         "nothing is cloned",
         "saver",
-        'clone=self._lazy != "off"',
+        'clone=self._options.lazy != "off"',
         "clone=False",
         (AVERAGES, "fuzz"),
     ),
