@@ -28,8 +28,9 @@ from ckptd.checkpoint.format.names import (
     file_key,
     part_key,
 )
+from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
-from ckptd.checkpoint.save.commit import plan_key, witness_plan
+from ckptd.checkpoint.save.commit import plan_key
 from ckptd.checkpoint.save.peers import Distant, partners
 from ckptd.checkpoint.save.recover import complete_snapshots, finished_files, unpacked
 from ckptd.checkpoint.save.structure import SavePlan, build_plan
@@ -44,7 +45,7 @@ NAME = CommitName(1000, 1)
 def fill(plan: SavePlan, ranks: int) -> list[MemoryStore]:
     """Return the stores of all nodes, with one snapshot that is complete."""
     folder = data_folder(NAME, "0001")
-    total = witness_plan(plan).total
+    total = WitnessPlan.over(plan.tensors).total
     shares = np.array_split(np.arange(total, dtype="<u4"), ranks)
     reported = [
         msgspec.structs.replace(

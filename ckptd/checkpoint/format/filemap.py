@@ -135,8 +135,8 @@ class FileMap:
         try:
             return FileMap(
                 manifest.tensors,
-                manifest.grid_table(),
-                manifest.owner_table(),
+                [g.grid() for g in manifest.grids],
+                [Owners(r) for r in manifest.owners],
                 ranked,
                 [f.rank for f in manifest.files],
             )

@@ -12,7 +12,6 @@ import msgspec
 import zstandard
 
 from ckptd.base.grids.grid import Axis, Grid
-from ckptd.base.grids.owners import Owners
 from ckptd.checkpoint.format.names import CommitName, data_folder
 from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.decoding import converter
@@ -185,14 +184,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     def folder(self) -> str:
         """The manifest's own data folder; ends in "/". Only for a checked step and generation."""
         return data_folder(CommitName(self.step, self.generation), self.attempt)
-
-    def grid_table(self) -> list[Grid]:
-        """Return the grids as objects; raises ValueError when one breaks a rule."""
-        return [g.grid() for g in self.grids]
-
-    def owner_table(self) -> list[Owners]:
-        """Return the owner maps as objects; raises ValueError when one breaks a rule."""
-        return [Owners(r) for r in self.owners]
 
 
 class ManifestTables:

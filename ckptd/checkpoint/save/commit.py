@@ -36,12 +36,13 @@ from ckptd.checkpoint.format.manifest import (
 )
 from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path, part_key
 from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.checkpoint.root.leases import hold
 from ckptd.checkpoint.root.spans import saving
 from ckptd.checkpoint.save.dedup import MOST_FOLDERS
-from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest
-from ckptd.checkpoint.save.structure import SavePlan, witness_plan
+from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
+from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
 from ckptd.store.base import Store
@@ -482,12 +483,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
     CorruptError
         kind ``bad-record``: not a plan. kind ``digest``: not the one that its digest names.
     """
-    try:
-        plan = _plans.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise CorruptError(
-            "not a plan", kind="bad-record", where=where, found=str(error)[:200]
-        ) from None
+    plan = decoded(_plans, raw, "a plan", where)
     found = plan.stamped().digest
     if found != plan.digest:
         raise CorruptError(
@@ -578,7 +574,7 @@ def finish_attempt(
     check_plans(parts, plan)
     _check_replicas(source, save.folder, parts)
     values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
-    witness = write_witness(target, save.folder, witness_plan(plan), values)
+    witness = write_witness(target, save.folder, WitnessPlan.over(plan.tensors), values)
     return assemble(plan, parts, save, witness)
 
 

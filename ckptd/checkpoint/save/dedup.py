@@ -32,7 +32,7 @@ from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.load.files import PieceLocations, load_index
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import Hold, hold
-from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest
+from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
 from ckptd.checkpoint.save.structure import RankPlan, SavePlan
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError
@@ -456,15 +456,7 @@ class ChunkDedup:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
                 continue
-            try:
-                return _announced.decode(raw)
-            except msgspec.MsgspecError as error:
-                raise CorruptError(
-                    "not what rank 0 announces",
-                    kind="bad-record",
-                    where=_key(save),
-                    found=str(error)[:200],
-                ) from None
+            return decoded(_announced, raw, "what rank 0 announces", _key(save))
         _log.info("step %d: rank 0 is late, so rank %d writes everything", save.step, self._rank)
         self._switch.found(0, 1)
         return Announced()

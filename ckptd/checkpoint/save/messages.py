@@ -6,7 +6,7 @@ Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -56,8 +56,11 @@ __all__ = [
     "WriterHello",
     "WriterReady",
     "check_protocol",
+    "decoded",
     "visit",
 ]
+
+T = TypeVar("T")
 
 
 ANSWER_S = 10.0
@@ -513,6 +516,18 @@ class Refer(msgspec.Struct, frozen=True):
     runs: tuple[tuple[int, int], ...]
 
 
+def decoded(
+    decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str, where: str
+) -> T:
+    """Return what a store has of another process; `CorruptError` where it is not `what`."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(
+            f"not {what}", kind="bad-record", where=where, found=str(error)[:200]
+        ) from None
+
+
 class RankPart(msgspec.Struct, frozen=True):
     """What one rank reports of an attempt; kept below ``parts/`` until the commit.
 
@@ -564,12 +579,7 @@ class RankPart(msgspec.Struct, frozen=True):
         body = memoryview(raw)[:-DIGEST_BYTES]
         if raw[-DIGEST_BYTES:] != digest(body):
             raise CorruptError("a part is not what was written", kind="digest", where=where)
-        try:
-            return _parts.decode(body)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise CorruptError(
-                "not a part", kind="bad-record", where=where, found=str(error)[:200]
-            ) from None
+        return decoded(_parts, body, "a part", where)
 
 
 _parts = msgpack_decoder(RankPart)

@@ -40,7 +40,6 @@ __all__ = [
     "Structure",
     "TensorCut",
     "build_plan",
-    "witness_plan",
 ]
 
 
@@ -308,9 +307,7 @@ def _merge(
             if (seen[1], seen[0].base) == (cut, tensor.base):
                 holding[tensor.name].append(number)
             elif seen[1].grid is not None or cut.grid is not None:
-                raise _two_cuts(
-                    tensor.name, groups[holding[tensor.name][0]].ranks[0], group.ranks[0]
-                )
+                raise _cut_twice(tensor.name, groups, holding[tensor.name][0], number)
     _check_meanings(groups, merged, aliases)
     # Thousands of names have the same holders: their ranks are joined once.
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -365,16 +362,6 @@ def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
         hint="every rank must have the same under one name: a tensor (torch.as_tensor(value)) or a "
         "value (tensor.item()) on all ranks, tied on all or on none; ckptd.PerRank(value, "
         "on_change=...) on all ranks holds what differs",
-    )
-
-
-def _two_cuts(name: str, first: int, second: int) -> UsageError:
-    return UsageError(
-        "ranks disagree on how a tensor is cut",
-        kind="structure",
-        where=name,
-        found=f"one way on rank {first}, another on rank {second}",
-        hint="every rank must give the checkpointer the same layout",
     )
 
 
@@ -704,7 +691,7 @@ class RankPlan:
         return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
 
     def _select(self) -> list[tuple[int, int, int, Any, Any]]:
-        witness = witness_plan(self.plan)
+        witness = WitnessPlan.over(self.plan.tensors)
         out = []
         for chunk in self.chunks:
             slots, elements = witness.select(chunk.tensor, piece_regions(chunk.piece))
@@ -712,8 +699,3 @@ class RankPlan:
                 itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
                 out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
         return out
-
-
-def witness_plan(plan: SavePlan) -> WitnessPlan:
-    """Return where the witness looks; every rank and every reader computes the same."""
-    return WitnessPlan.over(plan.tensors)
