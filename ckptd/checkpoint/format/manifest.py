@@ -32,6 +32,8 @@ __all__ = [
     "ManifestTables",
     "MeshEntry",
     "ObjectEntry",
+    "OfAttempt",
+    "OfCheckpoint",
     "TensorEntry",
     "WitnessEntry",
     "about_foreign",
@@ -160,12 +162,32 @@ class WitnessEntry(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Everything a reader needs, besides the bytes."""
+class OfCheckpoint(msgspec.Struct, frozen=True):
+    """Fields of what speaks of one checkpoint; they come first."""
 
     step: int
     generation: int
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint."""
+        return CommitName(self.step, self.generation)
+
+
+class OfAttempt(OfCheckpoint, frozen=True):
+    """Fields of what speaks of one attempt to make a checkpoint."""
+
     attempt: str
+
+    @property
+    def folder(self) -> str:
+        """Its data folder; ends in "/". Only for a checked step and generation."""
+        return data_folder(self.name, self.attempt)
+
+
+class Manifest(OfAttempt, frozen=True, omit_defaults=True):
+    """Everything a reader needs, besides the bytes."""
+
     world_size: int
     files: tuple[FileEntry, ...]
     grids: tuple[GridEntry, ...]
@@ -179,11 +201,6 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     requires: tuple[str, ...] = ()
     format: str = msgspec.field(default="")
     version: int = 0
-
-    @property
-    def folder(self) -> str:
-        """The manifest's own data folder; ends in "/". Only for a checked step and generation."""
-        return data_folder(CommitName(self.step, self.generation), self.attempt)
 
 
 class ManifestTables:

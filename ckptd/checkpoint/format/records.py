@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.base.digest import DIGEST_BYTES, digest_hex
-from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, convert, decode_json
+from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, OfCheckpoint, convert, decode_json
 from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
     MAX_RANK,
     MAX_STEP,
-    CommitName,
     data_folder,
     is_attempt,
     is_data_folder,
@@ -51,16 +50,8 @@ class RootMarker(msgspec.Struct, frozen=True):
     version: int = RECORD_VERSION
 
 
-class Parent(msgspec.Struct, frozen=True):
+class Parent(OfCheckpoint, frozen=True):
     """The checkpoint that a generation resumed from: a commit, or a snapshot that has none."""
-
-    step: int
-    generation: int
-
-    @property
-    def name(self) -> CommitName:
-        """Its identity."""
-        return CommitName(self.step, self.generation)
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -77,7 +68,7 @@ class Generation(msgspec.Struct, frozen=True):
     version: int = RECORD_VERSION
 
 
-class Commit(msgspec.Struct, frozen=True):
+class Commit(OfCheckpoint, frozen=True):
     """Exists if and only if the checkpoint is complete.
 
     Attributes
@@ -102,8 +93,6 @@ class Commit(msgspec.Struct, frozen=True):
         in older records.
     """
 
-    step: int
-    generation: int
     attempt: str
     folder: str
     folders: tuple[str, ...]
@@ -114,32 +103,23 @@ class Commit(msgspec.Struct, frozen=True):
     created: str
     world_size: int
     data_bytes: int
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     root: str = ""
     claim: str = ""
     version: int = RECORD_VERSION
 
-    @property
-    def name(self) -> CommitName:
-        """The commit's identity."""
-        return CommitName(self.step, self.generation)
 
-
-class Lease(msgspec.Struct, frozen=True):
+class Lease(OfCheckpoint, frozen=True):
     """A reader at work on a checkpoint until `expires` (seconds since 1970)."""
 
-    step: int
-    generation: int
     expires: float
     holder: str = ""
     version: int = RECORD_VERSION
 
 
-class Pin(msgspec.Struct, frozen=True):
+class Pin(OfCheckpoint, frozen=True):
     """A checkpoint never to be deleted."""
 
-    step: int
-    generation: int
     created: str
     reason: str = ""
     version: int = RECORD_VERSION

@@ -12,7 +12,7 @@ import msgspec
 
 from ckptd.base.digest import DIGEST_BYTES, digest
 from ckptd.base.runtime.channel import SocketChannel
-from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry
+from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry, OfAttempt
 from ckptd.checkpoint.format.names import CommitName, data_folder
 from ckptd.checkpoint.root.policy import Keep
 from ckptd.checkpoint.save.peers import MOST_TOLD, KnownNode
@@ -82,7 +82,7 @@ class AskEnd(msgspec.Struct, frozen=True, tag=True):
     now: bool = False
 
 
-class KeptSnapshot(msgspec.Struct, frozen=True):
+class KeptSnapshot(OfAttempt, frozen=True):
     """An attempt of which shares lie in the memory of an agent.
 
     Attributes
@@ -99,9 +99,6 @@ class KeptSnapshot(msgspec.Struct, frozen=True):
         Near tiers of which the agent knows that every rank's share is there, on whichever node.
     """
 
-    step: int
-    generation: int
-    attempt: str
     ranks: tuple[int, ...]
     guests: tuple[int, ...]
     world: int
@@ -487,17 +484,8 @@ msgpack_decoder(Request)
 msgpack_decoder(Response)
 
 
-class Base(msgspec.Struct, frozen=True):
+class Base(OfAttempt, frozen=True):
     """The committed checkpoint that a save refers to."""
-
-    step: int
-    generation: int
-    attempt: str
-
-    @property
-    def name(self) -> CommitName:
-        """The checkpoint."""
-        return CommitName(self.step, self.generation)
 
 
 class Refer(msgspec.Struct, frozen=True):

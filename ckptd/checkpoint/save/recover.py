@@ -16,12 +16,17 @@ import zstandard
 from ckptd.checkpoint.format.filemap import FileMap
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.lineage import line
-from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from ckptd.checkpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    OfAttempt,
+    OfCheckpoint,
+    decode_manifest,
+)
 from ckptd.checkpoint.format.names import (
     DATA,
     PARTS,
     CommitName,
-    data_folder,
     parse_data_folder,
     part_key,
 )
@@ -56,7 +61,7 @@ _MOST_BYTES = 1 << 30
 _log = logging.getLogger("ckptd")
 
 
-class FoundSnapshot(msgspec.Struct, frozen=True, order=True):
+class FoundSnapshot(OfAttempt, frozen=True, order=True):
     """An attempt of which all parts were found.
 
     Attributes
@@ -69,22 +74,9 @@ class FoundSnapshot(msgspec.Struct, frozen=True, order=True):
         Identity of the root that it is of; empty where the parts do not say.
     """
 
-    step: int
-    generation: int
-    attempt: str
     plan: str
     world: int
     root: str = ""
-
-    @property
-    def name(self) -> CommitName:
-        """The checkpoint that it is."""
-        return CommitName(self.step, self.generation)
-
-    @property
-    def folder(self) -> str:
-        """Its data folder."""
-        return data_folder(self.name, self.attempt)
 
 
 def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list[FoundSnapshot]:
@@ -322,17 +314,10 @@ def _scratch() -> Iterator[Store]:
         forget_memory(name)
 
 
-class LoadCandidate(msgspec.Struct, frozen=True):
+class LoadCandidate(OfCheckpoint, frozen=True):
     """A checkpoint to try: a snapshot, or where there is none the commit."""
 
-    step: int
-    generation: int
     snapshot: FoundSnapshot | None = None
-
-    @property
-    def name(self) -> CommitName:
-        """The checkpoint's identity."""
-        return CommitName(self.step, self.generation)
 
 
 class Candidates(msgspec.Struct, frozen=True):
