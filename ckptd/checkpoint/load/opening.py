@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -79,9 +80,11 @@ def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
     try:
         return catalogue.open()
     except NotFoundError:
-        # What a new folder holds is nothing: no reader is brought in to look at it.
+        # What a new folder holds is nothing: no reader is brought in to look at it. Links, as in the
+        # cache of the Hugging Face hub, are no children of a store, and are a checkpoint.
         store = catalogue.store
-        return foreign_formats().format_of(store) if store.children() else ""
+        found = store.children() or (os.path.isdir(store.url) and os.listdir(store.url))
+        return foreign_formats().format_of(store) if found else ""
 
 
 def begin_beside(catalogue: Catalogue) -> RootMarker:
