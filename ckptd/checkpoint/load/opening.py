@@ -80,8 +80,8 @@ def _opened_or_format(catalogue: Catalogue) -> RootMarker | str:
     try:
         return catalogue.open()
     except NotFoundError:
-        # What a new folder holds is nothing: no reader is brought in to look at it. Links, as in the
-        # cache of the Hugging Face hub, are no children of a store, and are a checkpoint.
+        # What a new folder holds is nothing: no reader is brought in to look at it. Links, as in
+        # the cache of the Hugging Face hub, are no children of a store, and are a checkpoint.
         store = catalogue.store
         found = store.children() or (os.path.isdir(store.url) and os.listdir(store.url))
         return foreign_formats().format_of(store) if found else ""
