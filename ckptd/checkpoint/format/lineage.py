@@ -8,7 +8,7 @@ beside the line and is never seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Generation
@@ -36,39 +36,33 @@ def line(
     CorruptError
         A generation's parent is not older than itself.
     """
-    by_generation: dict[int, list[int]] = {}
-    for c in commits:
-        by_generation.setdefault(c.generation, []).append(c.step)
-    out: list[CommitName] = []
-    generation, limit = newest, None
-    while True:
-        steps = sorted(by_generation.get(generation, ()), reverse=True)
-        out += [CommitName(s, generation) for s in steps if limit is None or s <= limit]
-        parent = read(generation).parent
-        if parent is None:
-            return out[::-1]
-        if parent.generation >= generation:
-            raise CorruptError(
-                "a generation's parent is not older than itself",
-                kind="bad-record",
-                where=f"generation {generation}",
-            )
-        generation, limit = parent.generation, parent.step
+    return list(_newest_first(newest, commits, read))[::-1]
 
 
 def newest_on_line(
     newest: int, commits: Iterable[CommitName], read: Callable[[int], Generation]
 ) -> CommitName | None:
     """Return the last commit of `line`, reading no more generations than needed."""
+    return next(_newest_first(newest, commits, read), None)
+
+
+def _newest_first(
+    newest: int, commits: Iterable[CommitName], read: Callable[[int], Generation]
+) -> Iterator[CommitName]:
     by_generation: dict[int, list[int]] = {}
     for c in commits:
         by_generation.setdefault(c.generation, []).append(c.step)
     generation, limit = newest, None
     while True:
-        steps = [s for s in by_generation.get(generation, ()) if limit is None or s <= limit]
-        if steps:
-            return CommitName(max(steps), generation)
+        steps = sorted(by_generation.get(generation, ()), reverse=True)
+        yield from (CommitName(s, generation) for s in steps if limit is None or s <= limit)
         parent = read(generation).parent
-        if parent is None or parent.generation >= generation:
-            return None
+        if parent is None:
+            return
+        if parent.generation >= generation:
+            raise CorruptError(
+                "a generation's parent is not older than itself",
+                kind="bad-record",
+                where=f"generation {generation}",
+            )
         generation, limit = parent.generation, parent.step

@@ -309,14 +309,19 @@ def _check_version(document: dict[str, Any], where: str) -> None:
         else ["?"]
     )
     if version > VERSION or unknown:
-        raise CorruptError(
-            "written by a newer ckptd",
-            kind="version",
-            where=where,
-            wanted=f"version {VERSION}",
-            found=f"version {version}, requires {unknown[:8]}",
-            hint="pip install --upgrade ckptd",
-        )
+        raise newer(where, VERSION, f"version {version}, requires {unknown[:8]}")
+
+
+def newer(where: str, known: int, found: str) -> CorruptError:
+    """Return the error for what a newer version wrote than the `known` one."""
+    return CorruptError(
+        "written by a newer ckptd",
+        kind="version",
+        where=where,
+        wanted=f"version {known}",
+        found=found,
+        hint="pip install --upgrade ckptd",
+    )
 
 
 def _content_size(raw: bytes, where: str) -> int:

@@ -7,7 +7,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.base.digest import DIGEST_BYTES, digest_hex
-from ckptd.checkpoint.format.manifest import MAX_MANIFEST_BYTES, OfCheckpoint, convert, decode_json
+from ckptd.checkpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    OfCheckpoint,
+    convert,
+    decode_json,
+    newer,
+)
 from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
     MAX_RANK,
@@ -151,14 +157,7 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
     # First, because a newer version may have other fields.
     version = document.get("version")
     if type(version) is int and version > RECORD_VERSION:
-        raise CorruptError(
-            "written by a newer ckptd",
-            kind="version",
-            where=where,
-            wanted=f"version {RECORD_VERSION}",
-            found=f"version {version}",
-            hint="pip install --upgrade ckptd",
-        )
+        raise newer(where, RECORD_VERSION, f"version {version}")
     record = convert(document, kind, where)
     check_record(record, where)
     _check_digest(raw, document, where)

@@ -24,7 +24,7 @@ from ckptd.store.base import (
 if TYPE_CHECKING:
     from ckptd.store.net import StoreServer
 
-__all__ = ["NodeTiers"]
+__all__ = ["NodeTiers", "age"]
 
 
 _log = logging.getLogger("ckptd")
@@ -181,7 +181,7 @@ class NodeTiers:
             if name in names:
                 return
             names.append(name)
-            names.sort(key=_age)
+            names.sort(key=age)
             names[:] = names[-max(8, self._local_keep) :]
         if tier == "local":
             self._clear_local()
@@ -231,11 +231,11 @@ class NodeTiers:
         with self._lock:
             newest = [self.newest(tier) for tier in self._keeping]
             known = [name for name in newest if name is not None]
-            bounds = [min(known, key=_age)] if known and len(known) == len(newest) else []
+            bounds = [min(known, key=age)] if known and len(known) == len(newest) else []
             root = self.newest("root")
             bounds += [] if root is None else [root]
         if bounds:
-            self.memory.clear_before(max(bounds, key=_age), guests=False)
+            self.memory.clear_before(max(bounds, key=age), guests=False)
 
     def _clear_local(self) -> None:
         with self._lock:
@@ -248,7 +248,7 @@ class NodeTiers:
             for child in store.children(DATA):
                 parsed = parse_data_folder(child)
                 folder = DATA + child
-                old = parsed is not None and _age(parsed[0]) < _age(names[0])
+                old = parsed is not None and age(parsed[0]) < age(names[0])
                 if old and folder not in used:
                     store.sweep(folder, older_than_s=0.0)  # what a death in mid-write left
                     store.delete([info.key for info in store.list(folder)])
@@ -329,7 +329,8 @@ class NodeTiers:
                 store.close()
 
 
-def _age(name: CommitName) -> tuple[int, int]:
+def age(name: CommitName) -> tuple[int, int]:
+    """Return what rises with the age of a job, through its generations."""
     return name.generation, name.step
 
 

@@ -23,7 +23,7 @@ from ckptd.checkpoint.root.spans import saving
 from ckptd.checkpoint.save.arena import KEEPING
 from ckptd.checkpoint.save.drain import StagedShard, put_shard
 from ckptd.checkpoint.save.messages import Freed, Response, Settled, ShardStored
-from ckptd.checkpoint.save.neartiers import NodeTiers
+from ckptd.checkpoint.save.neartiers import NodeTiers, age
 from ckptd.checkpoint.save.tiers import NEAR, ROOT
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.store.base import Store
@@ -74,7 +74,7 @@ class TierUploader:
         if "memory" in save.near:
             self._send(ShardStored(save.job, "memory"))
         self._recent[save.name] = shard
-        for old in sorted(self._recent, key=_age)[:-_RECENT]:
+        for old in sorted(self._recent, key=age)[:-_RECENT]:
             del self._recent[old]
         readers = _Readers(lambda: self._send(Freed(save.job)))
         waiting = readers.join()
@@ -103,7 +103,7 @@ class TierUploader:
         count on those that do not. What is known to lack a share is left out.
         """
         found: list[StagedShard] = []
-        for name, shard in sorted(self._recent.items(), key=lambda i: _age(i[0]), reverse=True):
+        for name, shard in sorted(self._recent.items(), key=lambda i: age(i[0]), reverse=True):
             complete = self._is_complete(name)
             lost = all(self._near.is_lost(tier, name) for tier in shard.save.near)
             if shard.is_whole and (complete or not lost):
@@ -183,10 +183,6 @@ def _mapped(store: Store, shard: StagedShard, stack: ExitStack) -> memoryview | 
         return None
     whole = stack.enter_context(memoryview(mapped))
     return stack.enter_context(whole[start:])
-
-
-def _age(name: CommitName) -> tuple[int, int]:
-    return name.generation, name.step
 
 
 class _Readers:
