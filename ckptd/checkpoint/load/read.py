@@ -607,7 +607,8 @@ def _read_move(
         targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
         length = block.shape[-1] if block.shape else 1
         for source, at in zip(sources, targets, strict=True):
-            _read_run(move, memory, files, fd, source, at, length)
+            view = memory.data[at * move.itemsize : (at + length) * move.itemsize]
+            files.read_exact(fd, move.file, move.start + source * move.itemsize, view)
         writes.placed(move, memory)
     else:
         lo, hi = move.span
@@ -621,14 +622,6 @@ def _has_far_rows(move: PlannedCopy) -> bool:
     strides = move.block.source_strides
     runs = not strides or strides[-1] == 1
     return runs and all(s * move.itemsize >= FAR_BYTES for s in strides[:-1])
-
-
-def _read_run(
-    move: PlannedCopy, target: U8, files: LocalFiles, fd: int, source: int, at: int, numel: int
-) -> None:
-    size = move.itemsize
-    view = target.data[at * size : (at + numel) * size]
-    files.read_exact(fd, move.file, move.start + source * size, view)
 
 
 def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> list[int]:

@@ -171,7 +171,10 @@ class CopyForm:
             # Beside tensors on devices the few bytes of an optimizer's step counters would be all
             # that the host has to wait for at the gate.
             small = self.on_device and local.numel() * local.element_size() <= SMALL_TENSOR_BYTES
-            return name not in self.shared and _is_dense(local) and not small
+            # Dense: it has its memory for itself, in whatever order.
+            shape = tuple(local.shape)
+            dense = local.is_contiguous() or reach_of(shape, local.stride()) == local.numel()
+            return name not in self.shared and dense and not small
         return has_streams(local.device) and name not in self.shared
 
     def _cut(self, step: CopyStep, local: torch.Tensor) -> Iterable[CopyStep]:
@@ -695,13 +698,6 @@ def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
     found = bisect.bisect_right(ranges, (at, 1 << 64)) - 1
     # Page-locked memory is mapped as shared by the driver, and no other process has it.
     return found >= 0 and at < ranges[found][1] and not tensor.is_pinned()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has its memory for itself, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    return reach_of(tuple(tensor.shape), tensor.stride()) == tensor.numel()
 
 
 def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor:

@@ -96,14 +96,15 @@ class Gate(OfOneProcess):
         held: set[int] = set()
         hooks: dict[torch.optim.Optimizer, Callable[..., None]] = {}
         for optimizer in optimizers:
+            groups = optimizer.param_groups
+            parameters: Iterable[torch.Tensor] = (p for g in groups for p in g["params"])
             if isinstance(optimizer, HostedOptimizer):
                 # It writes to the device on streams of its own, which no order here holds up.
                 hooks.update(dict.fromkeys(optimizer.optimizers, self._before_hosted_step))
-                owned = optimizer.owned
+                parameters = map(optimizer.owned, parameters)
             else:
                 hooks[optimizer] = self._before_step
-                owned = _itself
-            held.update(id(owned(p)) for g in optimizer.param_groups for p in g["params"])
+            held.update(map(id, parameters))
         if not all(hasattr(o, "_optimizer_step_pre_hooks") for o in hooks):
             # One that never called torch's __init__ has no hooks: nothing would make it wait.
             return lambda leaf: False
@@ -287,7 +288,3 @@ class _Modes:
 
 
 _modes: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Modes]] = weakref.WeakKeyDictionary()
-
-
-def _itself(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -523,7 +524,9 @@ class DeviceCopies:
 
     pins: Pins = field(default_factory=Pins)
     _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
-    _buffers: dict[torch.device, Buffers] = field(default_factory=dict)
+    _buffers: defaultdict[torch.device, Buffers] = field(
+        default_factory=lambda: defaultdict(Buffers)
+    )
     _locker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ckptd-lock"))
 
     def lanes(
@@ -544,7 +547,7 @@ class DeviceCopies:
             if self.pins.is_locked(slot, kind):
                 self._buffers.pop(device, None)
             else:
-                buffers = self._buffers_of(device)
+                buffers = self._buffers[device]
             stream = self._streams[device]
             found[device] = DeviceLane(device, stream, slot, steps, sources, is_placed, buffers)
         return found
@@ -571,11 +574,6 @@ class DeviceCopies:
         """
         self._locker.shutdown(wait=False, cancel_futures=True)
         self._buffers.clear()
-
-    def _buffers_of(self, device: torch.device) -> Buffers:
-        if device not in self._buffers:
-            self._buffers[device] = Buffers()
-        return self._buffers[device]
 
 
 def cloned(

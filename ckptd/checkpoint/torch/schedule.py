@@ -538,7 +538,9 @@ class Cadence:
         """Tell whether `step` is due; every rank asks once a call of ``save``."""
         self._steps.call(time.monotonic(), bool(self._under_way))
         self._collect()
-        self._count_hosts()
+        auto = self._rule
+        if self._hosts is None and isinstance(auto, Auto) and not (auto.mtbf_hours or auto.nodes):
+            self._hosts = host_count(self._agreement)  # at the first call: every rank takes part
         asked = self._is_asked() and (last_step is None or step > last_step)
         self._steps.leave(time.monotonic())
         if self._rule is None:
@@ -654,12 +656,6 @@ class Cadence:
         return not self._began or elapsed >= min(_UNKNOWN_S, 60.0 * self._rule.max_minutes)
 
     # -- the failure rate ------------------------------------------------------------------------
-
-    def _count_hosts(self) -> None:
-        """Count the nodes at the first call, where every rank takes part."""
-        auto = self._rule
-        if self._hosts is None and isinstance(auto, Auto) and not (auto.mtbf_hours or auto.nodes):
-            self._hosts = host_count(self._agreement)
 
     def _find_mtbf(self, auto: Auto) -> Mtbf:
         if auto.mtbf_hours is not None:
