@@ -547,10 +547,17 @@ def _split(placement: Any) -> tuple[int | None, int]:
 def _extents(mesh: PickledObject) -> tuple[int, ...]:
     layout = mesh.get("_layout")
     if isinstance(layout, PickledObject):
-        axes = layout.fields["axes"]
-        if not isinstance(axes, list | tuple) or len(axes) > _MAX_AXES:
-            raise ValueError("a mesh of too many axes, or of none")
-        return tuple(math.prod(_flat(a.fields["shape"])) for a in axes)
+        axes = layout.get("axes")
+        if (
+            axes is None
+        ):  # PyTorch 2.10 to 2.12: a tuple has what each axis has, a number is the one
+            shape = layout.fields["shape"]
+            sizes = shape if isinstance(shape, tuple) else (shape,)
+        else:
+            sizes = tuple(a.fields["shape"] for a in axes)
+        if len(sizes) > _MAX_AXES:
+            raise ValueError("a mesh of too many axes")
+        return tuple(math.prod(_flat(size)) for size in sizes)
     whole = mesh.get("mesh", mesh.get("_mesh"))
     if isinstance(whole, PickledTensor):
         return whole.shape

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptd.errors import CkptdError
 from ckptd.readers import torchfiles
-from ckptd.readers.pickles import PickledObject
+from ckptd.readers.pickles import PickledObject, PickledStorage, PickledTensor, read_pickle
 from ckptd.testing.ranks import run_ranks
 from ckptd.types import Box
 from tests.cli.running import Cli
@@ -564,11 +564,18 @@ for _ in range(60):
     TWICE = TWICE, TWICE
 
 
-def dtensor(shape: Any = (4,), mesh: Any = (1,), placement: Any = None, said: Any = None) -> Any:
+def dtensor(
+    shape: Any = (4,),
+    mesh: Any = (1,),
+    placement: Any = None,
+    said: Any = None,
+    *,
+    has_axes: bool = True,
+) -> Any:
     made = PickledObject("torch.DTensor")
     spec, meta, device, layout, axis = (PickledObject(n) for n in ("s", "t", "m", "l", "a"))
     axis.fields = {"shape": mesh}
-    layout.fields = {"axes": [axis]}
+    layout.fields = {"axes": [axis]} if has_axes else axis.fields
     device.fields = {"_layout": layout, "_coordinate_on_dim": (0,), "_rank": said}
     meta.fields = {"shape": shape}
     shard = PickledObject("torch.Shard")
@@ -596,9 +603,65 @@ DTENSORS = {
 }
 
 
+@pytest.mark.parametrize("has_axes", [True, False])
 @pytest.mark.parametrize("name", DTENSORS)
-def test_hostile_dtensors(name: str) -> None:
-    assert torchfiles._box(dtensor(said=3), 3, "x")[:2] == ((4,), Box((0,), (4,)))
+def test_hostile_dtensors(name: str, has_axes: bool) -> None:
+    plain = dtensor(said=3, has_axes=has_axes)
+    assert torchfiles._box(plain, 3, "x")[:2] == ((4,), Box((0,), (4,)))
     with pytest.raises(CkptdError) as caught:
-        torchfiles._box(dtensor(**DTENSORS[name]), 0, "x")
+        torchfiles._box(dtensor(**DTENSORS[name], has_axes=has_axes), 0, "x")
     assert caught.value.kind == "bad-pickle"
+
+
+MADE = b"\x80\x02ctorch.distributed._mesh_layout\n_MeshLayout\nq\x00)\x81q\x01}q\x02"
+SHAPE = MADE + b"(X\x05\x00\x00\x00shapeq\x03"
+AXES = MADE + (
+    b"X\x04\x00\x00\x00axesq\x03ctorch.distributed._mesh_layout\n_FlatLayout\nq\x04)\x81q\x05}q\x06"
+    b"(X\x05\x00\x00\x00shapeq\x07"
+)
+STRIDE = b"X\x06\x00\x00\x00strideq"
+MESHES = {
+    "2.10 to 2.12, two axes": (
+        SHAPE + b"K\x02K\x04\x86q\x04" + STRIDE + b"\x05K\x04K\x01\x86q\x06ub.",
+        (2, 4),
+    ),
+    "2.10 to 2.12, ranks in another order": (
+        SHAPE
+        + b"ctorch\nSize\nq\x04K\x02K\x04\x86q\x05\x85q\x06Rq\x07"
+        + (STRIDE + b"\x08K\x04K\x01\x86q\tub."),
+        (2, 4),
+    ),
+    "2.10 to 2.12, two axes of three as one": (
+        SHAPE + b"K\x02K\x02\x86q\x04\x85q\x05" + (STRIDE + b"\x06K\x04K\x01\x86q\x07\x85q\x08ub."),
+        (4,),
+    ),
+    "2.10 to 2.12, all axes as one": (SHAPE + b"K\x08" + STRIDE + b"\x04K\x01ub.", (8,)),
+    "2.13, two axes": (
+        AXES
+        + b"K\x02\x85q\x08"
+        + (STRIDE + b"\tK\x04\x85q\nubh\x04)\x81q\x0b}q\x0c")
+        + b"(h\x07K\x04\x85q\rh\tK\x01\x85q\x0eub\x86q\x0fsb.",
+        (2, 4),
+    ),
+    "2.13, two axes of three as one": (
+        AXES + b"K\x02K\x02\x86q\x08" + STRIDE + b"\tK\x04K\x01\x86q\nub\x85q\x0bsb.",
+        (4,),
+    ),
+    "2.13, one rank": (AXES + b")" + STRIDE + b"\x08)ub\x85q\tsb.", (1,)),
+}
+"""What `pickle.dumps(mesh._layout, 2)` gave with these versions, for meshes of 8 ranks."""
+
+
+@pytest.mark.parametrize("version", MESHES)
+def test_meshes_of_each_version(version: str) -> None:
+    raw, extents = MESHES[version]
+    mesh = PickledObject("torch.distributed.device_mesh.DeviceMesh")
+    mesh.fields = {"_layout": read_pickle(raw, version)}
+    assert torchfiles._extents(mesh) == extents
+
+
+def test_a_mesh_of_2_9() -> None:
+    mesh = PickledObject("torch.distributed.device_mesh.DeviceMesh")
+    ranks = PickledStorage("0", "int64", 8)
+    mesh.fields = {"mesh": PickledTensor(ranks, 0, (2, 4), (4, 1), "int64")}
+    assert torchfiles._extents(mesh) == (2, 4)
