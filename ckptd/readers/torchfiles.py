@@ -470,6 +470,7 @@ def _box(
         shape = counts(meta.args[0] if meta.args else meta.fields["shape"])
         extents, here = _extents(mesh), counts(mesh.fields["_coordinate_on_dim"])
         splits = [_split(p) for p in spec.fields["placements"]]
+        orders = [counts(entry.args[1]) for entry in spec.get("shard_order") or ()]
         said = mesh.fields.get("_rank")
         good = len(extents) == len(here) == len(splits) and all(
             type(c) is int and 0 <= c < n for c, n in zip(here, extents, strict=True)
@@ -480,6 +481,13 @@ def _box(
             raise ValueError("mesh, coordinates and placements do not fit each other")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise damaged("not a DTensor that this reads", where, error) from None
+    if all(factor == 1 for _, factor in splits) and any(o != tuple(sorted(o)) for o in orders):
+        raise RefusedError(
+            "a DTensor whose mesh splits a dimension from right to left, which this does not read",
+            kind="unreadable-format",
+            where=where,
+            found=f"axes {orders}",
+        )
     if said is not None:
         _check_rank(said, rank, where)
     rank = said if rank is None else rank

@@ -613,6 +613,19 @@ def test_hostile_dtensors(name: str, has_axes: bool) -> None:
     assert caught.value.kind == "bad-pickle"
 
 
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_splits_from_right_to_left(axes: tuple[int, ...]) -> None:
+    made = dtensor()
+    entry = PickledObject("torch.distributed.tensor._dtensor_spec.ShardOrderEntry", (0, axes))
+    made.fields["_spec"].fields["shard_order"] = (entry,)
+    if axes == (0, 1):
+        assert torchfiles._box(made, 0, "x")[1] == Box((0,), (4,))
+        return
+    with pytest.raises(CkptdError) as caught:
+        torchfiles._box(made, 0, "x")
+    assert caught.value.kind == "unreadable-format"
+
+
 MADE = b"\x80\x02ctorch.distributed._mesh_layout\n_MeshLayout\nq\x00)\x81q\x01}q\x02"
 SHAPE = MADE + b"(X\x05\x00\x00\x00shapeq\x03"
 AXES = MADE + (
