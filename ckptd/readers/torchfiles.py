@@ -471,6 +471,7 @@ def _box(
         extents, here = _extents(mesh), counts(mesh.fields["_coordinate_on_dim"])
         splits = [_split(p) for p in spec.fields["placements"]]
         orders = [counts(entry.args[1]) for entry in spec.get("shard_order") or ()]
+        ascend = _ascend(mesh, extents)
         said = mesh.fields.get("_rank")
         good = len(extents) == len(here) == len(splits) and all(
             type(c) is int and 0 <= c < n for c, n in zip(here, extents, strict=True)
@@ -481,12 +482,13 @@ def _box(
             raise ValueError("mesh, coordinates and placements do not fit each other")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise damaged("not a DTensor that this reads", where, error) from None
-    if all(factor == 1 for _, factor in splits) and any(o != tuple(sorted(o)) for o in orders):
+    turned = all(factor == 1 for _, factor in splits) and any(o != tuple(sorted(o)) for o in orders)
+    if turned or not ascend:
         raise RefusedError(
-            "a DTensor whose mesh splits a dimension from right to left, which this does not read",
+            "a DTensor of a mesh whose ranks, or splits, are in an order which this does not read",
             kind="unreadable-format",
             where=where,
-            found=f"axes {orders}",
+            found=f"splits from right to left, {orders}" if turned else "ranks do not ascend",
         )
     if said is not None:
         _check_rank(said, rank, where)
@@ -570,6 +572,18 @@ def _extents(mesh: PickledObject) -> tuple[int, ...]:
     if isinstance(whole, PickledTensor):
         return whole.shape
     raise ValueError("a mesh without its extents")
+
+
+def _ascend(mesh: PickledObject, extents: tuple[int, ...]) -> bool:
+    """Whether ranks ascend along each axis; in the whole, where the mesh is a part of another.
+
+    Groups are sorted: by them FSDP2 says whose a part is, but DCP goes by the coordinates.
+    """
+    ranks = tuple(mesh.get("_flatten_rank_map", mesh.get("_flatten_mesh_list", ())))
+    if set(map(type, ranks)) - {int}:
+        raise ValueError("ranks of a mesh that are no numbers")
+    grid = np.array(ranks).reshape(extents if len(ranks) == math.prod(extents) else -1)
+    return all((np.diff(grid, axis=axis) > 0).all() for axis in range(grid.ndim))
 
 
 def _flat(value: Any) -> Iterator[int]:

@@ -626,6 +626,36 @@ def test_splits_from_right_to_left(axes: tuple[int, ...]) -> None:
     assert caught.value.kind == "unreadable-format"
 
 
+@pytest.mark.parametrize(
+    ("extents", "ranks", "ascend"),
+    [
+        ((4,), (0, 1, 2, 3), True),
+        ((4,), (3, 1, 2, 0), False),
+        ((2, 2), (0, 2, 1, 3), True),
+        ((2, 2), (1, 0, 3, 2), False),
+        ((2,), (0, 1, 2, 3), True),
+        ((2,), (0, 2, 1, 3), False),
+    ],
+)
+@pytest.mark.parametrize("name", ["_flatten_rank_map", "_flatten_mesh_list"])
+def test_ranks_in_another_order(
+    name: str, extents: tuple[int, ...], ranks: tuple[int, ...], ascend: bool
+) -> None:
+    made = dtensor()
+    mesh = made.fields["_spec"].fields["mesh"]
+    mesh.fields[name] = ranks
+    assert torchfiles._ascend(mesh, extents) is ascend
+    if len(ranks) > math.prod(extents) or len(extents) > 1:
+        return
+    mesh.fields["_layout"].fields["axes"][0].fields["shape"] = extents
+    if ascend:
+        assert torchfiles._box(made, 0, "x")[1] == Box((0,), (1,))
+        return
+    with pytest.raises(CkptdError) as caught:
+        torchfiles._box(made, 0, "x")
+    assert caught.value.kind == "unreadable-format"
+
+
 MADE = b"\x80\x02ctorch.distributed._mesh_layout\n_MeshLayout\nq\x00)\x81q\x01}q\x02"
 SHAPE = MADE + b"(X\x05\x00\x00\x00shapeq\x03"
 AXES = MADE + (
