@@ -51,7 +51,7 @@ class Describer:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._group_rank = {r: i for i, r in enumerate(ranks)}
-        self._meshes: dict[int, tuple[Any, Any, MeshEntry, tuple[int, ...]]] = {}
+        self._meshes: dict[int, tuple[Any, Any, MeshEntry, tuple[int, ...], tuple[int, ...]]] = {}
 
     def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
         """Return this rank's structure.
@@ -111,10 +111,11 @@ class Describer:
     def _sharding(
         self, name: str, tensor: DTensor
     ) -> tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]:
-        mesh, entry, axes = self._mesh(tensor.device_mesh, name)
+        mesh, entry, axes, turned = self._mesh(tensor.device_mesh, name)
         placements: list[Placement] = ["replicate"] * len(entry.shape)
         for axis, placement in zip(axes, tensor.placements, strict=True):
             placements[axis] = _placement(name, placement, tensor.dim())
+        _check_order(name, tensor, [a for a in turned if placements[a] != "replicate"])
         _check_readable(name, tuple(tensor.shape), entry, tuple(placements))
         me = torch.distributed.get_rank()
         where = (mesh.mesh == me).nonzero()
@@ -122,8 +123,12 @@ class Describer:
             raise UsageError("this rank is not on the tensor's mesh", kind="placement", where=name)
         return entry, tuple(int(c) for c in where[0]), tuple(placements)
 
-    def _mesh(self, mesh: Any, name: str) -> tuple[Any, MeshEntry, tuple[int, ...]]:
+    def _mesh(
+        self, mesh: Any, name: str
+    ) -> tuple[Any, MeshEntry, tuple[int, ...], tuple[int, ...]]:
         """Return the root mesh, its entry, and the root's axis of each axis of `mesh`.
+
+        And the axes of the root along which ranks do not ascend.
 
         Ranks see different slices of one root mesh; only the root looks the same to all, and
         only a description that is the same to all is cheap at scale.
@@ -153,8 +158,29 @@ class Describer:
                 Owners.from_array(ranks).runs,
             )
             # The mesh itself is kept, so that its id is not given to another one.
-            self._meshes[id(mesh)] = (mesh, root, entry, axes)
+            grid = root.mesh
+            turned = tuple(a for a in range(grid.ndim) if bool((grid.diff(dim=a) <= 0).any()))
+            self._meshes[id(mesh)] = (mesh, root, entry, axes, turned)
         return self._meshes[id(mesh)][1:]
+
+
+def _check_order(name: str, tensor: DTensor, turned: Sequence[int]) -> None:
+    """Refuse a tensor whose parts lie in another order than the coordinates of its mesh.
+
+    torch cuts by places in process groups, which are sorted by rank, or from the right to the left
+    where ``shard_order`` says so. Rows of a checkpoint would be at wrong places for other layouts.
+    """
+    orders = [tuple(e.mesh_dims) for e in getattr(tensor._spec, "shard_order", None) or ()]
+    strided = any(type(p).__name__ == "_StridedShard" for p in tensor.placements)
+    if turned or (not strided and any(o != tuple(sorted(o)) for o in orders)):
+        raise UsageError(
+            "the parts of this tensor lie in another order than its mesh says",
+            kind="placement",
+            where=name,
+            wanted="a mesh whose ranks ascend along each axis that cuts, from left to right",
+            found=f"{tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()}",
+            hint="make the mesh of ascending ranks, or redistribute() the tensor before saving",
+        )
 
 
 def _check_readable(
