@@ -78,7 +78,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     Raises
     ------
     UsageError
-        PyTorch is imported already. Kind ``no-device``: see `lacking`. Kind ``build``: the native
+        PyTorch is imported already. Or no device can be simulated: see `lacking`. Kind ``build``: the native
         part cannot be built.
     """
     if "torch" in sys.modules:
@@ -89,7 +89,7 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
             hint="run the program by `python -m tests.simdevice PROGRAM`",
         )
     if why := lacking():
-        raise UsageError("no device can be simulated here", kind="no-device", found=why)
+        raise UsageError("no device can be simulated here", found=why)
     kind = name if name in _KINDS else "privateuseone"
     library = ctypes.PyDLL(str(GUARD.built() or GUARD.build()), mode=ctypes.RTLD_GLOBAL)
     library.sim_stream.restype = ctypes.c_int64

@@ -70,7 +70,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @invariant()
     def counts(self) -> None:
         if hasattr(self, "slots"):
-            assert self.slots.taken == {n: j for j, n in self.taken.items()}
+            assert self.slots._taken == {n: j for j, n in self.taken.items()}
             assert self.slots._kept == self.kept
             assert len(self.slots._arena) <= self.wanted
             assert set(self.slots._arena) <= set(self.announced)
