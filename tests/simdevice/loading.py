@@ -78,8 +78,8 @@ def install(name: str = "cuda", devices: int = 2) -> Simulator:
     Raises
     ------
     UsageError
-        PyTorch is imported already. Or no device can be simulated: see `lacking`. Kind ``build``: the native
-        part cannot be built.
+        PyTorch is imported already, or no device can be simulated: see `lacking`. Kind ``build``:
+        the native part cannot be built.
     """
     if "torch" in sys.modules:
         raise UsageError(
