@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -82,9 +82,9 @@ class _Look:
 
     def _module(self, top: nn.Module) -> None:
         owners, things, facts = self.owners, self.things, self.facts
-        for module in top.modules():
+        for module in _all_modules(top):
             owners.append(module)
-            facts += (type(module), says(module))
+            facts += (type(module), says(module), type(module)._version)
             for slots in (module._modules, module._parameters, module._buffers):
                 facts.append(len(slots))
                 if slots:
@@ -205,17 +205,22 @@ class _Known:
     def again(
         self,
         sites: Sequence[Site],
-        said: Mapping[str, Mapping[str, Any]],
+        asked: Sink,
         owners: ParameterOwners,
     ) -> Leaves | None:
         """Return the leaves of a state, if all but values is as it is known.
+
+        Parameters
+        ----------
+        asked
+            Takes what objects answer: a look at all the rest must not ask them once more.
 
         Raises
         ------
         CkptdError
             Something cannot be added.
         """
-        look = _Look.at(sites)
+        look, said = _Look.at(sites), asked.said
         if (
             look.rereads
             or look.facts != self._facts
@@ -247,6 +252,7 @@ class _Known:
             known=self._token,
         )
         sink = Sink.again(leaves, dict(self._paths))
+        sink.told = asked.told
         for site in sites:
             if isinstance(site.value, torch.optim.Optimizer):
                 add_groups(sink, site.place, site.value, owners)
@@ -271,6 +277,18 @@ class _Known:
             )
             for x in fresh
         ]
+
+
+def _all_modules(top: nn.Module) -> Iterator[nn.Module]:
+    """Yield each module once, also those that are equal and not the same."""
+    seen: set[int] = set()
+    stack = [top]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += [m for m in reversed(module._modules.values()) if m is not None]
 
 
 def _ids(things: Iterable[Any]) -> list[int]:
@@ -326,7 +344,7 @@ class Flattener:
             sink.said = known.ask(sites)
             # What cannot be added, or has another form, is looked at with all the rest.
             with contextlib.suppress(CkptdError):
-                if (leaves := known.again(sites, sink.said, self._owners)) is not None:
+                if (leaves := known.again(sites, sink, self._owners)) is not None:
                     return leaves
         self._known = None
         self._owners = collect(sink, sites)
@@ -392,7 +410,7 @@ def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
         add_array(sink, place, value, site.put)
     elif is_stateful(value):
         put = partial(_give_state, value, place.name)
-        add_value(sink, place, value.state_dict(), put, fresh=True)
+        add_value(sink, place, sink.told_by(place, value), put, fresh=True)
     elif isinstance(value, DataLoader):
         raise _no_position(place)
     else:
@@ -414,7 +432,8 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
     if isinstance(value, torch.Generator):
         read, put = value.get_state, partial(call_with, value.set_state, place.name)
     elif is_stateful(value):
-        read, put = value.state_dict, partial(_give_state, value, place.name)
+        read = partial(sink.told_by, place, value)
+        put = partial(_give_state, value, place.name)
     else:
         read, put = lambda: value, partial(_set_value, declared)
     sink.add_per_rank(

@@ -603,6 +603,8 @@ class Sink:
         Whether all that is not fresh may be remembered.
     said
         What modules said that were asked before, by name.
+    told
+        What other objects answered, by name.
     sayings
         The forms of what modules say, by name, with the tensors of its `same`.
     hyper
@@ -619,6 +621,7 @@ class Sink:
         self.fresh: list[TensorLeaf] = []
         self.recallable = True
         self.said: dict[str, Mapping[str, Any]] = {}
+        self.told: dict[str, Any] = {}
         self.sayings: dict[str, tuple[Any, list[torch.Tensor]]] = {}
         self._fresh = False
         self.hyper: Counter[Hashable] = Counter()
@@ -641,6 +644,12 @@ class Sink:
         before, self._fresh = self._fresh, True
         yield
         self._fresh = before
+
+    def told_by(self, place: StatePlace, value: Any) -> Any:
+        """Return the ``state_dict()`` of an object, which is asked once a save."""
+        if place.name not in self.told:
+            self.told[place.name] = value.state_dict()
+        return self.told[place.name]
 
     def path(self, name: str) -> str:
         """Return where a name stands in the program."""

@@ -146,6 +146,8 @@ def _decode_tensor(raw: dict[str, Any]) -> torch.Tensor:
         wanted *= n
     if any(n < 0 for n in shape) or wanted != len(data):
         raise CorruptError("length and shape of a tensor disagree", kind="bad-object")
+    if not data:  # torch has no view of no bytes as a wider type
+        return torch.empty(shape, dtype=dtype)
     flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
     return flat.view(dtype).reshape(shape)
 

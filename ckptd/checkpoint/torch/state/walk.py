@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -51,9 +50,6 @@ _SAYING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"
 _TAKING = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _MOST = 4096
 """Objects that are looked through in one wrapper."""
-
-# By object: what its class says may have changed for the next one.
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_optimizer(value: Any) -> bool:
@@ -254,22 +250,16 @@ def _own_state(wrapper: Any, inner: Any) -> list[str]:
 
 
 def _own_keys(wrapper: Any, inner: Any) -> list[str]:
-    """Return what the wrapper's ``state_dict()`` has more than the optimizer's; looks once."""
+    """Return what the wrapper's ``state_dict()`` has more than the optimizer's."""
     own = getattr(wrapper, "__dict__", {})
     says = any(own.get(hooks) for hooks in _SAYING)
     if getattr(type(wrapper), "state_dict", None) in (None, Optimizer.state_dict) and not says:
         return []
-    with suppress(TypeError):
-        if wrapper in _checked:
-            return []
     try:
         more = {*wrapper.state_dict()} - {"state", "param_groups"}
         more = more and more - {*inner.state_dict()}
     except Exception:  # noqa: BLE001 - it gives no state now, and what there is of the inner is saved
         return []
-    if not more:
-        with suppress(TypeError):
-            _checked.add(wrapper)
     return sorted(str(k)[:80] for k in more)
 
 

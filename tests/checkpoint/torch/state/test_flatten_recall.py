@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+import ckptd
 from ckptd.checkpoint.torch.state import flatten as module
 from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.checkpoint.torch.state.leaves import Leaves
@@ -478,3 +479,125 @@ def test_a_module_that_writes_its_own_state_is_asked_each_time() -> None:
     with pytest.raises(UsageError) as caught:
         flattener.flatten(state)
     assert caught.value.kind == "module-state"
+
+
+class Drained:
+    """Gives what it has, and has it no more."""
+
+    def __init__(self) -> None:
+        self.queue: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        given, self.queue = self.queue, []
+        return {"queue": given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.queue = state["queue"]
+
+
+def test_an_object_is_asked_once_a_save_where_the_state_is_looked_at_again() -> None:
+    drained, growing, model = Drained(), [torch.ones(1)], torch.nn.Linear(2, 2)
+    with ckptd.Checkpointer("memory://drained") as ck:
+        for step in (1, 2, 3):
+            drained.queue = [step, step]
+            state = {"m": model, "d": drained, "own": ckptd.PerRank(Drained()), "l": growing}
+            ck.save(step, state).durable()
+            fresh, lists = Drained(), [torch.zeros(1) for _ in range(step)]
+            own = ckptd.PerRank(Drained())
+            ck.load({"m": model, "d": fresh, "own": own, "l": lists})
+            assert fresh.queue == [step, step]
+            growing.append(torch.ones(1))
+
+
+def test_a_version_that_a_class_has_since_the_last_save() -> None:
+    class Versioned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(1))
+
+        def _load_from_state_dict(self, state: Any, prefix: str, notes: Any, *rest: Any) -> None:
+            if (notes.get("version") or 0) < 7:
+                state[prefix + "w"] = state[prefix + "w"] * 100
+            super()._load_from_state_dict(state, prefix, notes, *rest)
+
+    model = Versioned()
+    with ckptd.Checkpointer("memory://class-version") as ck:
+        ck.save(1, {"m": model}).durable()
+        Versioned._version = 7
+        ck.save(2, {"m": model}).durable()
+        fresh = Versioned()
+        ck.load({"m": fresh})
+    assert fresh.w.item() == 1
+
+
+class Equal(torch.nn.Module):
+    """Equal to all of its kind."""
+
+    def __init__(self, said: int) -> None:
+        super().__init__()
+        self.said = said
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Equal
+
+
+def speak(module: Equal) -> None:
+    """Give a module words of its own."""
+
+    def say(into: dict[str, Any], prefix: str, _: bool) -> None:
+        into[prefix + "said"] = module.said
+
+    def hear(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.said = state.pop(prefix + "said", 0)
+
+    vars(module).update(_save_to_state_dict=say, _load_from_state_dict=hear)
+
+
+def test_modules_that_are_equal_and_not_the_same() -> None:
+    def two(said: int) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(1, 1), Equal(0), Equal(said))
+
+    model = two(5)
+    with ckptd.Checkpointer("memory://equal") as ck:
+        ck.save(1, {"m": model}).durable()
+        speak(model[2])
+        ck.save(2, {"m": model}).durable()
+        fresh = two(0)
+        speak(fresh[2])
+        ck.load({"m": fresh})
+    assert fresh[2].said == 5
+
+
+class Counting:
+    """Wraps an optimizer, and says more than it from the first step on."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), **({"steps": self.steps} if self.steps else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state.pop("steps", 0)
+        self.inner.load_state_dict(state)
+
+
+def test_a_wrapper_of_an_optimizer_that_says_more_since_the_last_save() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"m": model, "o": Counting(torch.optim.SGD(model.parameters()))}
+    with ckptd.Checkpointer("memory://counting") as ck:
+        ck.save(1, state).durable()
+        state["o"].step()
+        with pytest.raises(UsageError) as caught:
+            ck.save(2, state)
+    assert caught.value.kind == "optimizer-container"

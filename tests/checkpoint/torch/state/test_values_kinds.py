@@ -85,3 +85,13 @@ def test_a_state_without_tensors_loads_without_a_warning(
         ck.load(state)
     assert state == {"v": [1, 2]}
     assert not [r for r in caplog.records if r.name == "ckptd"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.uint8])
+def test_a_tensor_without_elements_inside_of_a_value(dtype: torch.dtype) -> None:
+    saved, loaded = (ckptd.PerRank({"t": torch.zeros(n, 3, dtype=dtype)}) for n in (0, 1))
+    with ckptd.Checkpointer(f"memory://empty-{dtype}") as ck:
+        ck.save(1, {"p": saved}).durable()
+        ck.load({"p": loaded})
+    assert loaded.value["t"].shape == (0, 3)
+    assert loaded.value["t"].dtype == dtype
