@@ -1,7 +1,7 @@
 """Parts of one slice that another one uses without an import: late, by a table.
 
-The slice that uses a part owns its protocol; the slice that is the part has the name. They are
-versioned together, so that this is no entry point, which would cost a scan of what is installed.
+The slice that uses a part owns its protocol; the slice that is the part has the name. Both
+have one version. An entry point would cost a scan of what is installed.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Checkpointer(OfOneProcess):
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = stopping.grace_s
-        self._job = job_of(self, self._board, stopping.signals, anew=new_run is True)
+        self._job = job_of(self, self._board, stopping.signals, new_run=new_run is True)
         self._watch = self._job.watch
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)

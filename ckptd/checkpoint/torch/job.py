@@ -76,7 +76,7 @@ MakeJob: TypeAlias = Callable[[Abandonable, Board, Iterable[int] | int, bool], J
 
 
 def job_of(
-    checkpointer: Abandonable, board: Board, signals: Iterable[int] | int, *, anew: bool
+    checkpointer: Abandonable, board: Board, signals: Iterable[int] | int, *, new_run: bool
 ) -> Job:
     """Return the part of a checkpointer in the job around it.
 
@@ -86,9 +86,9 @@ def job_of(
         Of the ranks that share the state.
     signals
         As for `SignalWatch`.
-    anew
+    new_run
         Whether the job may begin from nothing though the controller knows of a committed step.
     """
     if launched.LAUNCHER_VARIABLE not in os.environ:
         return Job(SignalWatch(signals))
-    return cast("MakeJob", part("job"))(checkpointer, board, signals, anew)
+    return cast("MakeJob", part("job"))(checkpointer, board, signals, new_run)

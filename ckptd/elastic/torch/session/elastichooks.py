@@ -78,7 +78,7 @@ class ElasticHooks(Job):
         Of the ranks that share the state: only of what all ranks of the job share is told.
     signals
         As for `SignalWatch`.
-    anew
+    new_run
         Whether the job may begin from nothing though the controller knows of a committed step.
     """
 
@@ -89,11 +89,11 @@ class ElasticHooks(Job):
         checkpointer: Abandonable,
         board: Board,
         signals: Iterable[int] | int,
-        anew: bool = False,
+        new_run: bool = False,
     ) -> None:
         super().__init__(LauncherWatch(signals))
         self._link = link = WorkerLink.current()
-        self._anew = anew
+        self._new_run = new_run
         self._saves: list[SaveTracker] = []
         self._unsure: list[int] = []
         if link is None:
@@ -110,7 +110,7 @@ class ElasticHooks(Job):
         """Take in that there is nothing to load; ``lost-step`` where the controller knows one."""
         promised = os.environ.get("CKPTD_STEP", "")
         known = int(promised) if promised.isdecimal() else 0
-        asked = self._link is not None and self._tells and known > 0 and not self._anew
+        asked = self._link is not None and self._tells and known > 0 and not self._new_run
         if asked and Index(root).generations():
             raise RefusedError(
                 f"step {known} was committed, and nothing of this job is found any more",

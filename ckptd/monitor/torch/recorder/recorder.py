@@ -187,7 +187,7 @@ class Recorder:
 
         To be called between the generations, when the process groups of the old one are destroyed
         and those of the new one are not made. The old ring is removed: its calls are over, and
-        whoever reads it sees another life of the job in the new one. What fails in the recorder
+        a reader takes the new ring for another life of the job. What fails in the recorder
         makes it step aside, as everywhere.
 
         Parameters

@@ -104,7 +104,7 @@ def other_dicts(s: State) -> None:
 
 
 class Speaker(nn.Linear):
-    """Says what it is told to say."""
+    """Says what a test has put into it."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -120,7 +120,7 @@ class Speaker(nn.Linear):
 
 
 class Root(nn.Sequential):
-    """Says its children's state under the names that it is told."""
+    """Says its children's state under names that a test has given."""
 
     rename: Callable[[str], str] = staticmethod(str)  # type: ignore[assignment]
 
