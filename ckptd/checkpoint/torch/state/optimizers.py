@@ -862,7 +862,7 @@ class _Hyperparameters:
 
     def _fit(self, live: Any, new: Any, path: str, labels: Mapping[str, int]) -> Any:
         """Return `new` in the form of `live`."""
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, torch.Tensor) and _is_held(live, new):
             label = labels.get(path)
             made = self._made.get(label) if label is not None else None
             if made is not None and _same(made[0], new):
@@ -889,6 +889,17 @@ class _Hyperparameters:
         if alone and (value.dtype, value.shape) == (live.dtype, live.shape):
             return live.copy_(value)
         return value.to(live.device).clone()
+
+
+def _is_held(live: torch.Tensor, new: Any) -> bool:
+    """Tell whether a tensor of the live one's type holds a saved value: 1.7 is no integer."""
+    if isinstance(new, torch.Tensor):
+        return True
+    try:
+        made = torch.as_tensor(new, dtype=live.dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return made.is_floating_point() or made.is_complex() or bool(made.tolist() == new)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -467,3 +467,19 @@ def test_an_optimizer_without_groups_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": Bare(optimizer)})
     assert caught.value.kind == "optimizer-container"
+
+
+@pytest.mark.parametrize("saved", [1.7, None, "text", {"a": 1}, 1 << 40, 3, True])
+def test_an_option_that_the_live_tensor_cannot_hold_comes_as_it_was_saved(saved: Any) -> None:
+    def made(option: Any) -> dict[str, Any]:
+        layer = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(layer.parameters())
+        optimizer.param_groups[0]["option"] = option
+        return {"m": layer, "o": optimizer}
+
+    live = made(torch.tensor(5, dtype=torch.int32))
+    with ckptd.Checkpointer(f"memory://option-{saved}") as ck:
+        ck.save(1, made(saved)).durable()
+        ck.load(live)
+    found = live["o"].param_groups[0]["option"]
+    assert (found.item() if isinstance(found, torch.Tensor) else found) == saved
