@@ -7,7 +7,7 @@ Each rank computes its own part. Which of several replicas gives is a pure funct
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
@@ -314,15 +314,11 @@ class Transfers:
     Attributes
     ----------
     composition
-        The two layouts; see `ckptd.lay.copies.compose`.
-    price
-        Returns what it costs that a rank of the source gives to a rank of the target: the cheapest
-        holder of a cell gives it, equally cheap ones take turns. None: a rank takes what it holds
-        itself, and else from a holder that all ranks compute alike.
+        The two layouts; see `ckptd.lay.copies.compose`. A rank takes what it holds itself, and
+        else from a holder that all ranks compute alike.
     """
 
     composition: Composition
-    price: Callable[[int, int], int] | None = None
 
     @cached_property
     def source(self) -> RankTensors:
@@ -452,10 +448,6 @@ class Transfers:
         cell: tuple[int, ...],
     ) -> Ints:
         """Return for each of some ranks of the target which holder it takes a cell from."""
-        if self.price is not None and holders.count > 1:
-            held = np.sort(holders.all()).tolist()
-            cheapest = [_cheapest(held, rank, self.price) for rank in ranks.tolist()]
-            return np.array(cheapest, dtype=np.int64)
         nearest = ranks
         for axis in self.source.zero(rule, indexes, state):
             stride, extent = rule.mesh.strides[axis], rule.mesh.extents[axis]
@@ -543,12 +535,6 @@ def _by_giver(found: Iterable[tuple[int, Iterable[Block]]]) -> GiverBlocks:
     for giver, blocks in found:
         out.setdefault(giver, []).extend(blocks)
     return tuple([(giver, tuple(blocks)) for giver, blocks in out.items()])
-
-
-def _cheapest(held: list[int], rank: int, price: Callable[[int, int], int]) -> int:
-    """Return the cheapest holder for a rank; no single one gives to everybody."""
-    turn = rank % len(held)
-    return min((*held[turn:], *held[:turn]), key=lambda giver: price(giver, rank))
 
 
 def averages(rule: RuleForm) -> tuple[Average, ...]:
