@@ -518,12 +518,8 @@ class Checkpointer(OfOneProcess):
             raise
         except BaseException as error:  # an interrupt
             if self._loader.writing:
-                self._poisoned = CkptdError(
-                    "a load was left, so that the state is of no step",
-                    kind="crashed",
-                    found=repr(error)[:500],
-                    hint="load again",
-                )
+                message = f"a load was left: {error!r}"[:500]
+                self._poisoned = CkptdError(message, kind="crashed")
             raise
         return report.step
 
@@ -793,8 +789,14 @@ class Checkpointer(OfOneProcess):
             raise UsageError("this checkpointer is closed", kind="closed")
 
     def _raise_unseen(self) -> None:
-        if self._poisoned is not None:
-            raise self._poisoned
+        if (broken := self._poisoned) is not None:
+            raise type(broken)(
+                "an earlier call broke off, so that the state is of no step",
+                kind=broken.kind,
+                where=broken.where,
+                found=broken.message,
+                hint="load again, then save",
+            ) from broken
         for handle in self._handles:
             if handle.error_unseen and self._when_failed == "warn":
                 self._log_failed(handle)

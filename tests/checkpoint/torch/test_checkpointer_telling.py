@@ -25,7 +25,7 @@ from ckptd.events.profile import Profiles, SaveProfile
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.networks import build, step
 from tests.cli.running import process
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 from tests.servers import s3_moto, s3_url
 
 __all__ = ["s3_moto"]
@@ -165,6 +165,8 @@ def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -
         assert child.stdout is not None
         for _ in range(3):
             worker = int(child.stdout.readline().split()[1])
+        # A kill takes what a process has not written yet: another save must be on the disk.
+        until(lambda: len(recorded(tmp_path / "e")[1]) > 1, "a second save is recorded")
         os.kill(worker, signal.SIGKILL)
         os.kill(child.pid, signal.SIGKILL)
     folder = EventFolder.open(str(tmp_path / "e"))
@@ -172,7 +174,7 @@ def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -
     assert (folder.skipped, folder.unreadable) == (0, 0)
     _, saves = recorded(tmp_path / "e")
     assert saves[0].outcome == "durable"
-    assert saves[-1].outcome == "unfinished"
+    assert "unfinished" in {save.outcome for save in saves[1:]}
 
 
 def test_uploads_are_told(s3_moto: dict[str, Any], tmp_path: Path) -> None:
