@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ __all__ = ["WatchDocument", "check_floors", "watch"]
 
 _PREFIX = "watch-"
 _TURN_S = 0.5
+_START_S = 60.0
+_POLL_S = 0.05
 _LAST_WORD_S = 10.0
 """A command that failed, though no incident was told, is hardly ever nobody's fault."""
 _LINGER_S = "30"
@@ -90,12 +93,12 @@ def watch(
         one.begin()
         code = one.run(command)
         one.finish(code, keep_serving)
+        url = one.url
     finally:
         one.end()
     if json:
-        document = WatchDocument(
-            job=name, url=one.url, exit_code=code, incidents=list(one.incidents.values())
-        )
+        incidents = list(one.incidents.values())
+        document = WatchDocument(job=name, url=url, exit_code=code, incidents=incidents)
         print(json_text(document), file=sys.stderr)
     return code
 
@@ -120,6 +123,15 @@ def _stem(command: tuple[str, ...]) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in stem)[:64] or "job"
 
 
+@dataclass(frozen=True)
+class _Here:
+    """In the place of a controller: a command has none, and its daemon is this process's."""
+
+    since: float = field(default_factory=time.monotonic)
+    seated: bool = True
+    host: str = "127.0.0.1"
+
+
 class _Watched:
     """A command and what runs beside it."""
 
@@ -133,8 +145,8 @@ class _Watched:
         *,
         quiet: bool,
     ) -> None:
-        from ckptd.elastic.launchers.sidecars import SIGNALS, Sidecar
-        from ckptd.monitor.cli.watch_parts import Reader
+        from ckptd.elastic.launchers.sidecars import SIGNALS
+        from ckptd.monitor.cli.watch_parts import DaemonSupervisor
 
         self._name = name
         self._named = bool(job or os.environ.get("CKPTD_JOB"))
@@ -142,14 +154,17 @@ class _Watched:
         self._port = port
         self._floors = [word for text in floors for word in ("--floor", text)]
         self._quiet = quiet
-        self._parts: list[Sidecar] = []
-        self._reader: Reader | None = None
+        self._side: DaemonSupervisor | None = None
+        self._here = _Here()
         self._folder: Path | None = None
         self._env: dict[str, str] = {k: v for k, v in os.environ.items() if k != "CKPTD_DAEMON"}
         self._signals = {*SIGNALS, signal.SIGCHLD}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        self.url: str | None = None
         self.incidents: dict[str, dict[str, Any]] = {}
+
+    @property
+    def url(self) -> str | None:
+        return self._side.url if self._side is not None else None
 
     def say(self, text: str) -> None:
         if not self._quiet:
@@ -163,8 +178,7 @@ class _Watched:
             self._env |= self._begin(dict(self._env))
         except (CkptdError, OSError) as error:
             shown = error if isinstance(error, CkptdError) else CkptdError(str(error))
-            self._end_parts()
-            self.url = None
+            self._end_side()
             if not self._quiet:
                 print_error(shown, False)
             self.say("the command runs unwatched")
@@ -174,8 +188,7 @@ class _Watched:
         from ckptd.base.net.signing import SECRET_VARIABLE, access_token, job_secret, new_secret
         from ckptd.base.runtime.agentlink import run_folder
         from ckptd.elastic.launchers.sidecars import old_folders
-        from ckptd.monitor.cli.watch_parts import Reader, login_text, start_daemon, start_watcher
-        from ckptd.monitor.daemon.client import DaemonClient
+        from ckptd.monitor.cli.watch_parts import DaemonSupervisor
         from ckptd.monitor.injection import environment
 
         base = run_folder()
@@ -184,28 +197,31 @@ class _Watched:
         folder = self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
         rings = folder / "rings"
         rings.mkdir(mode=0o700)
-        since = time.time()
-        beside = dict(env)
-        if self._daemon is None:
-            arguments = ["--job", self._name, "--port", str(self._port), "--linger", _LINGER_S]
-            if not self._named:  # nobody will ask for it later: nothing of it is to stay
-                beside.setdefault(SECRET_VARIABLE, new_secret())
-                arguments += ["--history", str(folder / "history.sqlite")]
-            arguments += self._floors
-            self.url, login = start_daemon(arguments, beside, folder, self._parts)
-            client = DaemonClient(login)
-        else:
-            login = self._daemon
-            client = DaemonClient(login, access_token(job_secret(self._name, base)))
-            self.url = client.url  # without a token, which nobody expects in a document
-        start_watcher(
-            ["--job", self._name, "--daemon", client.url, "--rings", str(rings), *self._floors],
+        beside, token = dict(env), ""
+        arguments = ["--port", str(self._port), "--linger", _LINGER_S, *self._floors]
+        if self._daemon is not None:
+            token = access_token(job_secret(self._name, base))
+        elif not self._named:  # nobody will ask for it later: nothing of it is to stay
+            beside.setdefault(SECRET_VARIABLE, new_secret())
+            arguments += ["--history", str(folder / "history.sqlite")]
+        self._side = DaemonSupervisor(
+            self._name,
+            self._daemon,
+            arguments,
+            ["--rings", str(rings), *self._floors],
             beside,
             folder,
-            self._parts,
+            self.say,
+            tell=self._tell,
+            token=token,
         )
-        self.say(f"job {self._name} is watched: {login_text(login, self._name)}")
-        self._reader = Reader(client, since, self._tell)
+        end = time.monotonic() + _START_S
+        while not self._side.settled:
+            if time.monotonic() > end:
+                self.say(f"no daemon listens after {_START_S:.0f} s: the command does not wait")
+                break
+            time.sleep(_POLL_S)
+            self._side.turn(self._here)
         if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
             self.say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps ranks from recording themselves")
         more = environment(folder / "injection", env) | {"CKPTD_RINGS": str(rings)}
@@ -222,7 +238,6 @@ class _Watched:
         from ckptd.elastic.launchers.sidecars import shell_code, unblocked
 
         process = subprocess.Popen(command, env=self._env, preexec_fn=unblocked)
-        lost = False
         while process.poll() is None:
             info = signal.sigtimedwait(self._signals, _TURN_S)
             # What a terminal sends has reached COMMAND by itself.
@@ -230,35 +245,33 @@ class _Watched:
             if info is not None and by_hand and info.si_signo != signal.SIGCHLD:
                 with suppress(ProcessLookupError):
                     process.send_signal(info.si_signo)
-            for part in self._parts:
-                if not lost and part.process.poll() is not None:
-                    lost = True
-                    self.say(f"{part.failed('has ended')}\nthe command goes on unwatched")
+            if self._side is not None:
+                self._side.turn(self._here)
         return shell_code(process.returncode)
 
     # --- after ----------------------------------------------------------------------------------
 
     def finish(self, code: int, keep_serving: bool) -> None:
         """Tell what is still to be told of the end, and serve on if that is wanted."""
-        if self._reader is not None:
-            self._reader.finish(_LAST_WORD_S if code else 0.0)
+        if self._side is not None:
+            self._side.finish(_LAST_WORD_S if code else 0.0)
         if keep_serving and self.url is not None and self._daemon is None:
             self.say(f"the command has ended with {code}; the page stays until TERM or INT")
             signal.sigwait(self._signals - {signal.SIGCHLD})
 
     def end(self) -> None:
         """End what runs beside COMMAND, and remove what it left."""
-        self._end_parts()
+        self._end_side()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._daemon is None and not self._named:
             self._remove_lock()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def _end_parts(self) -> None:
-        for part in reversed(self._parts):
-            part.end()
-        self._parts.clear()
+    def _end_side(self) -> None:
+        side, self._side = self._side, None
+        if side is not None:
+            side.end(0.0)
 
     def _remove_lock(self) -> None:
         """Remove the lock of a daemon whose name will not be used again."""

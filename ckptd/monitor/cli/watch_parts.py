@@ -1,4 +1,4 @@
-"""What runs beside a watched command: the daemon, the watcher, and who reads the incidents out."""
+"""What runs beside a job that is watched: daemon, watcher, and the reader of incidents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ckptd.cli.output import shorten
-from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor, Sidecar
+from ckptd.elastic.launchers.sidecars import CKPTD, Sidecar
 from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
 
@@ -25,11 +25,8 @@ __all__ = [
     "Reader",
     "line_of",
     "login_text",
-    "start_daemon",
-    "start_watcher",
 ]
 
-_START_S = 60.0
 _POLL_S = 0.05
 _END_S = 10.0
 _RETRY_S = 0.5
@@ -63,38 +60,6 @@ def login_text(login: str, job: str) -> str:
     if not stat.S_ISREG(info.st_mode) or not info.st_mode & 0o044 or login == url:
         return login
     return f"{url} (others may read this file: the token is in {DaemonPlace(job).address})"
-
-
-def start_daemon(
-    arguments: Sequence[str], env: Mapping[str, str], folder: Path, parts: list[Sidecar]
-) -> tuple[str, str]:
-    """Start ``ckptd serve``, add it to `parts`, and return its URL and the one for a browser.
-
-    Raises
-    ------
-    WorkerError
-        It cannot be started, or does not listen in time.
-    """
-    part = Sidecar("daemon", [*CKPTD, "serve", "--json", *arguments], env, folder)
-    parts.append(part)
-    end = time.monotonic() + _START_S
-    while True:
-        with suppress(msgspec.MsgspecError, KeyError, TypeError):
-            document = msgspec.json.decode(part.out.read_bytes())
-            return str(document["url"]), str(document["login"])
-        if part.process.poll() is not None:
-            raise part.failed("ended at once")
-        if time.monotonic() > end:
-            raise part.failed(f"does not listen after {_START_S:.0f} s")
-        time.sleep(_POLL_S)
-
-
-def start_watcher(
-    arguments: Sequence[str], env: Mapping[str, str], folder: Path, parts: list[Sidecar]
-) -> None:
-    """Start the watcher of this node and add it to `parts`; errors as of `start_daemon`."""
-    command = [sys.executable, "-m", "ckptd.monitor.agent.watched", *arguments]
-    parts.append(Sidecar("agent", command, {**env, "PYTHONUNBUFFERED": "1"}, folder))
 
 
 # --- incidents ------------------------------------------------------------------------------------
@@ -181,11 +146,28 @@ class Reader:
             self._say(line_of(incident), incident)
 
 
+class _Seat(Protocol):
+    """What the watch needs to know of a job's controller; `ControllerSupervisor` says it."""
+
+    @property
+    def since(self) -> float:
+        """Second of ``time.monotonic`` at which it was started here; 0.0: it was not."""
+
+    @property
+    def seated(self) -> bool:
+        """Whether it has the seat, as far as is known."""
+
+    @property
+    def host(self) -> str:
+        """Address at which it listens, and the daemon as well."""
+
+
 class DaemonSupervisor:
     """The daemon of the job, where this launcher starts it, and the watcher of this node.
 
     The launcher that starts the controller starts the daemon; the daemon tells the controller where
-    it is, and the controller tells all launchers. Their watchers go where it says.
+    it is, and the controller tells all launchers. Their watchers go where it says. A daemon that
+    has served and a watcher are started again when they end by themselves.
 
     Parameters
     ----------
@@ -197,6 +179,16 @@ class DaemonSupervisor:
         Besides the job and the daemon; None for the second: no ranks run here.
     env, folder, say
         As of `ControllerSupervisor`.
+    tell
+        Takes a line and the incident, of whatever daemon the job has; by default the lines of a
+        daemon that this launcher has started are said.
+    token
+        Lets this process read at `daemon`, where its URL has none.
+
+    Attributes
+    ----------
+    url
+        Of the daemon whose incidents are read out, as it was last; None before.
     """
 
     def __init__(
@@ -208,8 +200,16 @@ class DaemonSupervisor:
         env: Mapping[str, str],
         folder: Path,
         say: Callable[[str], None],
+        *,
+        tell: Callable[[str, dict[str, Any]], None] | None = None,
+        token: str = "",
     ) -> None:
         self._job, self._url, self._say = job, daemon, say
+        self._tell = tell or self._say_incident
+        self._reads = tell is not None
+        """Whether the incidents of a daemon that is not this launcher's are read out."""
+        self._token = token
+        self.url: str | None = None
         self._daemon_arguments, self._watcher_arguments = daemon_arguments, watcher_arguments
         self._env, self._folder = env, folder
         self._daemon: Sidecar | None = None
@@ -227,15 +227,20 @@ class DaemonSupervisor:
         self._started = 0
         self._another_at = -1.0
         """Start of the controller for which another launcher of this machine has a daemon."""
-        self._lost = False
+        self._lost = self._served = False
         self._reader: Reader | None = None
         self._since = time.time()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the job is watched, or will not be."""
+        return self._lost or self._given_up or self._reader is not None
 
     def daemon_at(self, url: str) -> None:
         """Take in what a controller says of where the daemon is."""
         self._announced, self._announced_at = url, time.monotonic()
 
-    def turn(self, controller: ControllerSupervisor) -> None:
+    def turn(self, controller: _Seat) -> None:
         """Start what can be started now, the daemon beside the controller."""
         if self._lost:
             return
@@ -245,14 +250,15 @@ class DaemonSupervisor:
             self._lost = True
             self._say(f"{error}\ntraining goes on unwatched")
 
-    def _turn(self, controller: ControllerSupervisor) -> None:
+    def _turn(self, controller: _Seat) -> None:
         if self._is_mine(controller.since, controller.seated):
             self._start_daemon(controller.host)
         self._look_at_daemon(controller.since)
         self._look_at_agent()
         login = self._login()
-        if self._daemon is not None and login and self._reader is None:
-            self._read_out(login)
+        told = self._url or login if self._reads else login if self._daemon is not None else ""
+        if told and self._reader is None:
+            self._read_out(told)
         url = self._url or self._announced or login
         if url and self._watcher_arguments is not None:
             self._watch(url)
@@ -296,7 +302,8 @@ class DaemonSupervisor:
     def _again(self, daemon: Sidecar, code: int) -> None:
         """Have another daemon started in the place of one that has ended, or say what to do."""
         self._announced = self._own = ""
-        self._given_up = code == _USAGE or self._too_often("daemon")
+        # What ends one that has never served ends the next one as well.
+        self._given_up = code == _USAGE or not self._served or self._too_often("daemon")
         what = "another one is started"
         if self._given_up:
             command = ["ckptd", "serve", "--job", self._job, *self._daemon_arguments]
@@ -342,8 +349,6 @@ class DaemonSupervisor:
 
     def _watch(self, url: str) -> None:
         """Have the watcher tell the daemon at `url`."""
-        from ckptd.monitor.daemon.client import DaemonClient
-
         url = DaemonClient(url).url
         if url == self._watching:
             return
@@ -363,20 +368,23 @@ class DaemonSupervisor:
         self._watching = url
 
     def _read_out(self, login: str) -> None:
-        from ckptd.monitor.daemon.client import DaemonClient
-
         self._say(f"job {self._job} is watched: {login_text(login, self._job)}")
-        client = DaemonClient(login)
-        self._own = client.url
+        client = DaemonClient(login, self._token)
+        self.url = self._own = client.url
+        self._served = True
         self._reader = Reader(client, self._since, self._tell)
 
-    def _tell(self, line: str, incident: dict[str, object]) -> None:
+    def _say_incident(self, line: str, incident: dict[str, Any]) -> None:
         self._say(f"incident {incident['id']}: {line}")
+
+    def finish(self, last_word_s: float) -> None:
+        """Tell what is still to be told of incidents, and read no more."""
+        if self._reader is not None and not self._lost:
+            self._reader.finish(last_word_s)
 
     def end(self, last_word_s: float) -> None:
         """End them, after what is still to be told of incidents."""
-        if self._reader is not None and not self._lost:
-            self._reader.finish(last_word_s)
+        self.finish(last_word_s)
         for part in (self._agent, self._daemon):
             if part is not None:
                 part.end()

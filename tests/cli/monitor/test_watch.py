@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,20 @@ def beside() -> list[int]:
     return found
 
 
+def beside_of(part: str) -> int:
+    """Return the process id of the daemon or of the watcher; 0 while there is none."""
+    words = {"daemon": b"\0serve\0", "agent": b"ckptd.monitor.agent.watched"}
+    for pid in beside():
+        with suppress(OSError):
+            if words[part] in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
+
+
+def another(part: str, first: int) -> bool:
+    return beside_of(part) not in (0, first)
+
+
 def nothing_is_left() -> None:
     until(lambda: not beside(), "the end of all processes")
     assert list(run_folder().iterdir()) == []
@@ -166,7 +182,7 @@ def test_the_command_runs_although_no_daemon_can(tmp_path: Path) -> None:
         code, out, err = done(start("--port", port, "--", "sh", "-c", "echo here; exit 7"))
     assert code == 7
     assert out == "here\n"
-    assert "the command runs unwatched" in err
+    assert "goes on unwatched, until you start one: ckptd serve --job" in err
     nothing_is_left()
 
 
@@ -216,17 +232,18 @@ def test_nothing_outlives_a_watch_that_is_killed() -> None:
     assert list(run_folder().glob("watch-*")) == []
 
 
-@pytest.mark.long
-def test_a_daemon_that_dies_does_not_stop_the_command() -> None:
-    process = start(*ranks("hang"))
-    assert process.stdout is not None
-    process.stdout.readline()
-    os.kill(daemons(run_folder())[0].pid, signal.SIGKILL)
-    assert process.stderr is not None
-    lines = iter(process.stderr.readline, "")
-    assert any("the command goes on unwatched" in text for text in lines)
-    code, _, _ = done(process, "enough\n")
+def test_a_daemon_and_a_watcher_that_are_killed_are_started_again() -> None:
+    process = start("--floor", "train=1", "--floor", "init=1", *ranks("crash"))
+    until(both_report, "two ranks")
+    for name in ("daemon", "agent"):
+        os.kill(first := beside_of(name), signal.SIGKILL)
+        until(partial(another, name, first), name)
+    crash(process)
+    code, _, err = done(process, "enough\n")
     assert code == 9
+    assert err.count("another one is started") == 2
+    assert "crash: rank 1 (signal 9)" in err
+    nothing_is_left()
 
 
 @pytest.mark.long
