@@ -7,7 +7,6 @@ a process writes: ``docs/reference/events.md``.
 from __future__ import annotations
 
 from ckptd.events.bus import Subscription, emit, listening, relay, subscribe
-from ckptd.events.clock import now_ns
 from ckptd.events.event import (
     LOAD_PHASES,
     MOST_TEXT,
@@ -23,6 +22,7 @@ from ckptd.events.event import (
     Span,
     VersionApplied,
     VersionPublished,
+    now_ns,
 )
 from ckptd.events.recording import FOLDER_VARIABLE, Recording, record
 from ckptd.events.span import Activity, about, current, span

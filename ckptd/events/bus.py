@@ -1,4 +1,4 @@
-"""Who hears of events: one list of subscribers a process.
+"""Who hears: of events a list of subscribers, of what a rank is about one listener.
 
 `emit` takes no lock that anybody holds for long and calls nothing that waits, so that it may be
 called from any thread, from signal handlers and from destructors.
@@ -9,12 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
+from typing import Protocol
 
 from ckptd.events.event import AnyEvent
 
-__all__ = ["Subscription", "at_first_event", "emit", "listening", "relay", "subscribe"]
+__all__ = [
+    "ActivityListener",
+    "Subscription",
+    "at_first_event",
+    "at_step",
+    "emit",
+    "listen",
+    "listening",
+    "phase",
+    "regroup",
+    "relay",
+    "subscribe",
+]
 
 _log = logging.getLogger("ckptd")
 
@@ -163,3 +177,50 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- what a rank is about: the monitor's recorder listens, once it is attached ---------------------
+
+
+class ActivityListener(Protocol):
+    """Hears what a rank is about; never raises for what fails in itself."""
+
+    def phase(self, phase: str, /) -> AbstractContextManager[None]:
+        """Be in a phase within the block: ``"ckpt"``."""
+
+    def at_step(self, number: int, /) -> None:
+        """Be at step `number`: it was loaded, or is saved."""
+
+    def regroup(self, generation: int, rank: int, world: int, /) -> object:
+        """Go on as a rank of another generation."""
+
+
+_listener: ActivityListener | None = None
+
+
+def listen(listener: ActivityListener | None) -> None:
+    """Let `listener` hear all that follows, and no other; None ends that."""
+    global _listener
+    _listener = listener
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Say what the rank is about within the block; also a decorator."""
+    if _listener is None:
+        yield
+        return
+    with _listener.phase(name):
+        yield
+
+
+def at_step(number: int) -> None:
+    """Say which step was loaded or is saved."""
+    if _listener is not None:
+        _listener.at_step(number)
+
+
+def regroup(generation: int, rank: int, world: int) -> None:
+    """Say that this process goes on as a rank of another generation."""
+    if _listener is not None:
+        _listener.regroup(generation, rank, world)

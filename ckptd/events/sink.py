@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.events.clock import clock_id, pair
-from ckptd.events.event import AnyEvent, Lost, Opened
+from ckptd.events.event import AnyEvent, Lost, Opened, clock_id, pair
 
 __all__ = ["SUFFIX", "JsonlSink"]
 

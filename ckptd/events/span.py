@@ -12,8 +12,7 @@ from typing import NamedTuple, Self
 
 from ckptd.errors import CkptdError
 from ckptd.events.bus import emit, listening
-from ckptd.events.clock import now_ns
-from ckptd.events.event import SaveId, Span
+from ckptd.events.event import SaveId, Span, now_ns
 
 __all__ = ["Activity", "Scope", "about", "current", "span"]
 

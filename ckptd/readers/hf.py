@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.format.container import Chunk
-from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.errors import CorruptError, RefusedError
 from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, damaged, missing, step_of
 from ckptd.readers.hints import config_hints

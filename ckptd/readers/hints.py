@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.format.codec import parse_json
 from ckptd.errors import CorruptError
 from ckptd.readers.base import Listing
 from ckptd.readers.pickles import PickledObject

@@ -14,8 +14,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ckptd.checkpoint.format.codec import decode
-from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.format.codec import decode, parse_json
 from ckptd.errors import RefusedError
 from ckptd.readers.base import (
     MAX_NAMES,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.load.foreign import SHARD
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.readers.base import (

@@ -25,8 +25,7 @@ import numpy as np
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
-from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.manifest import (
     FOREIGN,
     UNDIGESTED,

@@ -16,8 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ckptd.base.digest import DigestIndex, digest_hex
-from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, WitnessEntry
 from ckptd.checkpoint.format.names import (
     PARTS,

@@ -21,7 +21,7 @@ from ckptd.base.grids.clip import clip, clip_fill
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.base.grids.plan import plan_once
-from ckptd.checkpoint.format.filemap import ChunkRef, FileMap
+from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.load.files import PieceLocations

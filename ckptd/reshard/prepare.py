@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from ckptd.base.digest import BLOCK_BYTES
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.format.words import hint_text
 from ckptd.checkpoint.load.plan import BlockLine, count

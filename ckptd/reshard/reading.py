@@ -24,7 +24,7 @@ from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.clip import clip
 from ckptd.base.grids.grid import Grid
 from ckptd.base.runtime.pool import run_all
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, Runs, needed_bytes, put

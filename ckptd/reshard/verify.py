@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Grid
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
 from ckptd.errors import CorruptError
 from ckptd.lay.scales import HALF_BYTE, quantized_as

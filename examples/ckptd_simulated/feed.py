@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.errors import CkptdError, UsageError
-from ckptd.events.clock import now_ns
-from ckptd.events.event import AnyEvent, SaveBegun, SaveDurable, SaveId, SaveStaged, Span
+from ckptd.events.event import AnyEvent, SaveBegun, SaveDurable, SaveId, SaveStaged, Span, now_ns
 from ckptd.events.sink import JsonlSink
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import JobView, Phase

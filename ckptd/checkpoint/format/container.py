@@ -1,4 +1,4 @@
-"""The data file: a safetensors file with a padded header (spec section 4).
+"""The data file: a safetensors file with a padded header (spec section 4), and what lies in which.
 
 ``8-byte little-endian length | JSON header padded with spaces | data``. The data section begins
 at a multiple of 4096 bytes, so that it can be written and read with direct I/O, and holds the
@@ -10,20 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.base.grids.block import Templates
+from ckptd.base.grids.grid import Axis, Grid, Piece
+from ckptd.base.grids.owners import ABSENT, Owners
+from ckptd.checkpoint.format.codec import parse_json
+from ckptd.checkpoint.format.manifest import Manifest, TensorEntry
+from ckptd.checkpoint.format.names import chunk_name, ranked_chunk_name
 from ckptd.errors import CorruptError, UsageError
-from ckptd.types import DTYPES, DType
+from ckptd.types import DTYPES, DType, dtype_of
 
 __all__ = [
     "ALIGNMENT",
     "Chunk",
+    "ChunkRef",
+    "FileMap",
     "build_header",
     "foreign_start",
     "header_bytes",
+    "is_home",
     "parse_header",
+    "piece_numels",
 ]
 
 ALIGNMENT = 4096
@@ -211,3 +223,339 @@ def _chunk(name: str, entry: object, where: str) -> Chunk:
     if end - start != math.prod(shape) * _STORED_ITEMSIZE[code]:
         raise _bad(where, f"shape and offsets of chunk {name[:200]!r} disagree")
     return Chunk(name, code, tuple(shape), start, end)
+
+
+I64 = NDArray[np.int64]
+_Group = tuple[int, int, int, int]
+"""Grid, owners, base, item size: what tensors that weigh the same in every file have in common."""
+
+_CACHE = 1 << 23
+"""Numbers kept by each cache of a map: 64 MiB."""
+
+_TABULATE_AFTER = 16  # files
+_MOST_TABULATED = 1 << 23  # pieces
+_FEW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """One chunk of one file.
+
+    Attributes
+    ----------
+    tensor
+        Number of the tensor in the manifest.
+    piece
+        The piece of its grid.
+    start, end
+        Byte range in the data section of the file.
+    """
+
+    tensor: int
+    piece: Piece
+    start: int
+    end: int
+
+
+def is_home(path: str, folder: str) -> bool:
+    """Tell whether the data file at `path` lies in a manifest's own data `folder` (ends in "/").
+
+    `FileMap` derives the offsets in home files only. A file of an older folder also holds chunks
+    that this manifest does not refer to, so offsets there come from the file's own header, by
+    chunk name (spec 4.4).
+    """
+    return path.startswith(folder)
+
+
+def piece_numels(grid: Grid) -> I64:
+    """Return the number of elements of every piece: as many values as there are pieces."""
+    if not grid.flat:
+        numels = np.ones(1, dtype=np.int64)
+        for axis in grid.axes:
+            numels = np.multiply.outer(numels, _sizes(axis)).ravel()
+        return numels
+    if len(grid.flat) == 1:
+        return np.tile(_sizes(grid.flat[0]), grid.ncells)
+    return np.concatenate([_sizes(axis) for axis in grid.flat])
+
+
+def _sizes(axis: Axis) -> I64:
+    runs = np.array(axis.runs, dtype=np.int64)
+    return np.repeat(runs[:, 0], runs[:, 1])
+
+
+class FileMap:
+    """Maps pieces to byte ranges of home files, and back. Threads may share it.
+
+    Parameters
+    ----------
+    tensors, grids, owners
+        The tables of a manifest, checked already by `ckptd.checkpoint.format.invariants`.
+    ranked
+        Numbers of the tensors that hold per-rank objects: their chunks are named by rank.
+    ranks
+        Rank of each file; file number is rank when left out.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorEntry],
+        grids: Sequence[Grid],
+        owners: Sequence[Owners],
+        ranked: frozenset[int] = frozenset(),
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.ranked = ranked
+        self._ranks = ranks
+        self.tensors = tensors
+        self.grids = grids
+        self.owners = owners
+        self.dtypes: list[DType] = [dtype_of(t.dtype, t.name) for t in tensors]
+        groups: dict[_Group, int] = {}
+        group_of = [
+            groups.setdefault((t.grid, t.owners, t.base, d.itemsize), len(groups))
+            for t, d in zip(tensors, self.dtypes, strict=True)
+        ]
+        self._groups = list(groups)
+        self._group_of = np.array(group_of, dtype=np.int64)
+        itemsizes = np.array([d.itemsize for d in self.dtypes], dtype=np.int64)
+        self.order: I64 = np.argsort(-itemsizes, kind="stable")
+        """Tensor numbers in canonical order."""
+        self._starts: Templates[int, I64] = Templates(_CACHE)
+        self._held: Templates[tuple[int, int], tuple[I64, I64]] = Templates(_CACHE)
+        self._numels: Templates[int, I64] = Templates(_CACHE)
+        self._runs: Templates[int, I64] = Templates(_CACHE)
+        self._asked = 0
+
+    @staticmethod
+    def of(manifest: Manifest, where: str) -> FileMap:
+        """Build the map of a manifest; a broken table is a `CorruptError`."""
+        per_rank = {o.tensor for o in manifest.objects if o.per_rank}
+        ranked = frozenset(i for i, t in enumerate(manifest.tensors) if t.name in per_rank)
+        try:
+            return FileMap(
+                manifest.tensors,
+                [g.grid() for g in manifest.grids],
+                [Owners(r) for r in manifest.owners],
+                ranked,
+                [f.rank for f in manifest.files],
+            )
+        except (ValueError, OverflowError) as error:
+            raise CorruptError(
+                "manifest breaks a rule", kind="bad-manifest", where=where, found=str(error)[:300]
+            ) from None
+
+    def grid_of(self, tensor: int) -> Grid:
+        """Grid of tensor number `tensor`."""
+        return self.grids[self.tensors[tensor].grid]
+
+    def owner(self, tensor: int, piece: int) -> int:
+        """Number of the file that holds a piece, or `ABSENT`."""
+        t = self.tensors[tensor]
+        return self.owners[t.owners].owner(piece, t.base)
+
+    def numels(self, grid: int) -> I64:
+        """Return `piece_numels` of grid number `grid`; do not write to it."""
+        found = self._numels.get(grid)
+        if found is None:
+            found = piece_numels(self.grids[grid])
+            self._numels.put(grid, found, weight=len(found))
+        return found
+
+    def starts(self, file: int) -> I64:
+        """Offset of each tensor's first byte in `file`, by tensor number; one more entry: the end.
+
+        Do not write to it.
+        """
+        found = self._starts.get(file)
+        if found is None:
+            ordered = self._weights(file)[self._group_of[self.order]]
+            ends = np.cumsum(ordered)
+            found = np.empty(len(self.tensors) + 1, dtype=np.int64)
+            found[self.order] = ends - ordered
+            found[-1] = ends[-1] if len(ends) else 0
+            self._starts.put(file, found, weight=len(found))
+        return found
+
+    def _weights(self, file: int) -> I64:
+        """Bytes of one tensor of each group in `file`.
+
+        A reader of few files asks group by group. One that changes the layout touches thousands
+        of files, and there are as many groups as replicated scalars: for it the groups of every
+        file are tabulated once.
+        """
+        weights = np.zeros(len(self._groups) or 1, dtype=np.int64)
+        table = self._tabulated()
+        if table is None:
+            for i, (_, _, _, itemsize) in enumerate(self._groups):
+                weights[i] = itemsize * int(self._pieces(i, file)[1][-1])
+            return weights
+        files, groups, sizes = table
+        lo, hi = np.searchsorted(files, (file, file + 1))
+        np.add.at(weights, groups[lo:hi], sizes[lo:hi])
+        return weights
+
+    def _tabulated(self) -> tuple[I64, I64, I64] | None:
+        """Return the table once several files were asked for; None before, or if there is none."""
+        self._asked += 1
+        return self._table if self._asked > _TABULATE_AFTER else None
+
+    @cached_property
+    def _table(self) -> tuple[I64, I64, I64] | None:
+        """``(file, group, bytes)`` of every piece of every group, by file; None when too large."""
+        if sum(self.owners[o].npieces for _, o, _, _ in self._groups) > _MOST_TABULATED:
+            return None
+        files, groups, sizes = [], [], []
+        for i, (grid, owners, base, itemsize) in enumerate(self._groups):
+            owned = self.owners[owners].array()
+            held = np.flatnonzero(owned != ABSENT)
+            files.append(owned[held] + base)
+            groups.append(np.full(len(held), i, dtype=np.int64))
+            sizes.append(self.numels(grid)[held] * itemsize)
+        if not files:
+            return None
+        everywhere = np.concatenate(files)
+        order = np.argsort(everywhere, kind="stable")
+        return everywhere[order], np.concatenate(groups)[order], np.concatenate(sizes)[order]
+
+    def _pieces(self, group: int, file: int) -> tuple[I64, I64]:
+        """Pieces of a group that `file` holds, and the elements before each; one more: all."""
+        found = self._held.get((group, file))
+        if found is None:
+            grid, owners, base, _ = self._groups[group]
+            pieces = self._pieces_of(owners, file - base)
+            if len(pieces) <= _FEW:
+                numels = np.array([self.grids[grid].piece(int(p)).numel for p in pieces], np.int64)
+            else:
+                numels = self.numels(grid)[pieces]
+            found = pieces, np.concatenate(([0], np.cumsum(numels))).astype(np.int64)
+            self._held.put((group, file), found, weight=1 + len(pieces))
+        return found
+
+    def _pieces_of(self, owners: int, file: int) -> I64:
+        """Do what `Owners.pieces_of` does, without a step of Python for each run or piece."""
+        runs = self.owners[owners].runs
+        if file < 0:  # `base` above the file: or an absent piece would pass for one of file -1
+            return np.empty(0, dtype=np.int64)
+        if len(runs) == 1 and runs[0][1] == 0:
+            return np.arange(runs[0][2] if runs[0][0] == file else 0, dtype=np.int64)
+        if len(runs) <= _FEW and all(step for _, step, _ in runs):
+            return np.fromiter(self.owners[owners].pieces_of(file), dtype=np.int64)
+        table = self._runs.get(owners)
+        if table is None:
+            columns = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+            table = np.concatenate((columns, [np.cumsum(columns[2]) - columns[2]]))
+            self._runs.put(owners, table, weight=table.size)
+        first, step, count, start = table
+        same = (step == 0) & (first == file)
+        away = file - first
+        at = np.where(step == 0, -1, away // np.where(step == 0, 1, step))
+        one = (at >= 0) & (at < count) & (at * step == away)
+        hits = np.flatnonzero(same | one)
+        parts = [
+            np.arange(start[i], start[i] + count[i]) if same[i] else start[i : i + 1] + at[i]
+            for i in hits
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def data_bytes(self, file: int) -> int:
+        """Length of the data section of `file`, as the manifest's tables imply it."""
+        return int(self.starts(file)[-1])
+
+    def all_data_bytes(self, nfiles: int) -> I64:
+        """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces."""
+        total = np.zeros(nfiles, dtype=np.int64)
+        known, files = -1, np.empty(0, dtype=np.int64)
+        for i in sorted(range(len(self._groups)), key=lambda i: self._groups[i][1::-1]):
+            grid, owners, base, itemsize = self._groups[i]
+            if owners != known:
+                known, files = owners, self.owners[owners].array()
+            held = files != ABSENT
+            weight = int(self._tensors_of[i]) * itemsize
+            np.add.at(total, files[held] + base, self.numels(grid)[held] * weight)
+        return total
+
+    def nchunks(self, file: int) -> int:
+        """Number of chunks of `file`."""
+        table = self._tabulated()
+        if table is not None:
+            lo, hi = np.searchsorted(table[0], (file, file + 1))
+            return int(self._tensors_of[table[1][lo:hi]].sum())
+        return sum(
+            int(n) * len(self._pieces(i, file)[0])
+            for i, n in zip(range(len(self._groups)), self._tensors_of, strict=False)
+        )
+
+    @cached_property
+    def _tensors_of(self) -> I64:
+        """Number of tensors of each group."""
+        return np.bincount(self._group_of, minlength=len(self._groups))
+
+    def locate(self, tensor: int, piece: int) -> tuple[int, int, int]:
+        """Return ``(file, start, end)`` of a piece; the file is `ABSENT` when no rank holds it."""
+        file = self.owner(tensor, piece)
+        if file == ABSENT:
+            return ABSENT, 0, 0
+        pieces, before = self._pieces(int(self._group_of[tensor]), file)
+        at = int(pieces.searchsorted(piece))
+        start, itemsize = int(self.starts(file)[tensor]), self.dtypes[tensor].itemsize
+        return file, start + int(before[at]) * itemsize, start + int(before[at + 1]) * itemsize
+
+    def chunks(self, file: int) -> list[ChunkRef]:
+        """Return every chunk of `file`, in file order."""
+        out: list[ChunkRef] = []
+        position = 0
+        for tensor, number in zip(*(v.tolist() for v in self.chunk_numbers(file)), strict=True):
+            piece = self.grid_of(tensor).piece(number)
+            end = position + piece.numel * self.dtypes[tensor].itemsize
+            out.append(ChunkRef(tensor, piece, position, end))
+            position = end
+        return out
+
+    def chunk_numbers(self, file: int) -> tuple[I64, I64]:
+        """Return tensor and piece of every chunk of `file`, in file order."""
+        here: I64 = np.arange(len(self._groups))
+        if self._table is not None:  # most groups are one scalar each, or tensors of one file
+            lo, hi = np.searchsorted(self._table[0], (file, file + 1))
+            here = np.unique(self._table[1][lo:hi])
+        held = [self._pieces(group, file)[0] for group in here.tolist()]
+        if not held:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        sizes = np.zeros(len(self._groups), dtype=np.int64)
+        sizes[here] = [len(pieces) for pieces in held]
+        groups = self._group_of[self.order]
+        counts = sizes[groups]
+        # Of each chunk: where its group's pieces begin in the pool, and which of them it is.
+        begin = np.repeat((np.cumsum(sizes) - sizes)[groups], counts)
+        which = np.arange(len(begin)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self.order, counts), np.concatenate(held)[begin + which]
+
+    def header_entries(self, file: int) -> list[tuple[str, DType, tuple[int, ...]]]:
+        """Return what `ckptd.checkpoint.format.container.build_header` needs for `file`."""
+        return [
+            (self.chunk_name(file, c), self.dtypes[c.tensor], c.piece.shape)
+            for c in self.chunks(file)
+        ]
+
+    def chunk_name(self, file: int, chunk: ChunkRef) -> str:
+        """Return the name of a chunk in the header of its file."""
+        tensor = self.tensors[chunk.tensor]
+        if chunk.tensor in self.ranked:
+            return ranked_chunk_name(tensor.name, self._ranks[file] if self._ranks else file)
+        return chunk_name(tensor.name, chunk.piece, tensor.shape)
+
+    @cached_property
+    def total_chunks(self) -> int:
+        """Number of chunks in all files, in work that grows with the tables and not with pieces."""
+        present = [sum(n for first, _, n in o.runs if first != ABSENT) for o in self.owners]
+        return sum(
+            n * present[owners]
+            for n, (_, owners, _, _) in zip(self._tensors_of.tolist(), self._groups, strict=False)
+        )
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all logical tensors, absent pieces included."""
+        return sum(
+            math.prod(t.shape) * d.itemsize for t, d in zip(self.tensors, self.dtypes, strict=True)
+        )

@@ -17,8 +17,8 @@ import numpy as np
 from ckptd.base.digest import MAX_CHUNKS, DigestIndex, is_digest
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
-from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk
-from ckptd.checkpoint.format.filemap import FileMap, is_home
+from ckptd.checkpoint.format.codec import MAX_METADATA_BYTES
+from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk, FileMap, is_home
 from ckptd.checkpoint.format.manifest import (
     SUBCLASS,
     UNDIGESTED,
@@ -27,7 +27,6 @@ from ckptd.checkpoint.format.manifest import (
     Manifest,
     MeshEntry,
 )
-from ckptd.checkpoint.format.metadata import MAX_METADATA_BYTES
 from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
     MAX_RANK,

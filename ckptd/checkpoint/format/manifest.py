@@ -12,8 +12,8 @@ import msgspec
 import zstandard
 
 from ckptd.base.grids.grid import Axis, Grid
+from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.format.names import CommitName, data_folder
-from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.decoding import converter
 from ckptd.errors import CorruptError
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
 from ckptd.errors import RefusedError
 

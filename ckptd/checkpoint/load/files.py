@@ -29,8 +29,15 @@ from ckptd.base.digest import (
 )
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.runtime.host import available_bytes
-from ckptd.checkpoint.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
-from ckptd.checkpoint.format.filemap import ChunkRef, FileMap, is_home
+from ckptd.checkpoint.format.container import (
+    MAX_HEADER_BYTES,
+    Chunk,
+    ChunkRef,
+    FileMap,
+    header_bytes,
+    is_home,
+    parse_header,
+)
 from ckptd.checkpoint.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest
 from ckptd.checkpoint.format.names import digests_key, parse_chunk_name

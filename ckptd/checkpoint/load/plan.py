@@ -22,7 +22,7 @@ from ckptd.base.grids.block import Block, Fill, Region
 from ckptd.base.grids.grid import Grid, strides_of
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import plan
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import Manifest
 from ckptd.checkpoint.load.copier import copy_values
 from ckptd.checkpoint.load.files import PieceLocations

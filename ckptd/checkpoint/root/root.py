@@ -1,12 +1,15 @@
-"""A root: the folder with ``ckptd.json`` in it, and how a record is created exactly once."""
+"""A root: the folder with ``ckptd.json`` in it, how a record is created exactly once, its tier."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 
-from ckptd.checkpoint.format.names import COMMITS, GENERATIONS, ROOT_MARKER
+from ckptd import events
+from ckptd.checkpoint.format.names import COMMITS, GENERATIONS, ROOT_MARKER, CommitName
 from ckptd.checkpoint.format.records import (
     MAX_RECORD_BYTES,
     R,
@@ -16,8 +19,9 @@ from ckptd.checkpoint.format.records import (
 )
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
 from ckptd.store.base import Store, root_gone
+from ckptd.store.wrap import innermost
 
-__all__ = ["Root", "seconds_of", "stamp"]
+__all__ = ["Root", "root_tier", "saving", "seconds_of", "stamp", "tier_of"]
 
 
 def stamp(seconds: float | None = None) -> str:
@@ -224,3 +228,22 @@ class Root:
             return self.store.get(key) == raw
         except (NotFoundError, StoreError):
             return False
+
+
+def tier_of(store: Store) -> str:
+    """Return the tier that a checkpointer's root is: ``local``, ``remote``, or ``memory``."""
+    if not store.capabilities.shared:
+        return "memory"
+    # Of the store itself: one that packs gives no local files, wherever it is.
+    return "local" if innermost(store).capabilities.local_files else "remote"
+
+
+def root_tier(store: Store, near: Iterable[str]) -> str:
+    """Return the tier that a root is beside near tiers: ``local`` is then a folder a node."""
+    return "remote" if "local" in near else tier_of(store)
+
+
+def saving(store: Store, name: CommitName, attempt: str, rank: int) -> AbstractContextManager[None]:
+    """Say whose share of which save is worked on; a tier that was named already stays."""
+    save = events.SaveId(name.step, name.generation, attempt, rank)
+    return events.about(save, tier=events.current().tier or tier_of(store))

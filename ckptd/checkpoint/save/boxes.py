@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format import codec
+from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.manifest import (
     GridEntry,
     ManifestTables,
@@ -30,7 +31,6 @@ from ckptd.checkpoint.format.manifest import (
     Runs3,
     TensorEntry,
 )
-from ckptd.checkpoint.format.metadata import checked_metadata
 from ckptd.checkpoint.format.names import (
     CommitName,
     attempt_name,
@@ -44,7 +44,7 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
 from ckptd.checkpoint.root.opening import root_spec
-from ckptd.checkpoint.root.spans import saving
+from ckptd.checkpoint.root.root import saving
 from ckptd.checkpoint.save.commit import finish_attempt
 from ckptd.checkpoint.save.drain import data_file, remove_file, share_part, write_file
 from ckptd.checkpoint.save.messages import (

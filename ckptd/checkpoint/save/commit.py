@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT, Owners
-from ckptd.checkpoint.format.filemap import is_home
+from ckptd.checkpoint.format.container import is_home
 from ckptd.checkpoint.format.manifest import (
     SUBCLASS,
     SUBCLASSES,
@@ -39,7 +39,7 @@ from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.checkpoint.root.leases import hold
-from ckptd.checkpoint.root.spans import saving
+from ckptd.checkpoint.root.root import saving
 from ckptd.checkpoint.save.dedup import MOST_FOLDERS
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
 from ckptd.checkpoint.save.structure import SavePlan

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.digest import DIGEST_BYTES
 from ckptd.base.grids.owners import ABSENT
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest
 from ckptd.checkpoint.format.names import PARTS, CommitName

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import zstandard
 
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.lineage import line
 from ckptd.checkpoint.format.manifest import (

@@ -24,7 +24,7 @@ from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
-from ckptd.checkpoint.format.filemap import ChunkRef, FileMap
+from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, Runs3, TensorEntry
 from ckptd.checkpoint.format.witness import WitnessPlan, gather
 from ckptd.decoding import json_decoder

@@ -21,20 +21,19 @@ from ckptd.base.runtime.launched import whole
 from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, one_at_a_time
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
-from ckptd.checkpoint.format.metadata import checked_metadata
+from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
 from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.root.policy import Every, Keep
-from ckptd.checkpoint.root.spans import root_tier, saving
+from ckptd.checkpoint.root.root import root_tier, saving
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
 from ckptd.checkpoint.save.tiers import Tier, tier_specs
-from ckptd.checkpoint.torch.job import job_of
+from ckptd.checkpoint.torch.job import Lineage, job_of
 from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
-from ckptd.checkpoint.torch.lineage import Lineage
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
 from ckptd.checkpoint.torch.options import CopyOptions, Preemption, Storage, given, preemption_of
@@ -48,7 +47,7 @@ from ckptd.checkpoint.torch.schedule import (
     rule_of,
 )
 from ckptd.errors import CkptdError, UsageError
-from ckptd.events.activity import phase
+from ckptd.events.bus import phase
 from ckptd.events.metrics import Metrics
 
 __all__ = ["CallEvents", "Checkpointer", "uncompiled"]

@@ -18,7 +18,7 @@ from ckptd.base.grids.grid import reach_of
 from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import read_memory
 from ckptd.base.torch.device import has_streams, kind_of
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.torch import ondevice

@@ -28,7 +28,7 @@ from ckptd.checkpoint.save.arena import MOST_SLOTS
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.errors import SaveError
-from ckptd.events.activity import phase
+from ckptd.events.bus import phase
 
 __all__ = ["Gate"]
 

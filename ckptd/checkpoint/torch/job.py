@@ -1,21 +1,31 @@
-"""The job around a checkpointer: none, or that of a launcher of ours, which is the part ``job``."""
+"""A checkpointer's job: its place in the root's history, and the launcher around it, if any.
+
+That of ckptd's own launchers is the part ``job``.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ckptd.base.runtime import launched
 from ckptd.base.runtime.ranks import Board
+from ckptd.base.torch.ranks import Agreement
+from ckptd.checkpoint.format.names import CommitName, attempt_name
+from ckptd.checkpoint.load.opening import begin_beside
+from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.torch.schedule import SignalWatch
+from ckptd.errors import NotFoundError, RefusedError, StoreError
+from ckptd.events.bus import phase
 from ckptd.parts import part
 
 if TYPE_CHECKING:
     from ckptd.store import Store
 
-__all__ = ["Abandonable", "Job", "MakeJob", "job_of"]
+__all__ = ["Abandonable", "Job", "Lineage", "MakeJob", "job_of"]
 
 
 class Abandonable(Protocol):
@@ -92,3 +102,183 @@ def job_of(
     if launched.LAUNCHER_VARIABLE not in os.environ:
         return Job(SignalWatch(signals))
     return cast("MakeJob", part("job"))(checkpointer, board, signals, new_run)
+
+
+_log = logging.getLogger("ckptd")
+_STILL = 100
+"""Calls of one step after which the log says that no save is due at them."""
+
+
+class _Unclaimed(NamedTuple):
+    """A load whose generation could not be claimed, and what the newest one was then."""
+
+    parent: CommitName
+    committed: bool
+    newest: int
+
+
+class Lineage:
+    """Claims the generation at the first save or load, and knows the last step.
+
+    Attributes
+    ----------
+    generation
+        Claimed generation; 0 before the first claim.
+    last_step
+        The step that was loaded or saved last; None when there is none.
+    root_id, claim_id
+        Of the root, and of the generation's record there: what is saved is for them alone.
+    """
+
+    def __init__(self, catalogue: Catalogue, agreement: Agreement, *, new_run: bool | None) -> None:
+        self._catalogue = catalogue
+        self._agreement = agreement
+        self._new_run = new_run
+        self._attempts = 0
+        self.generation = 0
+        self.last_step: int | None = None
+        self.root_id = ""
+        self.claim_id = ""
+        self._unclaimed: _Unclaimed | None = None
+        self._called: int | None = None
+        self._still = 0
+
+    def newest(self) -> CommitName | None:
+        """Return the newest commit of the line, the same on every rank."""
+        found = self._agreement.on_rank_zero("newest", self._newest)
+        return None if found is None else CommitName(*found)
+
+    def _newest(self) -> tuple[int, int] | None:
+        try:
+            self._catalogue.open()
+        except NotFoundError:
+            return None
+        name = self._catalogue.latest()
+        return None if name is None else (name.step, name.generation)
+
+    @phase("ckpt")
+    def claim_for_save(self, step: int) -> None:
+        """Claim a generation that continues the newest line, if none is claimed yet.
+
+        Raises
+        ------
+        RefusedError
+            kind ``behind``: the line has a commit at or after `step`. kind ``not-loaded``: it has
+            an earlier one, nothing was loaded, and `new_run` is not given.
+        ConflictError
+            kind ``superseded``: what was loaded could not be claimed then, and another
+            life of the job has begun a generation since.
+        """
+        if self.generation:
+            return
+        late = self._unclaimed
+
+        def claim() -> Any:
+            if late is not None:
+                self._catalogue.check_not_superseded(late.newest)
+                return self._claim(late.parent, "load", committed=late.committed)
+
+            begin_beside(self._catalogue)
+            parent = self._catalogue.continue_line(step, self._new_run)
+            return self._claim(parent, "start" if parent is None else "continue")
+
+        self._take(self._agreement.on_rank_zero("claim", claim))
+
+    @phase("ckpt")
+    def claim_for_load(
+        self, parent: CommitName, *, committed: bool = True, at_once: bool = True
+    ) -> str:
+        """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
+
+        Where nothing can be written (a full disk, a read-only root, a store that cannot decide who
+        creates an object first), or not `at_once`, the first save claims it: a program that only
+        reads needs none, and would take the line from the job that trains. Returns a warning about
+        what could not be written; else nothing.
+        """
+
+        def claim() -> Any:
+            if not at_once:
+                return 0, parent.step, "", "", "", self._catalogue.newest_generation()
+            try:
+                return self._claim(parent, "load", committed=committed)
+            except (StoreError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.kind != "no-create-only":
+                    raise
+                text = f"no generation is claimed before the first save: {error.message}"
+                return 0, parent.step, "", "", text, self._catalogue.newest_generation()
+
+        *claimed, text, newest = self._agreement.on_rank_zero("claim", claim)
+        self._take((*claimed, text, newest))
+        self._called, self._still = None, 0
+        late = bool(text) or not at_once
+        self._unclaimed = _Unclaimed(parent, committed, newest) if late else None
+        if text:
+            _log.warning("%s", text)
+        return str(text)
+
+    def _claim(
+        self, parent: CommitName | None, reason: str, *, committed: bool = True
+    ) -> tuple[int, int | None, str, str, str, int]:
+        world = self._agreement.board.world
+        claimed = self._catalogue.claim(parent, world, reason, committed=committed)
+        step = None if parent is None else parent.step
+        return claimed.generation, step, claimed.root, claimed.claim_id, "", 0
+
+    def _take(self, claimed: Any) -> None:
+        self.generation, self.last_step, self.root_id, self.claim_id, _, _ = claimed
+        self._unclaimed = None
+        self._attempts = 0
+
+    def on_catalogue(self, function: Callable[[Catalogue], Any]) -> None:
+        """Run `function` on rank 0's catalogue; an error is raised on every rank."""
+
+        def run() -> None:
+            self._catalogue.open()
+            function(self._catalogue)
+
+        self._agreement.on_rank_zero("catalogue", run)
+
+    def follow(self, step: int) -> None:
+        """Take the step of a call of ``save``, before any rule says whether it is due.
+
+        Rules by step and by clock count from the last save: a step before it would be due to none
+        of them, and a loop that counts from 1 again in each epoch would never save again. One that
+        goes back without passing the last save may be rolled back in memory: the log says it.
+
+        Raises
+        ------
+        RefusedError
+            kind ``behind``: `step` is earlier than the last one saved or loaded. The same step
+            may be tried again: if it was committed after all, the handle fails.
+        """
+        if self.last_step is not None and step < self.last_step:
+            raise RefusedError(
+                f"step {step} is earlier than the last one",
+                kind="behind",
+                wanted=f"a step from {self.last_step} on",
+                found=step,
+                hint="count on through epochs, and from what load() returns after a restart;"
+                " to go back, load() the older step first",
+            )
+        before, self._called = self._called, step
+        self._still = self._still + 1 if step == before else 0
+        if self._agreement.board.rank:
+            return
+        if before is not None and step < before:
+            _log.warning(
+                "save(%d) after save(%d): steps go back, and only one that is later than the last "
+                "that was saved is due: count on through epochs",
+                step,
+                before,
+            )
+        elif self._still == _STILL:
+            _log.warning(
+                "save(%d) was called %d times: steps must grow for another save to be due",
+                step,
+                _STILL + 1,
+            )
+
+    def next_attempt(self) -> str:
+        """Return the attempt's name; every rank counts alike."""
+        self._attempts += 1
+        return attempt_name(self._attempts, self.claim_id)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ckptd.base.torch.ranks import Agreement
-from ckptd.checkpoint.format.filemap import ChunkRef, FileMap
+from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.load.plan import Want
 from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure

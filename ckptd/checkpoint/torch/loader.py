@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.block import box_region
 from ckptd.base.runtime.pauses import no_collection
+from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, host_members
 from ckptd.checkpoint.format import codec
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.codec import parse_json
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, about_foreign
 from ckptd.checkpoint.format.names import (
@@ -33,7 +35,6 @@ from ckptd.checkpoint.format.names import (
     parse_data_folder,
     rank_of_file,
 )
-from ckptd.checkpoint.format.strictjson import parse_json
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.format.witness_full import FullWitness
 from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
@@ -44,7 +45,7 @@ from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import Unheld, hold_or_read, renewed
-from ckptd.checkpoint.root.spans import saving, tier_of
+from ckptd.checkpoint.root.root import saving, tier_of
 from ckptd.checkpoint.save.recover import (
     Candidates,
     LoadCandidate,
@@ -55,7 +56,7 @@ from ckptd.checkpoint.save.recover import (
 )
 from ckptd.checkpoint.torch.filling import Filling, Image, TargetElements, overlapping
 from ckptd.checkpoint.torch.layouts import LayoutLoad, LayoutSpec, LoadLayouts, NoLayout
-from ckptd.checkpoint.torch.ondevice import refuse_capture
+from ckptd.checkpoint.torch.ondevice import captured
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import Dropped, Leaves
 from ckptd.checkpoint.torch.state.restore import (
@@ -80,7 +81,7 @@ from ckptd.errors import (
     SaveError,
     StoreError,
 )
-from ckptd.events.activity import at_step, phase
+from ckptd.events.bus import at_step, phase
 from ckptd.types import Box, dtype_of
 
 if TYPE_CHECKING:
@@ -572,7 +573,8 @@ class Loader:
         elsewhere
             Read this instead of the root and near tiers.
         """
-        refuse_capture("load")
+        if is_capturing():
+            raise captured("load")
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
         options = _Options(
             strict,

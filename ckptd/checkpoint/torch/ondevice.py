@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ckptd.base.torch.device import DeviceKind, is_capturing, kind_of
+from ckptd.base.torch.device import DeviceKind, kind_of
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
 from ckptd.checkpoint.torch.replicas import Samples, digest_of_sample, sampled_bytes
@@ -38,9 +38,9 @@ __all__ = [
     "FirstBytesWatch",
     "OnDevice",
     "Pins",
+    "captured",
     "cloned",
     "device_bytes",
-    "refuse_capture",
 ]
 
 
@@ -606,27 +606,15 @@ def _free_bytes(device: torch.device) -> int:
     return kind_of(device).free_bytes(device) or 0
 
 
-def refuse_capture(call: Literal["save", "load", "publish"]) -> None:
-    """Raise where the current stream is being captured into a graph.
-
-    Parameters
-    ----------
-    call
-        What would be captured.
-
-    Raises
-    ------
-    UsageError
-        kind ``capturing``.
-    """
-    if is_capturing():
-        raise UsageError(
-            f"a {call} cannot be part of a graph: a replay would copy, and {call} nothing",
-            kind="capturing",
-            wanted=f"{call}() outside the capture of a graph, as torch.cuda.graph() makes it",
-            hint=f"{call} between replays"
-            + (", and call before_mutation() before the next one" if call == "save" else ""),
-        )
+def captured(call: Literal["save", "load", "publish"]) -> UsageError:
+    """Return the refusal of a call whose copies would become part of a graph."""
+    return UsageError(
+        f"a {call} cannot be part of a graph: a replay would copy, and {call} nothing",
+        kind="capturing",
+        wanted=f"{call}() outside the capture of a graph, as torch.cuda.graph() makes it",
+        hint=f"{call} between replays"
+        + (", and call before_mutation() before the next one" if call == "save" else ""),
+    )
 
 
 MOST_WATCHED = 64

@@ -16,10 +16,11 @@ import numpy as np
 from ckptd import events
 from ckptd.base.digest import digest_hex
 from ckptd.base.runtime.pauses import no_collection
+from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement
+from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.manifest import ObjectEntry
-from ckptd.checkpoint.format.metadata import checked_metadata
 from ckptd.checkpoint.root.policy import Keep
 from ckptd.checkpoint.save.client import WriterClient, post_failure
 from ckptd.checkpoint.save.handle import SaveTracker
@@ -35,7 +36,7 @@ from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot, copy_st
 from ckptd.checkpoint.torch.feed import CopyStep
 from ckptd.checkpoint.torch.gate import Gate
 from ckptd.checkpoint.torch.layouts import LayoutSave, NoLayout
-from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
+from ckptd.checkpoint.torch.ondevice import DeviceCopies, captured
 from ckptd.checkpoint.torch.options import CopyOptions
 from ckptd.checkpoint.torch.replicas import Samples, replica_digests, shards_in_common
 from ckptd.checkpoint.torch.state.describe import Describer
@@ -43,7 +44,7 @@ from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, SaveError, WorkerError
-from ckptd.events.activity import at_step, phase
+from ckptd.events.bus import at_step, phase
 
 __all__ = ["SavePlanner", "Saver", "wait_for_copying"]
 
@@ -294,7 +295,8 @@ class Saver:
                 self._planner.after_failure(failed.failure)
         self._unchecked.append(handle)
         try:
-            refuse_capture("save")
+            if is_capturing():
+                raise captured("save")
             self._gate.check()
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             checked = checked_metadata(metadata) if self._board.rank == 0 else {}
@@ -453,7 +455,8 @@ class Saver:
                     slot.staged = total
                     client.seal(save.job, slot, *self._replicas(laid, holders, samples))
                     slot.warm_up()
-                    self._device_copies.lock_later(slot, snapshot.devices)
+                    if snapshot.devices:
+                        self._device_copies.lock_later(slot, snapshot.devices)
                 except CkptdError as error:
                     client.abandon(save.job, error.message, error)
                 except BaseException as error:  # noqa: BLE001 - the handle has it

@@ -36,7 +36,7 @@ from ckptd.checkpoint.root.policy import Every, plain_int
 from ckptd.checkpoint.save.handle import SaveHandle
 from ckptd.checkpoint.torch.options import WhenFull
 from ckptd.errors import CkptdError, DeadlineError, UsageError
-from ckptd.events.activity import phase
+from ckptd.events.bus import phase
 
 __all__ = [
     "SAVE",

@@ -29,13 +29,14 @@ from ckptd.base.runtime.ownership import (
     one_at_a_time,
 )
 from ckptd.base.runtime.ranks import Board
+from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot
 from ckptd.checkpoint.torch.feed import CopyStep
 from ckptd.checkpoint.torch.gate import Gate
 from ckptd.checkpoint.torch.layouts import LayoutSpec
-from ckptd.checkpoint.torch.ondevice import DeviceCopies, refuse_capture
+from ckptd.checkpoint.torch.ondevice import DeviceCopies, captured
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import dtype_name
@@ -377,7 +378,8 @@ class Publisher(OfOneProcess):
             raise UsageError("the publisher is closed", kind="closed")
         not_at_exit("publish")
         begun_ns = events.now_ns()
-        refuse_capture("publish")
+        if is_capturing():
+            raise captured("publish")
         problem: CkptdError | None = None
         leaves = Leaves()
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from ckptd.base.grids.block import piece_regions
 from ckptd.base.grids.grid import whole
 from ckptd.base.grids.owners import Owners, single_owner
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.reshard.compose import TensorLink
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.groups import are_torchs, groups_name, settings_above

@@ -31,7 +31,7 @@ import msgspec
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.grid import Grid, whole
 from ckptd.base.grids.owners import Owners
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.checkpoint.format.names import ROOT_MARKER, CommitName
 from ckptd.checkpoint.load.files import PieceLocations

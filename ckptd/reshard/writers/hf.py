@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from ckptd.base.grids.owners import single_owner
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.errors import UsageError
 from ckptd.reshard.execute import FileDraft
 from ckptd.reshard.job import safetensors_draft

@@ -16,8 +16,7 @@ import numpy as np
 from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import strides_of, whole
 from ckptd.base.grids.owners import single_owner
-from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.witness import select
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.copies import TargetPlan

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptd.base.grids.grid import whole
 from ckptd.base.grids.owners import single_owner
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.errors import UsageError
 from ckptd.lay.matching import NameTemplates
 from ckptd.reshard.execute import FileDraft

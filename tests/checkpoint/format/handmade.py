@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 
 from ckptd.base.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
-from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.manifest import encode_manifest
 from ckptd.checkpoint.format.names import CommitName, commit_key, digests_key, generation_key
 from ckptd.checkpoint.format.records import Commit, Generation, Parent, RootMarker, encode_record

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.format.codec import MAX_DEPTH, decode, encode, register
-from ckptd.checkpoint.format.strictjson import parse_json
+from ckptd.checkpoint.format.codec import MAX_DEPTH, decode, encode, parse_json, register
 from ckptd.errors import CorruptError, UsageError
 from tests.checkpoint.format.strategies import Colour, Point, values
 

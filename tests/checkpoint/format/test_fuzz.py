@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from ckptd.base.digest import DigestIndex
 from ckptd.checkpoint.format.codec import decode, encode
-from ckptd.checkpoint.format.container import build_header, header_bytes, parse_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header, header_bytes, parse_header
 from ckptd.checkpoint.format.invariants import (
     check_coverage,
     check_files,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.base.digest import DigestIndex
 from ckptd.checkpoint.format import invariants
-from ckptd.checkpoint.format.container import build_header, parse_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header, parse_header
 from ckptd.checkpoint.format.invariants import (
     check_coverage,
     check_files,

@@ -15,8 +15,7 @@ from ckptd.base.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
 from ckptd.base.grids.block import Region, piece_regions
 from ckptd.base.grids.grid import Axis, Grid, Piece, strides_of, whole
 from ckptd.base.grids.owners import ABSENT, Owners
-from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap, build_header
 from ckptd.checkpoint.format.manifest import (
     FileEntry,
     GridEntry,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptd.base.digest import digest_hex
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import (
     FileEntry,
     GridEntry,

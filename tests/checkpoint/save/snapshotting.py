@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ckptd.base.grids.block import box_region
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import Manifest
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.load.plan import Want, read_plan

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_files, check_manifest
 from ckptd.checkpoint.format.manifest import FileEntry, encode_manifest
 from ckptd.checkpoint.format.names import CommitName, data_folder, file_key

@@ -26,12 +26,12 @@ from ckptd.checkpoint.torch.state.tensors import (
     dtype_name,
     has_own_places,
     is_dtensor,
+    is_hollow,
+    is_wrapped,
     local_tensor,
 )
 from ckptd.checkpoint.torch.state.wrapped import (
     difference,
-    is_hollow,
-    is_wrapped,
     parts_of,
     record_of,
     spread,

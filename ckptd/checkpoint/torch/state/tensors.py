@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.base.torch.device import accelerator, kind_of
@@ -29,6 +30,8 @@ __all__ = [
     "is_dtensor",
     "is_fsdp1",
     "is_fsdp2",
+    "is_hollow",
+    "is_wrapped",
     "local_tensor",
     "target_device",
     "torch_dtype",
@@ -46,6 +49,26 @@ def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether a value is a DTensor."""
     return _is(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor, or what this rank has of a DTensor, is a wrapper subclass."""
+    if type(tensor) in _PLAIN:
+        return False
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
+    plain = type(local) in _PLAIN or local.layout is not torch.strided or local.is_nested
+    wraps: bool = not plain and is_traceable_wrapper_subclass(local)
+    return wraps and not is_dtensor(local) and not is_async(local)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Tell whether a subclass has no memory, though it has values: what it wraps is not known."""
+    if type(tensor) in _PLAIN or tensor.is_meta or not tensor.numel() or is_async(tensor):
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr() and tensor.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:

@@ -24,9 +24,8 @@ from ckptd.checkpoint.torch.state.leaves import (
     put_nothing,
 )
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import dtype_name, torch_dtype
+from ckptd.checkpoint.torch.state.tensors import dtype_name, is_wrapped, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
-from ckptd.checkpoint.torch.state.wrapped import is_wrapped
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = [

@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.checkpoint.format.codec import loaded_class
-from ckptd.checkpoint.torch.state.tensors import is_async, is_dtensor
+from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped
 from ckptd.errors import MismatchError, UsageError
 
 __all__ = [
     "difference",
-    "is_hollow",
-    "is_wrapped",
     "make_wrapped",
     "part_shape",
     "parts_of",
@@ -31,31 +28,10 @@ __all__ = [
     "spread",
 ]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SCALARS = (bool, int, float, str, type(None))
 _UNCOMPARED = "requires_grad"
 """Field of a context that says how a tensor is used, and not what its values are."""
 _MOST_SHOWN = 300
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor, or what this rank has of a DTensor, is a wrapper subclass."""
-    if type(tensor) in _PLAIN:
-        return False
-    local: Any = _local(tensor)
-    plain = type(local) in _PLAIN or local.layout is not torch.strided or local.is_nested
-    wraps: bool = not plain and is_traceable_wrapper_subclass(local)
-    return wraps and not is_dtensor(local) and not is_async(local)
-
-
-def is_hollow(tensor: torch.Tensor) -> bool:
-    """Tell whether a subclass has no memory, though it has values: what it wraps is not known."""
-    if type(tensor) in _PLAIN or tensor.is_meta or not tensor.numel() or is_async(tensor):
-        return False
-    try:
-        return not tensor.untyped_storage().data_ptr() and tensor.untyped_storage().nbytes() > 0
-    except (RuntimeError, NotImplementedError):
-        return True
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from ckptd.elastic.torch.session.leaseguard import BEFORE_STEP, end_if_over, gua
 from ckptd.elastic.torch.session.world import World
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import StoreError, UsageError
-from ckptd.events.activity import regroup
+from ckptd.events.bus import regroup
 
 __all__ = ["session"]
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.host import node_name
 from ckptd.errors import StoreError, UsageError
-from ckptd.events import activity
+from ckptd.events import bus
 from ckptd.monitor.injection import attach_now
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
@@ -325,7 +325,7 @@ def _begin(folder: Path, identity: RingIdentity, sources: Sequence[str]) -> Reco
     if sources:
         new.start(sources)
     atexit.register(detach)
-    activity.listen(new)
+    bus.listen(new)
     if not _told_of_forks:
         _told_of_forks = True
         os.register_at_fork(after_in_child=_leave_alone)
@@ -356,7 +356,7 @@ def detach() -> None:
     current, _current = _current, None
     if current is not None:
         atexit.unregister(detach)
-        activity.listen(None)
+        bus.listen(None)
         current.stop()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.base.torch.ranks import Agreement
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.torch.filling import Filling
 from ckptd.checkpoint.torch.layouts import (

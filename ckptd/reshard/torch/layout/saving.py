@@ -18,7 +18,7 @@ import torch
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import flat_regions
 from ckptd.base.grids.grid import strides_of
-from ckptd.checkpoint.format.filemap import ChunkRef
+from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, TensorEntry
 from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.checkpoint.torch.feed import CopyStep, StridedWindow

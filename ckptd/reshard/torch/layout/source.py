@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptd.checkpoint.format.filemap import FileMap
+from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import about_foreign, foreign_sizes
 from ckptd.checkpoint.torch.state.restore import SavedState
 from ckptd.errors import CkptdError, MismatchError, UsageError

@@ -9,7 +9,7 @@ from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import SaveRequest
-from ckptd.checkpoint.torch.lineage import Lineage
+from ckptd.checkpoint.torch.job import Lineage
 from ckptd.errors import CkptdError
 from tests.checkpoint.crash.tiers.ledger import Claiming, Held, Ledger, Promised, Refused
 

@@ -232,7 +232,7 @@ def hook_trainer(scene: Scene, node: int) -> None:
     import ckptd.checkpoint.torch.loader as loader
     from ckptd.checkpoint.save.arena import Slot
     from ckptd.checkpoint.save.client import WriterClient
-    from ckptd.checkpoint.torch.lineage import Lineage
+    from ckptd.checkpoint.torch.job import Lineage
     from ckptd.checkpoint.torch.nearby import Nearby
 
     _wrap(copying.Snapshot, "copy_now", "copy_now")

@@ -224,9 +224,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a save inside a capture goes on",
-        "ondevice",
-        "    if is_capturing():\n        raise UsageError(",
-        "    if False:\n        raise UsageError(",
+        "saver",
+        "            if is_capturing():\n                raise captured(",
+        "            if False:\n                raise captured(",
         ("a_save_inside_a_capture_is_refused",),
     ),
     Mutant(

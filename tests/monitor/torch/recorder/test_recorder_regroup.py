@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ckptd.monitor
-from ckptd.events.activity import regroup
+from ckptd.events.bus import regroup
 from ckptd.monitor.agent.rings import Rings
 from ckptd.monitor.ring import RecorderState, read
 from ckptd.monitor.torch.recorder.recorder import recorder

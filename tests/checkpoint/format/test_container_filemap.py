@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from ckptd.base.grids.grid import Axis, Grid, even_axis, whole
 from ckptd.base.grids.owners import ABSENT, Owners
-from ckptd.checkpoint.format.container import build_header, parse_header
-from ckptd.checkpoint.format.filemap import FileMap, is_home, piece_numels
+from ckptd.checkpoint.format.container import (
+    FileMap,
+    build_header,
+    is_home,
+    parse_header,
+    piece_numels,
+)
 from ckptd.checkpoint.format.manifest import (
     FileEntry,
     GridEntry,

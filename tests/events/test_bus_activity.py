@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptd.events import activity
+from ckptd.events import bus
 
 
 class Heard:
@@ -27,27 +27,27 @@ class Heard:
         self.words.append((generation, rank, world))
 
 
-@activity.phase("ckpt")
+@bus.phase("ckpt")
 def save(step: int) -> int:
-    activity.at_step(step)
+    bus.at_step(step)
     return step
 
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
-    activity.listen(listener := Heard())
+    bus.listen(listener := Heard())
     yield listener
-    activity.listen(None)
+    bus.listen(None)
 
 
 def test_a_function_decorated_before_is_heard_by_the_listener_of_its_call(heard: Heard) -> None:
     assert save(1) == 1
-    activity.regroup(2, 0, 3)
+    bus.regroup(2, 0, 3)
     assert heard.words == ["ckpt", 1, "end", (2, 0, 3)]
-    activity.listen(None)
+    bus.listen(None)
     assert save(2) == 2
-    activity.regroup(3, 0, 1)
-    activity.listen(later := Heard())
+    bus.regroup(3, 0, 1)
+    bus.listen(later := Heard())
     assert save(3) == 3
     assert len(heard.words) == 4
     assert later.words == ["ckpt", 3, "end"]

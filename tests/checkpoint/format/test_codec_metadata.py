@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.checkpoint.format.metadata import MAX_METADATA_BYTES, checked_metadata
+from ckptd.checkpoint.format.codec import MAX_METADATA_BYTES, checked_metadata
 from ckptd.errors import UsageError
 
 
