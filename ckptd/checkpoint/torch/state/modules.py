@@ -287,13 +287,10 @@ def _add_saved(
     if said is not None:
         said.check_taken(words)
     own |= other | {fqn: (place.child(fqn, f".{fqn}"), _WORDS) for fqn in words}
-    notes: dict[str, tuple[str | None, dict[str, Any]]]
-    notes = {prefix: (None, note) for prefix, note in said_versions(placed).items()}
-    saying = Saying(notes=notes)
     if said is not None and (asks or own):
         saying = said.saying([*same], own, [*words, *other], unsaid)
-        saying.notes.update({p: n for p, n in notes.items() if p not in saying.notes})
     else:
+        saying = Saying(notes=said_versions(placed))
         _compared[module] = form
     saying.add(sink, place, {} if said is None else said.said)
     sink.sayings[place.name] = saying, [*same.values()]
@@ -339,7 +336,8 @@ def _add_loaded(
             sink.add_object(at, None, partial(call_with, inner.set_extra_state, at.name))
         else:
             path.add_object(sink, at, fqn)
-    for raw, prefix, _ in placed:
+    # What wraps another has no note: the innermost comes last.
+    for prefix, raw in {p.prefix: p.raw for p in placed}.items():
         name = place.child(escape_fqn(prefix) + NOTE, "").name
         if name not in saved.objects or sink.has(name):
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -245,21 +245,12 @@ class ModuleWords:
         self.values: dict[str, Any] = {}
         self.keys: dict[str, str] = {}
         for key, value in self.said.items():
-            name = escape_fqn(self._canonical(key))
+            name = escape_fqn("".join(_headed(self._prefixes, key) or ("", key)))
             if name in self.keys:
                 message = "a module's own state_dict() has two values of one name"
                 found = f"{self.keys[name]} and {key}"
                 raise _refused(place, ModulePlace("", "", top), message, found)
             self.values[name], self.keys[name] = value, key
-
-    def _canonical(self, key: str) -> str:
-        head = key
-        while head:
-            head = head.rpartition(".")[0]
-            prefix = self._prefixes.get(f"{head}." if head else "")
-            if prefix is not None:
-                return prefix + key[len(head) + 1 if head else 0 :]
-        return key
 
     @functools.cached_property
     def speaking(self) -> dict[str, ModulePlace]:
@@ -284,13 +275,8 @@ class ModuleWords:
         """Return the module's own key of a name, said or not."""
         if name in self.keys:
             return self.keys[name]
-        head = name
-        while head:
-            head = head.rpartition(".")[0]
-            raw = self._raws.get(f"{head}." if head else "")
-            if raw is not None:
-                return raw + unescape_fqn(name[len(head) + 1 if head else 0 :])
-        return unescape_fqn(name)
+        raw, rest = _headed(self._raws, name) or ("", name)
+        return raw + unescape_fqn(rest)
 
     def saying(
         self,
@@ -320,12 +306,20 @@ class ModuleWords:
             for name in sorted(names):
                 if (speaker := self._speaker(name)) is not None:
                     notes[speaker.prefix][what].append(name)
+        inner = {p.prefix: p.raw for p in self._placed}
         return Saying(
             [*self.said],
             [self.keys[n] for n in same],
             {self.keys[n]: where for n, where in own.items()},
-            {p: (self.speaking[p].raw[:-1], note) for p, note in notes.items()},
+            notes,
             [(weakref.ref(m), takes) for m, takes in self._takers if own],
+            {
+                p.raw[:-1]: (
+                    p.prefix if inner[p.prefix] == p.raw else None,
+                    {"version": _usual_version(p.module)},
+                )
+                for p in self._placed
+            },
         )
 
     def _speaker(self, name: str) -> ModulePlace | None:
@@ -335,13 +329,26 @@ class ModuleWords:
         return next(of, nearest[-1] if nearest else None)
 
     def check_taken(self, words: Collection[str]) -> None:
-        """Raise where nothing takes one of `words` when the module is loaded."""
-        lost = sorted(name for name in words if not self.takes(name))
+        """Raise where nothing takes one of `words` when the module is loaded.
+
+        A name of a note is taken for one.
+        """
+        lost = sorted(name for name in words if is_note(name) or not self.takes(name))
         if lost:
             by = self._speaker(lost[0]) or ModulePlace("", "", self._top)
             names = ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8])
             message = "a module says state that it does not take when it is loaded"
             raise _refused(self._place, by, message, names)
+
+
+def _headed(heads: Mapping[str, str], name: str) -> tuple[str, str] | None:
+    """Return what is told of the longest head of a name that is known, and the rest of the name."""
+    at = len(name)
+    while at > 0:
+        at = name.rfind(".", 0, at)
+        if (found := heads.get(name[: at + 1])) is not None:
+            return found, name[at + 1 :]
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,17 +365,20 @@ class Saying:
         Of the others where they are in the state, and the kind of their tensors: None for an extra
         state.
     notes
-        By prefix of who says them. The metadata that they say is torch's of the key that comes
-        first; None where they are whole.
+        By prefix of the module that says them; of what is asked, without metadata.
+    usual
+        By torch's key of a module: the prefix of its note, which has what is written beside the
+        version, and the metadata that needs no note. What wraps another has no prefix.
     """
 
     keys: list[str] | None = None
     same: list[str] = field(default_factory=list)
     own: dict[str, tuple[StatePlace, TensorKind | None]] = field(default_factory=dict)
-    notes: dict[str, tuple[str | None, dict[str, Any]]] = field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = field(
         default_factory=list
     )
+    usual: dict[str, tuple[str | None, dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def asks(self) -> bool:
@@ -402,12 +412,28 @@ class Saying:
                     sink.add_tensor(at, value, kind)
                 else:
                     add_value(sink, at, value, put_nothing, kind=kind)
-        metadata = getattr(said, "_metadata", None)
-        for prefix, (raw, note) in self.notes.items():
-            if raw is not None:
-                found = None if metadata is None else dict(metadata.get(raw, {}))
-                note = {**note, "metadata": found}
+        for prefix, note in self._noted(said).items():
             add_note(sink, place, prefix, note)
+
+    def _noted(self, said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the notes with all metadata that is not the usual one, of whatever module."""
+        if not self.asks:
+            return self.notes
+        notes: dict[str, dict[str, Any]]
+        notes = {prefix: {**note, "metadata": None} for prefix, note in self.notes.items()}
+        if (metadata := getattr(said, "_metadata", None)) is None:
+            return notes
+        besides = {}
+        for raw, found in {**{key: {} for key in self.usual}, **metadata}.items():
+            prefix, usual = self.usual.get(raw, (None, None))
+            if prefix in notes or found != usual:
+                if prefix is None:
+                    besides[raw] = dict(found)
+                else:
+                    notes.setdefault(prefix, {})["metadata"] = dict(found)
+        if besides:
+            notes.setdefault("", {})["besides"] = besides
+        return notes
 
 
 def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
@@ -642,9 +668,10 @@ class LoadPath:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         read: dict[str, str] = {}
         value: Any
-        for key, name in self._names.items():
+        order = {key: at for at, key in enumerate(self.said.said)}
+        for key, name in sorted(self._names.items(), key=lambda n: order.get(n[0], len(order))):
             leaf = leaves.tensor(name)
-            if leaf is not None and leaf.name in filled:
+            if leaf is not None and leaf.name in filled and self._has(name):
                 read[key] = name
                 apart = name in self._apart
                 value = leaf.tensor if apart else self._copied(name, leaf.origin)
@@ -687,6 +714,15 @@ class LoadPath:
 
         call_with(take, self._place.name, given)
 
+    def _has(self, name: str) -> bool:
+        """Tell whether a name that is filled, maybe as another one's alias, is the source's too.
+
+        Of names of one parameter, files of others may have one alone.
+        """
+        saved = self._saved
+        tied = name in self._raw and (saved.foreign or not self.converts(name))
+        return saved.live or tied or name in saved.aliases or name in saved.tensors
+
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone() if self.converts(name) else tensor
 
@@ -698,6 +734,7 @@ class LoadPath:
         if self._saved.live:
             return getattr(self.said.said, "_metadata", None)
         notes = {raw: note["metadata"] for raw, note in self._notes.items() if "metadata" in note}
+        besides = [note["besides"] for note in self._notes.values() if "besides" in note]
         if self._saved.foreign or any(m is None for m in notes.values()):
             return None
         heads = {key[: at + 1] for key in read for at, c in enumerate(key) if c == "."} | {""}
@@ -705,7 +742,8 @@ class LoadPath:
             p.raw: {"version": _usual_version(p.module) if p.raw in heads else p.module._version}
             for p in self._placed
         }
-        return OrderedDict((raw[:-1], found) for raw, found in {**usual, **notes}.items())
+        known = {raw[:-1]: found for raw, found in {**usual, **notes}.items()}
+        return OrderedDict(ChainMap(*besides, known))
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

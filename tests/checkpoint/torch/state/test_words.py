@@ -234,6 +234,48 @@ class Noted(Counted):
         self.n = meta["n"]
 
 
+class Hears(nn.Module):
+    """Has no words of its own, and keeps what is written beside its version."""
+
+    heard: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, given: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        self.heard = dict(meta)
+        super()._load_from_state_dict(given, prefix, meta, *rest)
+
+
+def noted_by_parent() -> Any:
+    """Write beside the version of one part, and leave out another one's."""
+    module: Any = nn.Sequential(Hears(), Hears(), nn.Linear(1, 1))
+
+    def note(own: Any, said: Any, prefix: str, meta: Any) -> None:
+        said._metadata[prefix + "0"].update(layout="t", axes=[1, 0])
+        del said._metadata[prefix + "1"]
+
+    module.register_state_dict_post_hook(note)
+    return module
+
+
+class NotedApart(nn.Sequential):
+    """Writes under a key that is no module's, and says what it holds in the other order."""
+
+    heard: Any = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        said = OrderedDict(reversed(found.items()))
+        vars(said)["_metadata"] = {**found._metadata, "of no module": {"q": 1}}
+        return said
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.heard = [*state_dict], {k: dict(v) for k, v in state_dict._metadata.items()}
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
 class Extra(Own):
     def get_extra_state(self) -> Any:
         return {"extra": self.n + 1, "t": torch.full((2,), float(self.n))}
@@ -385,6 +427,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "resized": Queue,
     "names of what is inside": Inside,
     "metadata": Noted,
+    "metadata, wrapped": lambda: nn.Sequential(checkpoint_wrapper(Noted())),
+    "metadata of parts": noted_by_parent,
+    "metadata of no module": lambda: NotedApart(nn.Linear(2, 2), nn.BatchNorm1d(2)),
     "extra state besides": Extra,
     "methods of an instance": on_instance,
     "shared": shared,
@@ -618,6 +663,36 @@ def test_a_file_of_torch_is_converted(tmp_path: Path) -> None:
     assert (int(fresh[1].n), fresh[0].versions) == (7, [None])
 
 
+@pytest.mark.parametrize("how", ["number", "tensor", "alias"])
+def test_what_was_not_said_yet_is_gone_again(how: str) -> None:
+    """A load of an older step; the word is live, also as another name of what is loaded."""
+
+    class Grows(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.more: dict[str, Any] = {}
+
+        def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(said, prefix, keep_vars)
+            said.update({prefix + n: v for n, v in self.more.items()})
+
+        def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+            own = (prefix + "weight", prefix + "bias")
+            more = [k for k in given if k.startswith(prefix) and k not in own]
+            self.more = {k.removeprefix(prefix): given.pop(k) for k in more}
+            super()._load_from_state_dict(given, prefix, *rest)
+
+    module, norm = Grows(), nn.BatchNorm1d(2)
+    state = {"m": nn.Sequential(module, norm)}
+    with ckptd.Checkpointer(f"memory://grows-{how}") as ck:
+        ck.save(1, state).durable()
+        said = {"number": 3, "tensor": torch.ones(2), "alias": norm.running_mean}[how]
+        module.more = {"q": said}
+        ck.save(2, state).durable()
+        ck.load(state, 1)
+        assert not module.more
+
+
 # --- partly ---------------------------------------------------------------------------------------
 
 
@@ -754,6 +829,18 @@ class Unsavable(Own):
         said[prefix + "n"] = object()
 
 
+class Reserved(Own):
+    """Says a value under the name that its part's note would have."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def _save_to_state_dict(self, said: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(said, prefix, keep_vars)
+        said[prefix + "lin._own_state"] = self.value
+
+
 @pytest.mark.parametrize(
     ("module", "kind", "where"),
     [
@@ -761,8 +848,10 @@ class Unsavable(Own):
         (Pairs(1, 1), "module-state", "m"),
         (nn.Sequential(Override()), "module-state", "m.0"),  # torch does not take it, either
         (nn.Sequential(Unsavable()), "unsavable", "m.0.n"),
+        (nn.Sequential(Reserved(3)), "module-state", "m.0"),
+        (nn.Sequential(Reserved(torch.ones(1))), "module-state", "m.0"),
     ],
-    ids=["raises", "no dict", "taken by none", "no value"],
+    ids=["raises", "no dict", "taken by none", "no value", "a note", "a note, of a tensor"],
 )
 def test_what_cannot_come_back_is_refused_by_name(module: Any, kind: str, where: str) -> None:
     with pytest.raises(CkptdError) as caught:
