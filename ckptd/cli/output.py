@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Annotated, Any, TextIO, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.terminal import UNPRINTABLE, one_line, unfiltered
+from ckptd.cli.terminal import UNPRINTABLE, drawing, one_line, printing, unfiltered
 from ckptd.errors import CkptdError
 
 __all__ = [
@@ -64,6 +65,7 @@ Json = Annotated[bool, flag("Print one JSON document instead of text.")]
 """Declared by every verb, for its help and for completion; `ckptd.cli.main` acts on it."""
 Progress = Callable[[int, int], None]
 
+_INDENT = 4
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -182,7 +184,7 @@ def note(text: str) -> None:
 
 def _print_styled(text: str, style: str, stream: TextIO, end: str = "\n") -> None:
     """Print a line of ours, on a terminal with the numbers of an SGR sequence."""
-    if stream.isatty() and "NO_COLOR" not in os.environ:
+    if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         print("\x1b[" + style + "m", end="", file=unfiltered(stream))
         print(text, end="", file=stream)
         print("\x1b[0m", end=end, file=unfiltered(stream))
@@ -241,23 +243,57 @@ def shorten(text: str, width: int) -> str:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns; a name that begins with ">" is of a column aligned to the right.
 
-    Nothing is wrapped or cut off, so that lines can be searched and copied. Drawn without rich,
-    whose import would take longer than most verbs do.
+    Nothing is wrapped or cut off where lines go into a file or a pipe, to be searched and copied.
+    On a terminal that is too narrow by little, the longest column gives up letters in its middle;
+    otherwise a row takes several lines, all but the first indented. Drawn without rich, whose
+    import would take longer than most verbs do.
     """
     right = [name.startswith(">") for name in columns]
     head = [name.removeprefix(">") for name in columns]
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    table = [head, *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    excess = sum(widths) + 2 * (len(widths) - 1) - room
+    longest = widths.index(max(widths))
+    if 0 < excess <= widths[longest] // 3 and not right[longest]:
+        widths[longest] -= excess
+        for row in table:
+            row[longest] = _without_middle(row[longest], widths[longest])
+    folds = list(_folds(widths, room))
     lines = [
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in (head, *rows)
+        "\n".join(
+            (
+                indent * " "
+                + "  ".join(
+                    row[n].rjust(widths[n]) if right[n] else row[n].ljust(widths[n]) for n in fold
+                )
+            ).rstrip()
+            for indent, fold in folds
+        )
+        for row in table
     ]
     _print_styled(lines[0], "1", sys.stdout)
     if rows:
         print(*lines[1:], sep="\n")
+
+
+def _without_middle(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    half = (width - 1) // 2
+    return f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[half + 1 - width :]}"
+
+
+def _folds(widths: Sequence[int], room: int) -> Iterator[tuple[int, list[int]]]:
+    """Cut columns into lines of at most `room` characters; yield indent and columns of each."""
+    indent, used, fold = 0, 0, list[int]()
+    for number, width in enumerate(widths):
+        if fold and used + 2 + width > room:
+            yield indent, fold
+            indent, used, fold = _INDENT, _INDENT - 2, []
+        used += width + (2 if fold or indent else 0)
+        fold.append(number)
+    yield indent, fold
 
 
 def print_rows(rows: Iterable[R], columns: Mapping[str, Callable[[R], object]]) -> None:
@@ -283,7 +319,6 @@ def progress_bar(what: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -300,6 +335,6 @@ def progress_bar(what: str) -> Iterator[Progress | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=drawing(sys.stderr), transient=True) as bar, printing():
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -6,9 +6,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-__all__ = ["UNPRINTABLE", "one_line", "printable", "printing", "unfiltered"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["UNPRINTABLE", "drawing", "one_line", "printable", "printing", "unfiltered"]
 
 UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
 """What may not print: the cheap half of the question, asked of all text at once."""
@@ -27,7 +30,7 @@ class _Filtered:
 
     @property
     def rich_proxied_file(self) -> TextIO:
-        """Where rich draws: what it shows is filtered before, since colours are escapes too."""
+        """Where the parser's help is drawn, which is text of ours with colours."""
         return self.unfiltered
 
     def write(self, text: str) -> int:
@@ -59,6 +62,17 @@ def _replaced(found: re.Match[str]) -> str:
 def unfiltered(stream: TextIO) -> TextIO:
     """Return the stream behind the filter of `printing`, for what is drawn here."""
     return stream.unfiltered if isinstance(stream, _Filtered) else stream
+
+
+def drawing(stream: TextIO) -> Console:
+    """Return rich's console on `stream`, whose escapes pass: filter what it is given to draw.
+
+    rich takes the place of standard output and standard error while it draws, so that lines
+    printed meanwhile stand above: within that, `printing` filters them.
+    """
+    from rich.console import Console
+
+    return Console(file=unfiltered(stream), highlight=False)
 
 
 @contextmanager

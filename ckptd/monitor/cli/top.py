@@ -80,23 +80,22 @@ def _asked(client: DaemonClient) -> TopDocument:
 
 
 def _print_once(d: TopDocument, limit: int) -> None:
-    from rich.console import Console
-
     from ckptd.cli.screen import screen
+    from ckptd.cli.terminal import drawing
 
-    console = Console(highlight=False)
+    console = drawing(sys.stdout)
     if not console.is_terminal:
         console.width = 120  # a file has no width
     console.print(screen(d.job, d.ranks, d.incidents, limit))
 
 
 def _live(client: DaemonClient, every: float, limit: int | None) -> None:
-    from rich.console import Console
     from rich.live import Live
 
     from ckptd.cli.screen import screen
+    from ckptd.cli.terminal import drawing
 
-    console = Console(highlight=False)
+    console = drawing(sys.stdout)
     known, lost = _asked(client), 0.0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

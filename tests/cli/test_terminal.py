@@ -1,0 +1,201 @@
+"""What somebody sees: verbs on a real terminal, and the screens that they make."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.store import open_store
+from tests.cli.roots import cut, flip, put, rank_file, values
+from tests.cli.running import COMMAND
+from tests.terminal import Terminal, golden
+
+SCREENS = Path(__file__).with_name("screens")
+WIDTHS = (80, 140)
+
+BAR = """
+import sys
+from ckptd.cli.output import note, progress_bar
+from ckptd.cli.terminal import printing
+with printing(), progress_bar("verify") as say:
+    for word in map(input, [""] * 9):
+        if word == "note":
+            note("a name with \\x1b[31mcolours\\x1b[0m of its own")
+        elif word == "end":
+            break
+        else:
+            say(int(word), 4 << 30)
+print("good")
+"""
+
+DRAWN = """
+import sys
+import msgspec
+from ckptd.cli.screen import screen
+from ckptd.cli.terminal import drawing, printing
+job, ranks, incidents = msgspec.json.decode(sys.argv[1])
+with printing():
+    drawing(sys.stdout).print(screen(job, ranks, incidents, 6))
+"""
+
+JOB = {
+    "job": "llm-7b",
+    "state": "incident",
+    "step": {"min": 12_345, "max": 12_346},
+    "ranks_reporting": 7,
+    "world": 8,
+    "agents": {"up": 1, "silent": 1},
+    "goodput": {"share": 0.9731},
+    "phases": {"TRAIN": 7, "CKPT": 0},
+}
+RANKS = {
+    "rank": [0, 1, 2, 3, 4, 5, 6],
+    "node": [0, 0, 0, 0, 1, 1, 1],
+    "nodes": ["node-1.cluster.example", "node-2.cluster.example"],
+    "pid": [4711, 4712, 4713, 4714, None, 812, 813],
+    "status": [0, 1, 1, 2, 4, 3, 5],
+    "step": [12_346, 12_346, 12_346, 12_345, -1, 12_345, 12_346],
+    "progress_age_s": [0.2, 31.0, 31.2, 31.4, None, 33.0, 0.1],
+    "self_s": [0.119, 0.12, 0.118, None, None, 0.121, 0.199],
+    "score": [0.1, 0.0, 0.2, 7.25, None, None, 3.1],
+    "pending": [None, "all_reduce(sum) of dp, train.py:48", None, None, None, None, None],
+}
+INCIDENTS = [
+    {
+        "id": "llm-7b-3",
+        "opened_at": 1_790_000_000.0,
+        "verdict": {
+            "kind": "non-communication hang",
+            "suspects": [{"target": "rank", "name": "3"}],
+            "evidence": ["rank 3 has not entered call 88 of dp, for which 6 ranks wait"],
+        },
+    }
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    with open_store("run") as store:
+        for step in (10, 20):
+            loss, created = {"loss": 1.0 / step}, f"2026-11-29T06:{step}:00Z"
+            put(store, cut(values(step)), step, metadata=loss, created=created)
+
+
+SHOWN = {
+    "ls": "ls run",
+    "inspect": "inspect run",
+    "verify": "verify run",
+    "diff": "diff run@10 run@20",
+    "gc": "gc run",
+    "error": "pin run@99",
+    "usage": "ls run --al",
+    "help": "--help",
+    "help-of-a-verb": "verify --help",
+}
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("name", SHOWN)
+def test_screens(name: str, columns: int) -> None:
+    with Terminal([*COMMAND, *SHOWN[name].split()], columns, 70) as one:
+        one.done()
+        assert not one.cursor_hidden
+        assert "\N{REPLACEMENT CHARACTER}" not in one.shown()
+        golden(SCREENS / f"{name}-{columns}.txt", one.shown())
+
+
+def test_a_copy_ends_with_one_sentence() -> None:
+    with Terminal([*COMMAND, "cp", "run@20", "copy"], 200) as one:
+        assert one.done() == 0
+        assert one.shown().startswith("copied step 20: 1.26 KiB in 4 files, now step 20 of gener")
+
+
+def test_damage_is_named_and_nothing_is_left_of_the_bar() -> None:
+    flip(rank_file("run", 20, 0), -1)
+    with Terminal([*COMMAND, "verify", "run"]) as one:
+        assert one.done() == 3
+        assert not one.cursor_hidden
+        golden(SCREENS / "damage-80.txt", one.shown())
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_bar_and_a_line_that_is_printed_meanwhile(columns: int) -> None:
+    with Terminal([sys.executable, "-c", BAR], columns, 8, echo=False) as one:
+        one.until("verify ")
+        one.press(f"{1 << 30}\n")
+        one.until("1.0/4.0 GiB")
+        assert one.cursor_hidden
+        one.press("note\n")
+        shown = one.until("note: ")
+        assert "a name with \N{REPLACEMENT CHARACTER}[31mcolours" in shown
+        assert one.looks("a name with") == {"default"}
+        assert shown.index("note: ") < shown.index("1.0/4.0 GiB")
+        one.press("end\n")
+        assert one.done() == 0
+        assert "GiB" not in one.shown()
+        assert one.shown().endswith("good\n")
+        assert not one.cursor_hidden
+
+
+def test_an_interrupt_gives_the_cursor_back() -> None:
+    with Terminal([sys.executable, "-c", BAR]) as one:
+        one.until("verify ")
+        assert one.cursor_hidden
+        one.press("\x03")
+        assert one.done() in (1, -signal.SIGINT)
+        assert not one.cursor_hidden
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+@pytest.mark.parametrize("args", ["ls run", "verify run", "verify --help"])
+def test_no_colours_where_none_are_wanted(args: str, env: dict[str, str]) -> None:
+    with Terminal([*COMMAND, *args.split()], lines=40, env=env) as one:
+        one.done()
+        if "TERM" in env:
+            assert b"\x1b" not in one.raw
+        colours = {cell.fg for row in one.screen.buffer.values() for cell in row.values()}
+        assert colours <= {"default"}
+
+
+def test_an_error_is_red() -> None:
+    with Terminal([*COMMAND, "ls", "nowhere"]) as one:
+        one.done()
+        assert one.looks("error:") == {"red"}
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_job_drawn(columns: int) -> None:
+    import msgspec
+
+    document = msgspec.json.encode([JOB, RANKS, INCIDENTS]).decode()
+    with Terminal([sys.executable, "-c", DRAWN, document], columns) as one:
+        assert one.done() == 0
+        golden(SCREENS / f"top-{columns}.txt", one.shown())
+        assert one.looks("✕ dead     12,345") == {"red", "default"}
+        assert one.looks("●") == {"green"}
+
+
+def test_top_lives_on_a_terminal_follows_its_size_and_ends(tmp_path: Path) -> None:
+    env = {"CKPTD_RUN_DIR": str(tmp_path / "of-the-run")}
+    serve = [*COMMAND, "serve", "--simulate", "8", "--job", "seen"]
+    with Terminal(serve, 140, env=env) as daemon:
+        daemon.until("token=")
+        with Terminal([*COMMAND, "top", "--job", "seen", "--every", "0.2"], env=env) as one:
+            one.until("RANK")
+            assert b"\x1b[?1049h" in one.raw
+            assert max(map(len, one.shown().splitlines())) <= 80
+            one.resize(140, 24)
+            wide = one.until("IN CALL")
+            assert "\N{REPLACEMENT CHARACTER}" not in wide
+            one.press("\x03")
+            assert one.done() == 130
+            assert one.raw.rstrip().endswith(b"\x1b[?25h") or not one.cursor_hidden
+            assert b"\x1b[?1049l" in one.raw
+        os.kill(daemon.process.pid, signal.SIGTERM)
+        daemon.done()
