@@ -16,17 +16,6 @@ import xxhash
 
 from ckptd.errors import CorruptError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DIGEST_BYTES",
-    "DigestIndex",
-    "Digester",
-    "block_count",
-    "digest",
-    "digest_hex",
-    "is_digest",
-]
-
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 _MAGIC = b"CKPTDIG1"

@@ -53,46 +53,6 @@ from ckptd.types import ByteRange
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "GROUP",
-    "Capabilities",
-    "FaultRule",
-    "FaultSpec",
-    "MeterSpec",
-    "Names",
-    "ObjectInfo",
-    "OpenFile",
-    "Opener",
-    "PackSpec",
-    "ReadOnlyStore",
-    "RegistryProblem",
-    "RetrySpec",
-    "SizedWriter",
-    "Store",
-    "StoreSpec",
-    "ThrottleSpec",
-    "Watchable",
-    "WrapperSpec",
-    "Writer",
-    "as_bytes_view",
-    "check_end",
-    "check_key",
-    "check_prefix",
-    "checked_url",
-    "children_of",
-    "find_opener",
-    "is_segment",
-    "open_store",
-    "parse_options",
-    "register_store",
-    "registered_schemes",
-    "registry_problems",
-    "root_gone",
-    "scheme_of",
-    "wrap",
-]
-
-
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
 MAX_KEY_BYTES = 512
 """Longest key in bytes; half of what S3 allows, so that a store's prefix has room."""

@@ -33,8 +33,6 @@ from ckptd.store.base import (
 from ckptd.store.wrap import Wrapper, innermost
 from ckptd.types import ByteRange
 
-__all__ = ["Fault", "FaultPoint"]
-
 _T = TypeVar("_T")
 
 

@@ -40,8 +40,6 @@ from ckptd.store.base import (
 from ckptd.store.osio import explain
 from ckptd.types import ByteRange
 
-__all__ = ["FsspecStore", "open_generic"]
-
 _TEMPORARY = "~"
 _MOST_RACES = 16
 _T = TypeVar("_T")

@@ -65,17 +65,6 @@ from ckptd.store.osio import (
 )
 from ckptd.types import ByteRange
 
-__all__ = [
-    "ALIGN",
-    "LocalOptions",
-    "LocalStore",
-    "LocalWriter",
-    "address",
-    "open_local",
-    "read_range",
-]
-
-
 _WORTH_DIRECT = 1 << 20
 _BOUNCE_BYTES = 4 << 20
 _bounces = PagePool(_BOUNCE_BYTES, 8)

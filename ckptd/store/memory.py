@@ -26,8 +26,6 @@ from ckptd.store.base import (
 )
 from ckptd.types import ByteRange
 
-__all__ = ["MemoryOptions", "MemoryStore", "forget_memory", "open_memory"]
-
 
 class MemoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of ``memory://``: none."""

@@ -28,26 +28,6 @@ from ckptd.errors import (
     TransientStoreError,
 )
 
-__all__ = [
-    "O_DIRECT",
-    "Os",
-    "PagePool",
-    "WatchedOs",
-    "copy_bytes",
-    "drop_pages",
-    "explain",
-    "is_cached",
-    "knows_none",
-    "map_pages",
-    "no_winner",
-    "open_plain",
-    "pages",
-    "reading",
-    "start_writeback",
-    "write_all",
-    "writing",
-]
-
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _POPULATE_READ, _POPULATE_WRITE = 22, 23

@@ -39,30 +39,6 @@ from ckptd.store.base import (
 from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 
-__all__ = [
-    "FRAME_BYTES",
-    "HEADER",
-    "PACKED",
-    "RAW",
-    "STALL_S",
-    "WIDTHS",
-    "ZSTD",
-    "Pack",
-    "PackFrame",
-    "PackReader",
-    "PackTable",
-    "PackWriter",
-    "bound",
-    "decode_frame",
-    "encode_frame",
-    "frame_end",
-    "lead_of",
-    "load_table",
-    "result_of",
-    "table_bytes",
-]
-
-
 FRAME_BYTES = 1 << 20
 """Logical bytes of a frame: what one digest covers, so that a block is checked from one frame."""
 RAW, ZSTD = 0, 1

@@ -34,8 +34,6 @@ from ckptd.store.s3_errors import PreconditionError, s3_errors
 from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
 
-__all__ = ["S3Store", "open_s3"]
-
 _LEAST_PART = 5 << 20
 _LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.store.s3_errors import s3_errors
 
-__all__ = ["S3Client", "S3Options", "check_installed"]
-
 _T = TypeVar("_T")
 _GRACE_S = 5.0
 _CHUNK_BYTES = 1 << 20

@@ -16,8 +16,6 @@ from ckptd.errors import (
 )
 from ckptd.store.osio import explain
 
-__all__ = ["PreconditionError", "s3_errors"]
-
 _TRANSIENT_CODES = {
     "BadDigest",
     "ClientDisconnected",

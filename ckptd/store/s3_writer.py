@@ -16,8 +16,6 @@ from ckptd.store.s3_client import S3Client, S3Options
 from ckptd.store.s3_errors import s3_errors
 from ckptd.store.wrap import Backoff
 
-__all__ = ["MOST_PARTS", "S3Writer", "part_size"]
-
 MOST_PARTS = 10_000
 _LARGEST_PART = 5 << 30
 _MiB = 1 << 20

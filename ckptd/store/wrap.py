@@ -33,17 +33,6 @@ from ckptd.store.base import (
 )
 from ckptd.types import ByteRange
 
-__all__ = [
-    "Backoff",
-    "Meter",
-    "OperationMeter",
-    "Retry",
-    "Throttle",
-    "TokenBucket",
-    "Wrapper",
-    "innermost",
-]
-
 
 class Wrapper(Store):
     """Passes every call on to `inner`; subclasses change what they care for.

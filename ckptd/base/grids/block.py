@@ -18,17 +18,6 @@ from typing import Generic, NamedTuple, TypeVar
 from ckptd.base.grids.grid import Piece, reach_of, strides_of
 from ckptd.types import Box
 
-__all__ = [
-    "Block",
-    "Fill",
-    "Region",
-    "Templates",
-    "box_region",
-    "flat_regions",
-    "intersect",
-    "piece_regions",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

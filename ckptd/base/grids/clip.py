@@ -9,9 +9,6 @@ from ckptd.base.grids.block import Block, Fill
 from ckptd.base.grids.grid import coordinates_of, strides_of
 from ckptd.base.grids.lattice import within
 
-__all__ = ["Side", "clip", "clip_fill", "restride"]
-
-
 Side = Literal["source", "target"]
 
 

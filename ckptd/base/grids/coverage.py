@@ -13,8 +13,6 @@ from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.base.grids.plan import PieceCopy, plan
 from ckptd.types import Box
 
-__all__ = ["Uncovered", "uncovered"]
-
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:

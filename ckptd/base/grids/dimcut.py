@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.grid import Axis
 
-__all__ = ["CutStep", "DimCut", "DimSegment", "cut_dim"]
-
 _MAX_PARTS = 2**26
 """Most parts a dimension is cut into; a mesh is real, so more is a mistake and not a model."""
 

@@ -23,20 +23,6 @@ from numpy.typing import NDArray
 
 from ckptd.types import Box
 
-__all__ = [
-    "MAX_EXTENT",
-    "Axis",
-    "Grid",
-    "Piece",
-    "coordinates_of",
-    "even_axis",
-    "is_packed",
-    "is_unshared",
-    "reach_of",
-    "strides_of",
-    "whole",
-]
-
 MAX_EXTENT = 2**63 - 1
 """Largest number of elements or cells of a tensor: what int64 can count."""
 

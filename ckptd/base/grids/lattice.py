@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Steps", "first_from", "reach", "within"]
-
 Steps = Sequence[tuple[int, int]]
 """``(count, stride)`` of each dimension, largest stride first; counts are one or more."""
 

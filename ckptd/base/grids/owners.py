@@ -14,8 +14,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ABSENT", "Owners", "single_owner"]
-
 ABSENT = -1
 """File number of a piece that no file holds on purpose."""
 

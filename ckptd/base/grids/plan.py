@@ -30,16 +30,6 @@ from ckptd.base.grids.grid import Axis, Grid, is_unshared, reach_of, strides_of
 from ckptd.errors import MismatchError, UsageError
 from ckptd.types import Box
 
-__all__ = [
-    "Block",
-    "PieceCopy",
-    "Proof",
-    "check",
-    "intersect",
-    "plan",
-    "prove",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:

@@ -33,18 +33,6 @@ from ckptd.base.grids.dimcut import CutStep, DimCut, cut_dim
 from ckptd.base.grids.grid import Grid, strides_of
 from ckptd.types import Box
 
-__all__ = [
-    "Holder",
-    "Placement",
-    "Sharded",
-    "ambiguous",
-    "local_regions",
-    "local_shape",
-    "nested",
-    "owner_array",
-    "sharded_grid",
-]
-
 Placement: TypeAlias = Literal["replicate"] | tuple[str, int] | tuple[str, int, int]
 """What one mesh dimension does to a tensor; see the module."""
 

@@ -16,22 +16,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from ckptd.errors import StoreError, TransientStoreError, UsageError
 
-__all__ = [
-    "LOCALHOST",
-    "Address",
-    "UnixAddress",
-    "any_address",
-    "bound",
-    "is_here",
-    "is_loopback",
-    "listen_at",
-    "loopback_of",
-    "parse_address",
-    "parse_http",
-    "parse_server",
-    "same_user",
-]
-
 LOCALHOST = ("127.0.0.1", "::1", "localhost")
 """What the name localhost stands for; a server at another loopback address is not found by it."""
 _MOST_PATH_BYTES = 107

@@ -39,23 +39,6 @@ from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 
-__all__ = [
-    "FIRST_BYTES",
-    "MOST_BODY_BYTES",
-    "VERSION",
-    "Challenge",
-    "ClientProof",
-    "Codec",
-    "Connection",
-    "Greeting",
-    "Refusal",
-    "ServerProof",
-    "greet_client",
-    "greet_server",
-    "no_refusal",
-    "tune",
-]
-
 VERSION = 2
 """Of frames and handshake."""
 FIRST_BYTES = 4 << 10

@@ -16,8 +16,6 @@ from pathlib import Path
 from ckptd.base.net.address import parse_http
 from ckptd.errors import StoreError, TransientStoreError
 
-__all__ = ["HttpAnswer", "HttpClient", "HttpStream"]
-
 _MOST_LINE = 64 << 20
 _FAILURES = (OSError, http.client.HTTPException, UnicodeError)  # the last: no name of a host
 

@@ -22,30 +22,6 @@ from pathlib import Path
 from ckptd.base.net.address import is_loopback
 from ckptd.errors import RefusedError, StoreError, UsageError
 
-__all__ = [
-    "CHALLENGE_PATH",
-    "FOUND_PATH",
-    "MAC_HEADER",
-    "SECRET_VARIABLE",
-    "SHEETS_PATH",
-    "access_token",
-    "check_answer",
-    "check_folder",
-    "check_request",
-    "check_secret",
-    "checked_secret",
-    "derived_key",
-    "given_secret",
-    "job_secret",
-    "need_secret",
-    "new_challenge",
-    "new_secret",
-    "secret_of",
-    "secret_path",
-    "sign_answer",
-    "sign_request",
-]
-
 SECRET_VARIABLE = "CKPTD_SECRET"
 _LEAST_SECRET = 16
 _MOST_SECRET = 1024

@@ -5,8 +5,6 @@ from __future__ import annotations
 import glob
 from typing import NamedTuple
 
-__all__ = ["DEVICE_FILES", "DeviceFiles", "accelerators_here", "device_file", "gpus_here"]
-
 
 class DeviceFiles(NamedTuple):
     """The device files of one kind of accelerator.

@@ -24,16 +24,6 @@ from pathlib import Path
 from ckptd.base.digest import digest_hex
 from ckptd.errors import DeadlineError, RefusedError, WorkerError
 
-__all__ = [
-    "AgentPlace",
-    "connect_agent",
-    "listen",
-    "locked",
-    "peer_of",
-    "reach",
-    "run_folder",
-]
-
 _BACKLOG = 128
 _LOCK_S = 30.0
 _POLL_S = 0.02

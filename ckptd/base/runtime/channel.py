@@ -21,8 +21,6 @@ from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import WorkerError
 
-__all__ = ["Channel", "QueueChannel", "SocketChannel", "queue_pair"]
-
 _HEAD = struct.Struct("<IB")
 MAX_MESSAGE_BYTES = 1 << 30
 

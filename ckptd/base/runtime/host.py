@@ -17,24 +17,6 @@ from pathlib import Path
 
 from ckptd.base.runtime.pool import cores
 
-__all__ = [
-    "BIND_VARIABLE",
-    "Mount",
-    "address_towards",
-    "available_bytes",
-    "environment",
-    "filesystem_of",
-    "host_id",
-    "limit_of",
-    "many_files",
-    "mapped_files",
-    "mount_of",
-    "node_name",
-    "pid_space",
-    "versions",
-]
-
-
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
-__all__ = ["LAUNCHER_VARIABLE", "Aborts", "SessionInterrupts", "is_whole", "whole"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 LAUNCHER_VARIABLE = "CKPTD_LAUNCHER"

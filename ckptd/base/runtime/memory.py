@@ -9,8 +9,6 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["read_memory"]
-
 _MOST = 1024
 """The kernel's limit of runs in one call (``IOV_MAX``)."""
 

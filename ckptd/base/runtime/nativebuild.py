@@ -20,8 +20,6 @@ from pathlib import Path
 
 from ckptd.errors import UsageError
 
-__all__ = ["NativeBuild", "PlainLibrary"]
-
 _log = logging.getLogger("ckptd")
 
 _TIMEOUT_S = 900.0

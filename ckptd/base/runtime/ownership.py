@@ -21,8 +21,6 @@ from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self, TypeVa
 
 from ckptd.errors import UsageError
 
-__all__ = ["OfOneProcess", "in_child", "not_at_exit", "not_below", "not_within", "one_at_a_time"]
-
 _log = logging.getLogger("ckptd")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collection", "spare"]
-
 
 @contextmanager
 def no_collection() -> Iterator[None]:

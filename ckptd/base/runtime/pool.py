@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from ckptd.errors import DeadlineError
 
-__all__ = ["cores", "run_all"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ import os
 import sys
 import threading
 
-__all__ = ["LAST", "LATER", "step_back"]
-
 LATER = 5
 """A quarter of a processor is left to such work where an ordinary thread wants all of it."""
 LAST = 10

@@ -19,18 +19,6 @@ import msgspec
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError
 
-__all__ = [
-    "EVERY_RANK",
-    "STALL_S",
-    "Board",
-    "LocalBoard",
-    "Peers",
-    "Pulse",
-    "agree",
-    "liveness",
-    "wait",
-]
-
 
 class Board(Protocol):
     """Keys are unique to their use: they carry generation, step, attempt and a counter.

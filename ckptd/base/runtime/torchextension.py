@@ -18,8 +18,6 @@ from pathlib import Path
 from ckptd.base.runtime.nativebuild import NativeBuild
 from ckptd.errors import UsageError
 
-__all__ = ["TorchExtension"]
-
 _ABI = "import torch; print(int(torch.compiled_with_cxx11_abi()))"
 
 

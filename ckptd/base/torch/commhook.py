@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Reduced", "comm_hook", "mean"]
-
 Reduced = torch.futures.Future[torch.Tensor]
 
 Hook = Callable[[Any, dist.GradBucket], Reduced]

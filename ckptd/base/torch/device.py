@@ -22,8 +22,6 @@ import torch
 
 from ckptd.base.runtime.host import mapped_files
 
-__all__ = ["DeviceKind", "accelerator", "has_streams", "is_capturing", "kind_of"]
-
 _log = logging.getLogger("ckptd")
 _HOSTS = frozenset(("cpu", "meta"))
 _QUEUES = ("Stream", "Event", "stream", "current_stream", "device")

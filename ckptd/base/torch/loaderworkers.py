@@ -20,8 +20,6 @@ from torch.utils.data._utils import signal_handling
 
 from ckptd.base.runtime.ownership import in_child
 
-__all__ = ["shield_workers"]
-
 _OF_LOADERS = ("torch.utils.data.", "torchdata.")
 _END = signal.SIGRTMAX - 3
 """Ends a worker: it disregards SIGTERM, which does not say from which process it comes."""

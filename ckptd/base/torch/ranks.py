@@ -21,19 +21,6 @@ from ckptd.base.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, Pulse
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 
-__all__ = [
-    "Agreement",
-    "JobBoard",
-    "bind_address",
-    "board_of",
-    "forget_boards",
-    "global_ranks",
-    "host_count",
-    "host_id",
-    "host_members",
-]
-
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from ckptd.base.net.address import Address, parse_address
 from ckptd.errors import StoreError, UsageError
 from ckptd.events.metrics import Metrics
 
-__all__ = ["serve_metrics"]
-
 
 @contextmanager
 def serve_metrics(address: str, where: str) -> Iterator[str]:

@@ -32,8 +32,6 @@ from ckptd.checkpoint.save.writer import SaveWriter
 from ckptd.errors import CkptdError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
 
-__all__ = ["NodeAgent", "end_on_signals"]
-
 _log = logging.getLogger("ckptd")
 _POLL_S = 0.2
 _FIRST_S = 60.0

@@ -25,8 +25,6 @@ from ckptd.cli.output import left_out, warn
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
-__all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
-
 Root = Annotated[str, Parameter(help="Path or URL of a root.")]
 Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
 

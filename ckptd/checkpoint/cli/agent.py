@@ -16,8 +16,6 @@ from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_ro
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
 from ckptd.parts import part
 
-__all__ = ["AgentRunDocument", "AgentStatusDocument", "AgentStopDocument", "agent"]
-
 agent = App(
     name="agent",
     help="Run a node's agent, see what it holds, end it.",

@@ -16,8 +16,6 @@ from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_tex
 from ckptd.errors import UsageError
 from ckptd.store.base import Store, StoreSpec
 
-__all__ = ["CpDocument", "cp"]
-
 
 class CpDocument(Document, frozen=True, kw_only=True, tag="cp"):
     """What ``ckptd cp --json`` prints.

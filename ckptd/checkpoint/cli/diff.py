@@ -35,8 +35,6 @@ from ckptd.cli.output import (
     shorten,
 )
 
-__all__ = ["DiffDocument", "DiffRow", "DiffedObject", "Named", "diff"]
-
 _MOST_SHOWN = 200
 _MOST_CHANGES = 100
 _MOST_LINES = 8

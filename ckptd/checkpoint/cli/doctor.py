@@ -15,8 +15,6 @@ from ckptd.errors import RefusedError, UsageError
 from ckptd.parts import part
 from ckptd.store import StoreSpec, registry_problems
 
-__all__ = ["DoctorDocument", "PluginRow", "RecoveryRow", "doctor"]
-
 
 class PluginRow(msgspec.Struct, frozen=True):
     """An installed store that cannot be used: its URL scheme, its package, and why."""

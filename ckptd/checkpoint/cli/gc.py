@@ -24,8 +24,6 @@ from ckptd.cli.output import (
 )
 from ckptd.errors import RefusedError, UsageError
 
-__all__ = ["GcDocument", "Skipped", "gc"]
-
 
 class Skipped(GcItem, frozen=True, kw_only=True):
     """An item that stayed, and why."""

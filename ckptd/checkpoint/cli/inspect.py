@@ -35,20 +35,6 @@ from ckptd.cli.output import (
 from ckptd.cli.output import time_text as when
 from ckptd.errors import NotFoundError, UsageError
 
-__all__ = [
-    "ChunkRow",
-    "FileRow",
-    "InspectDocument",
-    "MeshRow",
-    "ObjectRow",
-    "TensorRow",
-    "describe",
-    "inspect",
-    "matches",
-    "no_tensor",
-    "tree_rows",
-]
-
 _MOST_CHUNKS = 100_000
 _MOST_NEAR = 5
 

@@ -20,8 +20,6 @@ from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, shor
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError
 
-__all__ = ["AttemptRow", "CheckpointRow", "GenerationRow", "LsDocument", "ls", "metadata_text"]
-
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     """One commit.

@@ -14,8 +14,6 @@ from ckptd.cli.output import Document, Json, Reply, note, option, print_rows
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError
 
-__all__ = ["PinDocument", "PinRow", "PinsDocument", "UnpinDocument", "pin", "pins", "unpin"]
-
 
 class PinRow(msgspec.Struct, frozen=True):
     """One pin: the checkpoint, when and why it was pinned, and whether it still exists."""

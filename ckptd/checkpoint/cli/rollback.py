@@ -12,8 +12,6 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.cli.output import Document, Json, Reply, flag
 from ckptd.errors import CorruptError
 
-__all__ = ["AbandonedCommit", "RollbackDocument", "rollback"]
-
 _MOST_SHOWN = 8
 
 

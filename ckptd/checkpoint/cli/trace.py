@@ -17,8 +17,6 @@ from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles, SaveProfile
 from ckptd.events.timeline import Timeline
 
-__all__ = ["TraceDocument", "trace"]
-
 _REASON_WIDTH = 60
 _TIER_WIDTH = 12
 

@@ -22,8 +22,6 @@ from ckptd.cli.output import (
 )
 from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError
 
-__all__ = ["VerifyDocument", "verify"]
-
 _MOST_SHOWN = 100
 _DETAIL_WIDTH = 100
 _UNREAD = "unreadable-format"

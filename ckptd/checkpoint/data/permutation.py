@@ -9,8 +9,6 @@ import numpy as np
 
 from ckptd.errors import UsageError
 
-__all__ = ["MOST", "Permutation"]
-
 MOST = 1 << 62
 """Largest size."""
 

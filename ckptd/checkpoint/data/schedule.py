@@ -14,8 +14,6 @@ import numpy as np
 from ckptd.checkpoint.data.permutation import Permutation
 from ckptd.errors import UsageError
 
-__all__ = ["Schedule", "share"]
-
 
 def share(count: int, parts: int, part: int) -> range:
     """Return the run of ``range(count)`` that falls to `part` of `parts`.

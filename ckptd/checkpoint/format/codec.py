@@ -38,19 +38,6 @@ import numpy as np
 from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.types import DTYPES, dtype_of
 
-__all__ = [
-    "MAX_METADATA_BYTES",
-    "checked_metadata",
-    "decode",
-    "encode",
-    "is_named_tuple",
-    "is_plain_array",
-    "loaded_class",
-    "parse_json",
-    "register",
-    "unique_keys",
-]
-
 MAX_DEPTH = 64
 MAX_ALIKE = 32
 """Most members of a set, or keys, with one hash."""

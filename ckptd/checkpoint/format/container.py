@@ -25,19 +25,6 @@ from ckptd.checkpoint.format.names import chunk_name, ranked_chunk_name
 from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DTYPES, DType, dtype_of
 
-__all__ = [
-    "ALIGNMENT",
-    "Chunk",
-    "ChunkRef",
-    "FileMap",
-    "build_header",
-    "foreign_start",
-    "header_bytes",
-    "is_home",
-    "parse_header",
-    "piece_numels",
-]
-
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library; a larger header would lock strangers out."""

@@ -39,17 +39,6 @@ from ckptd.checkpoint.format.witness import KINDS
 from ckptd.errors import CkptdError, CorruptError
 from ckptd.types import DTYPES
 
-__all__ = [
-    "FREE_CHUNKS",
-    "Absence",
-    "check_chunks",
-    "check_coverage",
-    "check_files",
-    "check_header",
-    "check_index",
-    "check_manifest",
-]
-
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
 MAX_LAY_CHARS = 1 << 20

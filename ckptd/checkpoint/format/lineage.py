@@ -14,8 +14,6 @@ from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Generation
 from ckptd.errors import CorruptError
 
-__all__ = ["line", "newest_on_line"]
-
 
 def line(
     newest: int, commits: Iterable[CommitName], read: Callable[[int], Generation]

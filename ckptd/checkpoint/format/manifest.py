@@ -17,34 +17,6 @@ from ckptd.checkpoint.format.names import CommitName, data_folder
 from ckptd.decoding import converter
 from ckptd.errors import CorruptError
 
-__all__ = [
-    "FOREIGN",
-    "FORMAT",
-    "OPTIMIZER_CLASS",
-    "SUBCLASS",
-    "SUBCLASSES",
-    "UNDIGESTED",
-    "UNORDERED",
-    "VERSION",
-    "FileEntry",
-    "GridEntry",
-    "Manifest",
-    "ManifestTables",
-    "MeshEntry",
-    "ObjectEntry",
-    "OfAttempt",
-    "OfCheckpoint",
-    "TensorEntry",
-    "WitnessEntry",
-    "about_foreign",
-    "decode_json",
-    "decode_manifest",
-    "encode_manifest",
-    "foreign_sizes",
-    "foreign_unread",
-    "wrapped_tensors",
-]
-
 T = TypeVar("T")
 
 FORMAT = "ckptd"

@@ -14,33 +14,6 @@ from dataclasses import dataclass
 from ckptd.base.grids.grid import Piece
 from ckptd.errors import CorruptError, UsageError
 
-__all__ = [
-    "CommitName",
-    "attempt_name",
-    "canonical_fqn",
-    "chunk_name",
-    "commit_key",
-    "data_folder",
-    "digests_key",
-    "escape_fqn",
-    "escape_key",
-    "file_key",
-    "generation_key",
-    "join",
-    "lease_key",
-    "parse_chunk_name",
-    "parse_commit_name",
-    "parse_data_folder",
-    "parse_generation_name",
-    "part_key",
-    "pin_key",
-    "rank_of_file",
-    "ranked_chunk_name",
-    "unescape_fqn",
-    "unescape_key",
-    "whole_name",
-]
-
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**8 - 1
 MAX_RANK = 10**8 - 1

@@ -25,18 +25,6 @@ from ckptd.checkpoint.format.names import (
 from ckptd.decoding import converter
 from ckptd.errors import CorruptError
 
-__all__ = [
-    "Commit",
-    "Generation",
-    "Lease",
-    "Parent",
-    "Pin",
-    "RootMarker",
-    "check_record",
-    "decode_record",
-    "encode_record",
-]
-
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
 MAX_EXPIRES = float(1 << 40)

@@ -10,8 +10,6 @@ import hashlib
 import json
 from typing import Any
 
-__all__ = ["DROP", "REDUCE", "RESEED", "derive_seed", "marked"]
-
 RESEED = "ckptd.Reseed"
 REDUCE = "ckptd.Reduce"
 DROP = "ckptd.Drop"

@@ -25,23 +25,6 @@ from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DType, dtype_of
 
-__all__ = [
-    "FULL",
-    "KINDS",
-    "SAMPLE",
-    "Difference",
-    "Witness",
-    "WitnessPlan",
-    "blind",
-    "check_elements",
-    "compare",
-    "gather",
-    "read_parts",
-    "select",
-    "splitmix64",
-    "words_of",
-]
-
 SAMPLE = "sample-1"
 FULL = "full-1"
 KINDS = frozenset({SAMPLE, FULL})

@@ -31,8 +31,6 @@ from ckptd.checkpoint.format.witness import (
 )
 from ckptd.errors import CorruptError, UsageError
 
-__all__ = ["FullWitness", "compare_full", "partial_sum"]
-
 SLAB = 1 << 16
 """Elements worked on at a time: fits the cache, and bounds memory."""
 

@@ -15,21 +15,6 @@ from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
 from ckptd.errors import RefusedError
 
-__all__ = [
-    "MODULE",
-    "MODULE_HINT",
-    "PLAIN_HINT",
-    "TITLE",
-    "Layouts",
-    "TensorLayout",
-    "hint_text",
-    "object_text",
-    "ranks_text",
-    "shown_tensors",
-    "unread_tensors",
-    "value_text",
-]
-
 TITLE = re.compile(r"# layout (\S+)\n")
 """Begins the program that a manifest keeps, with the name of the layout in it."""
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from ckptd.base.runtime.nativebuild import PlainLibrary
 
-__all__ = ["COPIER", "LEAST_BYTES", "copies_natively", "copy_values"]
-
 _log = logging.getLogger("ckptd")
 
 COPIER = PlainLibrary(

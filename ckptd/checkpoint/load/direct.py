@@ -27,8 +27,6 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.errors import UsageError
 from ckptd.types import Box
 
-__all__ = ["DirectReader"]
-
 _SPAN_BYTES = 8 << 20
 """What one read spans at most, before it is rounded to whole blocks."""
 _KEPT_BLOCKS = 16

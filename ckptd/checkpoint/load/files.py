@@ -47,21 +47,6 @@ from ckptd.store.base import Store
 from ckptd.store.osio import is_cached, reading
 from ckptd.types import ByteRange
 
-__all__ = [
-    "LocalFiles",
-    "PieceLocations",
-    "blame",
-    "check_headers",
-    "check_index_size",
-    "check_size",
-    "load_index",
-    "missing_file",
-    "read_ahead",
-    "read_header",
-    "read_stored",
-]
-
-
 _INDEX_HEADER_BYTES = 32
 E = TypeVar("E", bound=CkptdError)
 

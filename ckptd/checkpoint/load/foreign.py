@@ -11,8 +11,6 @@ from typing import Protocol, cast
 from ckptd.parts import part
 from ckptd.store.base import ReadOnlyStore, Store
 
-__all__ = ["SHARD", "ForeignFormats", "ForeignStore", "foreign_formats", "split_file"]
-
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
 """How names end that number the files of a model."""
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from ckptd.base.runtime.host import filesystem_of
 from ckptd.store.osio import drop_pages, map_pages
 
-__all__ = ["GuardedMapping"]
-
 _FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "f2fs"}
 """Those of a disk of this machine alone: others know nothing of the kernel's leases here."""
 

@@ -45,18 +45,6 @@ from ckptd.checkpoint.load.plan import (
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
 
-__all__ = [
-    "HostBuffer",
-    "HostGroup",
-    "Needs",
-    "ReadSchedule",
-    "SharedMemory",
-    "Wave",
-    "assign",
-    "make_schedule",
-]
-
-
 SHM_FOLDER = "/dev/shm"
 
 

@@ -15,15 +15,6 @@ from ckptd.checkpoint.root.opening import root_spec
 from ckptd.errors import CkptdError, NotFoundError, RefusedError
 from ckptd.store.base import Store, StoreSpec, scheme_of
 
-__all__ = [
-    "begin_beside",
-    "begin_root",
-    "foreign_format",
-    "foreign_loss",
-    "open_catalogue",
-    "opened",
-]
-
 _log = logging.getLogger("ckptd")
 
 

@@ -32,35 +32,6 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.store.base import Store
 from ckptd.types import Box, DType
 
-__all__ = [
-    "BlockLine",
-    "Change",
-    "Conversion",
-    "PieceBlocks",
-    "PlannedCopy",
-    "ReadPlan",
-    "Runs",
-    "Want",
-    "clip",
-    "coalesce",
-    "count",
-    "cut_runs",
-    "decode_runs",
-    "encode_runs",
-    "merge",
-    "needed_blocks",
-    "needed_bytes",
-    "put",
-    "put_fill",
-    "read_plan",
-    "split",
-    "strided",
-    "sweep",
-    "touched",
-    "words_of",
-]
-
-
 _steps = msgpack_decoder(list[int])
 
 U8 = NDArray[np.uint8]

@@ -73,16 +73,6 @@ from ckptd.checkpoint.load.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError
 from ckptd.store.base import Store
 
-__all__ = [
-    "Fetcher",
-    "InMemory",
-    "ReadReport",
-    "copy_from_files",
-    "copy_from_memory",
-    "execute",
-]
-
-
 T = TypeVar("T")
 U8 = NDArray[np.uint8]
 

@@ -32,8 +32,6 @@ from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CorruptError
 from ckptd.types import Box
 
-__all__ = ["CkptdReader"]
-
 MAX_OBJECT_BYTES = 1 << 30
 _FREE_BYTES = 16 << 20
 """So much is allocated without a look at what the files can hold."""

@@ -26,15 +26,6 @@ from ckptd.checkpoint.format.words import TensorLayout, unread_tensors
 from ckptd.errors import NotFoundError
 from ckptd.types import Box, DType
 
-__all__ = [
-    "CheckpointReader",
-    "PerRankValues",
-    "SectionReader",
-    "TensorInfo",
-    "batches",
-    "cut_box",
-]
-
 Array = NDArray[Any]
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ckptd.errors import StoreError
 
-__all__ = ["SPARE", "SpareMemory"]
-
 _HUGE_BYTES = 2 << 20
 """Mappings are a multiple of this, so that huge pages are behind all of one."""
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Block
 
-__all__ = ["DeviceBatch", "DeviceTarget", "DeviceWriter", "Target"]
-
 U8 = NDArray[np.uint8]
 
 

@@ -28,8 +28,6 @@ from ckptd.store.base import (
 )
 from ckptd.types import ByteRange
 
-__all__ = ["UnionSource", "UnionStore"]
-
 T = TypeVar("T")
 
 ASIDE_S = 30.0

@@ -29,16 +29,6 @@ from ckptd.checkpoint.format.witness_full import FullWitness, compare_full, part
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.store.base import Store
 
-__all__ = [
-    "ChunkWitness",
-    "Findings",
-    "VerifyFinding",
-    "VerifyReport",
-    "WitnessCheck",
-    "read_witness",
-]
-
-
 MOST = 10_000
 """Findings kept; beyond it they are only counted."""
 

@@ -20,25 +20,6 @@ from ckptd.checkpoint.root.policy import check_positive
 from ckptd.checkpoint.root.root import seconds_of
 from ckptd.errors import UsageError
 
-__all__ = [
-    "BEYOND_NEAR",
-    "ENOUGH",
-    "NODE_MTBF_HOURS",
-    "Auto",
-    "Cost",
-    "IntervalChoice",
-    "Mtbf",
-    "beyond_near",
-    "choose",
-    "lives_of",
-    "mtbf_s",
-    "optimum_s",
-    "recent",
-    "typical",
-    "waste",
-]
-
-
 NODE_MTBF_HOURS = 54 * 24 * (16_384 // 8) / 419
 """Hours between failures of one node of 8 accelerators.
 

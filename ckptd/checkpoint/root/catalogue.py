@@ -52,8 +52,6 @@ from ckptd.errors import (
 )
 from ckptd.store.base import Store
 
-__all__ = ["Catalogue", "publish_manifest", "remove_parts", "write_manifest", "write_witness"]
-
 
 class Catalogue(Index):
     """Checkpoints of one root.

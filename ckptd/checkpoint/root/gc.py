@@ -44,25 +44,6 @@ from ckptd.checkpoint.root.root import seconds_of
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import ObjectInfo, Store
 
-__all__ = [
-    "Abandoned",
-    "GcItem",
-    "GcKept",
-    "GcPlan",
-    "GcReport",
-    "Inventory",
-    "abandoned_by",
-    "apply_retention",
-    "decide",
-    "guarded",
-    "missing_files",
-    "plan_gc",
-    "run_gc",
-    "run_of",
-    "take",
-]
-
-
 ABANDONED_S = 7 * 86_400.0
 """How long a commit beside the line is kept, in seconds since it left the line."""
 

@@ -28,9 +28,6 @@ from ckptd.checkpoint.root.root import Root
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import Store
 
-__all__ = ["Index", "commit_marks", "put_mark", "unmarked"]
-
-
 WAIT_S = 5.0
 """How long to wait for a clean-up to make up its mind, in seconds."""
 VOID_S = 3600.0

@@ -28,19 +28,6 @@ from ckptd.checkpoint.root.index import Index, unmarked
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, StoreError
 from ckptd.store.base import ReadOnlyStore, Store
 
-__all__ = [
-    "Hold",
-    "Unheld",
-    "expired",
-    "hold",
-    "hold_latest",
-    "hold_or_read",
-    "leases",
-    "reading",
-    "relied_on",
-    "renewed",
-]
-
 _log = logging.getLogger("ckptd")
 
 LEASE_S = 3600.0

@@ -8,8 +8,6 @@ from typing import Any
 from ckptd.store import StoreSpec
 from ckptd.store.base import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec, checked_url, scheme_of
 
-__all__ = ["root_spec", "served_spec"]
-
 
 def root_spec(
     url: str,

@@ -15,8 +15,6 @@ from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root.root import seconds_of
 from ckptd.errors import UsageError
 
-__all__ = ["Every", "Keep", "Selection", "check_positive", "metric_of", "plain_int", "select"]
-
 Best = tuple[str, Literal["min", "max"], int]
 
 

@@ -21,8 +21,6 @@ from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedErro
 from ckptd.store.base import Store, root_gone
 from ckptd.store.wrap import innermost
 
-__all__ = ["Root", "root_tier", "saving", "seconds_of", "stamp", "tier_of"]
-
 
 def stamp(seconds: float | None = None) -> str:
     """Return a time (seconds since 1970; default: now) as a record's ``created`` field."""

@@ -21,8 +21,6 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import LEASE_S, expired, leases
 from ckptd.errors import ConflictError, RefusedError
 
-__all__ = ["Working", "at_work", "refuse_behind"]
-
 _RENEW_S = LEASE_S / 6
 _PAUSES_S = (0.1, 0.3, 1.0)
 """Longest waits before a process that began at the moment of a rival looks again."""

@@ -33,9 +33,6 @@ from ckptd.types import ByteRange
 if TYPE_CHECKING:
     pass
 
-__all__ = ["AgentMemoryStore", "GuestMemory"]
-
-
 _SPARE = 2
 """Kept for the next guests: filling fresh pages takes ten times as long."""
 

@@ -33,9 +33,6 @@ from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError
 from ckptd.store.osio import map_pages
 
-__all__ = ["KEEPING", "MOST_SLOTS", "Slot", "Slots", "anonymous_file", "half_staged", "slots_for"]
-
-
 CONTROL_BYTES = 4096
 MOST_SLOTS = 8
 _JOB, _STAGED, _SEAL = range(3)

@@ -58,8 +58,6 @@ from ckptd.checkpoint.save.structure import RankPlan, SavePlan
 from ckptd.errors import CorruptError, NotFoundError, RefusedError, SaveError, UsageError
 from ckptd.types import Box, dtype_of
 
-__all__ = ["BoxRoot", "BoxSave", "BoxTensor"]
-
 _log = logging.getLogger("ckptd")
 
 U8 = NDArray[np.uint8]

@@ -57,9 +57,6 @@ from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
-__all__ = ["START_S", "AgentSpec", "WriterClient", "join_agent", "near_key", "post_failure"]
-
-
 START_S = 60.0
 """For a worker or an agent to be ready, in seconds."""
 _AGAIN_S = 0.1

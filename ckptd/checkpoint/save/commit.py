@@ -47,23 +47,6 @@ from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
 from ckptd.store.base import Store
 
-__all__ = [
-    "MOST_REFERS",
-    "assemble",
-    "blob_key",
-    "check_plans",
-    "commit_attempt",
-    "decode_plan",
-    "differing_groups",
-    "finish_attempt",
-    "gather_parts",
-    "leased",
-    "merge_objects",
-    "plan_key",
-    "refer",
-]
-
-
 MOST_REFERS = 1024
 """Files that one part may refer to."""
 

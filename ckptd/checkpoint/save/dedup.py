@@ -37,26 +37,6 @@ from ckptd.checkpoint.save.structure import RankPlan, SavePlan
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError
 
-__all__ = [
-    "LEAST_BYTES",
-    "MOST_FOLDERS",
-    "SLICE_BYTES",
-    "Announced",
-    "ChunkDedup",
-    "ChunkDigests",
-    "Digests",
-    "Search",
-    "Switch",
-    "after",
-    "digest_chunks",
-    "digest_table",
-    "refers",
-    "runs_of",
-    "same_as",
-    "worth_keeping",
-]
-
-
 LEAST_BYTES = 64 << 10
 """Chunks below this size are always written: a reader would seek for them."""
 MOST_FOLDERS = 8

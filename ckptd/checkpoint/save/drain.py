@@ -51,20 +51,6 @@ from ckptd.errors import CkptdError, SaveError
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
-__all__ = [
-    "DataFile",
-    "RankPlan",
-    "StagedShard",
-    "WrittenShare",
-    "data_file",
-    "drain",
-    "put_shard",
-    "remove_file",
-    "share_part",
-    "stage_shard",
-    "write_file",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenShare:

@@ -12,9 +12,6 @@ from ckptd import events
 from ckptd.base.runtime.ownership import OfOneProcess, not_below
 from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 
-__all__ = ["SaveHandle", "SaveProgress", "SaveTracker"]
-
-
 _UNSAVED = ("not-due", "skipped")
 _ORDER = ("staging", "writing", "committing", "durable", "failed")
 

@@ -23,43 +23,6 @@ from ckptd.errors import CorruptError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
 from ckptd.store import StoreSpec
 
-__all__ = [
-    "INLINE_OBJECT_BYTES",
-    "PROTOCOL",
-    "AbortSave",
-    "AgentContents",
-    "AskEnd",
-    "AskStatus",
-    "Base",
-    "Blob",
-    "Extra",
-    "Freed",
-    "Happened",
-    "KeptSnapshot",
-    "Leave",
-    "Neighbours",
-    "NewSlot",
-    "Partner",
-    "RankPart",
-    "Refer",
-    "Request",
-    "Response",
-    "SaveCommitted",
-    "SaveRequest",
-    "Sealed",
-    "SetPlan",
-    "Settled",
-    "ShardStored",
-    "Stop",
-    "Warned",
-    "WriteProgress",
-    "WriterHello",
-    "WriterReady",
-    "check_protocol",
-    "decoded",
-    "visit",
-]
-
 T = TypeVar("T")
 
 

@@ -24,9 +24,6 @@ from ckptd.store.base import (
 if TYPE_CHECKING:
     from ckptd.store.net import StoreServer
 
-__all__ = ["NodeTiers", "age"]
-
-
 _log = logging.getLogger("ckptd")
 _PEER_RETRY_S = 1.0
 _LOST = 64

@@ -24,19 +24,6 @@ from ckptd.store.base import (
 )
 from ckptd.types import ByteRange
 
-__all__ = [
-    "MOST_AGO",
-    "MOST_TOLD",
-    "Distant",
-    "KnownNode",
-    "followers",
-    "former_nodes",
-    "known_node",
-    "older",
-    "partners",
-]
-
-
 MOST_AGO = 8
 """A node is forgotten that was part of none of so many lives."""
 MOST_TOLD = 64

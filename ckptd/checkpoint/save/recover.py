@@ -41,19 +41,6 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
 
-__all__ = [
-    "Candidates",
-    "FoundSnapshot",
-    "LoadCandidate",
-    "complete_snapshots",
-    "find_candidates",
-    "finish_snapshot",
-    "finished",
-    "finished_files",
-    "unpacked",
-]
-
-
 T = TypeVar("T")
 
 _MOST_BYTES = 1 << 30

@@ -31,18 +31,6 @@ from ckptd.decoding import json_decoder
 from ckptd.errors import UsageError
 from ckptd.types import dtype_of
 
-__all__ = [
-    "RankGroup",
-    "RankPlan",
-    "ReplicaHolders",
-    "SavePlan",
-    "Shared",
-    "Structure",
-    "TensorCut",
-    "build_plan",
-]
-
-
 SPLIT_BYTES = 4 << 20
 """Replicated tensors below this size are written by one rank whole."""
 

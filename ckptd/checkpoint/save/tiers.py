@@ -18,8 +18,6 @@ from ckptd.checkpoint.root.policy import Every, check_positive
 from ckptd.errors import UsageError
 from ckptd.store import StoreSpec
 
-__all__ = ["LINGER_S", "NEAR", "ROOT", "Local", "Memory", "Peer", "Tier", "TierSpec", "tier_specs"]
-
 NEAR = ("memory", "peer", "local")
 """Names of near tiers, nearest first."""
 ROOT = "root"

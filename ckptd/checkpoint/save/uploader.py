@@ -28,8 +28,6 @@ from ckptd.checkpoint.save.tiers import NEAR, ROOT
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.store.base import Store
 
-__all__ = ["TierUploader", "as_document"]
-
 _RECENT = 8
 _SPANS = {"peer": "upload", "local": "write"}
 """What events call the writing of a data file to the tiers that get a copy."""

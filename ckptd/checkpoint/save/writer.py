@@ -62,8 +62,6 @@ from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, SaveError, WorkerError
 from ckptd.store.base import Store
 
-__all__ = ["SaveWriter", "main"]
-
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
 _SETTLE_S = 10.0

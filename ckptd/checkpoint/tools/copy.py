@@ -38,9 +38,6 @@ from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
-__all__ = ["REASON", "Copied", "FileCopy", "Transfer"]
-
-
 _SLICE_BYTES = 4 << 20
 _THREADS = 4
 _STALL_S = 900.0

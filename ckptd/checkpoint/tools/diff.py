@@ -15,19 +15,6 @@ from ckptd.checkpoint.format.words import value_text
 from ckptd.checkpoint.load.source import Array, CheckpointReader, PerRankValues, batches
 from ckptd.types import DType
 
-__all__ = [
-    "DiffReport",
-    "ObjectDiff",
-    "TensorDiff",
-    "TensorSide",
-    "ValueChange",
-    "ValueDifference",
-    "changes",
-    "compare",
-    "diff",
-]
-
-
 STEP = 1 << 18
 """Elements compared at a time: temporaries are a few MiB."""
 

@@ -27,8 +27,6 @@ from ckptd.checkpoint.root.gc import missing_files
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError, TransientStoreError
 from ckptd.store.base import Store, StoreSpec
 
-__all__ = ["CREATE_ONLY", "StoreCheck", "probe"]
-
 CREATE_ONLY = "create-only"
 """The check without which a store is refused."""
 

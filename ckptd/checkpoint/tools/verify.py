@@ -44,9 +44,6 @@ from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, RefusedError
 from ckptd.store.base import Store
 
-__all__ = ["Scan", "ScanChunk", "ScanSegment", "check_records", "segments", "targets", "verify"]
-
-
 STALL_S = 300.0
 WINDOW_BLOCKS = 4
 SEGMENT_BYTES = 32 << 20

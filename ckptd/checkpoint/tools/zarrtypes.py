@@ -16,8 +16,6 @@ import zarr.errors
 from zarr.core.dtype.common import HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
-__all__ = ["EXTENSIONS", "MlType", "register_types"]
-
 EXTENSIONS = (
     "bfloat16",
     "float8_e4m3fn",

@@ -36,8 +36,6 @@ from ckptd.checkpoint.tools.zarrtypes import EXTENSIONS, register_types
 from ckptd.errors import NotFoundError
 from ckptd.types import Box, DType
 
-__all__ = ["CkptdStore", "zarr_store"]
-
 _log = logging.getLogger("ckptd")
 
 CHUNK_BYTES = 8 << 20

@@ -50,9 +50,6 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.events.bus import phase
 from ckptd.events.metrics import Metrics
 
-__all__ = ["CallEvents", "Checkpointer", "uncompiled"]
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

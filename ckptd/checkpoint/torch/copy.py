@@ -40,14 +40,6 @@ from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
-__all__ = [
-    "CopyForm",
-    "CopySources",
-    "Snapshot",
-    "copy_steps",
-]
-
-
 _log = logging.getLogger("ckptd")
 REPORT_BYTES = 8 << 20
 SMALL_TENSOR_BYTES = 4096

@@ -17,8 +17,6 @@ from typing import Protocol
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
-__all__ = ["CopyFeed", "CopyGroup", "CopyLane", "CopyMark", "CopyStep", "StridedWindow", "grouped"]
-
 _POLL_S = 0.0005
 
 

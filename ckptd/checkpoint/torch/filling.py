@@ -23,8 +23,6 @@ from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, Dev
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
 
-__all__ = ["U8", "Filling", "Image", "LiveTarget", "TargetElements", "overlapping"]
-
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer

@@ -30,8 +30,6 @@ from ckptd.checkpoint.torch.state.leaves import TensorLeaf
 from ckptd.errors import SaveError
 from ckptd.events.bus import phase
 
-__all__ = ["Gate"]
-
 _log = logging.getLogger("ckptd")
 _HOOKED = "_ckptd_hooked"
 

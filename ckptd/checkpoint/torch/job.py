@@ -25,8 +25,6 @@ from ckptd.parts import part
 if TYPE_CHECKING:
     from ckptd.store import Store
 
-__all__ = ["Abandonable", "Job", "Lineage", "MakeJob", "job_of"]
-
 
 class Abandonable(Protocol):
     """What a session lets go of when it leaves its generation."""

@@ -27,18 +27,6 @@ from ckptd.checkpoint.torch.state.restore import Matching, SavedState
 from ckptd.errors import UsageError
 from ckptd.parts import part
 
-__all__ = [
-    "LayoutFile",
-    "LayoutLoad",
-    "LayoutSave",
-    "LayoutSpec",
-    "LoadLayouts",
-    "NoLayout",
-    "StateLayouts",
-    "layout_of",
-    "layouts",
-]
-
 Rename: TypeAlias = Callable[[str], str]
 
 

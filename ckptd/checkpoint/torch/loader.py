@@ -87,18 +87,6 @@ from ckptd.types import Box, dtype_of
 if TYPE_CHECKING:
     from ckptd.store.base import Store
 
-__all__ = [
-    "LoadReport",
-    "LoadSources",
-    "Loader",
-    "Near",
-    "Next",
-    "Place",
-    "check_witness",
-    "witness_places",
-]
-
-
 _texts = json_decoder(dict[str, str])
 
 _candidates = converter(Candidates)

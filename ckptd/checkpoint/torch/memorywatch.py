@@ -32,20 +32,6 @@ from numpy.typing import NDArray
 
 from ckptd.checkpoint.save.arena import anonymous_file
 
-__all__ = [
-    "PAGE",
-    "Count",
-    "MappedRange",
-    "MemorySpan",
-    "Pages",
-    "Range",
-    "Resizes",
-    "SpanWatch",
-    "WatchedSpans",
-    "mappings",
-]
-
-
 Range = tuple[int, int]
 """First address, and the one after the last."""
 

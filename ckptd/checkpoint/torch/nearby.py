@@ -14,8 +14,9 @@ import msgspec
 
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.base.runtime.agentlink import AgentPlace
+from ckptd.base.runtime.host import host_id
 from ckptd.base.runtime.ranks import Board
-from ckptd.base.torch.ranks import Agreement, bind_address, host_id, host_members
+from ckptd.base.torch.ranks import Agreement, bind_address, host_members
 from ckptd.checkpoint.load.union import UnionSource
 from ckptd.checkpoint.root.opening import served_spec
 from ckptd.checkpoint.root.policy import Every
@@ -39,8 +40,6 @@ from ckptd.errors import CkptdError, UsageError
 if TYPE_CHECKING:
     from ckptd.store import StoreSpec
     from ckptd.store.base import Store
-
-__all__ = ["Nearby", "TierRules", "near_tiers"]
 
 
 class TierRules:

@@ -28,22 +28,6 @@ from ckptd.checkpoint.torch.replicas import Samples, digest_of_sample, sampled_b
 from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import UsageError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Buffers",
-    "DeviceCopies",
-    "DeviceLane",
-    "DeviceSamples",
-    "DeviceSnapshot",
-    "FirstBytesWatch",
-    "OnDevice",
-    "Pins",
-    "captured",
-    "cloned",
-    "device_bytes",
-]
-
-
 _log = logging.getLogger("ckptd")
 
 

@@ -11,8 +11,6 @@ import msgspec
 from ckptd.checkpoint.root.policy import check_positive
 from ckptd.errors import UsageError
 
-__all__ = ["CopyOptions", "Lazy", "Preemption", "Storage", "WhenFull", "given", "preemption_of"]
-
 T = TypeVar("T")
 Lazy: TypeAlias = Literal["auto", "all", "off"]
 WhenFull: TypeAlias = Literal["wait", "skip"]

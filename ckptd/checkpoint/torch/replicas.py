@@ -20,17 +20,6 @@ from ckptd.checkpoint.save.structure import ReplicaHolders, Shared
 from ckptd.checkpoint.torch.state.leaves import ObjectLeaf, TensorLeaf
 from ckptd.checkpoint.torch.state.tensors import as_bytes, flat_memory, is_dtensor, local_tensor
 
-__all__ = [
-    "Samples",
-    "digest_of_sample",
-    "is_common",
-    "replica_digests",
-    "sample_digest",
-    "sampled_bytes",
-    "sampled_ranges",
-    "shards_in_common",
-]
-
 WHOLE_BYTES = 4096
 WINDOWS = 32
 WINDOW_BYTES = 64

@@ -46,9 +46,6 @@ from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.events.bus import at_step, phase
 
-__all__ = ["SavePlanner", "Saver", "wait_for_copying"]
-
-
 _groups = json_decoder(dict[str, tuple[int, ...]])
 
 _FAILED = "structure-failed"

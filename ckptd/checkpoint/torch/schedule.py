@@ -38,21 +38,6 @@ from ckptd.checkpoint.torch.options import WhenFull
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.events.bus import phase
 
-__all__ = [
-    "SAVE",
-    "STOP",
-    "Admission",
-    "Announcements",
-    "Cadence",
-    "SignalWatch",
-    "StepTimes",
-    "WhenFailed",
-    "check_when_failed",
-    "lost",
-    "rule_of",
-]
-
-
 SAVE: Final = "save"
 STOP: Final = "stop"
 

@@ -16,8 +16,6 @@ import numpy as np
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.torch.state.restore import SavedState
 
-__all__ = ["without_place"]
-
 _UNKNOWN = b"?"
 """Of a rank that failed before it knew; its error is raised on all ranks."""
 

@@ -26,8 +26,6 @@ from ckptd.checkpoint.torch.state.tensors import flat_memory
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
 
-__all__ = ["BufferRing", "DeviceBuffer", "Upload"]
-
 U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 

@@ -32,8 +32,6 @@ from ckptd.store.net.messages import Complete, ObjectPiece
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
-__all__ = ["NetOptions", "NetStore", "open_net"]
-
 _T = TypeVar("_T")
 _MOST_WHOLE = 1 << 30
 _LOST = frozenset({"link-lost", "link-busy", "link-protocol"})

@@ -26,8 +26,6 @@ from ckptd.store.net.messages import (
     Page,
 )
 
-__all__ = ["LinkPool", "StoreLink"]
-
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ANSWER = msgpack_decoder(Answer)
 _promised = converter(Capabilities)

@@ -8,37 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "MOST_PIECE_BYTES",
-    "MOST_PUT_BYTES",
-    "PAGE",
-    "PIECE_BYTES",
-    "PURPOSE",
-    "AbortWriter",
-    "Answer",
-    "BeginWriter",
-    "Children",
-    "CommitWriter",
-    "Complete",
-    "Delete",
-    "Failed",
-    "FileOpened",
-    "Get",
-    "List",
-    "ObjectFound",
-    "ObjectPiece",
-    "Open",
-    "Page",
-    "Put",
-    "Read",
-    "Request",
-    "Sized",
-    "Stat",
-    "Sweep",
-    "Sync",
-    "Writing",
-]
-
 PURPOSE = "store"
 """Of these connections, see `ckptd.base.net.connection.Greeting`."""
 PIECE_BYTES = 4 << 20

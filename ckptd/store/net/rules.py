@@ -9,8 +9,6 @@ from ckptd.errors import RefusedError, StoreError
 from ckptd.store.base import check_key, check_prefix
 from ckptd.store.net import messages
 
-__all__ = ["Allow", "Rules"]
-
 Allow = Callable[[str, str], bool]
 """``(operation, key or prefix) -> bool``. Operations: get, read, open, stat, list, children, put,
 begin (a writer), delete, sync, sweep."""

@@ -23,8 +23,6 @@ from ckptd.store.net.messages import PURPOSE
 from ckptd.store.net.rules import Allow, Rules
 from ckptd.store.net.session import Limits, Session
 
-__all__ = ["Counts", "StoreServer"]
-
 _CLOSE_S = 30.0
 _PAUSE_S = 0.1
 

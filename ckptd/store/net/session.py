@@ -20,8 +20,6 @@ from ckptd.store.net.messages import Complete, Failed, ObjectPiece, Page, Reques
 from ckptd.store.net.rules import Rules
 from ckptd.types import ByteRange
 
-__all__ = ["Limits", "Session"]
-
 _REQUEST = msgpack_decoder(Request)
 _WRITING = msgpack_decoder(Writing)
 _ALIGN = 4096

@@ -29,8 +29,6 @@ from ckptd.checkpoint.torch.state.leaves import derive_seed
 from ckptd.checkpoint.torch.state.rng import OwnStreams, RngStreams
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
-__all__ = ["Batches"]
-
 _log = logging.getLogger("ckptd")
 _Kind = Literal["function", "loader", "stateful", "elastic"]
 _LONG = 100

@@ -15,8 +15,6 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from ckptd.base.digest import digest_hex
 from ckptd.checkpoint.torch.replicas import sample_digest
 
-__all__ = ["batch_form", "batches_of", "changes", "facts_of"]
-
 _NUMBERS = ("seed", "shuffle", "replacement", "drop_last")
 """Of a sampler, where they are plain numbers: what decides on its order."""
 _SAMPLES = 8

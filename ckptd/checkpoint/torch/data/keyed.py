@@ -15,8 +15,6 @@ import torch
 
 from ckptd.checkpoint.torch.state.rng import Rng
 
-__all__ = ["keyed_generator", "keyed_rng", "keyed_seed"]
-
 
 def keyed_seed(*key: int | str) -> int:
     """Return a seed in ``[0, 2**63)`` for a key, the same in every process and version.

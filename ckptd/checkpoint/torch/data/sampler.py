@@ -11,8 +11,6 @@ import torch.distributed as dist
 from ckptd.checkpoint.data.schedule import Schedule
 from ckptd.errors import CorruptError, UsageError
 
-__all__ = ["ElasticSampler"]
-
 _log = logging.getLogger("ckptd")
 
 

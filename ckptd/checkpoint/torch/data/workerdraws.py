@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-__all__ = ["watch_workers"]
-
 _log = logging.getLogger("ckptd")
 
 

@@ -21,8 +21,6 @@ from ckptd.types import Box
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Describer", "LocalRegions"]
-
 
 @dataclass(frozen=True)
 class LocalRegions:

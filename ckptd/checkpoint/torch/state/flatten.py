@@ -35,8 +35,6 @@ from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, 
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["Flattener", "collect", "flatten", "is_heavy"]
-
 
 def is_heavy(site: Site) -> bool:
     """Whether a site gives tensors: these are recalled, all others are read anew."""

@@ -13,8 +13,6 @@ from typing import Any, Self
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["HostedOptimizer"]
-
 _VIEW = "_ckptd_hosted"
 """Where a wrapper keeps its view: kept elsewhere, each would keep the other for ever."""
 

@@ -38,32 +38,6 @@ from ckptd.checkpoint.torch.state.wrapped import (
 )
 from ckptd.errors import MismatchError, UsageError
 
-__all__ = [
-    "DROP",
-    "Dropped",
-    "Follower",
-    "Gathered",
-    "Leaves",
-    "ObjectKind",
-    "ObjectLeaf",
-    "OnChange",
-    "OwnKind",
-    "OwnPath",
-    "PendingState",
-    "PerRank",
-    "PerRankLeaf",
-    "Reseed",
-    "SavedNames",
-    "Sink",
-    "StatePlace",
-    "TensorKind",
-    "TensorLeaf",
-    "derive_seed",
-    "memory_key",
-    "put_nothing",
-]
-
-
 OnChange = Literal["error", "drop", "reseed", "reduce"]
 
 

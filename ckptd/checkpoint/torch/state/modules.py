@@ -47,18 +47,6 @@ from ckptd.checkpoint.torch.state.words import (
 )
 from ckptd.errors import UsageError
 
-__all__ = [
-    "EXTRA",
-    "ModuleTensor",
-    "add_module",
-    "check_buffers",
-    "extra_states",
-    "has_statistics",
-    "materialise",
-    "module_tensors",
-    "reshard",
-]
-
 
 def materialise(
     leaves: Leaves, saved: SavedNames, modules: Iterable[nn.Module], device: torch.device | None

@@ -19,16 +19,6 @@ from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.torch.state.tensors import as_bytes, dtype_name, torch_dtype
 from ckptd.errors import CkptdError, CorruptError, UsageError
 
-__all__ = [
-    "MAX_INLINE_BYTES",
-    "TensorRef",
-    "call_with",
-    "dict_like",
-    "map_refs",
-    "refs",
-    "replace_in_place",
-]
-
 MAX_INLINE_BYTES = 16 << 20
 """Largest tensor inside a value of a type of its own or inside a per-rank value."""
 

@@ -35,9 +35,6 @@ from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, 
 from ckptd.checkpoint.torch.state.wrapped import make_wrapped, part_shape
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
-__all__ = ["ParameterOwners", "add_groups", "add_optimizer", "misfit", "record"]
-
-
 _CLASSES, _DEFAULTS, _SHARED, _ORDERS = "classes", "defaults", "shared", "orders"
 _BASE = "torch.optim."
 # What torch's own optimizers keep of a parameter, whatever their options; "step" tells nothing.

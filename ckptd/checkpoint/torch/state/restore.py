@@ -40,19 +40,6 @@ from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.checkpoint.torch.state.words import is_note
 from ckptd.errors import MismatchError
 
-__all__ = [
-    "Matching",
-    "SavedState",
-    "apply_objects",
-    "check_objects",
-    "look",
-    "match",
-    "prepare",
-    "refuse_misfit",
-    "selector",
-]
-
-
 _log = logging.getLogger("ckptd")
 
 MAX_LISTED = 40

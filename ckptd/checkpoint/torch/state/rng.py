@@ -17,8 +17,6 @@ import torch
 from ckptd.base.torch.device import DeviceKind, accelerator
 from ckptd.errors import CorruptError
 
-__all__ = ["OwnStreams", "Rng", "RngStreams"]
-
 _log = logging.getLogger("ckptd")
 _ON_HOST = ("torch", "numpy", "python")
 

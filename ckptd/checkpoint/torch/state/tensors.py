@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "as_bytes",
-    "bytes_at",
-    "dtype_name",
-    "flat_memory",
-    "fsdp2_is_loaded",
-    "has_own_places",
-    "is_async",
-    "is_dtensor",
-    "is_fsdp1",
-    "is_fsdp2",
-    "is_hollow",
-    "is_wrapped",
-    "local_tensor",
-    "target_device",
-    "torch_dtype",
-]
-
-
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -28,9 +28,6 @@ from ckptd.checkpoint.torch.state.walk import fqn_segment, is_state_dict, refuse
 from ckptd.errors import MismatchError, UsageError
 from ckptd.types import DTYPES
 
-__all__ = ["add_array", "add_value", "fresh_tensor"]
-
-
 Array = np.ndarray[Any, Any]
 
 

@@ -28,20 +28,6 @@ from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
 from ckptd.checkpoint.torch.state.objects import replace_in_place
 from ckptd.errors import UsageError
 
-__all__ = [
-    "Site",
-    "has_own_words",
-    "holds_state",
-    "is_optimizer",
-    "is_state_dict",
-    "is_stateful",
-    "refuse_optimizer_ids",
-    "unseen_state",
-    "unwrapped",
-    "walk",
-]
-
-
 _PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
 _OF_TORCH = ("_optimizer_", "_profile_hook")
 """Hooks of an optimizer's steps: they lead to everything that was ever registered."""

@@ -28,22 +28,6 @@ from ckptd.checkpoint.torch.state.tensors import dtype_name, is_wrapped, torch_d
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = [
-    "NOTE",
-    "LoadPath",
-    "ModulePlace",
-    "ModuleWords",
-    "Saying",
-    "add_note",
-    "ask",
-    "has_code",
-    "is_note",
-    "is_same_memory",
-    "said_versions",
-    "says",
-    "speaking_kinds",
-]
-
 NOTE = "_own_state"
 """The last segment of the name of what `ModuleWords.notes` gives."""
 

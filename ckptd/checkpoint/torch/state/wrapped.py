@@ -19,15 +19,6 @@ from ckptd.checkpoint.format.codec import loaded_class
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped
 from ckptd.errors import MismatchError, UsageError
 
-__all__ = [
-    "difference",
-    "make_wrapped",
-    "part_shape",
-    "parts_of",
-    "record_of",
-    "spread",
-]
-
 _SCALARS = (bool, int, float, str, type(None))
 _UNCOMPARED = "requires_grad"
 """Field of a context that says how a tensor is used, and not what its values are."""
