@@ -93,7 +93,6 @@ SHOWN = {
     "verify": "verify run",
     "diff": "diff run@10 run@20",
     "gc": "gc run",
-    "error": "pin run@99",
     "usage": "ls run --al",
     "help": "--help",
     "help-of-a-verb": "verify --help",
