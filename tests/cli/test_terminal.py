@@ -32,6 +32,15 @@ with printing(), progress_bar("verify") as say:
 print("good")
 """
 
+BUSY = """
+import sys, time
+from ckptd.cli.output import progress_bar
+from ckptd.cli.terminal import printing
+with printing(), progress_bar("verify") as say:
+    while True:
+        time.sleep(0.01)  # a signal that comes just before a long wait is taken after it
+"""
+
 DRAWN = """
 import sys
 import msgspec
@@ -143,7 +152,7 @@ def test_a_bar_and_a_line_that_is_printed_meanwhile(columns: int) -> None:
 
 
 def test_an_interrupt_gives_the_cursor_back() -> None:
-    with Terminal([sys.executable, "-c", BAR]) as one:
+    with Terminal([sys.executable, "-c", BUSY]) as one:
         one.until("verify ")
         assert one.cursor_hidden
         one.press("\x03")
