@@ -8,6 +8,7 @@ error (``--json``: a JSON document), never as a traceback.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -159,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         Arguments without the program's name; by default those of the process.
     """
     report_crashes()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # who follows a log sees each line as it comes
     # A tenth of the time of a short verb went into looking for cycles in what is imported.
     gc.set_threshold(_OBJECTS)
     code = run(sys.argv[1:] if argv is None else argv)

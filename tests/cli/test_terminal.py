@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ckptd.store import open_store
 from tests.cli.roots import cut, flip, put, rank_file, values
 from tests.cli.running import COMMAND
+from tests.processes import PATIENCE_S, until
 from tests.terminal import Terminal, golden
 
 SCREENS = Path(__file__).with_name("screens")
@@ -169,6 +171,17 @@ def test_no_colours_where_none_are_wanted(args: str, env: dict[str, str]) -> Non
             assert b"\x1b" not in one.raw
         colours = {cell.fg for row in one.screen.buffer.values() for cell in row.values()}
         assert colours <= {"default"}
+
+
+def test_lines_of_a_log_come_one_by_one(tmp_path: Path) -> None:
+    program = "from ckptd.cli import main; main.run = lambda argv: (print('first'), input()); "
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        one = subprocess.Popen(
+            [sys.executable, "-c", program + "main.main([])"], stdin=subprocess.PIPE, stdout=out
+        )
+        until(lambda: log.read_text() == "first\n", "the first line")
+        one.communicate(b"\n", timeout=PATIENCE_S)
 
 
 def test_an_error_is_red() -> None:
