@@ -6,12 +6,16 @@ the manifest grows with tensors plus files and never with their product.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.format.names import CommitName, data_folder
 from ckptd.decoding import converter
@@ -176,11 +180,11 @@ class Manifest(OfAttempt, frozen=True, omit_defaults=True):
 
 
 class ManifestTables:
-    """Grids and owner maps under construction, each stored once."""
+    """Grids and owner maps under construction, each stored once; those given come first."""
 
-    def __init__(self) -> None:
-        self._grids: dict[GridEntry, int] = {}
-        self._owners: dict[Runs3, int] = {}
+    def __init__(self, grids: Iterable[GridEntry] = (), owners: Iterable[Runs3] = ()) -> None:
+        self._grids = {grid: number for number, grid in enumerate(grids)}
+        self._owners = {runs: number for number, runs in enumerate(owners)}
 
     def grid(self, grid: GridEntry) -> int:
         """Return the number of a grid."""
@@ -189,6 +193,12 @@ class ManifestTables:
     def owner(self, owners: Runs3) -> int:
         """Return the number of an owner map."""
         return self._owners.setdefault(owners, len(self._owners))
+
+    def placed(self, files: NDArray[np.int64]) -> tuple[int, int]:
+        """Return number and base of the map of these files; maps that differ by a base are one."""
+        held = files != ABSENT
+        base = int(files[held].min())
+        return self.owner(Owners.from_array(np.where(held, files - base, ABSENT)).runs), base
 
     @property
     def grids(self) -> tuple[GridEntry, ...]:

@@ -232,20 +232,24 @@ def check_size(store: Store, entry: FileEntry) -> None:
     CorruptError
         kind ``missing-file``, ``truncated``, or ``bad-size`` for a file that is too long.
     """
+    _check_length(store, entry.path, entry.rank, "data file", entry.data_start + entry.data_bytes)
+
+
+def _check_length(store: Store, key: str, rank: int, what: str, least: int, slack: int = 0) -> None:
+    """Check that an object is there and has `least` bytes, or up to `slack` more."""
     try:
-        found = store.stat(entry.path).size
+        found = store.stat(key).size
     except NotFoundError:
-        raise missing_file(entry.path, entry.rank) from None
-    wanted = entry.data_start + entry.data_bytes
-    if found != wanted:
+        raise missing_file(key, rank, what) from None
+    if not least <= found <= least + slack:
         error = CorruptError(
-            "a data file has the wrong size",
-            kind="truncated" if found < wanted else "bad-size",
-            where=f"{entry.path}, written by rank {entry.rank}",
-            wanted=f"{wanted} bytes",
+            f"a {what} has the wrong size",
+            kind="truncated" if found < least else "bad-size",
+            where=f"{key}, written by rank {rank}",
+            wanted=f"{'at least ' if slack else ''}{least} bytes",
             found=f"{found} bytes",
         )
-        raise blame(error, entry.path)
+        raise blame(error, key)
 
 
 def check_headers(store: Store, manifest: Manifest, filemap: FileMap) -> None:
@@ -323,21 +327,9 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
     CorruptError
         kind ``missing-file``, ``truncated`` or ``bad-size``.
     """
-    key = digests_key(entry.path)
     least = _INDEX_HEADER_BYTES + block_count(entry.data_bytes) * DIGEST_BYTES
-    try:
-        size = store.stat(key).size
-    except NotFoundError:
-        raise missing_file(key, entry.rank, "digest index") from None
-    if not least <= size <= least + MAX_CHUNKS * DIGEST_BYTES:
-        error = CorruptError(
-            "a digest index has the wrong size",
-            kind="truncated" if size < least else "bad-size",
-            where=f"{key}, written by rank {entry.rank}",
-            wanted=f"at least {least} bytes",
-            found=f"{size} bytes",
-        )
-        raise blame(error, key)
+    most = MAX_CHUNKS * DIGEST_BYTES
+    _check_length(store, digests_key(entry.path), entry.rank, "digest index", least, most)
 
 
 def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:

@@ -245,11 +245,7 @@ class BoxRoot:
             generation=claimed.generation,
             attempt=attempt,
             plan=plan.digest,
-            extra=(),
-            objects=(),
             metadata=checked,
-            keep=None,
-            timeout_s=0.0,
             root_id=claimed.root,
             claim_id=claimed.claim_id,
         )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.base.grids.grid import Axis, Grid
-from ckptd.base.grids.owners import ABSENT, Owners
+from ckptd.base.grids.owners import Owners
 from ckptd.checkpoint.format.container import is_home
 from ckptd.checkpoint.format.manifest import (
     SUBCLASS,
@@ -29,8 +29,8 @@ from ckptd.checkpoint.format.manifest import (
     FileEntry,
     GridEntry,
     Manifest,
+    ManifestTables,
     ObjectEntry,
-    Runs3,
     TensorEntry,
     WitnessEntry,
 )
@@ -58,9 +58,9 @@ def refer(
     parts: Sequence[RankPart],
     folder: str,
     tensors: list[TensorEntry],
-    owners: dict[Runs3, int],
+    tables: ManifestTables,
 ) -> list[FileEntry]:
-    """Enter what the parts refer to into `tensors` and `owners`; return the files it lies in.
+    """Enter what the parts refer to into `tensors` and `tables`; return the files it lies in.
 
     Their numbers come after those of the ranks' own files. Deterministic.
 
@@ -68,8 +68,8 @@ def refer(
     ----------
     folder
         Of this attempt.
-    tensors, owners
-        The plan's tables, which are changed; owner maps with their numbers.
+    tensors, tables
+        The plan's, which are changed.
 
     Raises
     ------
@@ -89,10 +89,7 @@ def refer(
         where[moved[1][start:end]] = moved[2][start:end]
         key = (entry.owners, entry.base, where.tobytes())
         if key not in known:
-            held = where != ABSENT
-            base = int(where[held].min())
-            runs = Owners.from_array(np.where(held, where - base, ABSENT)).runs
-            known[key] = owners.setdefault(runs, len(owners)), base
+            known[key] = tables.placed(where)
         tensors[number] = msgspec.structs.replace(entry, owners=known[key][0], base=known[key][1])
     return files
 
@@ -259,32 +256,22 @@ def assemble(
         kind ``replicas-differ``: groups of ranks hold different values of one object. kind
         ``structure``: a part refers to chunks that it cannot mean.
     """
-    grids = {g: i for i, g in enumerate(plan.grids)}
-    owners: dict[Runs3, int] = {o: i for i, o in enumerate(plan.owners)}
+    tables = ManifestTables(plan.grids, plan.owners)
     tensors = list(plan.tensors)
     files = [
         FileEntry(file_key(save.folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
         for p in parts
     ]
     if any(p.refers for p in parts):
-        files += refer(plan, parts, save.folder, tensors, owners)
+        files += refer(plan, parts, save.folder, tensors, tables)
     objects = merge_objects(parts)
     extras = _extras(parts)
     _check_per_rank(extras, plan, objects)
     for name, holders in extras:
         grid = GridEntry.of(Grid((Axis.from_sizes([n for _, n, _ in holders]),)))
-        ranks = np.array([rank for rank, _, _ in holders])
-        base = int(ranks.min())
-        runs = Owners.from_array(ranks - base).runs
-        entry = TensorEntry(
-            name,
-            "uint8",
-            (sum(n for _, n, _ in holders),),
-            grids.setdefault(grid, len(grids)),
-            owners.setdefault(runs, len(owners)),
-            base,
-        )
-        tensors.append(entry)
+        shape, number = (sum(n for _, n, _ in holders),), tables.grid(grid)
+        placed = tables.placed(np.array([rank for rank, _, _ in holders]))
+        tensors.append(TensorEntry(name, "uint8", shape, number, *placed))
         objects[name] = ObjectEntry(name, tensor=name, per_rank=holders[0][2])
     return Manifest(
         step=save.step,
@@ -292,8 +279,8 @@ def assemble(
         attempt=save.attempt,
         world_size=plan.world,
         files=tuple(files),
-        grids=tuple(grids),
-        owners=tuple(owners),
+        grids=tables.grids,
+        owners=tables.owners,
         tensors=tuple(tensors),
         objects=tuple(objects[n] for n in sorted(objects)),
         meshes=plan.meshes,

@@ -317,12 +317,6 @@ class SaveTracker(OfOneProcess, SaveHandle):
             return self._error
 
     @property
-    def error_seen(self) -> bool:
-        """Whether the caller has seen what failed."""
-        with self._changed:
-            return self._error_seen
-
-    @property
     def error_unseen(self) -> bool:
         """Whether the save failed and the caller has not seen it."""
         with self._changed:

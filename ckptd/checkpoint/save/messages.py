@@ -280,12 +280,12 @@ class SaveRequest(msgspec.Struct, frozen=True, tag=True):
     step: int
     generation: int
     attempt: str
-    plan: str
-    extra: tuple[Extra, ...]
-    objects: tuple[ObjectEntry, ...]
-    metadata: dict[str, Any]
-    keep: Keep | None
-    timeout_s: float
+    plan: str = ""
+    extra: tuple[Extra, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    metadata: dict[str, Any] = {}
+    keep: Keep | None = None
+    timeout_s: float = 0.0
     slot: int = 0
     near: tuple[str, ...] = ()
     root: bool = True

@@ -204,7 +204,8 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
     StoreError
         The farthest source fails.
     """
-    save = _save_of(snapshot)
+    # As far as a manifest depends on it.
+    save = SaveRequest(0, snapshot.step, snapshot.generation, snapshot.attempt, snapshot.plan)
     try:
         plan = _read(union, plan_key(save.folder), decode_plan)
         if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):
@@ -224,36 +225,6 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
     manifest = finish_attempt(union, scratch, plan, save, parts)
     write_manifest(scratch, manifest)
     return manifest
-
-
-def _save_of(snapshot: FoundSnapshot) -> SaveRequest:
-    """Return the save that the attempt was, as far as a manifest depends on it."""
-    return SaveRequest(
-        job=0,
-        step=snapshot.step,
-        generation=snapshot.generation,
-        attempt=snapshot.attempt,
-        plan=snapshot.plan,
-        extra=(),
-        objects=(),
-        metadata={},
-        keep=None,
-        timeout_s=0.0,
-    )
-
-
-@contextmanager
-def finished(
-    union: UnionStore, snapshot: FoundSnapshot
-) -> Iterator[tuple[Store, Manifest, FileMap]]:
-    """Finish a snapshot, and give what `unpacked` gives: for a rank that has nobody to send it to.
-
-    Raises what `finish_snapshot` does.
-    """
-    with _scratch() as scratch:
-        finish_snapshot(union, scratch, snapshot)
-        (key,) = (i.key for i in scratch.list(snapshot.folder) if "/manifest." in i.key)
-        yield scratch, *_with_tables(scratch.get(key), key)
 
 
 def finished_files(union: UnionStore, snapshot: FoundSnapshot) -> dict[str, str]:
@@ -283,13 +254,9 @@ def unpacked(files: Mapping[str, str]) -> Iterator[tuple[Store, Manifest, FileMa
             raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MOST_BYTES)
             scratch.put(key, raw)
             if "/manifest." in key:
-                manifest, filemap = _with_tables(raw, key)
+                manifest = decode_manifest(raw, key)
+                filemap = check_manifest(manifest, key, len(raw))
         yield scratch, manifest, filemap
-
-
-def _with_tables(raw: bytes, key: str) -> tuple[Manifest, FileMap]:
-    manifest = decode_manifest(raw, key)
-    return manifest, check_manifest(manifest, key, len(raw))
 
 
 @contextmanager

@@ -25,7 +25,13 @@ from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.checkpoint.format.container import ChunkRef, FileMap
-from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, Runs3, TensorEntry
+from ckptd.checkpoint.format.manifest import (
+    GridEntry,
+    ManifestTables,
+    MeshEntry,
+    Runs3,
+    TensorEntry,
+)
 from ckptd.checkpoint.format.witness import WitnessPlan, gather
 from ckptd.decoding import json_decoder
 from ckptd.errors import UsageError
@@ -150,29 +156,17 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
         return msgspec.structs.replace(bare, digest=digest_hex(msgspec.json.encode(bare)))
 
 
-class _Tables:
-    """Grids and owner maps under construction, each stored once."""
-
-    def __init__(self) -> None:
-        self.grids: dict[Grid, int] = {}
-        self.owners: dict[Runs3, int] = {}
-
-    def grid(self, grid: Grid) -> int:
-        return self.grids.setdefault(grid, len(self.grids))
-
-    def owner(self, files: np.ndarray[Any, Any]) -> tuple[int, int]:
-        """Return ``(map number, base)``; maps that differ by a constant are one map."""
-        base = int(files.min())
-        runs = Owners.from_array(files - base).runs
-        return self.owners.setdefault(runs, len(self.owners)), base
-
-
 class _Balance:
     """Deterministic longest-processing-time assignment of pieces to ranks."""
 
     def __init__(self, world: int) -> None:
         self.load = [0] * world
         self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def spread(self, files: NDArray[np.int64], nbytes: int) -> None:
+        """Count a tensor that is cut over ranks already; a large job needs no count of it."""
+        for rank in files if len(files) <= 64 else ():
+            self.load[int(rank)] += nbytes // len(files)
 
     def least(self, candidates: tuple[int, ...], nbytes: int) -> int:
         """Give a piece to the least loaded candidate and return it."""
@@ -202,7 +196,7 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
         kind ``structure``: ranks disagree on dtype or shape of a tensor.
     """
     merged = _merge(groups)
-    tables, balance = _Tables(), _Balance(world)
+    tables, balance = ManifestTables(), _Balance(world)
     entries: dict[str, TensorEntry] = {}
     plain: list[tuple[TensorEntry, tuple[int, ...]]] = []
     replicas: dict[tuple[int, ...], list[int]] = {}
@@ -221,11 +215,10 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     for tensor, ranks in plain:
         grid = _row_grid(tensor, len(ranks), share)
         pieces[tensor.name] = list(grid.axes[0].sizes()) if tensor.shape else [1]
-        entries[tensor.name] = _entry(tensor, tables.grid(grid))
+        entries[tensor.name] = _entry(tensor, tables.grid(GridEntry.of(grid)))
     owners = _assign(plain, pieces, balance)
     for name, files in owners.items():
-        number, base = tables.owner(files)
-        entries[name] = _entry(entries[name], entries[name].grid, number, base)
+        entries[name] = _entry(entries[name], entries[name].grid, *tables.placed(files))
     meshes = {c.mesh: None for g in groups for c in g.structure.cuts if c.mesh is not None}
     homes: dict[str, int] = {}
     for group in groups:
@@ -233,8 +226,8 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
             homes[name] = min(homes.get(name, group.ranks[0]), group.ranks[0])
     return SavePlan(
         world=world,
-        grids=tuple(GridEntry.of(g) for g in tables.grids),
-        owners=tuple(tables.owners),
+        grids=tables.grids,
+        owners=tables.owners,
         tensors=tuple(entries[name] for name in merged),
         meshes=tuple(meshes)[:64],
         leaders=tuple(g.ranks[0] for g in groups),
@@ -358,7 +351,7 @@ def _laid_entry(
     grid: GridEntry,
     owners: Runs3,
     holders: tuple[int, ...],
-    tables: _Tables,
+    tables: ManifestTables,
     balance: _Balance,
 ) -> TensorEntry:
     """Return the entry of a tensor whose pieces and owners a layout says."""
@@ -372,11 +365,8 @@ def _laid_entry(
             wanted=f"the tensor on rank {min(lacking)} as well",
             found=f"ranks {list(holders[:16])} have it",
         )
-    number, base = tables.owner(files)
-    each = _nbytes(tensor) // max(1, len(files))
-    for rank in files if len(files) <= 64 else ():
-        balance.load[int(rank)] += each
-    return _entry(tensor, tables.grid(grid.grid()), number, base)
+    balance.spread(files, _nbytes(tensor))
+    return _entry(tensor, tables.grid(GridEntry.of(grid.grid())), *tables.placed(files))
 
 
 def _sharded_entry(
@@ -384,7 +374,7 @@ def _sharded_entry(
     cut: TensorCut,
     mesh: MeshEntry,
     holders: tuple[int, ...],
-    tables: _Tables,
+    tables: ManifestTables,
     balance: _Balance,
     replicas: dict[tuple[int, ...], list[int]],
 ) -> TensorEntry:
@@ -413,11 +403,8 @@ def _sharded_entry(
             wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
             found=f"the tensor on ranks {list(holders[:16])} only",
         )
-    number, base = tables.owner(files)
-    each = _nbytes(tensor) // len(files)
-    for rank in files if len(files) <= 64 else ():
-        balance.load[int(rank)] += each
-    return _entry(tensor, tables.grid(grid), number, base)
+    balance.spread(files, _nbytes(tensor))
+    return _entry(tensor, tables.grid(GridEntry.of(grid)), *tables.placed(files))
 
 
 def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:

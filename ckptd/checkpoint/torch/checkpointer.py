@@ -31,6 +31,7 @@ from ckptd.checkpoint.root.policy import Every, Keep
 from ckptd.checkpoint.root.root import root_tier, saving
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
+from ckptd.checkpoint.save.messages import SaveRequest
 from ckptd.checkpoint.save.tiers import Tier, tier_specs
 from ckptd.checkpoint.torch.job import Lineage, job_of
 from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
@@ -334,20 +335,21 @@ class Checkpointer(OfOneProcess):
         attempt = self._lineage.next_attempt()
         name = CommitName(step, self._lineage.generation)
         with self._events.saving(name, attempt, begun_ns):
-            handle = self._saver.save(
-                self._connect(),
-                state,
-                step=step,
-                generation=name.generation,
-                attempt=attempt,
-                metadata=metadata or {},
+            client = self._connect()
+            wanted = SaveRequest(
+                client.next_job(),
+                step,
+                name.generation,
+                attempt,
                 keep=self._keep,
+                timeout_s=self._timeout_s,
                 near=near,
                 root=root,
-                goes_on=self._when_failed == "warn" or not root,
                 root_id=self._lineage.root_id,
                 claim_id=self._lineage.claim_id,
             )
+            goes_on = self._when_failed == "warn" or not root
+            handle = self._saver.save(client, state, wanted, metadata or {}, goes_on=goes_on)
         self._lineage.last_step = step
         self._job.saving(handle)
         if self._nearby is not None:
@@ -630,13 +632,13 @@ class Checkpointer(OfOneProcess):
         failed: list[SaveTracker] = []
         for handle in self._handles:
             left = None if end is None else max(0.0, end - time.monotonic())
-            seen = handle.error_seen
+            new = handle.failure is None or handle.error_unseen
             try:
                 handle._wait(("durable",), left)
             except CkptdError:
                 if not handle.done:
                     raise
-                failed += [] if seen else [handle]
+                failed += [handle] if new else []
         self._handles = []
         self._saver.gate.wait()  # a save that failed may still be copied
         if self._when_failed == "warn":

@@ -50,7 +50,6 @@ from ckptd.checkpoint.save.recover import (
     Candidates,
     LoadCandidate,
     find_candidates,
-    finished,
     finished_files,
     unpacked,
 )
@@ -314,12 +313,9 @@ class LoadSources:
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot
-        if self._agreement.board.world == 1:
-            made = finished(self.store, snapshot)
-        else:
-            # Once for all: finishing takes the parts of every rank, wherever they are.
-            made = unpacked(self._from_rank_zero(lambda: finished_files(self.store, snapshot)))
-        with made as (scratch, manifest, filemap):
+        # Once for all: finishing takes the parts of every rank, wherever they are.
+        files = self._from_rank_zero(lambda: finished_files(self.store, snapshot))
+        with unpacked(files) as (scratch, manifest, filemap):
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)
 

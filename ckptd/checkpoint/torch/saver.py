@@ -21,7 +21,6 @@ from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.manifest import ObjectEntry
-from ckptd.checkpoint.root.policy import Keep
 from ckptd.checkpoint.save.client import WriterClient, post_failure
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
@@ -252,17 +251,10 @@ class Saver:
         self,
         client: WriterClient,
         state: Mapping[str, Any],
-        *,
-        step: int,
-        generation: int,
-        attempt: str,
+        wanted: SaveRequest,
         metadata: Mapping[str, Any],
-        keep: Keep | None,
-        near: tuple[str, ...] = (),
-        root: bool = True,
+        *,
         goes_on: bool = False,
-        root_id: str = "",
-        claim_id: str = "",
     ) -> SaveTracker:
         """Begin to copy the state into a slot, and have it written.
 
@@ -270,10 +262,12 @@ class Saver:
 
         Parameters
         ----------
+        wanted
+            What is known before the state is looked at.
+        metadata
+            The user's; rank 0's counts.
         goes_on
             That the writing process died is not raised; the handle has it.
-        root_id, claim_id
-            See `SaveRequest`.
 
         Raises
         ------
@@ -281,10 +275,10 @@ class Saver:
             The state cannot be saved, ranks disagree, or the previous save does not end. The
             other ranks' saves of this attempt then fail too, with the same reason.
         """
+        step, near, root = wanted.step, wanted.near, wanted.root
         at_step(step)
-        job = client.next_job()
-        handle = SaveTracker(step, generation, attempt, 0, near=near, root=root)
-        key = f"save/{generation}/{step}/{attempt}"
+        handle = SaveTracker(step, wanted.generation, wanted.attempt, 0, near=near, root=root)
+        key = f"save/{wanted.generation}/{step}/{wanted.attempt}"
         # Failures of earlier saves, also of those whose handles the program has looked at.
         for failed in [h for h in self._unchecked if h.done or h.failure is not None]:
             self._unchecked.remove(failed)
@@ -303,22 +297,13 @@ class Saver:
             with events.span("plan"):
                 plan = self._planner.plan(structure, key)
             objects, extras, bodies = self._values(leaves, plan)
-            save = SaveRequest(
-                job=job,
-                step=step,
-                generation=generation,
-                attempt=attempt,
+            save = msgspec.structs.replace(
+                wanted,
                 plan=plan.digest,
                 extra=extras,
                 objects=objects,
                 metadata=checked,
-                keep=keep,
-                timeout_s=self._timeout_s,
                 refer=self._refer,
-                near=near,
-                root=root,
-                root_id=root_id,
-                claim_id=claim_id,
             )
             self._copy(client, save, plan, laid, bodies, handle, key)
             for value in leaves.per_rank.values():

@@ -18,7 +18,6 @@ from ckptd.checkpoint.save.messages import Blob, RankPart
 from ckptd.checkpoint.save.recover import (
     complete_snapshots,
     finish_snapshot,
-    finished,
     finished_files,
     unpacked,
 )
@@ -65,10 +64,7 @@ def flip(store: Store, key: str) -> None:
     store.put(key, bytes(raw))
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_spread_over_nodes_and_finished_as_a_commit(
-    make: Make, tmp_path: Path, alone: bool
-) -> None:
+def test_spread_over_nodes_and_finished_as_a_commit(make: Make, tmp_path: Path) -> None:
     truth = values(1)
     nodes = [make(), LocalStore(tmp_path / "node")]
     save = put_snapshot(nodes, PLAN, truth, NAME)
@@ -84,8 +80,7 @@ def test_spread_over_nodes_and_finished_as_a_commit(
     put_snapshot([root.store], PLAN, truth, NAME)
     commit = commit_attempt(root, PLAN, save_of(NAME, "0001", PLAN), lambda: None, TIMEOUT_S)
     union = UnionStore(nodes)
-    made = finished(union, snapshot) if alone else unpacked(finished_files(union, snapshot))
-    with made as (store, manifest, filemap):
+    with unpacked(finished_files(union, snapshot)) as (store, manifest, filemap):
         assert digest_hex(store.get(commit.folder + commit.manifest)) == commit.manifest_digest
         assert manifest == root.manifest_of(commit)
         assert manifest.metadata == {"loss": 0.5}
