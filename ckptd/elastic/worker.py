@@ -238,12 +238,6 @@ class WorkerLink(OfOneProcess):
         """Whether the launcher has ended, or let go of this worker."""
         return self._gone
 
-    def wait_welcome(self, timeout_s: float) -> Welcome | None:
-        """Return what the launcher says of this job; None if it does not within `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.welcome is not None or self._gone, timeout_s)
-            return self.welcome
-
     def close(self) -> None:
         """Send what was told, and let go. Idempotent; waits for a launcher for two seconds."""
         self._outbox.put(None)

@@ -128,15 +128,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             )
         return share(self.microbatches, world, rank)
 
-    def rank_samples(
-        self, consumed: int, rank: int, world: int
-    ) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """Yield the samples of each of the rank's micro-batches of the step after `consumed`.
-
-        Errors as of `samples` and `mine`.
-        """
-        return self.samples_of(consumed, self.mine(rank, world))
-
     def samples_of(
         self, consumed: int, microbatches: Iterable[int]
     ) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:

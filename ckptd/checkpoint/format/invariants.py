@@ -8,7 +8,7 @@ below the root, every number fits int64, and arrays of pieces are in proportion 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +18,7 @@ from ckptd.base.digest import MAX_CHUNKS, DigestIndex, is_digest
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.codec import MAX_METADATA_BYTES
-from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk, FileMap, is_home
+from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, FileMap, is_home
 from ckptd.checkpoint.format.manifest import (
     SUBCLASS,
     UNDIGESTED,
@@ -355,38 +355,6 @@ def _absent_runs(owners: Owners) -> tuple[tuple[int, int], ...]:
             out.append((start, count))
         start += count
     return tuple(out)
-
-
-def check_header(
-    filemap: FileMap, file: int, header: Mapping[str, Chunk], where: str | None = None
-) -> None:
-    """Check that the header of a home file says what follows from the manifest.
-
-    Parameters
-    ----------
-    filemap
-        The map of the manifest.
-    file
-        Number of the file.
-    header
-        Its chunks by name, as `ckptd.checkpoint.format.container.parse_header` gives them.
-    where
-        Names the file in errors.
-
-    Raises
-    ------
-    CorruptError
-        kind ``bad-header``: names the first chunk that is missing, or is not where it must be.
-    """
-    wanted = filemap.header_entries(file)
-    for chunk, (name, dtype, shape) in zip(filemap.chunks(file), wanted, strict=True):
-        place = Chunk(name, dtype.stored_code, dtype.stored_shape(shape), chunk.start, chunk.end)
-        if header.get(name) != place:
-            raise _bad(
-                "bad-header", "not the manifest's chunk", where or "", place, header.get(name)
-            )
-    if len(header) != len(wanted):
-        raise _bad("bad-header", "other chunks", where or "", len(wanted), len(header))
 
 
 def check_index(

@@ -8,10 +8,7 @@ from ckptd.lay.syntax.grammar import SPACE, Shown, show
 from ckptd.lay.syntax.library import load
 from ckptd.lay.syntax.parser import (
     parse,
-    parse_dim,
-    parse_name,
     parse_statement,
-    parse_value,
     read,
 )
 from ckptd.lay.syntax.tree import (
@@ -152,10 +149,7 @@ __all__ = [
     "join",
     "load",
     "parse",
-    "parse_dim",
-    "parse_name",
     "parse_statement",
-    "parse_value",
     "read",
     "show",
     "show_name",

@@ -10,20 +10,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ckptd.lay.syntax import grammar
-from ckptd.lay.syntax.expressions import DIM, NAME, VALUE
-from ckptd.lay.syntax.grammar import Item
 from ckptd.lay.syntax.lexer import Scanner
 from ckptd.lay.syntax.pieces import Syntax
-from ckptd.lay.syntax.tree import Dim, File, Name, Rule, Statement, Value
+from ckptd.lay.syntax.tree import File, Statement
 
 __all__ = [
     "parse",
-    "parse_dim",
-    "parse_item",
-    "parse_name",
-    "parse_rule",
     "parse_statement",
-    "parse_value",
     "read",
     "scan",
 ]
@@ -82,31 +75,6 @@ def read(piece: Syntax[T], text: str, file: str = "<text>") -> T:
     return found
 
 
-def parse_item(text: str, file: str = "<text>") -> Item:
-    """Read one ``mesh``, ``let``, ``space``, ``layout``, ``reshard`` or ``use``."""
-    return read(grammar.ITEM, text, file)
-
-
 def parse_statement(text: str, file: str = "<text>") -> Statement:
     """Read one statement of a layout."""
     return read(grammar.STATEMENT, text, file)
-
-
-def parse_rule(text: str, file: str = "<text>") -> Rule:
-    """Read one rule: ``name = reference[dims] modifiers``."""
-    return read(grammar.RULE, text, file)
-
-
-def parse_dim(text: str, file: str = "<text>") -> Dim:
-    """Read one dimension: ``(kv@tp rep hd)``."""
-    return read(DIM, text, file)
-
-
-def parse_value(text: str, file: str = "<text>") -> Value:
-    """Read one value: ``128*tp``."""
-    return read(VALUE, text, file)
-
-
-def parse_name(text: str, file: str = "<text>") -> Name:
-    """Read one name: ``decoder.layers.{#l@pp}``."""
-    return read(NAME, text, file)

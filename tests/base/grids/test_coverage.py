@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from ckptd.base.grids.block import box_region
 from ckptd.base.grids.coverage import Uncovered, uncovered
-from ckptd.base.grids.grid import Axis, Grid, even_axis
+from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.errors import MismatchError
 from ckptd.types import Box
 from tests.base.grids import brute, strategies
+from tests.base.grids.cutting import even_axis
 
 
 @given(st.data())

@@ -21,12 +21,13 @@ import itertools
 import pytest
 
 from ckptd.base.grids.block import Block, Region, box_region, flat_regions
-from ckptd.base.grids.grid import Axis, Grid, even_axis, whole
+from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.plan import check, plan, prove
 from ckptd.base.grids.sharding import local_regions
 from ckptd.types import Box
 from tests.base.grids import brute
+from tests.base.grids.cutting import even_axis
 from tests.base.grids.planning import plan_pieces
 
 SHAPE = (4, 12)

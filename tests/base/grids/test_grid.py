@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.base.grids.grid import MAX_EXTENT, Axis, Grid, even_axis, strides_of, whole
+from ckptd.base.grids.grid import MAX_EXTENT, Axis, Grid, strides_of, whole
 from ckptd.types import Box
 from tests.base.grids import brute, strategies
+from tests.base.grids.cutting import even_axis
 
 
 @given(st.data())

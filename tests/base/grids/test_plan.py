@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from ckptd.base.grids import plan as planner
 from ckptd.base.grids.block import Region, box_region, flat_regions
-from ckptd.base.grids.grid import Axis, Grid, even_axis, whole
+from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.plan import plan, plan_once
 from ckptd.errors import MismatchError, UsageError
 from ckptd.types import Box
 from tests.base.grids import brute, strategies
+from tests.base.grids.cutting import even_axis
 from tests.base.grids.planning import plan_pieces
 
 

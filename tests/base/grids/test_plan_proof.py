@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from ckptd.base.grids import plan as proof
 from ckptd.base.grids.block import Region, box_region, flat_regions
-from ckptd.base.grids.grid import Grid, even_axis, whole
+from ckptd.base.grids.grid import Grid, whole
 from ckptd.base.grids.plan import Block, PieceCopy, Proof, check, plan, prove
 from ckptd.base.grids.sharding import local_regions
 from ckptd.errors import UsageError
 from ckptd.types import Box
 from tests.base.grids import brute, strategies
+from tests.base.grids.cutting import even_axis
 
 
 @given(st.data())

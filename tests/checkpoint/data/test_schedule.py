@@ -28,9 +28,11 @@ def test_a_step_is_the_same_whatever_the_world(
     )
     consumed = data.draw(st.integers(0, 3 * size))
     world = data.draw(st.integers(1, microbatches))
-    alone = [b.tolist() for b in schedule.rank_samples(consumed, 0, 1)]
+    alone = [b.tolist() for b in schedule.samples_of(consumed, schedule.mine(0, 1))]
     shared = [
-        b.tolist() for rank in range(world) for b in schedule.rank_samples(consumed, rank, world)
+        b.tolist()
+        for rank in range(world)
+        for b in schedule.samples_of(consumed, schedule.mine(rank, world))
     ]
     assert shared == alone
     assert len(alone) == microbatches
@@ -45,7 +47,7 @@ def test_each_sample_is_consumed_once_an_epoch_while_the_world_changes(
     consumed, seen = 0, Counter[int]()
     for world in worlds:
         for rank in range(world):
-            for batch in schedule.rank_samples(consumed, rank, world):
+            for batch in schedule.samples_of(consumed, schedule.mine(rank, world)):
                 seen.update(batch.tolist())
         consumed += schedule.batch
     epochs, rest = divmod(consumed, size)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.base.grids.grid import Axis, Grid, even_axis, whole
+from ckptd.base.grids.grid import Axis, Grid, whole
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.container import (
     FileMap,
@@ -26,6 +26,7 @@ from ckptd.checkpoint.format.manifest import (
 )
 from ckptd.errors import CorruptError
 from ckptd.types import DTYPES
+from tests.base.grids.cutting import even_axis
 from tests.base.grids.strategies import Cut, cuts, shapes
 from tests.checkpoint.format.strategies import Sample, manifests
 

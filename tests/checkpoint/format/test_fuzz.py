@@ -28,7 +28,6 @@ from ckptd.checkpoint.format.container import FileMap, build_header, header_byte
 from ckptd.checkpoint.format.invariants import (
     check_coverage,
     check_files,
-    check_header,
     check_index,
     check_manifest,
 )
@@ -132,8 +131,6 @@ def read_header(raw: bytes) -> None:
     for name in chunks:
         with suppress(CkptdError):
             parse_chunk_name(name)
-    with suppress(CkptdError):
-        check_header(FILEMAP, 0, chunks)
 
 
 def read_record(kind: type[Any]) -> Callable[[bytes], None]:

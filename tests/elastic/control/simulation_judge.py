@@ -75,5 +75,5 @@ class Line:
         return [
             ids
             for replica in range(replicas)
-            for ids in self.schedule.rank_samples(consumed, replica, replicas)
+            for ids in self.schedule.samples_of(consumed, self.schedule.mine(replica, replicas))
         ]

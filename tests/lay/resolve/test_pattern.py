@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import Lookup, covers, filled, found_regex
 from ckptd.lay.resolve.pattern import encoded, rule_regex
-from ckptd.lay.syntax import EVEN, Glob, Name, NameIndex, Text, join, parse_name, show
+from ckptd.lay.syntax import EVEN, Glob, Name, NameIndex, Text, join, show
+from tests.lay.syntax.parts import parse_name
 
 
 def groups(pattern: str, name: str) -> tuple[str, ...] | None:

@@ -46,12 +46,10 @@ from ckptd.lay.syntax import (
     Widths,
     format_text,
     parse,
-    parse_dim,
-    parse_name,
     parse_statement,
     show,
 )
-from ckptd.lay.syntax.parser import parse_item, parse_rule
+from tests.lay.syntax.parts import parse_dim, parse_item, parse_name, parse_rule
 
 
 def parse_space(text: str) -> Space:

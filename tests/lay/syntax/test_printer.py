@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 from ckptd.lay.syntax import (
     format_text,
     parse,
-    parse_dim,
-    parse_name,
     parse_statement,
-    parse_value,
     read,
     show,
 )
 from ckptd.lay.syntax import tree as nodes
 from ckptd.lay.syntax.grammar import FAMILY, MODIFIERS, SCALAR, STATES
-from ckptd.lay.syntax.parser import parse_item, parse_rule
 from tests.lay.syntax import trees
+from tests.lay.syntax.parts import parse_dim, parse_item, parse_name, parse_rule, parse_value
 
 FORMS: list[tuple[trees.Strategy, Callable[[str], Any]]] = [
     (trees.VALUES, parse_value),
