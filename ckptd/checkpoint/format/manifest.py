@@ -6,7 +6,7 @@ the manifest grows with tensors plus files and never with their product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -211,7 +211,9 @@ class ManifestTables:
         return tuple(self._owners)
 
 
-converter(Manifest)  # now, and not by the first thread that reads one
+# Made now, and not by the first thread that reads one.
+CONVERTERS: dict[type, Callable[[Any], Any]] = {Manifest: converter(Manifest)}
+"""What makes each kind of record of plain values."""
 
 
 def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
@@ -273,7 +275,8 @@ def decode_json(raw: bytes, where: str) -> dict[str, Any]:
 def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
     """Turn parsed JSON into a struct, or raise `CorruptError` naming the field."""
     try:
-        return converter(kind)(document)
+        found: T = CONVERTERS[kind](document)
+        return found
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         raise CorruptError(
             f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]

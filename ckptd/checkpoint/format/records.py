@@ -8,6 +8,7 @@ import msgspec
 
 from ckptd.base.digest import DIGEST_BYTES, digest_hex
 from ckptd.checkpoint.format.manifest import (
+    CONVERTERS,
     MAX_MANIFEST_BYTES,
     OfCheckpoint,
     convert,
@@ -119,8 +120,7 @@ class Pin(OfCheckpoint, frozen=True):
     version: int = RECORD_VERSION
 
 
-for _kind in (RootMarker, Generation, Commit, Lease, Pin):
-    converter(_kind)  # now, and not by the first thread that reads one
+CONVERTERS |= {kind: converter(kind) for kind in (RootMarker, Generation, Commit, Lease, Pin)}
 
 
 def encode_record(record: RootMarker | Generation | Commit | Lease | Pin) -> bytes:

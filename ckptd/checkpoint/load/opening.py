@@ -87,7 +87,7 @@ def begin_beside(catalogue: Catalogue) -> RootMarker:
     Raises
     ------
     CkptdError
-        As of `ckptd.checkpoint.root.root.Root.create_or_open`.
+        As of `ckptd.checkpoint.root.index.Index.create_or_open`.
     """
     try:
         found = _opened_or_format(catalogue)
@@ -115,7 +115,7 @@ def begin_root(catalogue: Catalogue) -> RootMarker:
     RefusedError
         kind ``exists``: a foreign checkpoint is there.
     CkptdError
-        As of `ckptd.checkpoint.root.root.Root.create_or_open`.
+        As of `ckptd.checkpoint.root.index.Index.create_or_open`.
     """
     found = _opened_or_format(catalogue)
     if isinstance(found, RootMarker):

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ckptd.checkpoint.root.root import tier_of
+from ckptd.checkpoint.root.index import tier_of
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
 from ckptd.store.base import (
     Capabilities,

@@ -15,9 +15,8 @@ from itertools import pairwise
 
 from ckptd.checkpoint.format.names import generation_key
 from ckptd.checkpoint.format.records import Generation
-from ckptd.checkpoint.root.index import Index
+from ckptd.checkpoint.root.index import Index, seconds_of
 from ckptd.checkpoint.root.policy import check_positive
-from ckptd.checkpoint.root.root import seconds_of
 from ckptd.errors import UsageError
 
 NODE_MTBF_HOURS = 54 * 24 * (16_384 // 8) / 419

@@ -39,9 +39,8 @@ from ckptd.checkpoint.format.records import (
     encode_record,
 )
 from ckptd.checkpoint.format.witness import SAMPLE, Witness, WitnessPlan
-from ckptd.checkpoint.root.index import MAX_TRIES, Index, unmarked
+from ckptd.checkpoint.root.index import MAX_TRIES, Index, stamp, unmarked
 from ckptd.checkpoint.root.leases import hold, relied_on
-from ckptd.checkpoint.root.root import stamp
 from ckptd.errors import (
     CkptdError,
     ConflictError,

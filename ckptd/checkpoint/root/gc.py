@@ -37,10 +37,9 @@ from ckptd.checkpoint.format.names import (
 )
 from ckptd.checkpoint.format.records import Commit, Generation, decode_record
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.index import Index, commit_marks, put_mark
+from ckptd.checkpoint.root.index import Index, commit_marks, put_mark, seconds_of
 from ckptd.checkpoint.root.leases import expired, leases
 from ckptd.checkpoint.root.policy import Keep, Selection, select
-from ckptd.checkpoint.root.root import seconds_of
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import ObjectInfo, Store
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ckptd.checkpoint.format.names import CommitName, commit_key
 from ckptd.checkpoint.format.records import Commit
-from ckptd.checkpoint.root.root import seconds_of
+from ckptd.checkpoint.root.index import seconds_of
 from ckptd.errors import UsageError
 
 Best = tuple[str, Literal["min", "max"], int]

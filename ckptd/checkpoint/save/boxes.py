@@ -42,9 +42,9 @@ from ckptd.checkpoint.format.records import Commit, Generation
 from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
+from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
 from ckptd.checkpoint.root.opening import root_spec
-from ckptd.checkpoint.root.root import saving
 from ckptd.checkpoint.save.commit import finish_attempt
 from ckptd.checkpoint.save.drain import data_file, remove_file, share_part, write_file
 from ckptd.checkpoint.save.messages import (

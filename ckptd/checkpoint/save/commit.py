@@ -38,8 +38,8 @@ from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path, part_ke
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
+from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.root.leases import hold
-from ckptd.checkpoint.root.root import saving
 from ckptd.checkpoint.save.dedup import MOST_FOLDERS
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
 from ckptd.checkpoint.save.structure import SavePlan

@@ -32,7 +32,7 @@ from ckptd.checkpoint.format.names import (
     ranked_chunk_name,
     whole_name,
 )
-from ckptd.checkpoint.root.root import saving
+from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
 from ckptd.checkpoint.save.commit import blob_key, plan_key
 from ckptd.checkpoint.save.dedup import (

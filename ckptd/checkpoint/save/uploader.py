@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 from ckptd import events
 from ckptd.checkpoint.format.names import CommitName
-from ckptd.checkpoint.root.root import saving
+from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.save.arena import KEEPING
 from ckptd.checkpoint.save.drain import StagedShard, put_shard
 from ckptd.checkpoint.save.messages import Freed, Response, Settled, ShardStored

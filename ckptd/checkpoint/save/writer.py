@@ -24,7 +24,7 @@ from ckptd.base.runtime.host import pid_space
 from ckptd.checkpoint.format.names import commit_key, part_key
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
 from ckptd.checkpoint.root.gc import apply_retention
-from ckptd.checkpoint.root.root import root_tier, saving
+from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
 from ckptd.checkpoint.save.commit import commit_attempt
 from ckptd.checkpoint.save.dedup import ChunkDedup

@@ -26,9 +26,9 @@ from ckptd.checkpoint.format.names import CommitName, check_step
 from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.root.policy import Every, Keep
-from ckptd.checkpoint.root.root import root_tier, saving
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
 from ckptd.checkpoint.save.messages import SaveRequest

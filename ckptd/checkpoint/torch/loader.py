@@ -44,8 +44,8 @@ from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.index import saving, tier_of
 from ckptd.checkpoint.root.leases import Unheld, hold_or_read, renewed
-from ckptd.checkpoint.root.root import saving, tier_of
 from ckptd.checkpoint.save.recover import (
     Candidates,
     LoadCandidate,

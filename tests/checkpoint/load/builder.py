@@ -29,7 +29,7 @@ from ckptd.checkpoint.format.names import WITNESS, CommitName, data_folder, dige
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.format.witness import SAMPLE, Witness, WitnessPlan, gather
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.root import stamp
+from ckptd.checkpoint.root.index import stamp
 from ckptd.store.base import Store
 from ckptd.types import DTYPES, Box
 

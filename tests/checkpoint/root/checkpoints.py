@@ -13,7 +13,7 @@ from ckptd.checkpoint.format.names import CommitName, data_folder, digests_key, 
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import missing_files
-from ckptd.checkpoint.root.root import stamp
+from ckptd.checkpoint.root.index import stamp
 from ckptd.errors import CkptdError
 from ckptd.store.base import FaultSpec, Names, ObjectInfo, Store
 from ckptd.store.memory import MemoryStore

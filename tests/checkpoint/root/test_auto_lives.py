@@ -9,7 +9,7 @@ import pytest
 from ckptd.checkpoint.format.records import Generation, Parent
 from ckptd.checkpoint.root.auto import ENOUGH, lives_of, mtbf_s, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.root import stamp
+from ckptd.checkpoint.root.index import stamp
 from ckptd.store import open_store
 
 

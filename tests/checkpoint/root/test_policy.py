@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.root.index import seconds_of, stamp
 from ckptd.checkpoint.root.policy import Every, Keep, select
-from ckptd.checkpoint.root.root import seconds_of, stamp
 from ckptd.errors import CorruptError, UsageError
 
 

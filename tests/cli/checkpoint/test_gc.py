@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.checkpoint.cli.address import opened
 from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.root.index import stamp
 from ckptd.checkpoint.root.leases import hold
-from ckptd.checkpoint.root.root import stamp
 from ckptd.cli.options import duration_s
 from ckptd.errors import UsageError
 from ckptd.store import open_store
