@@ -27,6 +27,7 @@ from tests.cli.running import Cli
 from tests.processes import agents_in, until
 from tests.readers.opening import SAMPLES, unpack
 from tests.selection import is_fast, starts_processes
+from tests.writing import VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What most ranks of tests import: up to half a second of CPU in each.
     PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.lay.bind"])
     PRELOADED.extend(["ckptd.checkpoint.torch.checkpointer", "ckptd.elastic.torch.session"])
+    PRELOADED.append("tests.writing")
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
     # the tests start and interrupt.
     if threading.current_thread() is threading.main_thread():
@@ -145,6 +147,20 @@ def _tell_group(item: pytest.Item, group: str) -> None:
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs commands in this process."""
     return Cli(capsys)
+
+
+@pytest.fixture(scope="module")
+def writing_thread() -> Iterator[None]:
+    """Let checkpointers of a module, and of its ranks, write in a thread: see `tests.writing`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "thread")
+        yield
+
+
+@pytest.fixture
+def writing_process(writing_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let them write in a process after all, in a test that is about it."""
+    monkeypatch.delenv(VARIABLE)
 
 
 @pytest.fixture(scope="session")

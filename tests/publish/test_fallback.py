@@ -18,6 +18,8 @@ from tests.processes import PATIENCE_S
 from tests.publish.jobs import TRAINER, WORKER, worker_part
 from tests.reshard.torch.layout.jobs import PROGRAM, Tree, chunks, differing, whole
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 ALONE = WORKER.replace("mesh T = tp:2", "mesh T = tp:1")
 WHOLE = f"# layout hf\n{PROGRAM}"
 

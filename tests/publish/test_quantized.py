@@ -27,6 +27,8 @@ from tests.publish.test_pull import ArrayServer
 from tests.reshard.live.test_move import pair
 from tests.reshard.live.world import Values, memories
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 FP8, INT8, POWERS = torch.float8_e4m3fn, torch.int8, torch.float8_e8m0fnu
 Sizes = tuple[int, ...]
 

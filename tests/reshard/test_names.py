@@ -25,6 +25,8 @@ from ckptd.reshard.layouts import LayoutProgram, infer, wrapped
 from tests.cli.running import Cli
 from tests.readers.opening import write_model
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 NAMES = [n for n in library.names() if n.startswith("names.")]
 SHAPES = {"layers.0.w": (4, 2), "layers.1.w": (4, 2), "norm": (3,), "logit_scale": ()}
 

@@ -19,6 +19,8 @@ from ckptd.store import Store, StoreSpec
 from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_url
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 MIB = 1 << 20
 
 

@@ -18,6 +18,8 @@ from ckptd.errors import DeadlineError, RefusedError, UsageError
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 SECRET = b"a secret of no digits, but long"
 
 

@@ -17,6 +17,8 @@ from ckptd.checkpoint.tools.verify import check_records, verify
 from ckptd.store import open_store
 from tests.checkpoint.compat.training import Training
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 BEFORE_DIGESTS = Path(__file__).parent / "root-539564c"
 """Records without digests. Steps 1 to 3, gone back to 2, loaded, step 4; step 1 is pinned."""
 

@@ -28,6 +28,7 @@ from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.processes import PATIENCE_S
 from tests.store.places import refuse_link
+from tests.writing import VARIABLE
 
 _OTHER = 65534  # nobody's number
 _CLONE_NEWNS = 0x20000
@@ -91,6 +92,7 @@ def test_names(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPa
     (tmp_path / "link").symlink_to("target")
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "thread")
     root = NAMES[name]
     assert save_and_load(root, 10) == "works"
     verb = f"./{root}" if root.startswith("-") else root

@@ -26,6 +26,8 @@ from ckptd.errors import (
 )
 from ckptd.store import StoreSpec, open_store
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Net(nn.Module):
     def __init__(self, width: int = 12) -> None:
@@ -76,6 +78,7 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "ckpts")
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(root: str) -> None:
     first = Run(1, root)
     first.train(4)
@@ -111,6 +114,7 @@ def test_saving_changes_nothing(root: str) -> None:
     assert random.getstate() == streams[2]
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_what_is_saved_is_what_was_there_at_the_call(root: str) -> None:
     # Overlapping saves of other engines held the values of a later step: buffers were reused.
     state = {"w": torch.zeros(1 << 20), "n": 0}
@@ -293,6 +297,7 @@ def test_a_meta_model_and_a_fresh_optimizer(root: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.usefixtures("writing_process")
 def test_all_dtypes_round_trip(root: str) -> None:
     from ckptd.types import DTYPES
 
@@ -379,6 +384,7 @@ def test_a_state_left_half_written_cannot_be_saved(
         ck.save(2, live)
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     root = tmp_path / "ckpts"
     state = {"w": torch.zeros(1000)}
@@ -400,6 +406,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     assert steps_on_line(str(root)) == [1, 2]
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_an_unseen_failure_surfaces_at_close(tmp_path: Path) -> None:
     root = tmp_path / "ckpts"
     ck = ckptd.Checkpointer(str(root))
@@ -412,6 +419,7 @@ def test_an_unseen_failure_surfaces_at_close(tmp_path: Path) -> None:
         ck.close()
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_a_dead_worker_is_replaced(root: str) -> None:
     import os
     import signal
@@ -429,6 +437,7 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
     assert steps_on_line(root) == [1, 2]
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     import os
     import signal
@@ -516,6 +525,7 @@ def test_nothing_is_said_about_no_problem(root: str) -> None:
             ck.save(1, {"x": 1})
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_the_staging_buffer_grows_with_the_state(root: str) -> None:
     live = {"w": torch.zeros(300_000)}
     with ckptd.Checkpointer(root) as ck:
@@ -525,6 +535,7 @@ def test_the_staging_buffer_grows_with_the_state(root: str) -> None:
     assert (live["w"] == 3.0).all()
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_no_memory_is_said_plainly(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ckptd.checkpoint.save.arena as arena
 

@@ -15,6 +15,8 @@ from ckptd.errors import CorruptError
 from ckptd.store import open_store
 from tests.servers import MOTO, RADOSGW, s3_moto, s3_radosgw, s3_url
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 __all__ = ["s3_moto", "s3_radosgw"]
 
 

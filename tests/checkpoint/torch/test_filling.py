@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import ckptd
 from ckptd.checkpoint.torch.filling import Filling
 from ckptd.checkpoint.torch.state.describe import Describer
+
+pytestmark = pytest.mark.usefixtures("writing_thread")
 
 
 def test_a_strided_tensor_is_filled_where_it_lies(tmp_path: Path) -> None:

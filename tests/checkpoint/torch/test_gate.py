@@ -21,6 +21,8 @@ from ckptd.checkpoint.torch.gate import Gate
 from ckptd.checkpoint.torch.schedule import Admission
 from ckptd.errors import DeadlineError, SaveError
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 WIDTH = 32
 
 

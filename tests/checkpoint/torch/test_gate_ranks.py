@@ -11,7 +11,7 @@ import ckptd
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.networks import build, step, whole
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 
 STEPS = 4
 

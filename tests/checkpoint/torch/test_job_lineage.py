@@ -12,6 +12,8 @@ import torch
 import ckptd
 from ckptd.errors import RefusedError
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 RULES = [4, ckptd.Every(minutes=60), ckptd.Auto(mtbf_hours=1e6)]
 
 

@@ -19,6 +19,8 @@ from ckptd.errors import CkptdError
 from ckptd.store.local import LocalStore
 from tests.processes import until
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Broken(LocalBoard):
     """The board of rank 0, gone at the moment when the lease is to be told."""

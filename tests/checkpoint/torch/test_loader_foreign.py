@@ -17,6 +17,8 @@ from ckptd.checkpoint.torch import Checkpointer, loader
 from ckptd.errors import MismatchError, NotFoundError
 from tests.readers.opening import write_model
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:

@@ -19,6 +19,8 @@ from tests.checkpoint.load.test_union import Node
 from tests.checkpoint.save.snapshotting import put_share, same
 from tests.checkpoint.torch.test_loader_union import PLAN, WORLD, Place, blank, flip, load, truth
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:

@@ -19,7 +19,7 @@ from tests.checkpoint.save.snapshotting import same
 from tests.checkpoint.torch.test_loader_union import DAMAGE, Place, blank, flip, truth
 from tests.processes import PATIENCE_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 
 Hurt = Callable[[Store, Store, str], None]
 

@@ -16,6 +16,8 @@ from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.save.referring import assert_verified, own_bytes
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 WIDTH = 192
 LAYERS = 4
 STEPS = 2

@@ -19,6 +19,8 @@ from ckptd.errors import CkptdError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 State = dict[str, Any]
 
 

@@ -24,6 +24,8 @@ from tests.cli.running import Cli
 from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_moto, s3_url
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 __all__ = ["s3_moto", "tmpfs"]
 
 LONG_AGO = "2020-01-01T00:00:00.000Z"

@@ -16,6 +16,8 @@ from ckptd.checkpoint.torch.saver import wait_for_copying
 from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Unsavable:
     """Nothing that a checkpoint can hold."""

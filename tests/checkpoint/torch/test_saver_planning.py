@@ -13,7 +13,7 @@ import ckptd
 from ckptd.errors import CkptdError
 from ckptd.testing.ranks import run_ranks
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist]
 
 
 def save_with_one_bad_state(root: str) -> list[str]:

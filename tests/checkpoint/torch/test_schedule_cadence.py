@@ -22,6 +22,8 @@ from ckptd.checkpoint.torch.schedule import Cadence, SignalWatch, StepTimes
 from tests.checkpoint.root.test_auto_lives import history
 from tests.processes import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 def cadence(rule: Any, lives: list[Generation] | None = None) -> Cadence:
     return Cadence(rule, Agreement(LocalBoard(), 5.0), SignalWatch(()), lambda: lives or [])

@@ -16,7 +16,7 @@ import ckptd
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist]
 WIDTH = 8
 
 

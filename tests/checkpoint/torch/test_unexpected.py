@@ -21,6 +21,8 @@ from ckptd.errors import MismatchError
 from ckptd.testing.ranks import run_ranks
 from tests.base.torch.test_ranks_agree import everywhere
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 LAYERS = 5
 
 

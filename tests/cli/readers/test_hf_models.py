@@ -15,7 +15,7 @@ from tests.cli.running import Cli
 transformers = pytest.importorskip(
     "transformers", reason="needs frameworks: scripts/test --plugins"
 )
-pytestmark = pytest.mark.plugins
+pytestmark = [pytest.mark.plugins, pytest.mark.usefixtures("writing_thread")]
 
 SMALL = {
     "hidden_size": 32,

@@ -21,6 +21,8 @@ from ckptd.errors import RefusedError
 from tests.cli.running import Cli
 from tests.readers.opening import open_reader
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 REFUSED = 5
 
 

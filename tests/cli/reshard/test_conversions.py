@@ -17,6 +17,8 @@ from ckptd.lay.syntax import parse_statement, show
 from tests.checkpoint.load.builder import Array
 from tests.cli.running import Cli
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 RNG = np.random.default_rng(11)
 E = RNG.standard_normal((12, 4)).astype(np.float32)
 A = RNG.standard_normal((6, 4)).astype(np.float32)

@@ -14,6 +14,8 @@ from ckptd_demo.processes import read_rows
 from ckptd_demo.spec import Cut, GptShape, RunSpec, StateRow, StepRow
 from ckptd_demo.trainer import Job, train
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 SHAPE = GptShape(layers=2, heads=2, width=40, seq=32)
 STEPS = 6
 

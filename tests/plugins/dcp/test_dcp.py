@@ -23,6 +23,8 @@ from ckptd.errors import CkptdError
 from ckptd_dcp import CkptdReader, CkptdWriter, atroot
 from tests.cli.running import Cli
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 DTYPES = [
     torch.float32,
     torch.float64,

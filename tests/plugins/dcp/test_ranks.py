@@ -23,7 +23,7 @@ from ckptd.testing.ranks import rank_outcomes
 from ckptd_dcp import CkptdReader, CkptdWriter
 from tests.cli.running import Cli
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 
 WHOLE = {
     "uneven": torch.arange(7 * 3, dtype=torch.float32).reshape(7, 3),

@@ -9,7 +9,7 @@ import torch
 
 import ckptd
 
-pytestmark = pytest.mark.plugins
+pytestmark = [pytest.mark.plugins, pytest.mark.usefixtures("writing_thread")]
 xarray = pytest.importorskip("xarray")
 
 

@@ -25,7 +25,7 @@ from tests.processes import PATIENCE_S
 from tests.reshard.torch.moe import EXPERTS, LAYERS, Trainer, evenly, example, layout_of
 from tests.reshard.torch.test_relayout_ranks import Deadly, memory
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 
 WORLD = 4
 Table = list[list[int]]

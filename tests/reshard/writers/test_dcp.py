@@ -39,7 +39,10 @@ from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
 from tests.reshard.llama import groups, per_rank, prepared, program, save, shapes, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("writing_thread"),
+]
 
 NAMES = 'stored "{name}" states "optim.state.{name}.{state}"'
 

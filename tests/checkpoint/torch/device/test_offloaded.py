@@ -16,7 +16,7 @@ from ckptd.errors import SaveError
 from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
-pytestmark = ON_SIMULATED_DEVICES
+pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
 WIDTH = 96
 

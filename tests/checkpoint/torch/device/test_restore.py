@@ -27,7 +27,7 @@ from tests.simdevice import SCHEDULES, installed, run, run_simulated_ranks
 from tests.simdevice.simulator import PLENTY
 from tests.simulated import ON_SIMULATED_DEVICES
 
-pytestmark = ON_SIMULATED_DEVICES
+pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
 Values = dict[str, torch.Tensor]
 

@@ -33,7 +33,7 @@ from tests.processes import until
 from tests.simdevice import installed, run, run_simulated_ranks
 from tests.simulated import ON_SIMULATED_DEVICES
 
-pytestmark = ON_SIMULATED_DEVICES
+pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
 KINDS = {"cuda": "CUDA", "xpu": "XPU", "simd": "PrivateUse1"}
 """Names of kinds of devices, and the dispatcher's key of each."""

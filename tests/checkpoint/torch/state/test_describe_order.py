@@ -17,7 +17,7 @@ import ckptd
 from ckptd.testing.ranks import run_ranks
 from tests.processes import PATIENCE_S
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 WHOLE = torch.arange(16.0).reshape(8, 2)
 
 

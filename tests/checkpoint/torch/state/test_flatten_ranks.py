@@ -23,7 +23,7 @@ from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.bridge import assert_same, give, take
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 
 
 class Net(nn.Module):

@@ -20,6 +20,8 @@ from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
 from ckptd.checkpoint.torch.state.leaves import Leaves
 from ckptd.errors import CkptdError, UsageError
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 State = dict[str, Any]
 
 

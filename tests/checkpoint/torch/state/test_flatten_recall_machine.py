@@ -14,6 +14,8 @@ from ckptd.errors import CkptdError, SaveError
 from tests.checkpoint.torch import changing
 from tests.checkpoint.torch.changing import CHANGES, State
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 LIVES = 40
 """Changes of one state; the next one is new, and the checkpointer the same."""
 

@@ -12,6 +12,8 @@ from torch import nn
 import ckptd
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class _Wrapper(torch.optim.Optimizer):
     """Steps a copy of each parameter, as torchao's ``CPUOffloadOptimizer`` does."""

@@ -16,6 +16,8 @@ from ckptd.checkpoint.torch.state.optimizers import _STATE, misfit, record
 from ckptd.errors import MismatchError
 from tests.checkpoint.torch.state.test_flatten_optimizers import MAKERS
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 Make = Callable[[Any], optim.Optimizer]
 
 

@@ -16,6 +16,8 @@ from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import UsageError
 from tests.checkpoint.torch.bridge import give, take
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 _roots = itertools.count()
 MASKED = np.ma.array([1.0, 2.0], mask=[True, False])
 

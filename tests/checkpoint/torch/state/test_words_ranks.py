@@ -26,7 +26,7 @@ from tests.reshard.torch.layout.jobs import (
     whole_job,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 class Averaged(nn.Module):

@@ -21,6 +21,8 @@ from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import Cli
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Codes(torch.Tensor):
     """Numbers of 8 bits with a scale for each row, as low-bit optimizers keep their moments."""

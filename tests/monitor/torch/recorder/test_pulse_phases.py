@@ -18,6 +18,8 @@ from ckptd.monitor.ring import read
 from ckptd.testing.ranks import run_ranks
 from tests.processes import until
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 def phases(recorder: Any) -> set[int]:
     return set(read(recorder.ring.path).calls["phase"].tolist())

@@ -11,6 +11,8 @@ import torch
 import ckptd
 from ckptd.monitor.torch.recorder import recorder
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 class Shown:
     """A recorder that is attached, and a program of one rank."""

@@ -18,6 +18,8 @@ from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.reshard.torch.layout.jobs import PROGRAM, Tree, contents, differing, whole, whole_job
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 WHOLE = f"# layout hf\n{PROGRAM}"
 FUSED = (
     "# layout one\n"

@@ -17,7 +17,7 @@ from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.networks import build, step, whole
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 PATIENCE_S = 300.0
 
 Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from tests.reshard.torch.layout.jobs import (
     whole_job,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("writing_thread"), pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 def save_megatron(root: str, program: str, steps: int) -> None:

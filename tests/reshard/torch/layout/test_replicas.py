@@ -25,6 +25,8 @@ from ckptd.testing.ranks import run_ranks
 from tests.lay.agreement.brute import Brute
 from tests.lay.agreement.brute_holders import drawn_layouts
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 PROGRAMS = 30
 Tables = dict[tuple[str, str], str]
 
