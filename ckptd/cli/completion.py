@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from ckptd.cli.output import flag, option
 from ckptd.errors import RefusedError, UsageError
 
-__all__ = ["install_completion"]
-
 Shell = Literal["bash", "zsh", "fish"]
 
 

@@ -28,8 +28,6 @@ from ckptd.version import __version__
 if TYPE_CHECKING:
     from ckptd.cli.output import Reply
 
-__all__ = ["VERBS", "app", "installed_verbs", "main", "run"]
-
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 _OBJECTS = 20_000

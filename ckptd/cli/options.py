@@ -10,8 +10,6 @@ from cyclopts import Parameter
 from ckptd.cli.output import flag, option
 from ckptd.errors import UsageError
 
-__all__ = ["Daemon", "DaemonJob", "Dequantize", "Section", "duration_s", "size_of"]
-
 Daemon = Annotated[
     str | None,
     Parameter(help="URL that ckptd serve printed; by default that of --job on this machine."),

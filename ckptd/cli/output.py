@@ -23,26 +23,6 @@ from cyclopts import Parameter
 from ckptd.cli.terminal import UNPRINTABLE, drawing, one_line, printing, unfiltered
 from ckptd.errors import CkptdError
 
-__all__ = [
-    "Document",
-    "Json",
-    "Progress",
-    "Reply",
-    "flag",
-    "json_text",
-    "note",
-    "option",
-    "print_document",
-    "print_error",
-    "print_rows",
-    "print_table",
-    "progress_bar",
-    "shorten",
-    "size_text",
-    "time_text",
-]
-
-
 D = TypeVar("D", bound="Document")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from rich.text import Text
 from ckptd.cli.output import shorten, time_text
 from ckptd.cli.terminal import one_line
 
-__all__ = ["STATUSES", "odd_rows", "screen"]
-
 STATUSES = ("ok", "waiting", "suspect", "dead", "silent", "slow")
 """Order is the number in the column ``status`` of the API."""
 _LOOKS = {

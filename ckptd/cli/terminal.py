@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["UNPRINTABLE", "drawing", "one_line", "printable", "printing", "unfiltered"]
-
 UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
 """What may not print: the cheap half of the question, asked of all text at once."""
 

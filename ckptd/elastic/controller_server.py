@@ -15,8 +15,6 @@ from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.messages import FromNode, FromOperator
 from ckptd.errors import CkptdError, CorruptError, RefusedError
 
-__all__ = ["Door", "Listener", "PeerConnection"]
-
 _HANDSHAKE_S = 5.0
 _HALF_FRAME_S = 10.0
 _SILENCE_S = 60.0

@@ -9,8 +9,6 @@ from ckptd.base.net.address import parse_address
 from ckptd.base.net.connection import Challenge, Connection, greet_server
 from ckptd.decoding import msgpack_decoder
 
-__all__ = ["MOST_FRAME_BYTES", "PURPOSE", "await_greeting", "dial"]
-
 PURPOSE = "controller"
 """Of the connections to a controller, see `ckptd.base.net.connection.Greeting`."""
 MOST_FRAME_BYTES = 4 << 20

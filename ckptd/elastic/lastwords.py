@@ -19,18 +19,8 @@ from types import TracebackType
 
 import msgspec
 
+from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.decoding import json_decoder
-from ckptd.elastic.messages import LAUNCHER_VARIABLE
-
-__all__ = [
-    "FOLDER",
-    "LastWords",
-    "first_to_say",
-    "last_words_of",
-    "note_end",
-    "note_step",
-    "note_uncaught",
-]
 
 FOLDER = "ends"
 """Beside the launcher's socket; made by a launcher that reads it."""

@@ -26,20 +26,6 @@ from ckptd.elastic.log import entry_key, entry_number
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import ObjectInfo, Store
 
-__all__ = [
-    "FOLDER",
-    "LOOK_S",
-    "PULSE",
-    "SIGNS",
-    "Leader",
-    "LeaderRecord",
-    "Outlook",
-    "Sign",
-    "may_stand_in",
-    "seat_taken",
-    "stand_in_pause_s",
-]
-
 FOLDER = "controller/"
 SIGNS = "signs/"
 PULSE = "pulse"

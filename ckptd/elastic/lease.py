@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ckptd.errors import WorkerError
 
-__all__ = ["LeaseFile", "WorkerLease"]
-
 _BYTES = 8
 
 

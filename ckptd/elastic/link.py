@@ -30,10 +30,7 @@ from ckptd.elastic.messages import (
     Timed,
     ToNode,
 )
-from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, RefusedError
-
-__all__ = ["NodeLink", "OperatorLink"]
 
 _DIAL_S = 2.0
 _SEND_S = 2.0

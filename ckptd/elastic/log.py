@@ -6,8 +6,6 @@ from ckptd.elastic.membership import Record, check_log, decode_record, encode_re
 from ckptd.errors import ConflictError, CorruptError
 from ckptd.store.base import Store
 
-__all__ = ["FOLDER", "MembershipLog", "entry_key", "entry_number"]
-
 FOLDER = "membership/"
 _MOST_ENTRY_BYTES = 16 << 20
 _DIGITS = 12

@@ -13,8 +13,6 @@ from ckptd.elastic.placement import Coordinate, NodeSlot, Place
 from ckptd.elastic.policy import Shape
 from ckptd.errors import CorruptError
 
-__all__ = ["Member", "Record", "check_log", "decode_record", "encode_record", "members_of"]
-
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 

@@ -11,20 +11,6 @@ import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
-__all__ = [
-    "DEFAULTS_VARIABLE",
-    "LEAST_TORCH",
-    "LEAST_VERSION",
-    "SETTINGS",
-    "NcclSetting",
-    "apply_settings",
-    "defaults_in",
-    "installed_version",
-    "recovery_rows",
-    "too_old",
-    "wrong_settings",
-]
-
 DEFAULTS_VARIABLE = "CKPTD_DEFAULTS"
 """Names of variables that a launcher has set because the user had not."""
 LEAST_VERSION = (2, 26, 2)

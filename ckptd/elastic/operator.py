@@ -25,8 +25,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.errors import CkptdError, NotFoundError
 
-__all__ = ["OperatorLink"]
-
 _DIAL_S = 2.0
 _TO_OPERATOR = msgpack_decoder(ToOperator)
 _PAUSE_S = 0.2

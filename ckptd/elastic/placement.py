@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Coordinate", "NodeSlot", "Place", "place", "units"]
-
 _SPARE = -1
 
 

@@ -10,8 +10,6 @@ from ckptd.elastic.leader import LeaderRecord
 from ckptd.elastic.log import MembershipLog
 from ckptd.store import open_store
 
-__all__ = ["JobPlaces", "open_places", "own_log"]
-
 
 class JobPlaces(NamedTuple):
     """The log and the leader record of one job.

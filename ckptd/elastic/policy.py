@@ -15,8 +15,6 @@ import msgspec
 from ckptd.elastic.placement import NodeSlot, Place, place, units
 from ckptd.errors import RefusedError, UsageError
 
-__all__ = ["Candidate", "Choice", "JobSpec", "MemoryNeed", "Shape", "choose"]
-
 
 class Shape(msgspec.Struct, frozen=True, order=True):
     """Sizes of the pipeline, of data parallelism and of tensor parallelism."""

@@ -14,8 +14,6 @@ import msgspec
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import json_decoder
 
-__all__ = ["Signpost", "put_up", "signposts"]
-
 _MOST_BYTES = 16 << 10
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 

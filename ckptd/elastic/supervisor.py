@@ -19,8 +19,6 @@ from ckptd.elastic.messages import Notice, Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, NotFoundError
 
-__all__ = ["Outcome", "Supervisor", "SupervisorSettings"]
-
 _TURN_S = 0.05
 _FOR_ANOTHER = ("requeue", "no-nodes")
 """Ends that another allocation may mend."""

@@ -13,8 +13,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ckptd.errors import UsageError
 
-__all__ = ["TreeNode", "TreeSum", "cover"]
-
 T = TypeVar("T")
 
 

@@ -16,10 +16,10 @@ from typing import ClassVar, Literal
 import msgspec
 
 from ckptd.base.runtime.channel import SocketChannel
+from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import (
-    LAUNCHER_VARIABLE,
     LEASE_VARIABLE,
     MOST_BYTES,
     Attach,
@@ -36,8 +36,6 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.errors import WorkerError
-
-__all__ = ["WorkerLink"]
 
 _log = logging.getLogger("ckptd.elastic")
 _POLL_S = 1.0

@@ -19,8 +19,6 @@ from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
 from ckptd.errors import WorkerError
 
-__all__ = ["LauncherEnd", "WorkerEnd"]
-
 _log = logging.getLogger("ckptd.elastic")
 _BACKLOG = 256
 _HELLO_S = 30.0

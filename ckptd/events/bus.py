@@ -16,20 +16,6 @@ from typing import Protocol
 
 from ckptd.events.event import AnyEvent
 
-__all__ = [
-    "ActivityListener",
-    "Subscription",
-    "at_first_event",
-    "at_step",
-    "emit",
-    "listen",
-    "listening",
-    "phase",
-    "regroup",
-    "relay",
-    "subscribe",
-]
-
 _log = logging.getLogger("ckptd")
 
 Callback = Callable[[AnyEvent], None]

@@ -13,30 +13,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "LOAD_PHASES",
-    "MOST_TEXT",
-    "SAVE_PHASES",
-    "STALL_PHASES",
-    "AnyEvent",
-    "Event",
-    "LoadDone",
-    "Lost",
-    "Opened",
-    "SaveBegun",
-    "SaveDurable",
-    "SaveFailed",
-    "SaveId",
-    "SaveSkipped",
-    "SaveStaged",
-    "Span",
-    "VersionApplied",
-    "VersionPublished",
-    "clock_id",
-    "now_ns",
-    "pair",
-]
-
 SAVE_PHASES = (
     "call",
     "flatten",

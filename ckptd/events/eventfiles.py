@@ -22,8 +22,6 @@ from ckptd.errors import CorruptError, NotFoundError
 from ckptd.events.event import AnyEvent, Lost, Opened, Span
 from ckptd.events.sink import SUFFIX
 
-__all__ = ["EventFolder", "shifts"]
-
 LINE_BYTES = 64 << 10
 MOST_FILES = 1 << 18
 

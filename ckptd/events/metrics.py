@@ -30,8 +30,6 @@ from ckptd.events.event import (
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-__all__ = ["NAMES", "Metrics"]
-
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 NAMES = {
     "ckptd_save_seconds": "Time of a phase of a save in the activity itself",

@@ -25,8 +25,6 @@ from ckptd.events.event import (
     VersionPublished,
 )
 
-__all__ = ["PhaseStats", "Profiles", "SaveProfile"]
-
 MOST_FIGURES = 4_000_000
 _MOST_PHASES = 64
 _PLACES = {name: i for i, name in enumerate(SAVE_PHASES)}

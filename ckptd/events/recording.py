@@ -13,8 +13,6 @@ from ckptd.events.event import AnyEvent
 from ckptd.events.sink import JsonlSink
 from ckptd.version import __version__
 
-__all__ = ["FOLDER_VARIABLE", "Recording", "record"]
-
 FOLDER_VARIABLE = "CKPTD_EVENTS"
 """Environment variable that names a folder: processes that find it there write their events."""
 

@@ -18,8 +18,6 @@ import msgspec
 
 from ckptd.events.event import AnyEvent, Lost, Opened, clock_id, pair
 
-__all__ = ["SUFFIX", "JsonlSink"]
-
 SUFFIX = ".jsonl"
 FILE_BYTES = 16 << 20
 FILES_KEPT = 4

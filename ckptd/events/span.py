@@ -14,8 +14,6 @@ from ckptd.errors import CkptdError
 from ckptd.events.bus import emit, listening
 from ckptd.events.event import SaveId, Span, now_ns
 
-__all__ = ["Activity", "Scope", "about", "current", "span"]
-
 
 class Scope(NamedTuple):
     """What the code that runs here is about."""

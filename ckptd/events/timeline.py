@@ -9,8 +9,6 @@ import msgspec
 
 from ckptd.events.event import LOAD_PHASES, SAVE_PHASES, AnyEvent, SaveFailed, SaveSkipped, Span
 
-__all__ = ["Timeline"]
-
 MOST_EVENTS = 1_000_000
 """More than a browser shows."""
 _LANES = {name: i for i, name in enumerate((*SAVE_PHASES, *LOAD_PHASES), start=1)}

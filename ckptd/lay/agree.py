@@ -10,8 +10,6 @@ from ckptd.lay.resolve import Axes, Bound, ValueScope
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import Atom, Dim, Product
 
-__all__ = ["agreed"]
-
 
 def agreed(source: Bound, target: Bound) -> tuple[StoredForm, StoredForm]:
     """Return the stored forms of two layouts over the same space.

@@ -18,19 +18,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve import MAX_DEPTH, Tags, ValueScope, assigned_runs, evaluate, part
 from ckptd.lay.syntax import Assigned, Atom, Dim, One, Pad, Product, Split, Sum
 
-__all__ = [
-    "DimBox",
-    "DimFill",
-    "Found",
-    "Run",
-    "Sequence",
-    "boxes",
-    "length",
-    "restrict",
-    "sequence",
-]
-
-
 _MAX_WAYS = 4096
 """Most combinations of tags of one dimension: products of sums multiply them."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ckptd.lay.resolve import Bound
 from ckptd.lay.syntax import Let, Number
 
-__all__ = ["found_sizes"]
-
 
 def found_sizes(bound: Bound) -> tuple[Let, ...]:
     """Return a ``let`` for every size that the program does not state itself.

@@ -27,9 +27,6 @@ from ckptd.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.lay.values import Values, state_power, values
 from ckptd.types import Box
 
-__all__ = ["Composition", "Copy", "Group", "SourceCopies", "TargetPlan", "compose", "gap"]
-
-
 Group = tuple[Meeting, ...]
 """Meetings with one source tensor."""
 

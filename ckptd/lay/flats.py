@@ -18,8 +18,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve import Ints
 from ckptd.types import Box
 
-__all__ = ["FlatSlot", "Packed", "cell_cuts", "flat_axis", "pack", "shares"]
-
 
 class FlatSlot(NamedTuple):
     """Where a rank-local tensor lies.

@@ -19,8 +19,6 @@ from ckptd.lay.boxes import padded, sequence
 from ckptd.lay.resolve import Ints, ValueScope, assigned_runs, parts
 from ckptd.lay.syntax import Assigned, Dim, Pad, Product, Split, Sum
 
-__all__ = ["Held", "held", "split_axes"]
-
 _MAX_SEGMENTS = 2**24
 
 

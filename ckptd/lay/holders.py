@@ -14,8 +14,6 @@ from ckptd.lay.places import free_ranges
 from ckptd.lay.resolve import Ints, MeshShape
 from ckptd.lay.ruleform import RuleForm
 
-__all__ = ["HolderSet", "choose", "holders_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class HolderSet:

@@ -15,8 +15,6 @@ from ckptd.lay.held import held
 from ckptd.lay.resolve import Resolved, ValueScope, stage_parts
 from ckptd.lay.syntax import Assigned, Atom, Dim, Glob, Name, NameIndex, Split, Text, show
 
-__all__ = ["BUFFER", "IndexCut", "index_cut", "write_name"]
-
 BUFFER = "buffer"
 """Index in the name of buffers that stands for the number of a buffer on its rank."""
 

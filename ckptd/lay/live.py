@@ -30,8 +30,6 @@ from ckptd.lay.syntax import Average
 from ckptd.lay.values import Values
 from ckptd.types import Box
 
-__all__ = ["LiveCopy", "LivePlan", "LiveSend", "LiveShare", "Transfers"]
-
 _KEPT = 1_000_000
 
 

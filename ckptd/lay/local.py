@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ckptd.lay.stored import StoredForm
 
-__all__ = ["LaidTensor", "LocalPiece", "local_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:

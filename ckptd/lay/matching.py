@@ -17,18 +17,6 @@ from ckptd.lay.indexes import IndexCut
 from ckptd.lay.resolve import Equation, Lookup, Numbers, Resolved, found_regex
 from ckptd.lay.syntax import Flat, Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
 
-__all__ = [
-    "BufferNames",
-    "Match",
-    "Matcher",
-    "NameTemplates",
-    "Undressed",
-    "alike",
-    "holds",
-    "state_pattern",
-    "stored_name",
-]
-
 _NUMBERS = re.compile("[0-9]+")
 _MAX_COMPARED = 20_000_000
 

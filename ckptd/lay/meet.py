@@ -21,18 +21,6 @@ from ckptd.lay.boxes import Run
 from ckptd.lay.resolve import Tags
 from ckptd.lay.ruleform import RuleForm
 
-__all__ = [
-    "BlockStep",
-    "Crossing",
-    "Meeting",
-    "block",
-    "crossings",
-    "cut_flat",
-    "every_meeting",
-    "meetings",
-    "piece_blocks",
-]
-
 
 class BlockStep(NamedTuple):
     """One dimension of a copy: `size` elements, `source` and `target` apart."""

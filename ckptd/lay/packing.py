@@ -18,8 +18,6 @@ from ckptd.lay.resolve import Ints, MeshShape, Resolved, ValueScope, evaluate, f
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.syntax import Flat, NameIndex
 
-__all__ = ["Buffer", "Packing"]
-
 _Tensor = tuple[int, tuple[int, ...]]
 """Number of the rule, indexes in the name."""
 

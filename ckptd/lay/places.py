@@ -13,8 +13,6 @@ import numpy as np
 from ckptd.errors import UsageError
 from ckptd.lay.resolve import Axes, Ints, MeshShape
 
-__all__ = ["Places", "apart", "free_ranges"]
-
 
 def apart(mesh: MeshShape, first: str, second: str) -> bool:
     """Whether two axes speak of different digits of a rank's number.

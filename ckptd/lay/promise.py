@@ -19,8 +19,6 @@ from ckptd.lay.syntax import (
     Sum,
 )
 
-__all__ = ["PROMISES", "Promise", "promise", "promises"]
-
 Promise: TypeAlias = Literal["exact", "exact up to fill", "choice", "lossy"]
 
 PROMISES: tuple[Promise, ...] = ("exact", "exact up to fill", "choice", "lossy")

@@ -16,8 +16,6 @@ from ckptd.base.grids.plan import Proof
 from ckptd.errors import UsageError
 from ckptd.lay.copies import TargetPlan
 
-__all__ = ["prove"]
-
 _MAX_MARKS = 2**28
 
 _Steps = list[tuple[int, int]]

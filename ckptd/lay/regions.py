@@ -18,8 +18,6 @@ from ckptd.lay.boxes import Sequence as Line
 from ckptd.lay.resolve import Axes, Tags
 from ckptd.types import Box
 
-__all__ = ["BoxPart", "BufferParts", "box_parts", "flat_parts", "region"]
-
 
 class BoxPart(NamedTuple):
     """A box over axes, and its place in a buffer.

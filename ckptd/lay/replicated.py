@@ -27,8 +27,6 @@ from ckptd.lay.stored import StoredForm, TensorKey, local_cells
 from ckptd.lay.syntax import Average, Replicas
 from ckptd.types import Box
 
-__all__ = ["ReplicatedPart", "ReplicatedParts"]
-
 _KEPT = 1_000_000
 
 

@@ -21,8 +21,6 @@ from ckptd.lay.places import Places, apart
 from ckptd.lay.resolve import Equation, Ints, MeshShape, Resolved, Tags, ValueScope
 from ckptd.lay.syntax import Name, NameIndex, On
 
-__all__ = ["RuleForm", "Who"]
-
 Who = tuple[int, ...]
 """For each dimension, the number of a rank's combination of coordinates on its split axes."""
 

@@ -12,16 +12,6 @@ from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.stored import StoredForm, StoredTensor
 from ckptd.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
 
-__all__ = [
-    "HALF_BYTE",
-    "SCALE_KINDS",
-    "held_shape",
-    "local_scales",
-    "overall_scale",
-    "quantized_as",
-    "scale_tensor",
-]
-
 HALF_BYTE = "float4_e2m1fn"
 """Quantized values of this type are two in a byte: of the last dimension, the first one low."""
 SCALE_KINDS = ("", "float32", "float8_e8m0fnu", "uint8", "float8_e4m3fn")

@@ -26,8 +26,6 @@ from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.syntax import Alias, Dim, NameIndex
 from ckptd.types import Box
 
-__all__ = ["StoredForm", "StoredTensor", "TensorKey"]
-
 TensorKey = tuple[int, tuple[int, ...], str]
 """Number of the rule, indexes in the name, short name of the state (empty: the parameter)."""
 

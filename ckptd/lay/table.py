@@ -7,8 +7,6 @@ from typing import NamedTuple
 from ckptd.lay.flats import shares
 from ckptd.lay.stored import StoredForm
 
-__all__ = ["Row", "bucket_table"]
-
 
 class Row(NamedTuple):
     """One tensor in a buffer.

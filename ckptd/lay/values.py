@@ -10,8 +10,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve import Equation
 from ckptd.lay.syntax import Affine, Average, Cast, Modifier, Quantized, show
 
-__all__ = ["Values", "state_power", "values"]
-
 _POWERS = {
     1: ("master", "master_param", "master_weight", "fp32", "fp32_param"),
     -1: ("exp_avg", "momentum_buffer"),

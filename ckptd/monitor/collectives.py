@@ -18,21 +18,6 @@ import numpy as np
 
 from ckptd.monitor.stats import Array
 
-__all__ = [
-    "COLLECTIVE",
-    "OTHER",
-    "SIZES",
-    "TIMES_S",
-    "UNKNOWN",
-    "WORD",
-    "Book",
-    "Key",
-    "Outbox",
-    "Totals",
-    "bus_factor",
-    "word",
-]
-
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 30)
 """Bounds of the size buckets in bytes; what is larger has one more."""
 TIMES_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

@@ -21,19 +21,6 @@ from ckptd.monitor.rules.slow import FIRST_SLOW
 from ckptd.monitor.settings import IsolationBudget, WatchSettings
 from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
 
-__all__ = [
-    "Changes",
-    "Incident",
-    "IncidentTracker",
-    "IsolationLedger",
-    "RoundFacts",
-    "WantedEvidence",
-    "calls_text",
-    "follows",
-    "same_cause",
-    "suspected_ranks",
-]
-
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """One incident, as it is now; a change makes a new one with the same `id`.

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["SWITCH", "attach_now", "autoload", "environment"]
-
 SWITCH = "CKPTD_MONITOR"
 """Set to ``1`` in the ranks that are to be watched."""
 

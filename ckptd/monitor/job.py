@@ -19,26 +19,6 @@ import numpy as np
 
 from ckptd.monitor.stats import Array
 
-__all__ = [
-    "CALL",
-    "GROUP",
-    "JOINED_CALL",
-    "JOINED_GROUP",
-    "NO_EXIT",
-    "RANK",
-    "AgentView",
-    "CallFlag",
-    "JobView",
-    "Phase",
-    "RankView",
-    "join",
-    "no_job",
-    "phase_name",
-    "rank_row",
-    "stacked",
-]
-
-
 # --- one rank -------------------------------------------------------------------------------------
 
 

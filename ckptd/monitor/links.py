@@ -13,9 +13,6 @@ from ckptd.monitor.report import LinkProbe, ProbeResult
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
-__all__ = ["Effect", "LinkLimits", "LinkMatrix", "LinkProber", "again", "effects", "slow_links"]
-
-
 # --- what delays show -----------------------------------------------------------------------------
 
 

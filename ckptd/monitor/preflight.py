@@ -14,28 +14,6 @@ from ckptd.monitor.links import Effect, LinkLimits, effects
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array
 from ckptd.monitor.verdict import SuspectKind
 
-__all__ = [
-    "ALL_PAIRS_UP_TO",
-    "Confirmation",
-    "Gpu",
-    "MachineTest",
-    "PairProbe",
-    "PreflightFinding",
-    "absent_findings",
-    "better",
-    "confirm",
-    "confirmations",
-    "islands",
-    "link_effects",
-    "link_findings",
-    "machine_findings",
-    "rounds",
-    "slow_machines",
-    "stray_links",
-    "unreached",
-]
-
-
 # --- machines -------------------------------------------------------------------------------------
 
 

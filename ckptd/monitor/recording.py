@@ -24,19 +24,6 @@ from ckptd.monitor.report import ReportLimits, unpack_evidence, unpack_fencing, 
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch
 
-__all__ = [
-    "FENCING",
-    "FOUND",
-    "ROUND",
-    "SHEET",
-    "JobRecording",
-    "RecordedFrame",
-    "RecordingWriter",
-    "Replay",
-    "encode",
-    "replay",
-]
-
 SHEET, FOUND, ROUND, FENCING = "sheet", "found", "round", "fencing"
 _KINDS = (SHEET, FOUND, ROUND, FENCING)
 _MAGIC = b"CKPTREC\x01"

@@ -33,36 +33,6 @@ from ckptd.monitor.job import (
 from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.stats import Array
 
-__all__ = [
-    "GAP",
-    "REPORT_RANK",
-    "STEP",
-    "SUM",
-    "TABLES",
-    "AgentOrders",
-    "AgentState",
-    "EvidenceReport",
-    "Fencing",
-    "GroupInfo",
-    "LinkProbe",
-    "NodeReport",
-    "ProbeResult",
-    "RankNote",
-    "ReportLimits",
-    "Stack",
-    "from_views",
-    "gathered",
-    "job_of",
-    "merge",
-    "pack",
-    "selected",
-    "unpack_evidence",
-    "unpack_fencing",
-    "unpack_orders",
-    "unpack_report",
-]
-
-
 VERSION = 1
 
 REPORT_RANK: np.dtype[Any] = np.dtype(

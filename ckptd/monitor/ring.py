@@ -38,28 +38,6 @@ import numpy as np
 from ckptd.errors import CorruptError, NotFoundError, StoreError, UsageError
 from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView
 
-__all__ = [
-    "COUNTER",
-    "GROUP_ROW",
-    "HEADER_BYTES",
-    "MAKING",
-    "SLOT",
-    "Counter",
-    "RankFile",
-    "RecorderState",
-    "RingGroup",
-    "RingHeader",
-    "RingIdentity",
-    "RingReader",
-    "RingShape",
-    "RingWriter",
-    "process_birth",
-    "read",
-    "reserve",
-    "text_hash",
-]
-
-
 # --- layout ---------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,6 @@ import numpy as np
 from ckptd.errors import UsageError
 from ckptd.monitor.ring import RankFile, RingIdentity, process_birth, reserve
 
-__all__ = ["SAMPLE", "SampleKind", "SampleReader", "SampleWriter", "samples_path"]
-
-
 _MAGIC = b"CKPTSMPL"
 _VERSION = 1
 _HEADER_BYTES = 256

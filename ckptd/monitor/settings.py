@@ -13,8 +13,6 @@ from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.slow import SlowLimits
 from ckptd.monitor.verdict import VerdictKind
 
-__all__ = ["ACTIONS", "IsolationBudget", "WatchSettings", "changed", "setting_names"]
-
 ACTIONS = ("log", "ask", "act")
 """What a policy may ask for."""
 

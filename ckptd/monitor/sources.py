@@ -12,8 +12,6 @@ from ckptd.errors import RefusedError
 from ckptd.monitor.report import REPORT_RANK, AgentState, GroupInfo, NodeReport
 from ckptd.monitor.settings import WatchSettings
 
-__all__ = ["AgentHealth", "ReportSource", "ReportSources"]
-
 MOST_SOURCES = 1 << 15
 """Sources that are remembered, those that are silent included."""
 

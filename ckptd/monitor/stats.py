@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAD_TO_SIGMA", "Array", "grouped_median", "mix", "sigma"]
-
 Array = np.ndarray[Any, Any]
 
 MAD_TO_SIGMA = 1.4826

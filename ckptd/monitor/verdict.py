@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["Suspect", "SuspectKind", "Verdict", "VerdictKind"]
-
 
 class VerdictKind(enum.StrEnum):
     """Class of a verdict."""

@@ -42,8 +42,6 @@ from ckptd.monitor.sources import AgentHealth, ReportSources, old
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, Verdict, VerdictKind
 
-__all__ = ["JobWatch"]
-
 STUCK = "communication stands still"
 SLOWER = "steps take longer, and no rank's own time does"
 RECHECK = "to see whether it is still so"

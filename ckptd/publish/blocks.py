@@ -17,18 +17,6 @@ from ckptd.reshard.changes import Linear, largest
 from ckptd.reshard.live.memory import ArrayMemory
 from ckptd.types import dtype_of
 
-__all__ = [
-    "BLOCK_BYTES",
-    "BlockDigests",
-    "SlotBytes",
-    "gather_blocks",
-    "incoming_digest",
-    "outgoing",
-    "read_bytes",
-    "run_of",
-    "tensor_bytes",
-]
-
 U8 = NDArray[np.uint8]
 
 

@@ -19,8 +19,6 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.publish.link import MappedVersion, ServerLink
 from ckptd.publish.messages import BlockRead, PublishedTensor
 
-__all__ = ["LinkedReader", "PartsReader", "SlotReader", "WeightCarrier"]
-
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
 

@@ -33,8 +33,6 @@ from ckptd.publish.messages import (
     most_listen_s,
 )
 
-__all__ = ["PublishClient"]
-
 T = TypeVar("T")
 
 _START_S = 60.0

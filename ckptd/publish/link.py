@@ -42,8 +42,6 @@ from ckptd.publish.messages import (
     TensorPlaces,
 )
 
-__all__ = ["MappedVersion", "ServerLink", "VersionHold"]
-
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret, given_secret
 from ckptd.errors import UsageError
 from ckptd.publish.messages import DIRECTORY, ServerEntry
 
-__all__ = ["MeetingPlace"]
-
 _FILE = "publisher.json"
 _SECRET_FILE = "publisher-secret"
 _MOST_BYTES = 32 << 10

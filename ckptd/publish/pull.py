@@ -53,8 +53,6 @@ from ckptd.reshard.live.move import Arrivals, change_between, no_place, place_of
 from ckptd.reshard.live.plan import Incoming, PartBlock, Takings, TensorFills
 from ckptd.types import DType, dtype_of
 
-__all__ = ["HeldTensors", "PullPlan", "PullReport", "StagedPull", "cut_block", "published_layout"]
-
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
 

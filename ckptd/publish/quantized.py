@@ -29,8 +29,6 @@ from ckptd.reshard.changes import POWERS, largest, quantized, scale_shape, scale
 from ckptd.reshard.live.memory import TensorMemory
 from ckptd.types import DType
 
-__all__ = ["QuantizedTensor", "ScaleMemory", "quantized_tensors"]
-
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 

@@ -84,8 +84,6 @@ from ckptd.publish.messages import (
 )
 from ckptd.publish.versions import VersionBook
 
-__all__ = ["PublishServer"]
-
 U8 = NDArray[np.uint8]
 
 _KEPT_DIGESTS = 16

@@ -19,15 +19,6 @@ from ckptd.base.grids.grid import strides_of
 from ckptd.publish.messages import TileSteps
 from ckptd.reshard.changes import scale_down
 
-__all__ = [
-    "along_axes",
-    "quantize_tiles",
-    "tile_counts",
-    "tile_cuts",
-    "tile_maxima",
-    "tiles_of",
-]
-
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["SlotChoice", "VersionBook"]
-
 _LOST = float("-inf")
 
 

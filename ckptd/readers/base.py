@@ -26,22 +26,6 @@ from ckptd.readers.zips import Extent, ReadRange
 from ckptd.store.base import ObjectInfo, Store
 from ckptd.types import DTYPES, Box, ByteRange
 
-__all__ = [
-    "CODES",
-    "Foreign",
-    "ForeignPiece",
-    "FormatReader",
-    "KeptValues",
-    "Listing",
-    "SeenFiles",
-    "damaged",
-    "json_value",
-    "missing",
-    "step_of",
-    "step_or",
-    "time_text",
-]
-
 MAX_NAMES = 1 << 20
 MAX_VALUES = 1 << 14
 _MAX_CHARS = 1 << 16

@@ -26,8 +26,6 @@ from ckptd.readers.pickles import (
 from ckptd.readers.zips import Extent, ReadRange, extent_of, open_zip
 from ckptd.types import DTYPES, Box
 
-__all__ = ["METADATA", "DcpReader", "read_items"]
-
 METADATA = ".metadata"
 _ZIP = b"PK\x03\x04"
 _SMALL_ITEM = 1 << 16

@@ -39,8 +39,6 @@ from ckptd.readers.torchfiles import TensorAt, load_torch, whole_piece
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
 
-__all__ = ["DeepSpeedReader"]
-
 _LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")

@@ -19,8 +19,6 @@ from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
 from ckptd.store.base import Store
 
-__all__ = ["FORMATS", "bucket_root", "find_foreign", "format_of", "rank_files", "readers"]
-
 _OWN = (
     "dcp:DcpReader",
     "hf:HfReader",

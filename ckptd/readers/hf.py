@@ -21,8 +21,6 @@ from ckptd.readers.torchfiles import METADATA, PART, candidates, check_shards, f
 from ckptd.readers.zips import Extent
 from ckptd.types import Box
 
-__all__ = ["HfReader", "local_pieces"]
-
 END = ".safetensors"
 _ITEM = re.compile(r".+_(0|[1-9][0-9]{0,5})\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"

@@ -14,16 +14,6 @@ from ckptd.errors import CorruptError
 from ckptd.readers.base import Listing
 from ckptd.readers.pickles import PickledObject
 
-__all__ = [
-    "LAYOUTS",
-    "Hints",
-    "config_hints",
-    "megatron_args",
-    "megatron_hints",
-    "megatron_said",
-    "megatron_sizes",
-]
-
 LAYOUTS: Mapping[str, str] = {
     "deepseek_v3": "hf.deepseek_v3",
     "glm4_moe": "hf.glm4_moe",

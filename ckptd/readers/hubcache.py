@@ -13,8 +13,6 @@ from ckptd.store.base import ReadOnlyStore, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.wrap import innermost
 
-__all__ = ["follow_cache"]
-
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 

@@ -32,8 +32,6 @@ from ckptd.readers.hints import megatron_args, megatron_hints, megatron_said, me
 from ckptd.readers.pickles import named_values
 from ckptd.readers.torchfiles import load_torch
 
-__all__ = ["MegatronReader", "open_buckets"]
-
 _METADATA = "metadata.json"
 _COMMON = "common.pt"
 _RANK = re.compile(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")

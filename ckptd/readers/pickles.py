@@ -23,22 +23,6 @@ from ckptd.checkpoint.format.words import MODULE, MODULE_HINT, PLAIN_HINT
 from ckptd.errors import CkptdError, CorruptError, MismatchError, RefusedError
 from ckptd.types import DTYPES
 
-__all__ = [
-    "GlobalName",
-    "PickledObject",
-    "PickledStorage",
-    "PickledTensor",
-    "UnreadTensor",
-    "check_read",
-    "counts",
-    "named_values",
-    "numpy_value",
-    "read_pickle",
-    "short_text",
-    "unread_kind",
-    "walk_values",
-]
-
 MAX_PICKLE_BYTES = 1 << 28
 MAX_VALUES = 1 << 20
 """Most values that `walk_values` visits: references can make a small pickle an endless tree."""

@@ -39,19 +39,6 @@ from ckptd.readers.pickles import (
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import DTYPES, Box
 
-__all__ = [
-    "METADATA",
-    "PART",
-    "TensorAt",
-    "TorchReader",
-    "candidates",
-    "check_shards",
-    "file_index",
-    "load_torch",
-    "local_tensors",
-    "whole_piece",
-]
-
 _ENDS = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
 _MODEL = "pytorch_model"

@@ -63,8 +63,6 @@ from ckptd.store.base import (
 )
 from ckptd.types import Box, ByteRange, dtype_of
 
-__all__ = ["ForeignRoot"]
-
 _MAX_SPAN = 1 << 30
 _MAX_SWELL = 64
 _FREE_SWELL = 16 << 20

@@ -18,8 +18,6 @@ from ckptd.errors import CorruptError, RefusedError
 from ckptd.readers.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from ckptd.types import DTYPES
 
-__all__ = ["Extent", "ReadRange", "TorchZip", "extent_of", "open_zip"]
-
 ReadRange = Callable[[int, int], bytes]
 """Returns bytes ``[start, end)`` of a file."""
 

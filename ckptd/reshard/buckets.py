@@ -19,8 +19,6 @@ from ckptd.base.grids.grid import Grid
 from ckptd.errors import CorruptError, MismatchError
 from ckptd.lay.local import LocalPiece
 
-__all__ = ["Bucket", "check_bounds", "join_buckets", "place_pieces"]
-
 _ALIGNMENT = 64
 """Each tensor starts at a multiple of so many elements of its bucket."""
 _HINT = (

@@ -22,28 +22,6 @@ from ckptd.lay.syntax import Affine, Cast, Modifier, Quantized
 from ckptd.lay.values import Values
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = [
-    "POWERS",
-    "BlockScales",
-    "Linear",
-    "Scaled",
-    "block_maxima",
-    "block_scales",
-    "change_of",
-    "changed_dtype",
-    "halves",
-    "largest",
-    "limit_of",
-    "quantized",
-    "scale_down",
-    "scale_shape",
-    "scale_type",
-    "scales_of",
-    "step_promise",
-    "turned",
-]
-
-
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 

@@ -56,21 +56,6 @@ from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = [
-    "Composed",
-    "Duplicate",
-    "TensorLink",
-    "alias_names",
-    "apart_of",
-    "bind_to",
-    "compose_layouts",
-    "link_of",
-    "measured_scales",
-    "not_plain",
-    "source_keys",
-]
-
-
 _LOGICAL = "float32"
 
 

@@ -19,8 +19,6 @@ from ckptd.checkpoint.load.source import CheckpointReader
 from ckptd.reshard.changes import Scaled, scale_shape
 from ckptd.types import DTYPES, DType
 
-__all__ = ["DEQUANTIZE", "PlainTensor", "plain_tensors"]
-
 DEQUANTIZE = "; or --dequantize, for torchao's int8, int4 and fp8 weights in blocks"
 """Of errors."""
 

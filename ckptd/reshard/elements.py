@@ -26,18 +26,6 @@ from ckptd.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, p
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.syntax import Assigned, Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
-__all__ = [
-    "At",
-    "FollowedElements",
-    "FoundElements",
-    "Placed",
-    "entries",
-    "extent",
-    "find",
-    "follow",
-    "place",
-]
-
 I64 = NDArray[np.int64]
 At = Mapping[str, int] | None
 """Coordinates of a rank; None for stored tensors."""

@@ -30,19 +30,6 @@ from ckptd.reshard.verify import ExpectedValues, FileSamples
 from ckptd.store.base import Store, Writer
 from ckptd.store.osio import pages
 
-__all__ = [
-    "LEAST_BUDGET",
-    "Budget",
-    "Done",
-    "Executor",
-    "FileDraft",
-    "FileOutput",
-    "Joints",
-    "Outputs",
-    "Spent",
-]
-
-
 U8 = NDArray[np.uint8]
 
 

@@ -38,18 +38,6 @@ from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
 from ckptd.types import DTYPES, DType
 
-__all__ = [
-    "EVERYTHING",
-    "INDEX",
-    "ExportPlan",
-    "ExportedFile",
-    "Item",
-    "Rename",
-    "plan_export",
-    "run_export",
-]
-
-
 EVERYTHING = "."
 """The section that is the whole checkpoint."""
 

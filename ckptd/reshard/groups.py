@@ -14,17 +14,6 @@ from typing import Any
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, ObjectEntry
 from ckptd.errors import MismatchError
 
-__all__ = [
-    "Renames",
-    "are_torchs",
-    "gathered",
-    "groups_name",
-    "keys_above",
-    "params_of",
-    "renamed",
-    "settings_above",
-]
-
 Renames = Mapping[str, Sequence[str]]
 """The new names of each parameter."""
 

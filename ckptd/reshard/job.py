@@ -46,24 +46,6 @@ from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import DType
 
-__all__ = [
-    "REASON",
-    "FilePart",
-    "FilePlace",
-    "OwnPlace",
-    "ReshardJob",
-    "ReshardShare",
-    "Work",
-    "check_share",
-    "commit_parts",
-    "complete_files",
-    "find_commit",
-    "load_part",
-    "missing_files",
-    "safetensors_draft",
-    "save_part",
-]
-
 
 class FilePart(msgspec.Struct, frozen=True):
     """A complete file.

@@ -58,20 +58,6 @@ from ckptd.reshard.elements import find
 from ckptd.reshard.groups import groups_name, params_of, settings_above
 from ckptd.types import Box
 
-__all__ = [
-    "LayoutComparison",
-    "LayoutProgram",
-    "compare",
-    "infer",
-    "layout_names",
-    "moment",
-    "other_sizes",
-    "read_file",
-    "read_program",
-    "read_text",
-    "wrapped",
-]
-
 
 class _Reading(NamedTuple):
     """What a program says that a cell is; a cell of padding has none."""

@@ -40,20 +40,6 @@ from ckptd.errors import MismatchError
 from ckptd.lay.copies import TargetPlan
 from ckptd.types import DType
 
-__all__ = [
-    "ChunkFeed",
-    "Feed",
-    "RoundPlan",
-    "RoundPlanner",
-    "Stretch",
-    "Take",
-    "Target",
-    "cut_rounds",
-    "group_files",
-    "recut",
-    "share",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take:

@@ -44,19 +44,6 @@ from ckptd.reshard.source import Stock, in_section
 from ckptd.reshard.target import Assembled, assemble_target
 from ckptd.reshard.verify import Expected, expect
 
-__all__ = [
-    "LIVE",
-    "Prepared",
-    "apart_from",
-    "costs_of",
-    "inferred",
-    "prepare",
-    "prove_target",
-    "rules_of",
-    "section_of",
-    "source_program",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Prepared:

@@ -45,8 +45,6 @@ from ckptd.reshard.source import Stock, StockTensor
 from ckptd.store.base import Store
 from ckptd.types import DType
 
-__all__ = ["RankFilePattern", "RankShapes", "open_ranks", "rank_file_pattern", "rank_shapes"]
-
 _MOST_COMPARED = 4096
 """Parts of tensors that are read and compared side by side; each costs a few hundred bytes."""
 _MAX_FILES = 1 << 20

@@ -33,9 +33,6 @@ from ckptd.errors import DeadlineError
 from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
 from ckptd.store.osio import pages
 
-__all__ = ["BlockCache", "Ledger", "Reading", "ValueReader", "bytes_wanted"]
-
-
 _POLL_S = 0.05
 _PAGE = 4096
 _SLACK = 8

@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Costs", "FolderNote", "Proved", "Resharded", "RuleReport", "SourceProgram"]
-
 
 class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
     """What the program that a source keeps says of the one that it is read with.

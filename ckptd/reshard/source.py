@@ -31,8 +31,6 @@ from ckptd.reshard.dequantized import PlainTensor, plain_tensors
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 
-__all__ = ["Stock", "StockTensor", "in_section", "open_own"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StockTensor:

@@ -36,8 +36,6 @@ from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, ren
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.source import Stock, StockTensor
 
-__all__ = ["Assembled", "Carried", "Changed", "assemble_target", "carry_objects"]
-
 
 @dataclass(frozen=True, eq=False)
 class Assembled:

@@ -34,16 +34,6 @@ from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.types import DType
 
-__all__ = [
-    "Expected",
-    "ExpectedValues",
-    "FileSamples",
-    "changed",
-    "check_duplicates",
-    "expect",
-]
-
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptd.elastic.link import NodeLink, OperatorLink
+from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import (
     Begin,
     Bye,
@@ -31,6 +31,7 @@ from ckptd.elastic.messages import (
     StoreAt,
     ToNode,
 )
+from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
 from tests.cli.running import COMMAND
 from tests.processes import LEASE_S, PATIENCE_S

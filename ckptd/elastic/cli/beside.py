@@ -8,8 +8,6 @@ from typing import Protocol
 
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 
-__all__ = ["Watch", "WatchSide"]
-
 
 class WatchSide(Protocol):
     """The daemon of a job and the watcher of a node, beside a launcher."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckptd.elastic.control.states import ControllerSettings
     from ckptd.elastic.policy import JobSpec, MemoryNeed, Shape
 
-__all__ = ["ControllerDocument", "controller"]
-
 
 class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
     """What ``ckptd controller --json`` prints once nodes may come.

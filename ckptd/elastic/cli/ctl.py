@@ -21,8 +21,6 @@ from ckptd.elastic.places import open_places
 from ckptd.elastic.signpost import signposts
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
 
-__all__ = ["CtlOrderDocument", "CtlStatusDocument", "ctl"]
-
 ctl = App(
     name="ctl",
     help="See what a job that restarts is doing, and give orders to its controller.",

@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from ckptd.elastic.launchers.sidecars import ControllerSupervisor
     from ckptd.elastic.launchers.workerpool import Program
 
-__all__ = [
-    "SWITCHES",
-    "JobOptions",
-    "RunDocument",
-    "TorchrunOptions",
-    "controller_settings",
-    "cpu_count",
-    "gpu_count",
-    "ranks_filter",
-    "run",
-    "separated",
-    "slots_of",
-]
-
 _PREFIX = "run-"
 _MOST_INTERRUPT_S = 3600.0
 _KILL_S = 2.0

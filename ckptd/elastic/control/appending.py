@@ -10,8 +10,6 @@ from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.membership import Record
 from ckptd.errors import ConflictError, StoreError
 
-__all__ = ["Appender"]
-
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 2.0
 

@@ -65,8 +65,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.errors import CkptdError, RefusedError
 
-__all__ = ["Controller", "ControllerEnding"]
-
 _TICK_S = 0.1
 _LEASE_PART = 0.9
 _BACK_S = 0.5

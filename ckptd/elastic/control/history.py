@@ -19,8 +19,6 @@ import msgspec
 from ckptd.elastic.control.states import Move, State
 from ckptd.elastic.messages import Timed
 
-__all__ = ["MARKS", "Goodput", "Kind", "Recovery", "RecoveryHistory", "Splitter"]
-
 MARKS = ("spawned", "imported", "initialised", "loaded", "stepped")
 """What workers tell of, in its order; seconds from the arrival of the order to start."""
 _KEPT = 100

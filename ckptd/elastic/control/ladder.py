@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ckptd.elastic.control.states import ControllerSettings
 from ckptd.elastic.membership import Record
 
-__all__ = ["DEEPEST", "RELAUNCH", "Ladder"]
-
 RELAUNCH = 2
 """From this level on launchers are started anew."""
 DEEPEST = 3

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import Begin, Seat
 
-__all__ = ["Parts"]
-
 
 class Parts:
     """A generation, cut up by node. Node 0 has rank 0 and hosts the job store.

@@ -10,8 +10,6 @@ from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.placement import Coordinate, NodeSlot
 
-__all__ = ["MOST_DOUBLED", "Node", "Roster"]
-
 MOST_DOUBLED = 6
 
 

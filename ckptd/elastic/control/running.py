@@ -27,8 +27,6 @@ from ckptd.elastic.places import JobPlaces
 from ckptd.elastic.policy import JobSpec
 from ckptd.errors import CkptdError, ConflictError, StoreError
 
-__all__ = ["Setup", "run_controller"]
-
 _FIRST_S = 60.0
 _PAUSE_S = 0.5
 _SEAT_S = 1.0

@@ -49,8 +49,6 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
 from ckptd.errors import RefusedError
 
-__all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
-
 _EXCUSED_S = 2.0
 """For so long after a worker exited by itself the loss of another node explains it."""
 _LIVED_S = 60.0

@@ -9,8 +9,6 @@ import msgspec
 
 from ckptd.errors import UsageError
 
-__all__ = ["ControllerSettings", "ExitCodes", "Move", "State"]
-
 
 class State(enum.StrEnum):
     """Where a job is."""

@@ -11,8 +11,6 @@ from ckptd.elastic.control.roster import Node
 from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.messages import NodeRow, Relaunch, Status
 
-__all__ = ["Setting", "status_of"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from ckptd.base.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.base.runtime.agentlink import run_folder
     from ckptd.base.runtime.host import address_towards
+    from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
     from ckptd.elastic.launchers.nodename import claim_name
     from ckptd.elastic.launchers.nodestate import NO_ORDER, NodeState
     from ckptd.elastic.launchers.progress import NodeProgress
     from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor
     from ckptd.elastic.lease import LeaseFile
-    from ckptd.elastic.link import NodeLink, OperatorLink
+    from ckptd.elastic.link import NodeLink
     from ckptd.elastic.messages import (
         EXIT_CODES,
-        LAUNCHER_VARIABLE,
         LEASE_VARIABLE,
         Attach,
         Begin,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         Welcome,
         exit_code,
     )
+    from ckptd.elastic.operator import OperatorLink
     from ckptd.elastic.places import open_places
     from ckptd.elastic.supervisor import Outcome, Supervisor
     from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
@@ -125,10 +126,7 @@ _MODULES = {
         "ControllerSupervisor",
     ),
     "elastic.lease": ("LeaseFile",),
-    "elastic.link": (
-        "NodeLink",
-        "OperatorLink",
-    ),
+    "elastic.link": ("NodeLink",),
     "elastic.messages": (
         "Attach",
         "Begin",
@@ -139,7 +137,6 @@ _MODULES = {
         "Fenced",
         "FromWorker",
         "Hosting",
-        "LAUNCHER_VARIABLE",
         "LEASE_VARIABLE",
         "Left",
         "Loaded",
@@ -155,6 +152,7 @@ _MODULES = {
         "Welcome",
         "exit_code",
     ),
+    "elastic.operator": ("OperatorLink",),
     "elastic.places": ("open_places",),
     "elastic.supervisor": (
         "Outcome",
@@ -178,6 +176,7 @@ _MODULES = {
     ),
     "base.runtime.agentlink": ("run_folder",),
     "base.runtime.host": ("address_towards",),
+    "base.runtime.launched": ("LAUNCHER_VARIABLE",),
 }
 
 

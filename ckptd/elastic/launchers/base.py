@@ -17,8 +17,6 @@ import msgspec
 
 from ckptd.errors import NotFoundError
 
-__all__ = ["Command", "Hint", "Launcher", "Machine", "MachineState"]
-
 Command = Callable[[str], Sequence[str]]
 """Returns the command line of the launcher of the node with this name."""
 

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.elastic.messages import (
-    INTERRUPT_S,
-    INTERRUPT_VARIABLE,
-    LAUNCHER_VARIABLE,
-    LEASE_VARIABLE,
-    Begin,
-    Seat,
-)
+from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
+from ckptd.elastic.messages import INTERRUPT_S, INTERRUPT_VARIABLE, LEASE_VARIABLE, Begin, Seat
 from ckptd.elastic.nccl import DEFAULTS_VARIABLE, defaults_in
-
-__all__ = ["SIGNALS_TO_HANDLE", "JobFacts", "common", "of_seat", "of_store"]
 
 SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 

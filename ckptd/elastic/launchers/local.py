@@ -14,8 +14,6 @@ import psutil
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
 from ckptd.errors import DeadlineError, NotFoundError, StoreError, UsageError
 
-__all__ = ["LocalLauncher"]
-
 _POLL_S = 0.01
 
 

@@ -13,8 +13,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["MemoryWatch"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _LOG_BYTES = 8192
 _MOST_LINES = 20_000

@@ -55,8 +55,6 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 
-__all__ = ["LauncherEnding", "NodeLauncher", "NodeSettings"]
-
 _TURN_S = 0.1
 _SILENT_S = 3.0
 _FIRST_SILENT_S = 15.0

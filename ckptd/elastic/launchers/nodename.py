@@ -10,8 +10,6 @@ from pathlib import Path
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.errors import UsageError
 
-__all__ = ["claim_name", "name_lock"]
-
 _MOST_NAMES = 1000
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from ckptd.elastic.messages import Begin, Ended, Fenced, NodeUp, SaidEvent
 
-__all__ = ["NO_ORDER", "NodeState"]
-
 NO_ORDER = 1 << 20
 """Rank of a node that no generation has begun on."""
 

@@ -14,8 +14,6 @@ import msgspec
 
 from ckptd.errors import UsageError
 
-__all__ = ["Output", "Streams", "error_of", "parse_streams"]
-
 _OUT, _ERR = 1, 2
 _LOOK_S = 0.1
 _MOST_BYTES = 1 << 20

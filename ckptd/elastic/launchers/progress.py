@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from ckptd.elastic.messages import FromWorker, Loaded, Mark, Progress, SaidEvent, Saved, Timed
 
-__all__ = ["NodeProgress"]
-
 
 class NodeProgress:
     """Marks and loaded steps of one generation after the other; used under one lock.

@@ -32,16 +32,6 @@ from ckptd.errors import (
     WorkerError,
 )
 
-__all__ = [
-    "CKPTD",
-    "SIGNALS",
-    "ControllerSupervisor",
-    "Sidecar",
-    "old_folders",
-    "shell_code",
-    "unblocked",
-]
-
 CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 """The command line, in this Python."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

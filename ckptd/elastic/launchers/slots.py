@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from ckptd.base.runtime.accelerators import accelerators_here, gpus_here
 
-__all__ = ["NodeSlots", "is_device_error"]
-
 _MOST = 2
 _MOST_TEXT = 400
 _CHOICES = {

@@ -16,8 +16,6 @@ from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, Ready, ToZygote
 from ckptd.errors import WorkerError
 
-__all__ = ["Spawner", "tell_broken"]
-
 _READ_S = 1e-4
 _END_S = 5.0
 # The current folder may hold anything: it is looked at last, and not by what is forked.

@@ -32,8 +32,6 @@ from ckptd.elastic.launchers.zygotewire import (
 )
 from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
 
-__all__ = ["Program", "WorkerPool", "programs"]
-
 _AGAIN_S = 1.0
 _UNREADY_S = 60.0
 _FAILED = 1

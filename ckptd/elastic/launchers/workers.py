@@ -14,8 +14,6 @@ import msgspec
 from ckptd.elastic.messages import Seat
 from ckptd.elastic.workerend import WorkerEnd
 
-__all__ = ["Worker", "Workers", "is_stopped"]
-
 
 @dataclass
 class Worker:

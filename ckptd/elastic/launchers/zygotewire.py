@@ -8,8 +8,6 @@ import msgspec
 
 from ckptd.decoding import msgpack_decoder
 
-__all__ = ["Exited", "Fork", "Forked", "FromZygote", "NotForked", "Ready", "Reap", "ToZygote"]
-
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a process. A descriptor comes with it, through which it is told the rest, or tells.

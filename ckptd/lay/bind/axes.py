@@ -29,8 +29,6 @@ from ckptd.lay.syntax import (
     Value,
 )
 
-__all__ = ["needed", "solved", "sorted_ranks"]
-
 
 def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, int]) -> Solution:
     """Find the sizes of a layout's axes.

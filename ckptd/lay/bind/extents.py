@@ -14,8 +14,6 @@ from ckptd.lay.indexes import IndexCut
 from ckptd.lay.resolve import ALL, NONE, Equation, Finding, Numbers, Resolved
 from ckptd.lay.syntax import Assigned, How, NameIndex, Text, show_name
 
-__all__ = ["extents", "held_at_all", "index_findings", "local_numbers", "pinned"]
-
 _MAX_PINNED = 4096
 _MAX_SHOWN = 6
 

@@ -15,8 +15,6 @@ from ckptd.lay.matching import alike, stored_name
 from ckptd.lay.resolve import ALL, Equation, Finding, Lookup, Resolved, covers
 from ckptd.lay.syntax import Name, NameIndex, On, Text, join
 
-__all__ = ["first_wins", "numbered"]
-
 _MAX_RULES = 4096
 
 

@@ -38,8 +38,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["Shapes", "fit_findings", "with_fits"]
-
 Shape = tuple[int, ...]
 Shapes = Mapping[int, Mapping[Coordinates, SeenTensor]]
 """By number of the equation in the bound layout: the observed shape at coordinates."""

@@ -11,8 +11,6 @@ from ckptd.lay.bind.first import numbered
 from ckptd.lay.resolve import Bound, Equation, Resolved, filled, has_globs
 from ckptd.lay.syntax import Glob
 
-__all__ = ["FilledGlobs", "filled_globs", "with_globs"]
-
 
 class FilledGlobs(NamedTuple):
     """What the globs of a rule stood for.

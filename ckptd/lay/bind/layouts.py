@@ -17,8 +17,6 @@ from ckptd.lay.bind.observed import Observed, from_stored, several_shapes, unmat
 from ckptd.lay.bind.packed import buffer_findings, is_packed
 from ckptd.lay.resolve import Bound, Equation, Finding, Resolved, filled, has_globs, raise_first
 
-__all__ = ["bind_all", "bind_ranks", "bind_sizes", "bind_stored"]
-
 Shape = tuple[int, ...]
 
 

@@ -33,19 +33,6 @@ from ckptd.lay.syntax import (
     Widths,
 )
 
-__all__ = [
-    "Derived",
-    "LengthPart",
-    "Lengths",
-    "Padded",
-    "Polynomial",
-    "constant",
-    "of_value",
-    "substituted",
-    "summable",
-    "times",
-]
-
 Monomial: TypeAlias = tuple[str, ...]
 Polynomial: TypeAlias = dict[Monomial, Fraction]
 """Coefficient by the sorted names that are multiplied; ``()`` for the constant."""

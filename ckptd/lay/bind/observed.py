@@ -17,16 +17,6 @@ from ckptd.lay.resolve import Equation, Finding, MeshShape, Resolved
 from ckptd.lay.scales import held_shape
 from ckptd.lay.syntax import NameIndex, show
 
-__all__ = [
-    "Coordinates",
-    "Instance",
-    "Observed",
-    "SeenTensor",
-    "axes_of",
-    "from_ranks",
-    "from_stored",
-]
-
 Shape: TypeAlias = tuple[int, ...]
 Coordinates: TypeAlias = tuple[tuple[str, int], ...]
 """Sorted coordinates on the mesh axes that a rule uses; empty for stored tensors."""

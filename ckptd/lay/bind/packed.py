@@ -15,8 +15,6 @@ from ckptd.lay.resolve import Bound, Equation, Finding, MeshShape, Resolved, ind
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import Flat, On
 
-__all__ = ["buffer_findings", "is_packed"]
-
 _MAX_SHOWN = 4
 
 

@@ -27,8 +27,6 @@ from ckptd.lay.boxes import padded
 from ckptd.lay.resolve import Finding, ValueScope, evaluate, part
 from ckptd.lay.syntax import NOWHERE, One, Pad, Position, Value
 
-__all__ = ["Constraint", "Origin", "Solution", "solve"]
-
 _MAX_ROUNDS = 1000
 
 

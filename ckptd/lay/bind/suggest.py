@@ -23,8 +23,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["Suggestion", "candidates", "put", "split_candidates"]
-
 _SIDES = {0: "rows", 1: "columns"}
 
 

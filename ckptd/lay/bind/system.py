@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from ckptd.lay.bind.lengths import Monomial, Polynomial
 
-__all__ = ["linear", "ratios"]
-
 Members: TypeAlias = frozenset[int]
 
 _MAX_WORK = 4_000_000

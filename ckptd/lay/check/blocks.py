@@ -12,8 +12,6 @@ from ckptd.lay.held import held, split_axes
 from ckptd.lay.resolve import Bound, Equation, Finding, MeshShape, ValueScope
 from ckptd.lay.syntax import Dim, Quantized, show
 
-__all__ = ["block_findings"]
-
 _MAX_COORDINATES = 2**20
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from ckptd.lay.resolve import ALL, Equation, Family, Finding, Lookup, Numbers, Resolved, covers
 from ckptd.lay.syntax import Alias, Name, NameIndex, On, Replicas, Text, join
 
-__all__ = ["between_findings", "uncovered_findings"]
-
 _MAX_PAIRS = 1_000_000
 _MAX_CELLS = 1_000_000
 

@@ -11,8 +11,6 @@ from ckptd.lay.resolve import Bound, Finding, Resolved, has_globs
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import Name, NameIndex, NamePart, Text, show
 
-__all__ = ["flat_findings", "order_findings"]
-
 _MAX_RANKS = 32
 
 

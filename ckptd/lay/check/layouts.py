@@ -29,8 +29,6 @@ from ckptd.lay.check.statements import statement_findings
 from ckptd.lay.resolve import Bound, Finding, Loader, Resolved, resolve_all
 from ckptd.lay.syntax import NOWHERE, File
 
-__all__ = ["Observation", "check", "check_bound", "check_program"]
-
 Shape: TypeAlias = tuple[int, ...]
 
 Observation: TypeAlias = Mapping[str, Shape] | Mapping[int, Mapping[str, Shape]]

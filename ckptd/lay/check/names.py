@@ -9,8 +9,6 @@ from ckptd.lay.matching import holds
 from ckptd.lay.resolve import Finding, MeshShape, Resolved
 from ckptd.lay.syntax import NameIndex
 
-__all__ = ["missing_findings"]
-
 
 def missing_findings(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     """Yield the rules of which some ranks lack the tensor, and others have it.

@@ -39,8 +39,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["rule_findings", "signature"]
-
 _MAX_TAGS = 6
 
 

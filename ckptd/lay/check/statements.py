@@ -8,8 +8,6 @@ from ckptd.lay.indexes import BUFFER
 from ckptd.lay.resolve import Finding, MeshShape, Resolved
 from ckptd.lay.syntax import Flat, Name, NameIndex, Object, Pipe, Text, show
 
-__all__ = ["statement_findings"]
-
 
 def statement_findings(resolved: Resolved) -> Iterator[Finding]:
     """Yield what is wrong with the statements of a layout that are no rules."""

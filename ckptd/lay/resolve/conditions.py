@@ -10,8 +10,6 @@ from ckptd.lay.resolve.lets import Lets
 from ckptd.lay.resolve.numbers import ALL, MAX_NUMBERS, NONE, Numbers
 from ckptd.lay.syntax import For, Value
 
-__all__ = ["numbers_of"]
-
 
 def numbers_of(modifiers: Iterable[object], lets: Lets) -> dict[str, Numbers]:
     """Return the numbers that ``for`` leaves, by axis; of several all have to hold.

@@ -18,17 +18,6 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.resolve.equation import Bound, MeshShape
 from ckptd.lay.syntax import Arithmetic, Assigned, Contiguous, Dim, Number, Size, Value, Widths
 
-__all__ = [
-    "MAX_DEPTH",
-    "Ints",
-    "ValueScope",
-    "assigned_runs",
-    "evaluate",
-    "part",
-    "parts",
-    "scope_of",
-]
-
 Ints = NDArray[np.int64]
 
 MAX_DEPTH = 64

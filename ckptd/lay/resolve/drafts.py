@@ -39,8 +39,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["Draft", "Drafts", "draft", "has_globs", "is_drop"]
-
 _MAX_DEPTH = 16
 _MAX_WAYS = 64
 _MAX_HEIGHT = 64

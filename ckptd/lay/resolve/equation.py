@@ -27,8 +27,6 @@ from ckptd.lay.syntax import (
     Value,
 )
 
-__all__ = ["Axes", "Bound", "Equation", "Family", "MeshShape", "Resolved", "Tags"]
-
 Tags = tuple[str, ...]
 """Tags on the way into nested sums, outermost first; ``()`` in a rule without a sum."""
 

@@ -12,8 +12,6 @@ from ckptd.lay.resolve.equation import Family, Tags
 from ckptd.lay.resolve.lets import Lets, atoms_of
 from ckptd.lay.syntax import Atom, Glob, Name, NameIndex, Space, Text, show
 
-__all__ = ["Families"]
-
 
 @dataclass(frozen=True)
 class Component:

@@ -9,8 +9,6 @@ from typing import Literal
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.syntax import NOWHERE, Position
 
-__all__ = ["Finding", "raise_first", "render"]
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -48,8 +48,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["Loader", "resolve", "resolve_all"]
-
 
 def resolve(files: Sequence[File], layout: str, load: Loader | None = None) -> Resolved:
     """Look a layout up.

@@ -28,8 +28,6 @@ from ckptd.lay.syntax import (
     join,
 )
 
-__all__ = ["Lets", "atoms_of"]
-
 _MAX_DEPTH = 16
 _MAX_LEVEL = 64
 _MAX_NODES = 1_000_000

@@ -12,8 +12,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import MeshShape
 from ckptd.lay.syntax import Mesh, MeshAxis
 
-__all__ = ["MAX_WORLD", "independent", "mesh_shape"]
-
 MAX_WORLD = 2**24
 """Most ranks of a mesh; one with more is a mistake."""
 

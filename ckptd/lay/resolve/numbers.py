@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
 
-__all__ = ["ALL", "MAX_NUMBERS", "NONE", "Numbers"]
-
 MAX_NUMBERS = 2**16
 """Length of the longest pattern; numbers of ``for`` are below it."""
 

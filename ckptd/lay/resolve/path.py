@@ -9,8 +9,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import Tags
 from ckptd.lay.syntax import Atom, Dim, Pad, Product, Split, Sum
 
-__all__ = ["Leaf", "Path", "paths"]
-
 _MAX_PATHS = 4096
 _MAX_LEAVES = 262_144
 

@@ -15,17 +15,6 @@ from itertools import pairwise
 from ckptd.errors import UsageError
 from ckptd.lay.syntax import Alternatives, Glob, Name, NameIndex, NamePart, Text, join
 
-__all__ = [
-    "MAX_DEEP",
-    "MAX_GLOBS",
-    "Lookup",
-    "covers",
-    "encoded",
-    "filled",
-    "found_regex",
-    "rule_regex",
-]
-
 MAX_GLOBS = 8
 MAX_DEEP = 2
 """Most globs of a name, and most ``**``: one more costs a factor of the name's length."""

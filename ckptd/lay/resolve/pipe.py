@@ -16,8 +16,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.resolve.equation import MeshShape
 from ckptd.lay.syntax import Pipe
 
-__all__ = ["Stage", "stage_parts", "stages"]
-
 _MAX_SYMBOLS = 100_000
 _MAX_DEPTH = 16
 _LETTERS = "EtmL"

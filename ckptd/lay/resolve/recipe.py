@@ -8,8 +8,6 @@ from dataclasses import replace
 from ckptd.errors import UsageError
 from ckptd.lay.syntax import Layout, Rule, Statement, Use
 
-__all__ = ["is_recipe", "with_recipes"]
-
 _MAX_MORE = 4096
 _MAX_DEPTH = 64
 

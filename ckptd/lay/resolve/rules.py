@@ -39,8 +39,6 @@ from ckptd.lay.syntax import (
     show,
 )
 
-__all__ = ["RuleTable"]
-
 FOLLOWER = "lora_B"
 """What the tensors of a follower are called, behind the name of what they follow."""
 

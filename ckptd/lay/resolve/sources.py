@@ -10,8 +10,6 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.lay.resolve.recipe import is_recipe, with_recipes
 from ckptd.lay.syntax import File, Layout, Let, Mesh, Position, Space, SyntaxNode, Use
 
-__all__ = ["Loader", "ProgramSource"]
-
 Loader: TypeAlias = Callable[[str], File]
 """Returns a shipped file by name; raises a `ckptd.errors.CkptdError` if there is none."""
 

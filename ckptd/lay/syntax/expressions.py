@@ -30,20 +30,6 @@ from ckptd.lay.syntax.pieces import (
     word,
 )
 
-__all__ = [
-    "DIM",
-    "DIMS",
-    "FILE_NAME",
-    "FORMS",
-    "LET",
-    "NAME",
-    "SPLITS",
-    "VALUE",
-    "name",
-    "show_name",
-    "show_part",
-]
-
 # --- values -------------------------------------------------------------------------------------
 
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "//": 2}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ckptd.lay.syntax.lexer import Scanner
 from ckptd.lay.syntax.parser import scan
 
-__all__ = ["format_text"]
-
 INDENT = "  "
 
 

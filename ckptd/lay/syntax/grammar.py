@@ -50,24 +50,6 @@ from ckptd.lay.syntax.pieces import (
     words,
 )
 
-__all__ = [
-    "FAMILY",
-    "FILE",
-    "ITEM",
-    "ITEMS",
-    "MODIFIERS",
-    "RULE",
-    "SCALAR",
-    "SPACE",
-    "STATEMENT",
-    "STATEMENTS",
-    "STATES",
-    "BlockForm",
-    "Item",
-    "Shown",
-    "show",
-]
-
 Item: TypeAlias = tree.Mesh | tree.Let | tree.Space | tree.Layout | tree.Reshard | tree.Use
 Shown: TypeAlias = (
     tree.File

@@ -15,8 +15,6 @@ from typing import Literal, TypeAlias
 from ckptd.errors import UsageError
 from ckptd.lay.syntax.tree import Name, Position
 
-__all__ = ["MAX_DEPTH", "MAX_TEXT", "Scanner", "SourceLine", "Token", "quote", "tokens"]
-
 MAX_TEXT = 8 << 20
 """Longest program that is read, in characters."""
 

@@ -10,8 +10,6 @@ from ckptd.errors import UsageError
 from ckptd.lay.syntax.parser import parse
 from ckptd.lay.syntax.tree import File
 
-__all__ = ["load", "names", "text"]
-
 _FOLDER = resources.files("ckptd.lay") / "shipped"
 _END = ".lay"
 

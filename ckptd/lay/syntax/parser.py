@@ -14,13 +14,6 @@ from ckptd.lay.syntax.lexer import Scanner
 from ckptd.lay.syntax.pieces import Syntax
 from ckptd.lay.syntax.tree import File, Statement
 
-__all__ = [
-    "parse",
-    "parse_statement",
-    "read",
-    "scan",
-]
-
 T = TypeVar("T")
 
 

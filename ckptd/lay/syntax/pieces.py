@@ -16,35 +16,6 @@ from typing import Any, Generic, TypeVar, final
 from ckptd.lay.syntax.lexer import Scanner, Token, quote, tokens
 from ckptd.lay.syntax.tree import SyntaxNode
 
-__all__ = [
-    "DOTTED",
-    "MAX_NUMBER",
-    "RESERVED",
-    "AnyOrder",
-    "Field",
-    "Form",
-    "FormChoice",
-    "Marks",
-    "OptionalParts",
-    "Pair",
-    "Syntax",
-    "byte_size",
-    "count",
-    "decimal",
-    "dotted",
-    "integer",
-    "integers",
-    "label",
-    "one_of",
-    "separated",
-    "several",
-    "show_count",
-    "string",
-    "whole",
-    "word",
-    "words",
-]
-
 T = TypeVar("T")
 
 MAX_NUMBER = (1 << 63) - 1

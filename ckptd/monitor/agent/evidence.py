@@ -25,9 +25,6 @@ import msgspec
 from ckptd.monitor.agent.probes import measure
 from ckptd.monitor.report import LinkProbe, ProbeResult, Stack
 
-__all__ = ["EvidenceTaker", "py_spy", "take_stack", "take_stacks"]
-
-
 # --- stacks of processes --------------------------------------------------------------------------
 
 

@@ -43,20 +43,6 @@ from ckptd.monitor.preflight import (
     unreached,
 )
 
-__all__ = [
-    "ORDER_S",
-    "PURPOSE",
-    "LinkSummary",
-    "NodeHello",
-    "Preflight",
-    "PreflightNode",
-    "PreflightOutcome",
-    "PreflightPlan",
-    "coordinate",
-    "take_part",
-]
-
-
 # --- the node's side ------------------------------------------------------------------------------
 
 

@@ -25,16 +25,6 @@ from ckptd.errors import CkptdError, StoreError
 from ckptd.monitor.preflight import PairProbe
 from ckptd.monitor.report import LinkProbe, ProbeResult
 
-__all__ = [
-    "MOST_PROBE_BYTES",
-    "Answerer",
-    "listen_for_probes",
-    "measure",
-    "probe_pair",
-    "shown_address",
-]
-
-
 MOST_PROBE_BYTES = 64 << 20
 """Largest probe that a node answers."""
 

@@ -12,9 +12,6 @@ from typing import Self
 
 from ckptd.monitor.ring import process_birth
 
-__all__ = ["Doing", "Process", "exit_code_of"]
-
-
 # ioctl(pidfd, PIDFD_GET_INFO, struct pidfd_info) of <linux/pidfd.h>, first version of the struct.
 _INFO = Struct("<QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11

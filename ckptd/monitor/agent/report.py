@@ -28,9 +28,6 @@ from ckptd.monitor.report import (
 )
 from ckptd.monitor.ring import Counter, process_birth
 
-__all__ = ["ReportMaker", "Unborn"]
-
-
 # --- ranks that have no ring yet ------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from ckptd.errors import CkptdError
 from ckptd.monitor.agent.processes import Doing, Process
 from ckptd.monitor.ring import Counter, RecorderState, RingHeader, RingReader
 
-__all__ = ["Ring", "Rings"]
-
 _log = logging.getLogger("ckptd.monitor")
 _SUFFIX = ".ring"
 _MOST_FILES = 4096

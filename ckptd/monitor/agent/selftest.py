@@ -17,8 +17,6 @@ import xxhash
 
 from ckptd.monitor.preflight import Gpu, MachineTest
 
-__all__ = ["self_test"]
-
 _SIDE = 256
 _PRODUCT = "f65cfb6cf4c78e8d"
 _HASHED_BYTES = 4 << 20

@@ -35,9 +35,6 @@ from ckptd.monitor.rules.slow import self_times
 from ckptd.monitor.samples import SampleReader, samples_path
 from ckptd.monitor.stats import Array, mix
 
-__all__ = ["Differing", "RingSamples", "RingTotals"]
-
-
 # --- collectives ----------------------------------------------------------------------------------
 
 

@@ -25,8 +25,6 @@ from ckptd.base.net.signing import (
 from ckptd.errors import RefusedError, StoreError, TransientStoreError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
 
-__all__ = ["Uplink"]
-
 _log = logging.getLogger("ckptd.monitor")
 TIMEOUT_S = 5.0
 _MOST_ANSWER = 8 << 20

@@ -30,8 +30,6 @@ from ckptd.monitor.agent.watcher import Watcher
 from ckptd.monitor.job import Phase
 from ckptd.monitor.rules.limits import HangLimits
 
-__all__ = ["RINGS_VARIABLE", "beside_agent", "floors_of", "main", "watching"]
-
 RINGS_VARIABLE = "CKPTD_RINGS"
 
 _log = logging.getLogger("ckptd.monitor")

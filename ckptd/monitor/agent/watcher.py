@@ -26,8 +26,6 @@ from ckptd.monitor.report import AgentOrders, EvidenceReport, ProbeResult, Stack
 from ckptd.monitor.ring import Counter
 from ckptd.monitor.rules.limits import HangLimits
 
-__all__ = ["Watcher"]
-
 _log = logging.getLogger("ckptd.monitor")
 POLL_S = 0.05
 STUCK_S = 0.3

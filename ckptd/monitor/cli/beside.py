@@ -8,8 +8,6 @@ from ckptd.monitor.cli.watch_parts import DaemonSupervisor
 from ckptd.monitor.daemon.place import DaemonPlace
 from ckptd.monitor.injection import environment
 
-__all__ = ["WATCH"]
-
 
 class _Watch:
     check_floors = staticmethod(check_floors)

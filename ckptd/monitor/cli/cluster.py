@@ -25,8 +25,6 @@ from ckptd.monitor.agent.preflight import (
 from ckptd.monitor.agent.probes import MOST_PROBE_BYTES
 from ckptd.monitor.preflight import MachineTest, PairProbe, PreflightFinding
 
-__all__ = ["PORT", "ClusterDocument", "doctor_cluster"]
-
 PORT = 29449
 """Where the coordinator listens, unless it is told otherwise."""
 _PATIENCE_S = 60.0

@@ -24,8 +24,6 @@ from ckptd.cli.output import (
 )
 from ckptd.errors import CkptdError, NotFoundError, TransientStoreError, UsageError
 
-__all__ = ["IncidentsDocument", "incidents"]
-
 _RETRY_S = 1.0
 _WIDTH = 100
 

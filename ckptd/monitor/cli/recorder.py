@@ -12,8 +12,6 @@ from ckptd.checkpoint.load.copier import COPIER
 from ckptd.cli.output import Document, Json, Reply
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
-__all__ = ["RecorderBuildDocument", "recorder"]
-
 _TIMEOUT_S = 1000.0
 
 recorder = App(

@@ -17,8 +17,6 @@ from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.verdict import Suspect
 from ckptd.plugins import DUMPS, load_entry
 
-__all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
-
 _NAMED = 8
 _SUSPECTS_WIDTH = 40
 _TEXT_WIDTH = 300

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ckptd.monitor.daemon.service import DaemonSetup, Service
     from ckptd.monitor.settings import WatchSettings
 
-__all__ = ["ServeDocument", "serve"]
-
 HOOK_VARIABLE = "CKPTD_WEBHOOK_SECRET"
 
 

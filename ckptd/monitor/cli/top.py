@@ -15,8 +15,6 @@ from ckptd.errors import TransientStoreError, UsageError
 if TYPE_CHECKING:
     from ckptd.monitor.daemon.client import DaemonClient
 
-__all__ = ["TopDocument", "top"]
-
 _MARGIN = 8
 """Lines of the screen that are not ranks."""
 

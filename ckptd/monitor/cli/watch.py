@@ -20,8 +20,6 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, flag, json_text, print_error
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["WatchDocument", "check_floors", "watch"]
-
 _PREFIX = "watch-"
 _TURN_S = 0.5
 _START_S = 60.0

@@ -20,13 +20,6 @@ from ckptd.elastic.launchers.sidecars import CKPTD, Sidecar
 from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
 
-__all__ = [
-    "DaemonSupervisor",
-    "Reader",
-    "line_of",
-    "login_text",
-]
-
 _POLL_S = 0.05
 _END_S = 10.0
 _RETRY_S = 0.5

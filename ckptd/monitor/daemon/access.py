@@ -19,8 +19,6 @@ from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.daemon.bodies import connection_of, refusal
 
-__all__ = ["LOGIN_PATH", "Access", "Guard"]
-
 LOGIN_PATH = "/api/v1/login"
 _API = "/api/"
 _AGENTS = frozenset({CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH})

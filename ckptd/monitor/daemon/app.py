@@ -39,8 +39,6 @@ from ckptd.monitor.daemon.service import Service, page_folder
 from ckptd.monitor.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.monitor.stats import Array
 
-__all__ = ["DaemonApi", "make_app"]
-
 _objects = json_decoder(dict[str, Any])
 
 V1 = "/api/v1"

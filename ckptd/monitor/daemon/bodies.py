@@ -22,18 +22,6 @@ from ckptd.errors import (
     UsageError,
 )
 
-__all__ = [
-    "BodyBudget",
-    "ClientConnection",
-    "connection_of",
-    "document",
-    "json_bytes",
-    "plain",
-    "read_body",
-    "refusal",
-    "status_of",
-]
-
 READ_S = 20.0
 """A body must be there within so many seconds."""
 

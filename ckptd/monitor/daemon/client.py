@@ -13,8 +13,6 @@ from ckptd.base.net.http import HttpClient, HttpStream
 from ckptd.errors import CkptdError, RefusedError, StoreError
 from ckptd.monitor.daemon.place import find_daemon
 
-__all__ = ["DaemonClient", "connect"]
-
 
 class DaemonClient:
     """Asks one daemon.

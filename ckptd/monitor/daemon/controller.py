@@ -26,8 +26,6 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["ControllerLink", "OrderBody", "order_of"]
-
 _DIAL_S = 2.0
 _TO_OPERATOR = msgpack_decoder(ToOperator)
 _TURN_S = 0.25

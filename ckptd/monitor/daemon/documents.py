@@ -25,29 +25,6 @@ from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict
 
-__all__ = [
-    "AXES",
-    "MOST_EVIDENCE",
-    "AnswerDocument",
-    "CallDocument",
-    "CallsDocument",
-    "CheckpointsDocument",
-    "ControllerStatusDocument",
-    "ElasticDocument",
-    "GenerationDocument",
-    "GoodputDocument",
-    "IncidentDocument",
-    "IncidentListDocument",
-    "JobDocument",
-    "LinksDocument",
-    "MeshDocument",
-    "Names",
-    "Proposal",
-    "RankDocument",
-    "RanksDocument",
-    "clipped",
-]
-
 MOST_EVIDENCE = 256 << 10
 """Characters of stacks, calls and logs of one incident that are stored and sent."""
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "fsdp", "cp", "ep", "tp")

@@ -42,8 +42,6 @@ from ckptd.monitor.report import (
 )
 from ckptd.monitor.stats import Array
 
-__all__ = ["Forwarder"]
-
 _LEAST_S = 0.1
 _LOOK_S = 0.02
 _SILENT_S = 5.0

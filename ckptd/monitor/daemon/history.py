@@ -23,8 +23,6 @@ from ckptd.errors import RefusedError, StoreError, UsageError
 from ckptd.monitor.daemon.documents import clipped
 from ckptd.monitor.incidents import Incident
 
-__all__ = ["SERIES", "History", "from_stored", "read_incidents", "to_stored"]
-
 _APPLICATION = 0x636B7064  # "ckpd", in the file's header
 _SCHEMA = 1
 _MOST_INCIDENTS = 10_000

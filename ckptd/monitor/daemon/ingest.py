@@ -27,8 +27,6 @@ from ckptd.monitor.report import (
 )
 from ckptd.monitor.watch import JobWatch
 
-__all__ = ["Ingest", "IngestCounts", "take_into"]
-
 MEDIA = "application/msgpack"
 _MOST_SOURCES = 1 << 16
 

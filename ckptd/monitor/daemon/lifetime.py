@@ -23,16 +23,6 @@ from ckptd.monitor.job import phase_name
 from ckptd.monitor.report import NodeReport
 from ckptd.monitor.verdict import VerdictKind
 
-__all__ = [
-    "RECOVERY_BUCKETS_S",
-    "RECOVERY_PARTS",
-    "GenerationLog",
-    "RecordedSaves",
-    "RecoveryCounts",
-    "TimeSpent",
-    "cause_class",
-]
-
 _MOST_KNOWN = 1000
 _LONGEST_S = 5.0
 _FRESH_S = 10.0

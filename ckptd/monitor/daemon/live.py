@@ -19,8 +19,6 @@ from starlette.types import Receive, Scope, Send
 from ckptd.errors import TransientStoreError
 from ckptd.monitor.daemon.bodies import refusal
 
-__all__ = ["Hub", "StreamEvent", "Streaming"]
-
 _MOST_CLIENTS = 256
 _MOST_EVENTS = 256
 _MOST_BYTES = 16 << 20

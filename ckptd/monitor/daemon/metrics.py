@@ -21,8 +21,6 @@ from ckptd.monitor.stats import Array
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-__all__ = ["MOST_RANKS", "NAMES", "SIZE_LABELS", "exposition"]
-
 MOST_RANKS = 512
 """Of a larger job only ranks that stand out have series of their own."""
 _MOST_LINKS = 256

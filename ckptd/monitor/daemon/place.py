@@ -15,8 +15,6 @@ from ckptd.base.runtime.agentlink import run_folder
 from ckptd.decoding import json_decoder
 from ckptd.errors import ConflictError, NotFoundError
 
-__all__ = ["DaemonAddress", "DaemonPlace", "daemons", "find_daemon"]
-
 _MOST_BYTES = 16 << 10
 
 

@@ -35,8 +35,6 @@ from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.verdict import SuspectKind, VerdictKind
 from ckptd.monitor.watch import JobWatch
 
-__all__ = ["RUN_POLICY", "Responder", "Response", "is_over", "response"]
-
 _MOST_REASON = 300
 _MOST_FENCE_REASON = 500
 

@@ -27,8 +27,6 @@ from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import SuspectKind, VerdictKind
 from ckptd.monitor.watch import JobWatch
 
-__all__ = ["RANK_ROW", "STATUS", "RankTable", "RoundResult", "Rounds"]
-
 T = TypeVar("T")
 _MOST_WAITING = 4096
 

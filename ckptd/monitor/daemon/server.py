@@ -19,8 +19,6 @@ from ckptd.base.net.address import Address
 from ckptd.base.runtime.host import many_files
 from ckptd.monitor.daemon.bodies import ClientConnection
 
-__all__ = ["Serving", "url_of"]
-
 _HEAD_S = 15.0
 _IDLE_S = 75
 _END_S = 5

@@ -44,8 +44,6 @@ from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch
 from ckptd.version import __version__
 
-__all__ = ["DaemonSetup", "Service"]
-
 _TELL_S = 1.0
 _KEEP_S = 10.0
 

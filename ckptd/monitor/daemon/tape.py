@@ -8,8 +8,6 @@ from collections import deque
 from ckptd.errors import StoreError
 from ckptd.monitor.recording import RecordedFrame, RecordingWriter
 
-__all__ = ["MessageBuffer"]
-
 _FRAME_BYTES = 100
 """What a frame takes besides its body."""
 

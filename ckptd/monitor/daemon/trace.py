@@ -15,8 +15,6 @@ from ckptd.monitor.recording import RecordedFrame
 from ckptd.monitor.report import NodeReport, ReportLimits, unpack_report
 from ckptd.monitor.stats import Array
 
-__all__ = ["calls_of", "chrome_trace", "parse_ranks", "recent_calls"]
-
 _MOST_FRAMES = 20_000
 _MOST_RANKS = 4096
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ckptd.base.net.http import HttpClient
 from ckptd.errors import CkptdError
 
-__all__ = ["SIGNATURE_HEADER", "Webhook", "sign_hook"]
-
 SIGNATURE_HEADER = "Ckptd-Signature"
 _TRIES = 5
 _FIRST_WAIT_S = 1.0

@@ -14,9 +14,6 @@ from ckptd.monitor.rules.mismatch import MOST, minority
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
-__all__ = ["CHUNK", "SumBook", "checksum", "norm_outliers", "replica_differences"]
-
-
 CHUNK = 1 << 20
 """Bytes that are hashed at once."""
 

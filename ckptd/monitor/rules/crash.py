@@ -13,8 +13,6 @@ from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
-__all__ = ["crashes", "ended"]
-
 
 def ended(job: JobView) -> Array:
     """Return which ranks ended otherwise than a job that is done does."""

@@ -12,8 +12,6 @@ from ckptd.monitor.rules.mismatch import mismatches, with_newcomers
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict
 
-__all__ = ["diagnose"]
-
 
 def diagnose(
     job: JobView,

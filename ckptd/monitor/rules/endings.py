@@ -13,8 +13,6 @@ from ckptd.monitor.rules.hang import absent
 from ckptd.monitor.rules.mismatch import P2P, with_newcomers
 from ckptd.monitor.stats import Array
 
-__all__ = ["Endings", "Stopped"]
-
 
 @dataclass
 class Stopped:

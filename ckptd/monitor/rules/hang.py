@@ -14,9 +14,6 @@ from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
-__all__ = ["Waits", "absent", "hangs", "held_up", "waits"]
-
-
 _NEVER = np.iinfo(np.int64).max
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from ckptd.monitor.job import CallFlag, JobView, Phase
 from ckptd.monitor.stats import Array, mix
 
-__all__ = ["ENGINE_S", "MOST_KEYS", "HangLimits", "Learned", "learn", "learn_cut_short"]
-
 ENGINE_S = 600.0
 """After which a backend gives a call up, where it is not known."""
 START_S = 600.0

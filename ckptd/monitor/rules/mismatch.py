@@ -14,8 +14,6 @@ from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.verdict import Verdict, VerdictKind
 
-__all__ = ["MOST", "P2P", "minority", "mismatches", "with_newcomers"]
-
 
 def with_newcomers(job: JobView) -> JobView:
     """Return `job` with a row, nothing entered, for each such member that reports.

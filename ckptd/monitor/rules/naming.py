@@ -10,8 +10,6 @@ from ckptd.monitor.job import JobView
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind
 
-__all__ = ["nodes_behind", "rank_suspects"]
-
 
 def nodes_behind(job: JobView, rows: Array) -> list[int]:
     """Return nodes of which at least half of the reporting ranks, and at least two, are `rows`."""

@@ -15,20 +15,6 @@ from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median, mix, sigma
 from ckptd.monitor.verdict import Verdict, VerdictKind
 
-__all__ = [
-    "FIRST_SLOW",
-    "FewLimits",
-    "RankRoles",
-    "SlowLimits",
-    "StepBook",
-    "StepPace",
-    "few_slow",
-    "roles_of",
-    "self_times",
-    "slow_ranks",
-]
-
-
 # --- own time -------------------------------------------------------------------------------------
 
 

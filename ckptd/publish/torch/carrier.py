@@ -26,8 +26,6 @@ from ckptd.publish.messages import (
 from ckptd.reshard.live.transport import PendingMessage
 from ckptd.reshard.torch.transport import TorchTransport
 
-__all__ = ["GroupCarrier"]
-
 U8 = NDArray[np.uint8]
 
 _MOST_REQUEST_BYTES = 16 << 20

@@ -15,8 +15,6 @@ from ckptd.checkpoint.torch.loader import Loader, LoadReport, LoadSources
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.reshard.torch.layout.job import LaidStates
 
-__all__ = ["RootFallback"]
-
 _log = logging.getLogger("ckptd")
 
 

@@ -74,8 +74,6 @@ from ckptd.publish.messages import (
 from ckptd.reshard.torch.relayout import RelayoutSide, own_tensors
 from ckptd.types import dtype_of
 
-__all__ = ["Publication", "Publisher"]
-
 _log = logging.getLogger("ckptd")
 _ALIGN = 64
 _KNOWN = 64

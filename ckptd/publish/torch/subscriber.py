@@ -49,8 +49,6 @@ from ckptd.reshard.torch.relayout import (
     own_tensors,
 )
 
-__all__ = ["Subscriber", "UpdateReport", "WeightVersion"]
-
 _log = logging.getLogger("ckptd")
 _POLL_S = 0.1
 _DIGEST_WORDS = 1 << 22

@@ -13,8 +13,6 @@ from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, 
 from ckptd.errors import UsageError
 from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
 
-__all__ = ["ExportDocument", "export"]
-
 _SAID = 8
 
 

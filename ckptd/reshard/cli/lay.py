@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ckptd.lay.resolve import Bound, Resolved
     from ckptd.reshard.layouts import LayoutProgram
 
-__all__ = ["CheckDocument", "FmtDocument", "ShowDocument", "lay"]
-
 lay = App(
     name="lay",
     help="Check, format and draw layout programs (Lay).",

@@ -23,8 +23,6 @@ from ckptd.lay.stored import StoredForm, StoredTensor, local_cells
 from ckptd.lay.syntax import show
 from ckptd.types import Box
 
-__all__ = ["Cell", "Picture", "drawing", "picture", "text_of"]
-
 _MOST_CELLS = 4096
 _MOST_RANKS = 1 << 16
 

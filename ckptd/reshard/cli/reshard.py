@@ -22,8 +22,6 @@ from ckptd.cli.output import (
 )
 from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport, SourceProgram
 
-__all__ = ["ReshardDocument", "reshard"]
-
 _SAID = 6
 _TOLD = ("unlike", "differs", "unreadable")
 """Of `SourceProgram.kept`: what is said without being asked."""

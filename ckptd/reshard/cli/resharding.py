@@ -38,8 +38,6 @@ from ckptd.reshard.writers.torchdist import TorchDistPlace
 from ckptd.reshard.writers.universal import UniversalPlace
 from ckptd.store.base import StoreSpec
 
-__all__ = ["ReshardRun", "open_stock", "prepared"]
-
 _FROM = "from:"
 _LET = "let "
 

@@ -23,8 +23,6 @@ from ckptd.lay.syntax import Average, Replicas
 from ckptd.reshard.elements import follow
 from ckptd.reshard.live.plan import Outgoing
 
-__all__ = ["MOST_SAMPLES", "Sample", "Sampler"]
-
 I64 = NDArray[np.int64]
 
 MOST_SAMPLES = 256

@@ -19,8 +19,6 @@ from ckptd.reshard.live.check import MOST_SAMPLES, Sample
 from ckptd.reshard.live.plan import StreamSegment
 from ckptd.types import DTYPES, DType
 
-__all__ = ["PREFIX_BYTES", "StreamTable", "check_prefix", "prefix", "table_bytes"]
-
 U8 = NDArray[np.uint8]
 
 _MAGIC = 0x31307661_6C64_7463

@@ -12,8 +12,6 @@ from ckptd.checkpoint.load.plan import strided, words_of
 from ckptd.errors import UsageError
 from ckptd.types import DType
 
-__all__ = ["ArrayMemory", "LentMemory", "TensorMemory"]
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 

@@ -50,24 +50,6 @@ from ckptd.reshard.live.plan import (
 from ckptd.reshard.live.transport import PendingMessage, Transport, gone
 from ckptd.types import DType
 
-__all__ = [
-    "BUFFERS",
-    "Arrivals",
-    "Intake",
-    "MoveReport",
-    "MoveWatch",
-    "Mover",
-    "Scalars",
-    "SendLane",
-    "change_between",
-    "chunk_numel",
-    "message_bytes",
-    "no_place",
-    "place_of",
-    "put_fills",
-]
-
-
 _LOOK_S = 0.2
 _ROOT_CAUSE_S = 1.0
 

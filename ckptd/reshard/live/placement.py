@@ -36,17 +36,6 @@ from ckptd.lay.syntax import (
 from ckptd.lay.syntax.tree import Range
 from ckptd.reshard.layouts import LayoutProgram
 
-__all__ = [
-    "Coordinates",
-    "ExpertPlacement",
-    "ExpertTable",
-    "UnitKey",
-    "expert_forms",
-    "place_experts",
-    "tables_of",
-    "unit_key",
-]
-
 ExpertTable: TypeAlias = Sequence[Sequence[int]]
 """The experts of each coordinate, in any order: a rank has its experts in rising order."""
 ExpertPlacement: TypeAlias = ExpertTable | Mapping[int, ExpertTable]

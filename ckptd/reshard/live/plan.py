@@ -17,27 +17,6 @@ from ckptd.lay.local import LaidTensor, local_tensors
 from ckptd.lay.values import Values
 from ckptd.reshard.live.memory import TensorMemory
 
-__all__ = [
-    "Chunk",
-    "Incoming",
-    "MovePlan",
-    "Outgoing",
-    "PartBlock",
-    "Picked",
-    "Roles",
-    "SegmentCopies",
-    "SegmentWindow",
-    "StreamSegment",
-    "Takings",
-    "TensorFills",
-    "laid_out",
-    "make_plan",
-    "messages",
-    "ordered",
-    "rising",
-]
-
-
 I64 = NDArray[np.int64]
 
 _INDEXED = 1 << 15

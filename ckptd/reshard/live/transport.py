@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError
 
-__all__ = ["PendingMessage", "Transport", "gone"]
-
 U8 = NDArray[np.uint8]
 
 

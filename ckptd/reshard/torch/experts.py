@@ -60,16 +60,6 @@ from ckptd.types import dtype_of
 if TYPE_CHECKING:
     from ckptd.checkpoint.torch.checkpointer import Checkpointer
 
-__all__ = [
-    "ExpertHome",
-    "ExpertMove",
-    "ExpertPrice",
-    "LiveTensor",
-    "StagedTensor",
-    "move_experts",
-    "placed",
-]
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 

@@ -37,24 +37,6 @@ from ckptd.reshard.torch.layout.program import Spelling
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.types import DType, dtype_of
 
-__all__ = [
-    "LaidLocal",
-    "LoneTransport",
-    "Numbers",
-    "RelayoutSide",
-    "TorchMemory",
-    "by_name",
-    "check_apart",
-    "check_filled",
-    "memories",
-    "memory_of",
-    "numbers",
-    "own_tensors",
-    "relayout",
-    "write_number",
-]
-
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 

@@ -17,8 +17,6 @@ from ckptd.base.torch.ranks import global_ranks
 from ckptd.errors import CkptdError, UsageError
 from ckptd.reshard.live.transport import PendingMessage, gone
 
-__all__ = ["TorchTransport"]
-
 U8 = NDArray[np.uint8]
 
 _OF_GROUP = timedelta(0)

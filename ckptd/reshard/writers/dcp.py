@@ -38,8 +38,6 @@ from ckptd.reshard.writers.torchzip import (
 )
 from ckptd.types import Box
 
-__all__ = ["COMMON", "MARK", "DcpPlace"]
-
 _METADATA = ".metadata"
 _END = ".distcp"
 _OBJECTS = f"__0_1{_END}"

@@ -59,8 +59,6 @@ from ckptd.store.osio import reading, writing
 from ckptd.store.wrap import innermost
 from ckptd.types import DTYPES
 
-__all__ = ["ChosenTensors", "FolderJob", "FolderPlace", "check_safetensors", "whole_tensor"]
-
 _JOB = re.compile(r"\.ckptd-rs[0-9a-f]{24}/")
 _BEGUN, _FINISHING = "begun", "finishing"
 _PROCESS = re.compile(r"[0-9a-f]{16}/")

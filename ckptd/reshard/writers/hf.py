@@ -20,8 +20,6 @@ from ckptd.reshard.writers.folder import ChosenTensors, check_safetensors, whole
 from ckptd.reshard.writers.states import plain_names
 from ckptd.types import DTYPES
 
-__all__ = ["INDEX", "HfPlace", "index_of", "is_model_file", "model_file", "tied_metadata"]
-
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 

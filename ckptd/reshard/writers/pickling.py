@@ -15,8 +15,6 @@ from ckptd.base.grids.grid import strides_of
 from ckptd.errors import UsageError
 from ckptd.types import DTYPES
 
-__all__ = ["Global", "Made", "StorageTensor", "as_plain", "dump", "is_plain"]
-
 _MAX_DEPTH = 64
 _MAX_INT_BYTES = 255
 _LEGACY = {

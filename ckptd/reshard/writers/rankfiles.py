@@ -37,8 +37,6 @@ from ckptd.reshard.writers.states import KeyPath, StateKeys, nested
 from ckptd.reshard.writers.torchzip import TorchFrame, TorchJoints, torch_file
 from ckptd.types import DTYPES
 
-__all__ = ["RanksPlace"]
-
 _SAFETENSORS = ".safetensors"
 
 

@@ -18,16 +18,6 @@ from ckptd.reshard.groups import keys_above
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.writers.pickling import as_plain, is_plain
 
-__all__ = [
-    "KeyPath",
-    "StateKeys",
-    "StateObjects",
-    "nested",
-    "objects_of",
-    "plain_names",
-    "split_groups",
-]
-
 KeyPath = tuple[str | int, ...]
 """Keys of nested dicts, and numbers in lists, from the outside in."""
 

@@ -17,8 +17,6 @@ from ckptd.reshard.writers.dcp import COMMON, MARK, DcpPlace
 from ckptd.reshard.writers.states import KeyPath, StateObjects, nested, objects_of, plain_names
 from ckptd.reshard.writers.torchzip import torch_file
 
-__all__ = ["TorchDistPlace"]
-
 _ABOUT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -17,8 +17,6 @@ from ckptd.base.digest import digest
 from ckptd.reshard.writers.pickling import StorageTensor, dump
 from ckptd.types import DTYPES, Box
 
-__all__ = ["ALIGN", "TorchFrame", "TorchJoints", "tensor_frame", "torch_file"]
-
 ALIGN = 64
 _TOP = "archive/"
 _NONE32, _NONE16 = 0xFFFFFFFF, 0xFFFF

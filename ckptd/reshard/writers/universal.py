@@ -29,8 +29,6 @@ from ckptd.reshard.writers.states import nested, objects_of, plain_names, split_
 from ckptd.reshard.writers.torchzip import TorchFrame, TorchJoints, torch_file
 from ckptd.store.base import is_segment
 
-__all__ = ["UniversalPlace"]
-
 _LATEST = "latest_universal"
 _WEIGHT, _STEP = "fp32", "step"
 _TAG = re.compile(r"global_step[0-9]+_universal/(.*)", re.DOTALL)

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ckptd.elastic.link import OperatorLink
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import Order, OrderKind, Status
+from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError
 from ckptd.store import open_store
 from ckptd_demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow

@@ -20,8 +20,6 @@ from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.elastic.treesum import TreeNode, TreeSum, cover
 from ckptd.errors import UsageError
 
-__all__ = ["CanonicalGradients", "GradientSums", "added"]
-
 GradientSums = dict[torch.dtype | None, torch.Tensor]
 """A node of the tree: the gradients of each dtype as one vector; under None the numbers, then how
 many of the micro-batches used each parameter."""

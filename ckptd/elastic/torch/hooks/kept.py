@@ -30,8 +30,6 @@ from ckptd.elastic.torch.hooks.canonical import CanonicalGradients, GradientSums
 from ckptd.elastic.treesum import TreeNode, TreeSum
 from ckptd.errors import UsageError
 
-__all__ = ["KeptGradients"]
-
 _log = logging.getLogger("ckptd.elastic")
 _SAMPLED = 32
 """Parameters that are compared, spread over all: an optimizer's step changes each of them."""

@@ -25,8 +25,6 @@ from torch import nn
 from ckptd.base.torch.commhook import Reduced, comm_hook
 from ckptd.errors import UsageError
 
-__all__ = ["RULES", "RobustState", "flag", "mean", "median", "register", "robust_hook", "trimmed"]
-
 Rule = Callable[[torch.Tensor], torch.Tensor]
 
 _ROUNDS = 10

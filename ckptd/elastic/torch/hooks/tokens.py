@@ -15,8 +15,6 @@ import torch.distributed as dist
 from ckptd.base.torch.device import kind_of
 from ckptd.errors import UsageError
 
-__all__ = ["global_tokens", "scale_gradients"]
-
 
 def global_tokens(mine: int, group: dist.ProcessGroup | None = None) -> int:
     """Return the sum over all ranks of the tokens (or samples) of this step.

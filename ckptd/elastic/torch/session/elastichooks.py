@@ -22,8 +22,6 @@ from ckptd.errors import RefusedError
 if TYPE_CHECKING:
     from ckptd.store import Store
 
-__all__ = ["JOB", "ElasticHooks", "LauncherWatch", "abandon_all"]
-
 _log = logging.getLogger("ckptd.elastic")
 
 

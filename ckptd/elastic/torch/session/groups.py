@@ -16,8 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupAborts", "destroy_groups", "groups_with_abort", "let_go"]
-
 _log = logging.getLogger("ckptd.elastic")
 _PREFIX = "ckptd-abort-"
 _WITHOUT_ABORT = frozenset({"gloo", "mpi", "fake"})

@@ -15,8 +15,6 @@ import torch
 
 from ckptd.base.torch.device import DeviceKind, accelerator
 
-__all__ = ["FAILS", "empty_caches", "fault_of_devices"]
-
 FAILS = "the device fails"
 """With this begins what `fault_of_devices` says of one that raises; another is only late."""
 

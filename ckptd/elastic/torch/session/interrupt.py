@@ -27,8 +27,6 @@ from ckptd.elastic.torch.session import sockets
 from ckptd.elastic.torch.session.groups import GroupAborts
 from ckptd.errors import UsageError
 
-__all__ = ["Interrupted", "Interrupter"]
-
 _SIGNAL = signal.SIGURG
 """Ignored where nobody handles it, and used by next to nobody."""
 _POKE_S = 0.02

@@ -15,8 +15,6 @@ from ckptd.elastic.lastwords import note_step
 from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import LEASE_EXIT_CODE, LEASE_VARIABLE
 
-__all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps", "note_first_step"]
-
 _lease: WorkerLease | None = None
 _installed = False
 BEFORE_STEP: list[Callable[[], None]] = []

@@ -39,8 +39,6 @@ from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import StoreError, UsageError
 from ckptd.events.bus import regroup
 
-__all__ = ["session"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupSockets", "sockets_of_this_process"]
-
 _MAKERS = ("_new_process_group_helper", "init_process_group", "new_group", "split_group")
 """What makes groups; the first, through which all others go, is private and may be gone one day."""
 

@@ -13,8 +13,6 @@ from ckptd.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["World"]
-
 
 @dataclass(frozen=True, slots=True)
 class World:

@@ -37,8 +37,6 @@ from ckptd.elastic.torch.session.zygote_child import become, die_with
 from ckptd.errors import WorkerError
 from ckptd.parts import part
 
-__all__ = ["PRELOADED", "Zygote", "main", "unsafe_to_fork"]
-
 PRELOADED = (
     "torch",
     "torch.distributed",

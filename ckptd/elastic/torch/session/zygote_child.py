@@ -26,8 +26,6 @@ from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.messages import LEASE_VARIABLE
 from ckptd.parts import part
 
-__all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
-
 _environs = msgpack_decoder(dict[str, str])
 
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"

@@ -10,8 +10,6 @@ from torch.distributed import TCPStore
 
 from ckptd.errors import StoreError
 
-__all__ = ["host_store", "main"]
-
 _BACKLOG = 2048
 
 

@@ -19,9 +19,6 @@ from torch.distributed import distributed_c10d
 
 from ckptd.monitor.ring import RingGroup, RingWriter
 
-__all__ = ["CallKind", "Groups", "Sites", "call_kinds", "calls_so_far", "first_tensor", "nbytes"]
-
-
 _DEEPEST = 48
 # Programs that make code as they run would else be held in memory with all of it.
 _MOST_CODES = 4096

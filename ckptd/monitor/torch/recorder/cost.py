@@ -9,8 +9,6 @@ from ckptd.monitor.ring import RecorderState, RingShape, RingWriter
 from ckptd.monitor.torch.recorder.hook import idle_group
 from ckptd.monitor.torch.recorder.sources import MakeSource
 
-__all__ = ["call_cost"]
-
 _CALLS = 200
 _SMALL = RingShape(slots=64, groups=8, members=8, texts=64)
 

@@ -18,8 +18,6 @@ from ckptd.monitor.ring import RecorderState, RingWriter
 from ckptd.monitor.torch.recorder.calls import Groups, calls_so_far
 from ckptd.monitor.torch.recorder.sources import Broken
 
-__all__ = ["CounterSource"]
-
 _EVERY_S = 0.5
 
 

@@ -19,9 +19,6 @@ from torch.distributed import distributed_c10d
 from ckptd.base.torch.device import DeviceKind, kind_of
 from ckptd.monitor.torch.recorder.calls import first_tensor
 
-__all__ = ["DeviceCall", "DeviceClock", "DeviceEnds", "Ends", "FollowedKinds", "QueuedCall"]
-
-
 _log = logging.getLogger("ckptd.monitor")
 _MOST_AWAITED = 1024
 

@@ -23,16 +23,6 @@ import torch.distributed as dist
 
 from ckptd.monitor.torch.recorder.calls import CallKind, call_kinds
 
-__all__ = [
-    "DispatcherHook",
-    "HookTarget",
-    "hook_works",
-    "idle_group",
-    "no_call_under_way",
-    "one_call",
-]
-
-
 _BACKWARD = str(Path(torch.autograd.__file__).parent)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["attach_when_joined"]
-
 _log = logging.getLogger("ckptd.monitor")
 
 

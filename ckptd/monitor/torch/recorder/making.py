@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d
 
 from ckptd.monitor.ring import MAKING, RingGroup, RingWriter
 
-__all__ = ["Making"]
-
 _HELPER = "_new_process_group_helper"
 _MOST_ROWS = 64
 """Rows of the ring's table that this may take: the calls of the groups themselves need the others.

@@ -33,9 +33,6 @@ from ckptd.monitor.torch.recorder.ends import FollowedKinds
 from ckptd.monitor.torch.recorder.hook import one_call
 from ckptd.monitor.torch.recorder.sources import Broken
 
-__all__ = ["NativeSource", "build", "built", "load", "main"]
-
-
 _NAME = "ckptd_recorder"
 _EXTENSION = TorchExtension(
     _NAME,

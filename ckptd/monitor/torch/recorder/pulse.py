@@ -16,8 +16,6 @@ from typing import Any
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RingWriter
 
-__all__ = ["CheckpointPhase", "CompilePhase", "RingPulse"]
-
 
 class CompilePhase:
     """Marks the phase COMPILE while PyTorch compiles, once its compiler has been imported."""

@@ -14,8 +14,6 @@ from ckptd.monitor.torch.recorder.ends import DeviceEnds, Ends, QueuedCall
 from ckptd.monitor.torch.recorder.hook import DispatcherHook, hook_works
 from ckptd.monitor.torch.recorder.sources import Broken
 
-__all__ = ["PythonSource"]
-
 # Group, number, number in the group; whether a device carries it out, and as what (None: its end
 # will not be known); what it writes, and whether the caller waits at once.
 _Started = tuple[RingGroup, int, int, bool, QueuedCall | None, Any, bool]

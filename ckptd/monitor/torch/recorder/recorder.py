@@ -25,7 +25,6 @@ from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.host import node_name
 from ckptd.errors import StoreError, UsageError
 from ckptd.events import bus
-from ckptd.monitor.injection import attach_now
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
 from ckptd.monitor.torch.recorder.cost import call_cost
@@ -37,18 +36,6 @@ from ckptd.monitor.torch.recorder.native import NativeSource
 from ckptd.monitor.torch.recorder.pulse import RingPulse
 from ckptd.monitor.torch.recorder.python import PythonSource
 from ckptd.monitor.torch.recorder.sources import MakeSource, Source, wanted
-
-__all__ = [
-    "Recorder",
-    "attach",
-    "attach_now",
-    "attach_when_known",
-    "detach",
-    "phase",
-    "recorder",
-    "step",
-]
-
 
 _log = logging.getLogger("ckptd.monitor")
 

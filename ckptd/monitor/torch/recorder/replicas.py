@@ -24,8 +24,6 @@ from ckptd.monitor.torch.recorder.recorder import Recorder, recorder
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_replicas", "watch_gradients"]
-
 _MOST_PENDING = 64
 
 Named = Mapping[str, torch.Tensor]

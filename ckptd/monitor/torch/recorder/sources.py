@@ -9,8 +9,6 @@ from typing import Protocol
 from ckptd.errors import UsageError
 from ckptd.monitor.ring import RecorderState, RingWriter
 
-__all__ = ["Broken", "MakeSource", "Source", "wanted"]
-
 Broken = Callable[[BaseException], None]
 """Told of a failure of the recorder itself; never raises."""
 

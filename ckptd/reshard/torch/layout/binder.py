@@ -33,9 +33,6 @@ from ckptd.reshard.layouts import LayoutProgram
 from ckptd.reshard.torch.layout.common import CommonParts
 from ckptd.reshard.torch.layout.program import Spelling, read_layout, spelling_of
 
-__all__ = ["JobLayout", "Laid", "NameKind", "SeenNames", "Writers"]
-
-
 _Key = tuple[int, tuple[int, ...], str]
 
 

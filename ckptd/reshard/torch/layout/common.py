@@ -21,8 +21,6 @@ from ckptd.lay.replicated import ReplicatedPart, ReplicatedParts
 from ckptd.lay.stored import TensorKey
 from ckptd.types import Box
 
-__all__ = ["CommonPart", "CommonParts"]
-
 
 class CommonPart(NamedTuple):
     """What this rank and others hold of a tensor.

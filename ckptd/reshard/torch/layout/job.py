@@ -25,10 +25,9 @@ from ckptd.reshard.torch.layout.binder import JobLayout, Laid
 from ckptd.reshard.torch.layout.loading import LaidLoad
 from ckptd.reshard.torch.layout.program import read_layout
 from ckptd.reshard.torch.layout.saving import LaidLeaves, laid_leaves
-from ckptd.reshard.torch.layout.source import LaidSource, source_program, stacked
+from ckptd.reshard.torch.layout.source import LaidSource, source_program
+from ckptd.reshard.torch.layout.stacks import stacked
 from ckptd.reshard.torch.layout.witness import check_laid_witness
-
-__all__ = ["LAYOUTS", "LaidStates"]
 
 
 class LaidStates(Laid, NoLayout):

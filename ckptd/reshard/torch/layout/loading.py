@@ -24,8 +24,6 @@ from ckptd.reshard.torch.layout.binder import JobLayout
 from ckptd.reshard.torch.layout.source import LaidSource
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["FilledTensor", "LaidLoad"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledTensor:

@@ -15,8 +15,6 @@ from ckptd.lay.resolve import Resolved
 from ckptd.lay.syntax import Average, File, Layout, Quantized
 from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 
-__all__ = ["Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]
-
 _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
 """What a layout says where it has no ``stored`` statement."""
 

@@ -34,8 +34,6 @@ from ckptd.reshard.torch.layout.binder import JobLayout
 from ckptd.reshard.torch.layout.program import combined
 from ckptd.types import Box
 
-__all__ = ["LaidLeaves", "LeafPart", "laid_leaves"]
-
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:

@@ -23,10 +23,7 @@ from ckptd.reshard.compose import source_keys
 from ckptd.reshard.layouts import LayoutProgram, compare, read_text
 from ckptd.reshard.torch.layout.binder import JobLayout
 from ckptd.reshard.torch.layout.program import Spelling, refuse_quantized, spelling_of
-from ckptd.reshard.torch.layout.stacks import stacked
 from ckptd.types import DType
-
-__all__ = ["LaidSource", "source_program", "stacked"]
 
 _log = logging.getLogger("ckptd")
 

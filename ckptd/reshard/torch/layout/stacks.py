@@ -22,8 +22,6 @@ from ckptd.reshard.layouts import LayoutProgram
 from ckptd.reshard.torch.layout.binder import JobLayout
 from ckptd.reshard.torch.layout.program import Spelling
 
-__all__ = ["FAMILIES", "stacked"]
-
 
 @dataclass(frozen=True)
 class ExpertNames:

@@ -22,8 +22,6 @@ from ckptd.reshard.torch.layout.loading import FilledTensor, LaidLoad
 from ckptd.reshard.verify import changed
 from ckptd.types import dtype_of
 
-__all__ = ["check_laid_witness"]
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
