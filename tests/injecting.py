@@ -7,7 +7,6 @@ import gc
 import itertools
 import json
 import linecache
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import ckptd
+from tests import programs
 from tests.processes import PATIENCE_S
 
 __all__ = ["WAIT_S", "Injector", "Job", "kind_of", "play", "run", "wrong"]
@@ -177,8 +177,7 @@ def play(make: Callable[[str], Job], points: str, pairs: Sequence[tuple[str, str
 
 def run(module: str, *arguments: str, timeout_s: float = PATIENCE_S) -> list[dict[str, Any]]:
     """Run a module of tests that plays; return what it printed."""
-    program = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = programs.run("-m", module, *arguments, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.forked import ACTIONS, SOME, WORKS
-from tests.processes import PATIENCE_S
 
 
 def run(folder: Path, *which: str) -> list[dict[str, Any]]:
-    program = [sys.executable, "-m", "tests.forked", str(folder), *which]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = programs.run("-m", "tests.forked", folder, *which)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

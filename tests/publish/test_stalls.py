@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from ckptd.errors import CkptdError
 from ckptd.publish import client, pull
 from ckptd.publish.link import ServerLink
 from tests.processes import until
+from tests.programs import Program
 from tests.publish.kills import slots_of
 from tests.reshard.torch.layout.jobs import Tree, differing, whole
 from tests.reshard.torch.layout.test_binder import FUSED, WHOLE, fused
@@ -184,24 +183,20 @@ def test_a_worker_that_is_stopped_in_a_pull_holds_up_nothing_and_goes_on_with_th
 ) -> None:
     lease_s, last = 1.0, 8
     pulling = tmp_path / "pulling"
-    command = [sys.executable, "-c", WORKER, str(tmp_path / "at"), str(pulling), str(last)]
     with ckptd.Publisher(WHOLE, tmp_path / "at", lease_s=lease_s) as publisher:
         assert publisher.publish(1, STATE).wait(30)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-            try:
-                until(pulling.exists, "the worker pulls")
-                with stopped(worker.pid):
-                    begun = time.monotonic()
-                    for step in range(2, last + 1):
-                        # The other slot is filled again and again, and after the lease this one.
-                        publication = publisher.publish(step, {"model": whole(step)})
-                        assert publication.wait(30)
-                        time.sleep(2 * lease_s / last)
-                    assert time.monotonic() - begun > lease_s
-                    assert len(slots_of(publisher.server_pid)) <= 2  # what it held is its own
-                out, _ = worker.communicate(timeout=60)
-            finally:
-                worker.kill()
+        worker = Program("-c", WORKER, tmp_path / "at", pulling, str(last))
+        until(pulling.exists, "the worker pulls")
+        with stopped(worker.pid):
+            begun = time.monotonic()
+            for step in range(2, last + 1):
+                # The other slot is filled again and again, and after the lease this one.
+                publication = publisher.publish(step, {"model": whole(step)})
+                assert publication.wait(30)
+                time.sleep(2 * lease_s / last)
+            assert time.monotonic() - begun > lease_s
+            assert len(slots_of(publisher.server_pid)) <= 2  # what it held is its own
+        out, _ = worker.communicate(timeout=60)
     steps = ast.literal_eval(out)
     assert steps[-1] == last
     assert set(steps) <= {1, last}

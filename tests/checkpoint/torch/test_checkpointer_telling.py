@@ -26,6 +26,7 @@ from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.networks import build, step
 from tests.cli.running import process
 from tests.processes import PATIENCE_S, until
+from tests.programs import Program
 from tests.servers import s3_moto, s3_url
 
 __all__ = ["s3_moto"]
@@ -153,22 +154,14 @@ def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -
                 handle.durable(60)
             print(step, ck.worker_pid, flush=True)
     """
-    command = [
-        sys.executable,
-        "-c",
-        textwrap.dedent(code),
-        str(tmp_path / "r"),
-        str(tmp_path / "e"),
-    ]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
-        for _ in range(3):
-            worker = int(child.stdout.readline().split()[1])
-        # A kill takes what a process has not written yet: another save must be on the disk.
-        until(lambda: len(recorded(tmp_path / "e")[1]) > 1, "a second save is recorded")
-        os.kill(worker, signal.SIGKILL)
-        os.kill(child.pid, signal.SIGKILL)
+    child = Program("-c", textwrap.dedent(code), tmp_path / "r", tmp_path / "e")
+    for _ in range(3):
+        worker = int(child.stdout.readline().split()[1])
+    # A kill takes what a process has not written yet: another save must be on the disk.
+    until(lambda: len(recorded(tmp_path / "e")[1]) > 1, "a second save is recorded")
+    os.kill(worker, signal.SIGKILL)
+    child.kill()
+    child.communicate()
     folder = EventFolder.open(str(tmp_path / "e"))
     assert len([e for _, e in folder.read()]) > 0
     assert (folder.skipped, folder.unreadable) == (0, 0)

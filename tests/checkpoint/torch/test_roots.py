@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,9 @@ from ckptd.checkpoint.format.records import Commit, Generation, decode_record, e
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import CkptdError, ConflictError, RefusedError, StoreError
 from ckptd.store import open_store
+from tests import programs
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
 from tests.cli.running import Cli
-from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_moto, s3_url
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
@@ -291,17 +290,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 ck.close()
 print(json.dumps([step, float(state["w"][0]), list(ck.last_load.warnings)]))
 """
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = programs.run("-c", program)
+    assert done.returncode == 0, done.stderr
     step, value, warnings = json.loads(done.stdout.splitlines()[-1])
     assert (step, value) == (1, 1.0)
     assert any("without a lease" in text for text in warnings)

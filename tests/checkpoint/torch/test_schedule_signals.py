@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from ckptd.checkpoint.torch.schedule import SAVE, STOP, SignalWatch
 from ckptd.errors import DeadlineError, UsageError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
-from tests.processes import PATIENCE_S
+from tests import programs
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -152,13 +150,7 @@ print("alive", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 print("still alive")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    done = programs.run("-c", code)
     assert (done.stdout, done.returncode) == ("alive\n", -TERM), done.stderr
 
 
@@ -408,8 +400,7 @@ print("end")
 @pytest.mark.parametrize("what", ["pool", "daemon", "terminate", "fork"])
 @pytest.mark.parametrize("mine", ["handler", "default"])
 def test_forked_children_end_as_they_would_without_it(what: str, mine: str) -> None:
-    program = [sys.executable, "-c", CHILDREN, what, mine]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = programs.run("-c", CHILDREN, what, mine)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
@@ -461,24 +452,17 @@ def group_signal(tmp_path: Path, *arguments: str) -> tuple[int, str, list[int]]:
     """Send TERM to all processes of a job; return its code, its output and the steps it saved."""
     (tmp_path / "job.py").write_text(GROUP)
     root = tmp_path / "root"
-    job = subprocess.Popen(
-        [sys.executable, str(tmp_path / "job.py"), str(root), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert job.stdout is not None
+    job = programs.Program(tmp_path / "job.py", root, *arguments, together=True)
     said = ""
     for line in job.stdout:
         said += line
         if "READY" in line:
             os.killpg(job.pid, signal.SIGTERM)
             break
-    rest, _ = job.communicate(timeout=PATIENCE_S)
+    rest, _ = job.communicate()
     with open_store(str(root)) as store:
         steps = [c.step for c in Catalogue(store).commits()]
-    return job.returncode, said + rest, steps
+    return job.wait(), said + rest, steps
 
 
 CASES = [

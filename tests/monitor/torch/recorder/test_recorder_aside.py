@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PATIENCE_S
+from tests import programs
 
 SCRIPT = """
 import threading, torch, torch.distributed as dist
@@ -61,11 +59,6 @@ dist.destroy_process_group()
 
 @pytest.mark.dist
 def test_hooks_go_at_the_next_step_of_a_rank_without_other_threads(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=os.environ | {"CKPTD_RINGS": str(tmp_path), "CKPTD_RECORDER": "python"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    env = os.environ | {"CKPTD_RINGS": str(tmp_path), "CKPTD_RECORDER": "python"}
+    done = programs.run("-c", SCRIPT, env=env)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,160 @@
+"""Programs that import PyTorch, started as forks of the process that ranks are forked from.
+
+An interpreter that imports PyTorch costs 2 s of CPU, a fork of one that has it a hundredth of that.
+What a program sees is what it would see of its own: arguments, variables, folder, standard streams,
+`__main__`, handlers at exit and an exit code. A test about how an interpreter begins, about what it
+imports, or about the very end of one starts its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from ckptd.testing.ranks import _start_server
+from tests.processes import PATIENCE_S
+
+__all__ = ["Program", "run"]
+
+
+class Program:
+    """What ``python WORDS...`` would be; it leads a session.
+
+    Parameters
+    ----------
+    together
+        Its standard error is written among its standard output.
+
+    Attributes
+    ----------
+    stdout, stderr
+        What it writes, as text.
+    """
+
+    def __init__(
+        self,
+        *words: str | os.PathLike[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] = ".",
+        together: bool = False,
+    ) -> None:
+        self.words = [os.fspath(word) for word in words]
+        context: Any = _start_server()
+        out, theirs = context.Pipe(duplex=False)
+        err, other = (out, theirs) if together else context.Pipe(duplex=False)
+        given = (self.words, dict(os.environ if env is None else env), os.path.abspath(cwd))
+        self._process = context.Process(target=_be, args=(*given, theirs, other))
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.stdout = _opened(out)
+        self.stderr = self.stdout if together else _opened(err)
+        for end in {out, err, theirs, other}:
+            end.close()
+
+    def wait(self, timeout: float = PATIENCE_S) -> int:
+        """Return how it ended (negative: by a signal), as `subprocess.Popen.wait` does."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.words, timeout)
+        return int(self._process.exitcode)
+
+    def communicate(self, timeout: float = PATIENCE_S) -> tuple[str, str]:
+        """Return what it still writes until it ends; its session is killed when it is too late."""
+        said = {self.stdout: "", self.stderr: ""}
+
+        def read(file: IO[str]) -> None:
+            with file:
+                said[file] = file.read()
+
+        readers = [threading.Thread(target=read, args=(file,), daemon=True) for file in said]
+        for reader in readers:
+            reader.start()
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            for reader in readers:
+                reader.join(timeout)
+        return said[self.stdout], said[self.stderr]
+
+    def kill(self) -> None:
+        """Kill its session, and return when it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+
+
+def run(
+    *words: str | os.PathLike[str],
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] = ".",
+    timeout: float = PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Return how a program ended, and what it wrote."""
+    program = Program(*words, env=env, cwd=cwd)
+    out, err = program.communicate(timeout)
+    return subprocess.CompletedProcess(program.words, program.wait(), out, err)
+
+
+def _opened(end: Connection) -> IO[str]:
+    return open(os.dup(end.fileno()), errors="replace")
+
+
+def _be(
+    words: Sequence[str], env: Mapping[str, str], cwd: str, out: Connection, err: Connection
+) -> None:
+    """Be the program, in the forked process; it ends here."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for end, name, number in ((out, "stdout", 1), (err, "stderr", 2)):
+        os.dup2(end.fileno(), number)
+        file = open(number, "w", 1 if number == 2 else -1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, file)
+    out.close()
+    err.close()
+    multiprocessing.set_start_method(None, force=True)  # the fork server's is no program's default
+    code = 0
+    try:
+        _play(*words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _play(first: str, *rest: str) -> None:
+    if first == "-m":
+        sys.argv[:] = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        main: Any = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv[:] = [first, *rest]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        runpy.run_path(first, run_name="__main__")
