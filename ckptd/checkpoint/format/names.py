@@ -226,6 +226,8 @@ def escape_key(key: str | int) -> str:
             wanted="str or int",
             found=repr(key)[:80],
         )
+    if key.isidentifier():
+        return key  # nearly all are
     if key == "":
         return "%"
     if _INTEGER.fullmatch(key):
@@ -241,6 +243,8 @@ def unescape_key(segment: str) -> str | int:
     CorruptError
         kind ``bad-name``: `escape_key` never gives this.
     """
+    if segment.isidentifier():
+        return segment
     if segment == "%":
         return ""
     if _INTEGER.fullmatch(segment) and str(int(segment)) == segment:

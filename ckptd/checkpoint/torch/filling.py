@@ -229,18 +229,19 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
 
     It is computed from addresses: two storages may lie over the same memory.
     """
-    spans = []
+    spans: list[tuple[str, int, int, int, TensorLeaf]] = []
     for leaf in leaves:
         local = leaf.local
         if local.is_meta or not local.numel():
             continue
         start = local.data_ptr()
         device = "" if local.is_cpu else str(local.device)
-        spans.append((device, start, start + _reach(local), leaf))
-    spans.sort(key=lambda span: span[:2])
+        # The number is there so that leaves are never compared.
+        spans.append((device, start, len(spans), start + _reach(local), leaf))
+    spans.sort()
     groups: list[list[TensorLeaf]] = []
     on, end = "", 0
-    for device, start, stop, leaf in spans:
+    for device, start, _, stop, leaf in spans:
         if device == on and start < end:
             groups[-1].append(leaf)
         else:

@@ -29,10 +29,11 @@ from ckptd.checkpoint.torch.state.modules import add_module, reshard
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
 from ckptd.checkpoint.torch.state.rng import Rng
-from ckptd.checkpoint.torch.state.tensors import is_dtensor, local_tensor
+from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
+from ckptd.checkpoint.torch.state.wrapped import form_of
 from ckptd.errors import CkptdError, UsageError
 
 
@@ -77,6 +78,12 @@ class _Look:
             else:
                 look.things.append(site.value)
         return look
+
+    def unwrap(self, at: int) -> Any:
+        """Add what is inside of a wrapped thing to the things; return what it is made of."""
+        form, parts = form_of(self.things[at])
+        self.things += parts
+        return form, _ids(parts)
 
     def _module(self, top: nn.Module) -> None:
         owners, things, facts = self.owners, self.things, self.facts
@@ -128,17 +135,20 @@ class _Known:
 
     Parameters
     ----------
-    look, positions
-        What was seen, and where an object stands among its things, by id.
+    look, ids, inside
+        What was seen, the ids of its things, and which of them wrap others, which are among them.
     sink
         What the look gave.
     """
 
-    def __init__(self, look: _Look, positions: Mapping[int, int], sink: Sink) -> None:
+    def __init__(
+        self, look: _Look, ids: list[int], inside: list[tuple[int, Any]], sink: Sink
+    ) -> None:
         leaves = sink.leaves
+        positions = {id(thing): at for at, thing in enumerate(look.things)}
         tensors = {positions[id(tensor)]: tensor for tensor in sink.live}
         self._owners = [weakref.ref(owner) for owner in look.owners]
-        self._ids = _ids(look.things)
+        self._ids, self._inside, self._records = ids, inside, sink.records
         self._facts = look.facts
         self._positions = list(tensors)
         self._memory, locals = _memory(tensors.values())
@@ -149,9 +159,10 @@ class _Known:
         at = {id(tensor): number for number, tensor in enumerate(tensors.values())}
         self._forms = [
             (
-                at[id(leaf.origin)],
-                *(leaf.name, leaf.section, leaf.kind, leaf.path, leaf.aliases, leaf.own),
-                leaf.tensor is not leaf.local,
+                at[id(sink.parts.get(leaf.name, leaf.origin))],
+                *(positions[id(leaf.origin)], leaf.tensor is not leaf.local, leaf.name),
+                (leaf.section, leaf.kind, leaf.path),
+                *(leaf.aliases, leaf.own, leaf.wrapped),
             )
             for leaf in leaves.tensors.values()
             if not leaf.fresh
@@ -162,7 +173,7 @@ class _Known:
             name: sink.path(name)
             for leaf in leaves.tensors.values()
             for name in (() if leaf.fresh else (leaf.name, *leaf.aliases))
-        }
+        } | {record.name: record.path for record in self._records}
         self._sayings = {
             name: (saying, [positions[id(tensor)] for tensor in same])
             for name, (saying, same) in sink.sayings.items()
@@ -174,16 +185,21 @@ class _Known:
     def of(sites: Sequence[Site], sink: Sink) -> _Known | None:
         """Return what is to be known of a state; None where each save has to look through it."""
         look = _Look.at(sites)
-        positions = {id(thing): at for at, thing in enumerate(look.things)}
+        ids = _ids(look.things)
+        first: dict[int, tuple[int, Any]] = {}
+        for at, thing in enumerate(look.things):  # what is inside comes to its end
+            wraps = isinstance(thing, torch.Tensor) and is_wrapped(thing)
+            # What is inside of a DTensor is made for each look, and so is not seen below.
+            if wraps and id(thing) not in first and not is_dtensor(thing):
+                first[id(thing)] = at, look.unwrap(at)
         # A copy that was made because the live memory cannot be filled would grow old.
         old = any(
-            leaf.wrapped or (leaf.assign is not None and not leaf.fresh)
-            for leaf in sink.leaves.tensors.values()
+            leaf.assign is not None and not leaf.fresh for leaf in sink.leaves.tensors.values()
         )
-        seen = all(id(tensor) in positions for tensor in sink.live)
+        seen = {*_ids(look.things)}.issuperset(_ids(sink.live))
         if look.rereads or old or not seen or not sink.recallable:
             return None
-        known = _Known(look, positions, sink)
+        known = _Known(look, ids, [*first.values()], sink)
         return None if known._fresh is None else known
 
     def ask(self, sites: Sequence[Site]) -> dict[str, Mapping[str, Any]]:
@@ -223,6 +239,7 @@ class _Known:
             look.rereads
             or look.facts != self._facts
             or _ids(look.things) != self._ids
+            or any(look.unwrap(at) != form for at, form in self._inside)
             or [id(known()) for known in self._owners] != _ids(look.owners)
         ):
             return None
@@ -231,13 +248,11 @@ class _Known:
         if memory != self._memory:
             return None
         found: dict[str, Any] = dict.fromkeys(self._order)  # what is fresh comes to its place
-        for at, name, section, kind, path, aliases, own, meshed in self._forms:
-            live = tensors[at]
-            local = whole = locals[at].detach()
-            if meshed:
-                whole = live
+        for at, origin, meshed, name, head, aliases, own, wrapped in self._forms:
+            local = locals[at].detach()
+            whole = tensors[at] if meshed else local
             found[name] = TensorLeaf(
-                name, whole, local, section, kind, path, live, aliases, None, own
+                name, whole, local, *head, look.things[origin], aliases, None, own, wrapped
             )
         for name, (saying, positions) in self._sayings.items():
             slots = [look.things[at] for at in positions]
@@ -245,6 +260,7 @@ class _Known:
                 return None
         leaves = Leaves(
             tensors=found,
+            objects={record.name: record for record in self._records},
             aliases=dict(self._aliases),
             optimizers=[o for o in look.owners if isinstance(o, torch.optim.Optimizer)],
             known=self._token,

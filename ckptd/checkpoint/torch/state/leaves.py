@@ -579,6 +579,8 @@ class Sink:
         What modules said that were asked before, by name.
     told
         What other objects answered, by name.
+    parts, records
+        Of wrapped tensors that are not fresh, what is inside by name, and what says so.
     sayings
         The forms of what modules say, by name, with the tensors of its `same`.
     hyper
@@ -596,6 +598,8 @@ class Sink:
         self.recallable = True
         self.said: dict[str, Mapping[str, Any]] = {}
         self.told: dict[str, Any] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+        self.records: list[ObjectLeaf] = []
         self.sayings: dict[str, tuple[Any, list[torch.Tensor]]] = {}
         self._fresh = False
         self.hyper: Counter[Hashable] = Counter()
@@ -654,8 +658,10 @@ class Sink:
         """
         record = record_of(tensor, place.name) if is_wrapped(tensor) else None
         saved = None if self.saved is None else self.saved.wrapped.get(place.name)
-        known = saved is not None or (self.saved and self.saved.tensor(place.name) is not None)
-        if known and (found := difference(record, saved)) is not None:
+        other = saved is not None or (
+            record is not None and self.saved and self.saved.tensor(place.name) is not None
+        )
+        if other and (found := difference(record, saved)) is not None:
             raise MismatchError(
                 "a tensor is of one class here and of another in the checkpoint",
                 kind="subclass",
@@ -674,12 +680,14 @@ class Sink:
                 record["class"],
                 "make it on a real device before the load",
             )
-        self.add_object(place, record, put_nothing, kind="subclass")
+        said = self.add_object(place, record, put_nothing, kind="subclass")
+        self.records += [] if self._fresh else [said]
         leaves = []
         around = spread(tensor) if around is None else around
         for name, part in parts_of(tensor):
             at = place.child(escape_key(name), f".{name}")
             for leaf in self.add(at, part, kind, own, around):
+                self.parts.setdefault(leaf.name, leaf.origin)
                 leaf.origin, leaf.wrapped = tensor, True
                 leaves.append(leaf)
         return leaves

@@ -29,7 +29,7 @@ def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether a value is a DTensor."""
-    return _is(value, "torch.distributed.tensor", "DTensor")
+    return type(value) not in _PLAIN and _is(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

@@ -91,7 +91,7 @@ def _of_kinds(kinds: Iterable[type], names: Iterable[str]) -> bool:
 
 def _of_itself(module: nn.Module, names: Iterable[str], hooks: Iterable[str]) -> bool:
     own = module.__dict__
-    if any(name in own for name in names):
+    if not own.keys().isdisjoint(names):
         return True
     return any((held := own.get(name)) and any(map(_is_own, held.values())) for name in hooks)
 

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped
 from ckptd.errors import MismatchError, UsageError
 
 _SCALARS = (bool, int, float, str, type(None))
+_FIXED = {bool, int, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.Size}
 _UNCOMPARED = "requires_grad"
 """Field of a context that says how a tensor is used, and not what its values are."""
 _MOST_SHOWN = 300
@@ -89,6 +91,30 @@ def parts_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         yield name, getattr(local, name)
+
+
+def form_of(tensor: Any) -> tuple[Any, list[Any]]:
+    """Return what is equal for a tensor that is no DTensor as long as its record is, and its parts.
+
+    The form of one that wraps nothing is None.
+    """
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
+        return None, []
+    names, context = flatten()
+    form = (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), *names, _exact(context))
+    return form, [getattr(tensor, name) for name in names]
+
+
+def _exact(value: Any) -> Any:
+    """Return what is equal for two values only if `_encoded` is, and has nothing that changes."""
+    kind = type(value)
+    if kind in _FIXED:
+        return kind, value  # True is 1
+    if kind is dict:
+        return kind, [*value], [*map(_exact, value.values())]
+    if kind in (list, tuple):
+        return kind, [*map(_exact, value)]
+    return repr(_encoded(value, kind.__name__, ""))
 
 
 def spread(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -216,15 +242,16 @@ def _class_name(kind: type) -> str:
 
 def _encoded(value: Any, owner: str, where: str) -> Any:
     """Return a context as JSON data: scalars, and lists that begin with a tag."""
-
-    def inner(item: Any) -> Any:
-        return _encoded(item, owner, where)
-
     kind = type(value)
     if kind in _SCALARS and (kind is not float or math.isfinite(value)):
         return value
+    inner = partial(_encoded, owner=owner, where=where)
+    if kind in (list, tuple):
+        return [kind.__name__, *map(inner, value)]
+    if kind is dict and {*map(type, value)} <= {str}:
+        return ["dict", {k: inner(v) for k, v in value.items()}]
     if isinstance(value, torch.Size):
-        return ["size", [int(n) for n in value]]
+        return ["size", [*map(int, value)]]
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return [kind.__name__, str(value).removeprefix("torch.")]
     if isinstance(value, torch.device):
@@ -232,10 +259,6 @@ def _encoded(value: Any, owner: str, where: str) -> Any:
         return ["device", value.type]
     if isinstance(value, enum.Enum):
         return ["enum", _class_name(kind), value.name]
-    if kind in (list, tuple):
-        return [kind.__name__, *map(inner, value)]
-    if kind is dict and all(type(k) is str for k in value):
-        return ["dict", {k: inner(v) for k, v in value.items()}]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f.name for f in dataclasses.fields(value) if f.name != _UNCOMPARED]
         return ["dataclass", _class_name(kind), {f: inner(getattr(value, f)) for f in fields}]
