@@ -96,8 +96,6 @@ class Fetcher:
         Concurrent reads.
     stall_s
         Longest time without progress, in seconds.
-    verify
-        Compare digests, where there are any.
     """
 
     def __init__(
@@ -109,7 +107,6 @@ class Fetcher:
         *,
         threads: int,
         stall_s: float,
-        verify: bool = True,
     ) -> None:
         self._store = store
         self._places = places
@@ -117,7 +114,6 @@ class Fetcher:
         self._files = files
         self._threads = threads
         self._stall_s = stall_s
-        self._verify = verify
         self._scratch = threading.local()
 
     def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
@@ -177,15 +173,14 @@ class Fetcher:
             )
 
     def _is_checked(self, file: int) -> bool:
-        known = self._places.indexes
-        return file in self._places.sized and (file in known or not self._verify)
+        return file in self._places.sized and file in self._places.indexes
 
     def _check_file(self, file: int, anywhere: bool) -> None:
         entry = self._places.files[file]
         if file not in self._places.sized:
             self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
             self._places.sized.add(file)
-        if self._verify and file not in self._places.indexes:
+        if file not in self._places.indexes:
             self._places.indexes[file] = self._good(
                 digests_key(entry.path),
                 lambda: load_index(self._store, entry),
@@ -349,8 +344,6 @@ class Fetcher:
         self._good(entry.path, look, self._files is None)
 
     def _check(self, file: int, lo: int, view: memoryview, runs: Runs | None) -> None:
-        if not self._verify:
-            return
         index = self._places.indexes[file]
         if index is None:
             return
@@ -680,7 +673,6 @@ def execute(
     host: HostGroup | None = None,
     budget_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    verify: bool = True,
     threads: int | None = None,
     stall_s: float = 300.0,
 ) -> ReadReport:
@@ -705,8 +697,6 @@ def execute(
     progress
         Called with ``(bytes done, bytes total)`` of this rank, both passes counted, from threads,
         one call at a time.
-    verify
-        Compare digests. Without, only sizes are checked.
     threads
         Concurrent reads and copies; chosen from cores and store when left out.
     stall_s
@@ -722,7 +712,7 @@ def execute(
     """
     run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s, in_memory)
     with run.files:
-        return run.go(budget_bytes, progress, verify)
+        return run.go(budget_bytes, progress)
 
 
 class _Run:
@@ -751,12 +741,8 @@ class _Run:
         self._fetch_s = self._copy_s = 0.0
 
     def go(
-        self,
-        budget_bytes: int | None,
-        progress: Callable[[int, int], None] | None,
-        verify: bool,
+        self, budget_bytes: int | None, progress: Callable[[int, int], None] | None
     ) -> ReadReport:
-        self._verify = verify
         self._count = _Counter(progress, self._group.pulse.beat)
         self._group.agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
         error = self._guard(self._write)
@@ -800,13 +786,10 @@ class _Run:
             self.files if self._local else None,
             threads=self._threads or _share_of(self._parallel(), self._group.local_world),
             stall_s=self._stall_s,
-            verify=self._verify,
         )
         files = self._plan.line.files_of(mine)
         self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
-        fetched = self._buffer is not None or self._verify
-        self._count.total = self._whole.bytes_needed
-        self._count.total += self._bytes_of(mine) if fetched else 0
+        self._count.total = self._whole.bytes_needed + self._bytes_of(mine)
         if self._schedule.waves:
             self._fetch(self._schedule.waves[0])
         self._fetcher.check_unchanged()
@@ -822,7 +805,6 @@ class _Run:
             self.files,
             threads=self._copiers,
             stall_s=self._stall_s,
-            verify=self._verify,
         )
         try:
             fetcher.check_memory(found.file, found.data, plan.needed)
@@ -879,10 +861,7 @@ class _Run:
     def _fetch(self, wave: Wave) -> None:
         if self._buffer is not None:
             self._buffer.lay_out(wave.layout)
-        elif not self._verify:
-            return
-        loose = self._loose
-        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched, loose)
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched, self._loose)
 
     @cached_property
     def _loose(self) -> dict[int, Runs]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import flat_regions, piece_regions
 from ckptd.base.grids.grid import Piece
-from ckptd.checkpoint.format.manifest import Manifest
+from ckptd.checkpoint.format.manifest import FileEntry, Manifest
 from ckptd.checkpoint.format.names import WITNESS
 from ckptd.checkpoint.format.witness import (
     SAMPLE,
@@ -141,10 +141,10 @@ class Findings:
             self._seen.add(finding)
             self._kept.append(finding)
 
-    def extend(self, findings: Iterable[VerifyFinding]) -> None:
-        """Note several."""
-        for finding in findings:
-            self.add(finding)
+    def note(self, kind: str, message: str, file: FileEntry | str = "", **more: str) -> None:
+        """Add a finding about a file, if any; `more` are fields of `VerifyFinding`."""
+        path, rank = (file, None) if isinstance(file, str) else (file.path, file.rank)
+        self.add(VerifyFinding(kind=kind, message=message, file=path, rank=rank, **more))
 
     def tensors(self) -> set[str]:
         """Names of the tensors that have findings."""
@@ -281,12 +281,10 @@ class WitnessCheck:
         explained = self._skipped | self._findings.tensors()
         for d in wrong:
             if d.tensor not in explained:
-                self._findings.add(
-                    VerifyFinding(
-                        kind="witness",
-                        message="values are not at the positions where they were saved",
-                        tensor=d.tensor,
-                        wanted="the witness's values",
-                        found=f"{d.wrong} of {d.checked} differ",
-                    )
+                self._findings.note(
+                    "witness",
+                    "values are not at the positions where they were saved",
+                    tensor=d.tensor,
+                    wanted="the witness's values",
+                    found=f"{d.wrong} of {d.checked} differ",
                 )

@@ -597,7 +597,8 @@ def gather_parts(
             ranks = _new(store, folder, world, found)
             for part in pool.map(lambda r: _peek(store, folder, r), ranks):
                 if part is not None:
-                    _raise_failed(part)
+                    if part.error is not None:
+                        raise _failed(part.rank, CkptdError.from_dict(part.error))
                     found[part.rank] = part
             if len(found) == world:
                 break
@@ -630,12 +631,9 @@ def _peek(store: Store, folder: str, rank: int) -> RankPart | None:
     return part
 
 
-def _raise_failed(part: RankPart) -> None:
-    if part.error is None:
-        return
-    cause = CkptdError.from_dict(part.error)
-    raise SaveError(
-        f"rank {part.rank} failed: {cause.message}",
+def _failed(rank: int, cause: CkptdError) -> SaveError:
+    return SaveError(
+        f"rank {rank} failed: {cause.message}",
         kind=cause.kind,
         where=cause.where,
         wanted=cause.wanted,

@@ -265,19 +265,16 @@ class Scan:
         with self._lock:
             self._bad_chunks.setdefault(file, []).append(target)
             bad = [b for b in range(first, last + 1) if (file, b) in self._bad_blocks]
-        self._findings.add(
-            VerifyFinding(
-                kind="digest",
-                message="a chunk is not what was written",
-                file=entry.path,
-                rank=entry.rank,
-                tensor=self._places.filemap.tensors[target.tensor].name,
-                chunk=target.name,
-                where=f"bytes {target.start} to {target.end} of the data, "
-                + (f"bad blocks {_some(bad)}" if bad else "its blocks are good"),
-                wanted=f"XXH3-128 {wanted.hex()}",
-                found=f"XXH3-128 {found.hex()}",
-            )
+        self._findings.note(
+            "digest",
+            "a chunk is not what was written",
+            entry,
+            tensor=self._places.filemap.tensors[target.tensor].name,
+            chunk=target.name,
+            where=f"bytes {target.start} to {target.end} of the data, "
+            + (f"bad blocks {_some(bad)}" if bad else "its blocks are good"),
+            wanted=f"XXH3-128 {wanted.hex()}",
+            found=f"XXH3-128 {found.hex()}",
         )
 
     def _report_blocks(self) -> None:
@@ -288,16 +285,13 @@ class Scan:
                 continue
             entry = self._places.manifest.files[file]
             held = self._places.chunks_at(file, lo, hi)
-            self._findings.add(
-                VerifyFinding(
-                    kind="digest",
-                    message="a block is not what was written, though the chunks referred to are",
-                    file=entry.path,
-                    rank=entry.rank,
-                    tensor=held[0][0] if held else "",
-                    chunk=held[0][1] if held else "",
-                    where=f"block {block}",
-                )
+            self._findings.note(
+                "digest",
+                "a block is not what was written, though the chunks referred to are",
+                entry,
+                tensor=held[0][0] if held else "",
+                chunk=held[0][1] if held else "",
+                where=f"block {block}",
             )
 
 
@@ -399,14 +393,12 @@ class _Verification:
     def go(self, deep: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
         self._check_whole()
         for name, kind in self._reader.unread.items():
-            self._findings.add(
-                VerifyFinding(
-                    kind="unreadable-format",
-                    message="a tensor of this kind is not read",
-                    tensor=name,
-                    where=self._manifest.folder,
-                    found=kind,
-                )
+            self._findings.note(
+                "unreadable-format",
+                "a tensor of this kind is not read",
+                tensor=name,
+                where=self._manifest.folder,
+                found=kind,
             )
         self._witness = WitnessCheck(self._store, self._manifest, self._findings, deep=deep)
         run_all(
@@ -454,25 +446,20 @@ class _Verification:
         used = {f.folder for f in manifest.files if f.data_start}
         unnamed = sorted(used - set(record.folders))
         if unnamed:
-            self._findings.add(
-                VerifyFinding(
-                    kind="bad-record",
-                    message="the commit record does not name a folder that is needed: "
-                    "gc would delete it",
-                    file=commit_key(record.name),
-                    wanted=", ".join(unnamed[:4]),
-                    found=", ".join(record.folders[:4]),
-                )
+            self._findings.note(
+                "bad-record",
+                "the commit record does not name a folder that is needed: gc would delete it",
+                commit_key(record.name),
+                wanted=", ".join(unnamed[:4]),
+                found=", ".join(record.folders[:4]),
             )
         if record.world_size != manifest.world_size:
-            self._findings.add(
-                VerifyFinding(
-                    kind="bad-record",
-                    message="commit record and manifest disagree on the number of ranks",
-                    file=commit_key(record.name),
-                    wanted=str(manifest.world_size),
-                    found=str(record.world_size),
-                )
+            self._findings.note(
+                "bad-record",
+                "commit record and manifest disagree on the number of ranks",
+                commit_key(record.name),
+                wanted=str(manifest.world_size),
+                found=str(record.world_size),
             )
 
     # -- one file ------------------------------------------------------------------------------
@@ -528,16 +515,13 @@ class _Verification:
         ]
         for tensor, chunk in names[:_MOST_CHUNKS]:
             more = len(names) - _MOST_CHUNKS
-            self._findings.add(
-                VerifyFinding(
-                    kind="lost",
-                    message="a chunk lies in the part of a file that is missing",
-                    file=entry.path,
-                    rank=entry.rank,
-                    tensor=tensor,
-                    chunk=chunk,
-                    where=f"and {more} more chunks of this file" if more > 0 else "",
-                )
+            self._findings.note(
+                "lost",
+                "a chunk lies in the part of a file that is missing",
+                entry,
+                tensor=tensor,
+                chunk=chunk,
+                where=f"and {more} more chunks of this file" if more > 0 else "",
             )
         self._witness.skip(tensor for tensor, _ in names)
 
@@ -576,17 +560,14 @@ class _Verification:
             )
             if chunk != wanted and wrong < _MOST_CHUNKS:
                 wrong += 1
-                self._findings.add(
-                    VerifyFinding(
-                        kind="bad-header" if own else "missing-chunk",
-                        message="the header and the manifest disagree on a chunk",
-                        file=entry.path,
-                        rank=entry.rank,
-                        tensor=self._filemap.tensors[c.tensor].name,
-                        chunk=name,
-                        wanted=_chunk_text(wanted),
-                        found=_chunk_text(chunk) if chunk else "nothing",
-                    )
+                self._findings.note(
+                    "bad-header" if own else "missing-chunk",
+                    "the header and the manifest disagree on a chunk",
+                    entry,
+                    tensor=self._filemap.tensors[c.tensor].name,
+                    chunk=name,
+                    wanted=_chunk_text(wanted),
+                    found=_chunk_text(chunk) if chunk else "nothing",
                 )
         return True
 

@@ -19,7 +19,6 @@ import torch
 from ckptd import events
 from ckptd.base.runtime.launched import whole
 from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, one_at_a_time
-from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
@@ -75,61 +74,6 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         skip: Callable[[object], None] = vars(torch._C._dynamo.eval_frame)["skip_code"]
         skip(vars(types.FunctionType)["__code__"].__get__(call))
     return call
-
-
-class CallEvents:
-    """Emits the events of one checkpointer's calls.
-
-    Parameters
-    ----------
-    tier
-        What the root is called.
-    """
-
-    def __init__(self, catalogue: Catalogue, board: Board, tier: str) -> None:
-        self._tier = tier
-        self._store = catalogue.store
-        self._rank = board.rank
-        self._metrics = Metrics()
-
-    @contextmanager
-    def saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
-        """Name the save that the code within makes; the call began at `since_ns` (monotonic)."""
-        with (
-            events.about(tier=self._tier),
-            saving(self._store, name, attempt, self._rank),
-            events.span("call", since_ns=since_ns),
-        ):
-            events.emit(
-                events.SaveBegun(
-                    step=name.step,
-                    generation=name.generation,
-                    attempt=attempt,
-                    rank=self._rank,
-                    at_ns=events.now_ns() - (time.monotonic_ns() - since_ns),
-                )
-            )
-            yield
-
-    def skipped(self, name: CommitName, reason: str) -> None:
-        """Emit that a save that was due does not begin."""
-        events.emit(
-            events.SaveSkipped(
-                step=name.step,
-                generation=name.generation,
-                rank=self._rank,
-                at_ns=events.now_ns(),
-                reason=reason,
-            )
-        )
-
-    def metrics_text(self) -> str:
-        """See `ckptd.checkpoint.torch.checkpointer.Checkpointer.metrics_text`."""
-        return self._metrics.text()
-
-    def close(self) -> None:
-        """Count no more. Idempotent."""
-        self._metrics.close()
 
 
 _log = logging.getLogger("ckptd")
@@ -226,10 +170,11 @@ class Checkpointer(OfOneProcess):
         self._board = board_of(process_group, timeout_s)
         self._timeout_s = timeout_s
         agreement = self._agreement = Agreement(self._board, timeout_s)
-        self._admission = Admission(copy.when_full, self._board, timeout_s)
+        skips = copy.when_full == "skip"
+        self._admission = Admission(self._board, timeout_s) if skips else None
         catalogue = Catalogue(self._store)
-        tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
-        self._events = CallEvents(catalogue, self._board, tier)
+        self._tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
+        self._metrics = Metrics()
         self._lineage = Lineage(catalogue, agreement, new_run=new_run)
         self._last_on_root: int | None = None
         ranks = global_ranks(process_group)
@@ -328,13 +273,22 @@ class Checkpointer(OfOneProcess):
             # What this loop gives at the save that is due would be found hours from now.
             self._check_metadata(metadata)
             return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
-        if not forced and not self._admission.grants(step, self._start_client().busy):
-            self._events.skipped(CommitName(step, self._lineage.generation), "no slot is free")
+        admission = None if forced else self._admission
+        if admission is not None and not admission.grants(step, self._start_client().busy):
+            events.emit(
+                events.SaveSkipped(
+                    step=step,
+                    generation=self._lineage.generation,
+                    rank=self._board.rank,
+                    at_ns=events.now_ns(),
+                    reason="no slot is free",
+                )
+            )
             return SaveHandle.unsaved(step, self._lineage.generation, "skipped")
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt()
         name = CommitName(step, self._lineage.generation)
-        with self._events.saving(name, attempt, begun_ns):
+        with self._saving(name, attempt, begun_ns):
             client = self._connect()
             wanted = SaveRequest(
                 client.next_job(),
@@ -360,6 +314,25 @@ class Checkpointer(OfOneProcess):
         self._handles = [h for h in self._handles if not (h.done and not h.error_unseen)]
         self._handles.append(handle)
         return handle
+
+    @contextmanager
+    def _saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
+        """Name the save that the code within makes; the call began at `since_ns` (monotonic)."""
+        with (
+            events.about(tier=self._tier),
+            saving(self._store, name, attempt, self._board.rank),
+            events.span("call", since_ns=since_ns),
+        ):
+            events.emit(
+                events.SaveBegun(
+                    step=name.step,
+                    generation=name.generation,
+                    attempt=attempt,
+                    rank=self._board.rank,
+                    at_ns=events.now_ns() - (time.monotonic_ns() - since_ns),
+                )
+            )
+            yield
 
     @uncompiled
     @one_at_a_time
@@ -578,7 +551,7 @@ class Checkpointer(OfOneProcess):
     @property
     def skipped(self) -> int:
         """Saves that were due and skipped, with ``CopyOptions(when_full="skip")``."""
-        return self._admission.skipped
+        return 0 if self._admission is None else self._admission.skipped
 
     @property
     def worker_pid(self) -> int | None:
@@ -595,7 +568,7 @@ class Checkpointer(OfOneProcess):
         UsageError
             kind ``missing-package``: the extra ``metrics`` is not installed.
         """
-        return self._events.metrics_text()
+        return self._metrics.text()
 
     @one_at_a_time
     def pin(self, step: int, reason: str = "") -> None:
@@ -692,7 +665,7 @@ class Checkpointer(OfOneProcess):
         if self._client is not None and wait_s is not None:
             self._client.close(wait_s)
         self._store.close()
-        self._events.close()
+        self._metrics.close()
         self._ended = True
 
     @one_at_a_time
@@ -716,7 +689,7 @@ class Checkpointer(OfOneProcess):
         if self._nearby is not None:
             self._nearby.close()
         self._store.close()
-        self._events.close()
+        self._metrics.close()
         self._handles = []
         self._ended = True
         self._job.closed(self)

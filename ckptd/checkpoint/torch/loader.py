@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +39,7 @@ from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.format.witness_full import FullWitness
 from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
 from ckptd.checkpoint.load.hostgroup import HostGroup
-from ckptd.checkpoint.load.plan import ReadPlan, Want, read_plan
+from ckptd.checkpoint.load.plan import Want, read_plan
 from ckptd.checkpoint.load.read import InMemory, ReadReport, execute
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.load.witnesses import read_witness
@@ -499,6 +499,27 @@ class _Options:
     layouts: LoadLayouts
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """A checkpoint, and what of it goes where in this rank's state."""
+
+    manifest: Manifest
+    filemap: FileMap
+    store: UnionStore
+    matching: Matching
+    leaves: Leaves
+    laid: LayoutLoad
+
+    @cached_property
+    def _places(self) -> PieceLocations:
+        return PieceLocations(self.manifest, self.filemap, self.store)
+
+    def read(self, wants: Iterable[Want]) -> None:
+        """Fill what is wanted besides the state."""
+        plan = read_plan(self.manifest, self.filemap, wants, places=self._places)
+        execute(plan, self.store)
+
+
 class Loader:
     """Loads checkpoints for one checkpointer.
 
@@ -668,6 +689,7 @@ class Loader:
                         matching, leaves, filling, laid = self._match(
                             state, named, filemap, options
                         )
+                        tried = _Tried(manifest, filemap, store, matching, leaves, laid)
                     saved = named
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
                     error = caught
@@ -682,14 +704,20 @@ class Loader:
                             matching, saved, leaves, strict=options.strict, hint=laid.hint
                         )
                         with no_collection():
-                            plan = self._plan(saved, filemap, filling, laid, options, store)
-                            self._compare_copies(matching, leaves, manifest, filemap, store)
-                            self._compare_overlaps(matching, manifest, filemap, store, laid)
+                            plan = read_plan(
+                                manifest,
+                                filemap,
+                                [*filling.wants, *laid.wants],
+                                store=store,
+                                allow_absent=not options.strict,
+                            )
+                            self._compare_copies(tried)
+                            _compare_overlaps(tried)
                 except Exception as caught:  # noqa: BLE001 - no_errors raises it
                     error = caught
             try:
                 if error is None:
-                    objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
+                    objects, per_rank = self._objects(tried)
                     objects = laid.objects(objects)
                     check_objects(leaves, objects, per_rank)
             except Exception as caught:  # noqa: BLE001 - no_errors raises it
@@ -721,7 +749,8 @@ class Loader:
                     filling.finish()
                     if isinstance(witness, Witness):
                         with events.span("verify"):
-                            self._check_witness(witness, places.result(), manifest, filling, laid)
+                            check_witness(witness, places.result(), manifest, filling)
+                            laid.check_witness(filling, values, witness)
 
                 self._undamaged(complete)
             try:
@@ -762,18 +791,6 @@ class Loader:
             if data and entry.path == own and entry.data_bytes == len(data):
                 return InMemory(number, data, self._is_locked(data))
         return None
-
-    def _check_witness(
-        self,
-        witness: Witness,
-        places: Sequence[Place],
-        manifest: Manifest,
-        filling: Filling,
-        laid: LayoutLoad,
-    ) -> None:
-        """Compare what was filled with the checkpoint's witness."""
-        check_witness(witness, places, manifest, filling)
-        laid.check_witness(filling, WitnessPlan.of(manifest), witness)
 
     def _undamaged(self, function: Callable[[], None]) -> None:
         """Call a function that raises when the live state is wrong: then it is so on every rank."""
@@ -827,23 +844,6 @@ class Loader:
         matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
         return matching, leaves, filling, laid
 
-    @staticmethod
-    def _plan(
-        saved: SavedState,
-        filemap: FileMap,
-        filling: Filling,
-        laid: LayoutLoad,
-        options: _Options,
-        store: UnionStore,
-    ) -> ReadPlan:
-        return read_plan(
-            saved.manifest,
-            filemap,
-            [*filling.wants, *laid.wants],
-            store=store,
-            allow_absent=not options.strict,
-        )
-
     def _refuse_nothing(self, matching: Matching, laid: LayoutLoad) -> None:
         """Refuse a checkpoint of which no rank's state has anything.
 
@@ -864,14 +864,7 @@ class Loader:
                 hint="rename= maps names",
             )
 
-    def _compare_copies(
-        self,
-        matching: Matching,
-        leaves: Leaves,
-        manifest: Manifest,
-        filemap: FileMap,
-        store: UnionStore,
-    ) -> None:
+    def _compare_copies(self, tried: _Tried) -> None:
         """Compare what the checkpoint has under several names of one live tensor.
 
         It is read beside the state, which stays as it is where two of them differ, and a range of
@@ -882,12 +875,12 @@ class Loader:
         MismatchError
             kind ``mismatch``: they do.
         """
+        matching = tried.matching
         copies: dict[str, list[tuple[str, int]]] = {}
         for alias, (name, number) in matching.copies.items():
             copies.setdefault(name, []).append((alias, number))
-        places = PieceLocations(manifest, filemap, store)
         for name, others in copies.items():
-            held = self._describer.held(name, leaves.tensors[name].tensor)
+            held = self._describer.held(name, tried.leaves.tensors[name].tensor)
             itemsize = held.local.element_size()
             numbers = [matching.tensors[name], *(number for _, number in others)]
             most = _COMPARED_BYTES // len(numbers)
@@ -895,8 +888,7 @@ class Loader:
             for box in (b for r in held.regions if r.numel for b in r.box.cut(itemsize, most)):
                 region = (box_region(box),)
                 read = [np.empty(box.numel * itemsize, dtype=np.uint8) for _ in numbers]
-                wants = [Want(n, region, t) for n, t in zip(numbers, read, strict=True)]
-                execute(read_plan(manifest, filemap, wants, places=places), store)
+                tried.read(Want(n, region, t) for n, t in zip(numbers, read, strict=True))
                 for i, other in enumerate(read[1:]):
                     differ[i] += int(np.count_nonzero(other != read[0]))
             for (alias, _), count in zip(others, differ, strict=True):
@@ -911,41 +903,6 @@ class Loader:
                         f" only=lambda name: name != {alias!r}; or untie them",
                     )
 
-    def _compare_overlaps(
-        self,
-        matching: Matching,
-        manifest: Manifest,
-        filemap: FileMap,
-        store: UnionStore,
-        laid: LayoutLoad,
-    ) -> None:
-        """Compare what the checkpoint has of live tensors that have some memory in common.
-
-        Raises
-        ------
-        MismatchError
-            kind ``mismatch``: one place in memory would have two values.
-        """
-        places = PieceLocations(manifest, filemap, store)
-        for group in matching.overlaps:
-            image = Image(group)
-            for leaf in group:
-                values = np.empty(leaf.local.nbytes, np.uint8)
-                wants, finish = laid.row_by_row(leaf, matching.tensors[leaf.name], values)
-                execute(read_plan(manifest, filemap, wants, places=places), store)
-                finish()
-                _, differ = image.lay(leaf, values)
-                if differ:
-                    names = ", ".join(other.name for other in group[:8])
-                    raise MismatchError(
-                        "tensors of the state lie over one another, and were apart when saved",
-                        kind="mismatch",
-                        where=names + (" ..." if len(group) > 8 else ""),
-                        wanted="equal values where they have memory in common",
-                        found=f"{differ} bytes of {leaf.name} differ from what another has there",
-                        hint="give each of them memory of its own: tensor.clone()",
-                    )
-
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board
         if board.world == 1:
@@ -955,66 +912,76 @@ class Loader:
         self._loads += 1
         return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
 
-    def _objects(
-        self,
-        manifest: Manifest,
-        filemap: FileMap,
-        matching: Matching,
-        leaves: Any,
-        store: UnionStore,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _objects(self, tried: _Tried) -> tuple[dict[str, Any], dict[str, Any]]:
+        manifest, matching = tried.manifest, tried.matching
         values: dict[str, Any] = {}
         for name, number in matching.objects.items():
             entry = manifest.objects[number]
             raw = entry.value
             if entry.tensor:
-                raw = self._read_encoded(manifest, filemap, entry.tensor, None, store)
+                raw = _read_encoded(tried, entry.tensor, None)
             values[name] = codec.decode(raw, name)
         board = self._agreement.board
         chosen: dict[str, Any] = {}
         for name, number in matching.per_rank.items():
             tensor = manifest.objects[number].tensor
-            read = lambda r, t=tensor, n=name: codec.decode(  # noqa: E731
-                self._read_encoded(manifest, filemap, t, r, store), n
-            )
-            chosen[name] = leaves.per_rank[name].choose(
+            read = lambda r, t=tensor, n=name: codec.decode(_read_encoded(tried, t, r), n)  # noqa: E731
+            chosen[name] = tried.leaves.per_rank[name].choose(
                 read, saved_world=manifest.world_size, rank=board.rank, world=board.world
             )
         return values, chosen
 
-    def _read_encoded(
-        self,
-        manifest: Manifest,
-        filemap: FileMap,
-        tensor: str,
-        rank: int | None,
-        store: UnionStore,
-    ) -> Any:
-        """Read and parse an encoded object: one rank's cell, or the whole tensor."""
-        number = next(i for i, t in enumerate(manifest.tensors) if t.name == tensor)
-        entry = manifest.tensors[number]
-        grid = filemap.grid_of(number)
-        box = Box((0,), entry.shape)
-        if rank is not None:
-            files = filemap.owners[entry.owners].array(entry.base)
-            cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
-            if not cells:
-                raise NotFoundError(f"rank {rank} saved no value", kind="no-value", where=tensor)
-            box = grid.piece(cells[0]).box
-        target = np.empty(box.numel, dtype=np.uint8)
-        plan = read_plan(
-            manifest,
-            filemap,
-            [Want(number, (box_region(box),), target)],
-            store=store,
-        )
-        execute(plan, store)
-        try:
-            return parse_json(target.tobytes())
-        except (ValueError, RecursionError) as error:
-            raise CorruptError(
-                "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
-            ) from None
+
+def _read_encoded(tried: _Tried, tensor: str, rank: int | None) -> Any:
+    """Read and parse an encoded object: one rank's cell, or the whole tensor."""
+    manifest, filemap = tried.manifest, tried.filemap
+    number = next(i for i, t in enumerate(manifest.tensors) if t.name == tensor)
+    entry = manifest.tensors[number]
+    grid = filemap.grid_of(number)
+    box = Box((0,), entry.shape)
+    if rank is not None:
+        files = filemap.owners[entry.owners].array(entry.base)
+        cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
+        if not cells:
+            raise NotFoundError(f"rank {rank} saved no value", kind="no-value", where=tensor)
+        box = grid.piece(cells[0]).box
+    target = np.empty(box.numel, dtype=np.uint8)
+    tried.read([Want(number, (box_region(box),), target)])
+    try:
+        return parse_json(target.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
+        ) from None
+
+
+def _compare_overlaps(tried: _Tried) -> None:
+    """Compare what the checkpoint has of live tensors that have some memory in common.
+
+    Raises
+    ------
+    MismatchError
+        kind ``mismatch``: one place in memory would have two values.
+    """
+    for group in tried.matching.overlaps:
+        image = Image(group)
+        for leaf in group:
+            values = np.empty(leaf.local.nbytes, np.uint8)
+            number = tried.matching.tensors[leaf.name]
+            wants, finish = tried.laid.row_by_row(leaf, number, values)
+            tried.read(wants)
+            finish()
+            _, differ = image.lay(leaf, values)
+            if differ:
+                names = ", ".join(other.name for other in group[:8])
+                raise MismatchError(
+                    "tensors of the state lie over one another, and were apart when saved",
+                    kind="mismatch",
+                    where=names + (" ..." if len(group) > 8 else ""),
+                    wanted="equal values where they have memory in common",
+                    found=f"{differ} bytes of {leaf.name} differ from what another has there",
+                    hint="give each of them memory of its own: tensor.clone()",
+                )
 
 
 def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:

@@ -234,7 +234,7 @@ class Nearby:
         life = client.life
         if self._exchanged == (client, life):
             if self._refresh(client):
-                self._send_neighbours(client)
+                client.set_neighbours(self._neighbours())
             return
         again = bool(self._nodes)
         if again:
@@ -246,20 +246,16 @@ class Nearby:
             table = _tables.decode(raw)
             own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
-        if again:
-            self._announce_replaced(own.name)
+        if again:  # so that not every node's is read again
+            board = self._agreement.board
+            board.set(f"{_AGAIN}/{board.add(_AGAIN)}", own.name.encode())
         self._nodes[own.name] = own
         self._exchanged, self._partner = (client, life), None
         if self._chosen() is None:
             # The agent may still have that of an earlier generation, and would try it at each save.
             client.set_partner(Partner("", ""))
         self._refresh(client)
-        self._send_neighbours(client)
-
-    def _announce_replaced(self, node: str) -> None:
-        """Announce that `node` has another agent, so that not every node's is read anew."""
-        board = self._agreement.board
-        board.set(f"{_AGAIN}/{board.add(_AGAIN)}", node.encode())
+        client.set_neighbours(self._neighbours())
 
     def _read_replaced(self) -> None:
         """Read the addresses of agents that came in the place of dead ones."""
@@ -272,10 +268,6 @@ class Nearby:
             if raw is not None:
                 self._nodes[name.decode()] = _nodes.decode(raw)
             self._replaced_read = number
-
-    def _send_neighbours(self, client: WriterClient) -> None:
-        """Send the agent the other nodes, for the next life."""
-        client.set_neighbours(self._neighbours())
 
     def _report(self, client: WriterClient) -> _Report:
         answer = client.answer()

@@ -23,7 +23,7 @@ from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.save.client import WriterClient, post_failure
 from ckptd.checkpoint.save.handle import SaveTracker
-from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
+from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Extra, SaveRequest
 from ckptd.checkpoint.save.structure import (
     RankGroup,
     ReplicaHolders,
@@ -338,7 +338,8 @@ class Saver:
         else:
             structure = self._describer.structure(leaves.tensors, list(leaves.objects))
             self._structure = (key, structure)
-            self._warn_of_statistics(leaves)
+            if self._board.world > 1 and self._board.rank == 0 and not self._warned:
+                self._warn_of_statistics(leaves)
         return laid, laid.structure(structure)
 
     def _warn_of_statistics(self, leaves: Leaves) -> None:
@@ -347,7 +348,7 @@ class Saver:
         A wrapper that overwrites them from rank 0 may be there and not in the state.
         """
         names = [n for n, leaf in leaves.tensors.items() if leaf.own == "statistics"]
-        if names and self._board.world > 1 and self._board.rank == 0 and not self._warned:
+        if names:
             self._warned = True
             _log.warning(
                 "%d buffers of norm layers (%s, ...) are statistics of what each rank has seen: "
@@ -368,17 +369,6 @@ class Saver:
         if self._form is None or known is None or self._form[0] != key:
             self._form = key, CopyForm(self._steps, tensors, held)
         return CopySources(self._form[1], tensors)
-
-    def _replicas(
-        self,
-        laid: LayoutSave,
-        holders: ReplicaHolders | None,
-        samples: Samples | None,
-    ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
-        if holders is None or samples is None:
-            return (), ()
-        leaves, known = laid.leaves, laid.replica_tables(holders, samples)
-        return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
     def _copy(
         self,
@@ -435,7 +425,13 @@ class Saver:
                     with events.about(*scope), events.span("copy", nbytes=total):
                         snapshot.copy_rest()
                     slot.staged = total
-                    client.seal(save.job, slot, *self._replicas(laid, holders, samples))
+                    common: tuple[Any, ...] = ()
+                    if holders is not None and samples is not None:
+                        known, leaves = laid.replica_tables(holders, samples), laid.leaves
+                        common = replica_digests(
+                            leaves.tensors, leaves.objects, holders, known, samples
+                        )
+                    client.seal(save.job, slot, *common)
                     slot.warm_up()
                     if snapshot.devices:
                         self._device_copies.lock_later(slot, snapshot.devices)

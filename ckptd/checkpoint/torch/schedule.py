@@ -34,7 +34,6 @@ from ckptd.checkpoint.root.auto import (
 )
 from ckptd.checkpoint.root.policy import Every, plain_int
 from ckptd.checkpoint.save.handle import SaveHandle
-from ckptd.checkpoint.torch.options import WhenFull
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.events.bus import phase
 
@@ -396,21 +395,18 @@ def check_when_failed(value: WhenFailed) -> WhenFailed:
 
 
 class Admission:
-    """Decides alike on every rank: rank 0 looks at its own slots, the others ask the board.
+    """Skips saves alike on every rank: rank 0 looks at its own slots, the others ask the board.
 
     Ranks that skipped apart from one another would count their attempts differently, and no later
     save of theirs would ever be complete.
 
     Parameters
     ----------
-    when_full
-        What happens when rank 0 has no free slot.
     timeout_s
         Longest wait for rank 0, in seconds.
     """
 
-    def __init__(self, when_full: WhenFull, board: Board, timeout_s: float) -> None:
-        self._skips = when_full == "skip"
+    def __init__(self, board: Board, timeout_s: float) -> None:
         self._board = board
         self._timeout_s = timeout_s
         self._calls = 0
@@ -431,8 +427,6 @@ class Admission:
         DeadlineError
             Rank 0 does not come to this save.
         """
-        if not self._skips:
-            return True
         self._calls += 1
         if self._board.rank == 0:
             self._board.set(f"admit/{self._calls}", b"0" if full else b"1")

@@ -469,17 +469,6 @@ def test_a_bad_block_read_along_is_no_error() -> None:
         assert (target == take(values, box).reshape(-1)).all()
 
 
-def test_without_verification_flips_pass_but_sizes_are_checked(store: Store) -> None:
-    built = build(store, victims(), publish=False)
-    flip(store, _entry(built, 1).path, -1)
-    found, _ = read_whole(built, store, verify=False)
-    assert found["tail"].tolist() == [0, 1, 2, 3, 4 ^ 0x10]
-    cut(store, _entry(built, 1).path, -1)
-    with pytest.raises(CorruptError) as caught:
-        read_whole(built, store, verify=False)
-    assert caught.value.kind == "truncated"
-
-
 def test_a_failure_after_the_first_wave_poisons(store: Store) -> None:
     built = build(store, victims(), publish=False)
     flip(store, _entry(built, 1).path, -1)

@@ -383,11 +383,11 @@ def test_a_group_of_options_that_is_none_is_refused(wrong: Any, tmp_path: Path) 
 def test_ranks_skip_together() -> None:
     boards = [LocalBoard(0, 2)]
     boards.append(LocalBoard(1, 2, boards[0]))
-    both = [Admission("skip", b, 5.0) for b in boards]
+    both = [Admission(b, 5.0) for b in boards]
     for full in (False, True, False):
         assert [a.grants(1, full and a is both[0]) for a in both] == [not full] * 2
         assert both[1].skipped == both[0].skipped
-    alone = Admission("skip", LocalBoard(1, 2), 0.1)
+    alone = Admission(LocalBoard(1, 2), 0.1)
     with pytest.raises(DeadlineError):
         alone.grants(1, False)
 
