@@ -226,7 +226,7 @@ def escape_key(key: str | int) -> str:
             wanted="str or int",
             found=repr(key)[:80],
         )
-    if key.isidentifier():
+    if type(key) is str and key.isidentifier():
         return key  # nearly all are
     if key == "":
         return "%"

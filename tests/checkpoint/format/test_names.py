@@ -51,6 +51,7 @@ def test_ordinary_names_stay_as_they_are() -> None:
     fqn = "model.layers.0.self_attn.q_proj.weight"
     assert names.escape_fqn(fqn) == fqn
     assert names.escape_key("exp_avg") == "exp_avg"
+    assert type(names.escape_key(type("Text", (str,), {})("exp_avg"))) is str
     assert names.escape_key(3) == "3"
     assert names.escape_key("3") == "%33"
 
