@@ -17,6 +17,7 @@ import dataclasses
 import datetime as dt
 import enum
 import fractions
+import io
 import json
 import logging
 import math
@@ -26,7 +27,7 @@ import sys
 import types
 import uuid
 import zoneinfo
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
@@ -48,6 +49,8 @@ _log = logging.getLogger("ckptd")
 _PLAIN = (bool, int, float, str, type(None))
 _by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _by_tag: dict[str, Callable[[Any], Any]] = {}
+identified: set[type] = set()
+"""Types with a hash of their own whose values are told from equal ones."""
 
 
 def register(
@@ -106,38 +109,68 @@ def _make_dataclass(cls: type, raw: dict[str, Any]) -> Any:
     return value
 
 
-def encode(value: Any, where: str = "value") -> Any:
+@dataclasses.dataclass(slots=True)
+class _Met:
+    """What of a value was met that has an identity, and numbers of what comes again, by id."""
+
+    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
+    numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def encode(value: Any, where: str = "value", *, shared: bool = False) -> Any:
     """Return JSON data that stands for `value`.
+
+    Parameters
+    ----------
+    shared
+        What the value holds several times is one object again when it is decoded.
 
     Raises
     ------
     UsageError
         kind ``unsavable``: a type that is not registered, or nesting beyond 64 levels.
     """
-    return _encode(value, where, 0)
+    met = _Met() if shared else None
+    raw = _encode(value, where, 0, met)
+    if met is not None and met.numbers:
+        raw = _encode(value, where, 0, _Met(numbers=met.numbers))
+    return raw
 
 
-def _encode(value: Any, where: str, depth: int) -> Any:
+def _encode(value: Any, where: str, depth: int, met: _Met | None) -> Any:
     if depth > MAX_DEPTH:
         raise UsageError("nested too deeply", kind="unsavable", where=where)
     kind = type(value)
     if kind in _PLAIN:
         return _encode_plain(value)
+    hashed: Any = kind.__hash__
+    if met is None or not (hashed in (None, object.__hash__) or kind in identified):
+        return _encode_new(value, where, depth, met)
+    if id(value) in met.seen:
+        return {"$": "again", "v": met.numbers.setdefault(id(value), len(met.numbers))}
+    raw = _encode_new(value, where, depth, met)
+    met.seen[id(value)] = value  # and so its id is nothing else's
+    number = met.numbers.get(id(value))
+    return raw if number is None else {"$": "shared", "id": number, "v": raw}
+
+
+def _encode_new(value: Any, where: str, depth: int, met: _Met | None) -> Any:
+    kind = type(value)
     if kind in _by_type:
         name, function = _by_type[kind]
-        return {"$": "type", "name": name, "v": _encode(function(value), where, depth + 1)}
+        return {"$": "type", "name": name, "v": _encode(function(value), where, depth + 1, met)}
     if kind is list:
-        return [_encode(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return [_encode(v, f"{where}[{i}]", depth + 1, met) for i, v in enumerate(value)]
     if isinstance(value, enum.Enum):
         return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth)}
-    if isinstance(value, tuple) and is_named_tuple(kind):
+    if isinstance(value, tuple) and is_named_tuple(kind) and not getattr(value, "__dict__", None):
         content = [_class_name(kind), list(kind._fields), tuple(value)]
-        return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1)}
+        return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1, met)}
     if kind in (tuple, set, frozenset):
         items = sorted(value, key=repr) if kind is not tuple else value
-        return {"$": kind.__name__, "v": [_encode(v, where, depth + 1) for v in items]}
-    if isinstance(value, dict):
-        return _encode_dict(value, where, depth)
+        return {"$": kind.__name__, "v": [_encode(v, where, depth + 1, met) for v in items]}
+    if kind is dict:
+        return _encode_dict(value, where, depth, met)
     return _encode_bytes_and_numbers(value, where)
 
 
@@ -154,7 +187,7 @@ def _class_name(kind: type) -> str:
 
 def _encode_enum(value: enum.Enum, where: str, depth: int) -> Any:
     try:
-        plain = _encode(value.value, where, depth + 2)
+        plain = _encode(value.value, where, depth + 2, None)
     except UsageError:
         plain = None  # only what loads it without its class needs the value
     return [_class_name(type(value)), value.name, plain]
@@ -228,11 +261,11 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
+def _encode_dict(value: dict[Any, Any], where: str, depth: int, met: _Met | None) -> Any:
     if all(type(k) is str and _is_text(k) for k in value) and "$" not in value:
-        return {k: _encode(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+        return {k: _encode(v, f"{where}.{k}", depth + 1, met) for k, v in value.items()}
     pairs = [
-        [_encode(k, where, depth + 1), _encode(v, f"{where}.{k}", depth + 1)]
+        [_encode(k, where, depth + 1, met), _encode(v, f"{where}.{k}", depth + 1, met)]
         for k, v in value.items()
     ]
     return {"$": "dict", "v": pairs}
@@ -241,7 +274,7 @@ def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
 def _encode_bytes_and_numbers(value: Any, where: str) -> Any:
     if type(value) is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}
-    if isinstance(value, complex) and not isinstance(value, np.generic):
+    if type(value) is complex:
         return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
     if isinstance(value, np.ndarray | np.generic):
         name = value.dtype.name
@@ -302,41 +335,39 @@ def decode(raw: Any, where: str = "value") -> Any:
     UsageError
         kind ``unregistered``: the type's name is not registered in this process.
     """
-    return _decode(raw, where, 0)
+    return _decode(raw, where, 0, {})
 
 
-def _decode(raw: Any, where: str, depth: int) -> Any:
+def _decode(raw: Any, where: str, depth: int, met: dict[int, Any]) -> Any:
     if depth > MAX_DEPTH + 2:
         raise CorruptError("object nested too deeply", kind="bad-object", where=where)
     if isinstance(raw, list):
-        return [_decode(v, where, depth + 1) for v in raw]
+        return [_decode(v, where, depth + 1, met) for v in raw]
     if not isinstance(raw, dict):
         return raw
     if "$" not in raw:
-        return {k: _decode(v, where, depth + 1) for k, v in raw.items()}
+        return {k: _decode(v, where, depth + 1, met) for k, v in raw.items()}
     try:
-        return _decode_tagged(raw, where, depth)
+        return _decode_tagged(raw, where, depth, met)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(
             "object does not decode", kind="bad-object", where=where, found=repr(error)[:200]
         ) from None
 
 
-def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
+def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, Any]) -> Any:
     tag, v = raw["$"], raw["v"]
+
+    def inner(value: Any) -> Any:
+        return _decode(value, where, depth + 1, met)
+
     simple: dict[str, Callable[[], Any]] = {
-        "tuple": lambda: tuple(_decode(x, where, depth + 1) for x in v),
-        "set": lambda: set(_apart([_decode(x, where, depth + 1) for x in v])),
-        "frozenset": lambda: frozenset(_apart([_decode(x, where, depth + 1) for x in v])),
-        "dict": lambda: unique_keys(
-            list(
-                zip(
-                    _apart([_decode(k, where, depth + 1) for k, _ in v]),
-                    [_decode(x, where, depth + 1) for _, x in v],
-                    strict=True,
-                )
-            )
-        ),
+        "tuple": lambda: tuple(map(inner, v)),
+        "set": lambda: set(_apart([*map(inner, v)])),
+        "frozenset": lambda: frozenset(_apart([*map(inner, v)])),
+        "dict": lambda: _pairs([(inner(k), inner(x)) for k, x in v]),
+        "shared": lambda: met.setdefault(raw["id"], _decode(v, where, depth, met)),
+        "again": lambda: met[v],
         "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
         "bytes": lambda: base64.b64decode(v, validate=True),
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
@@ -344,9 +375,14 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
         "complex": lambda: complex(float(v[0]), float(v[1])),
         "array": lambda: _decode_array(raw, where),
         "scalar": lambda: _decode_array(raw, where)[()],
-        "type": lambda: _decode_type(raw["name"], v, where, depth),
+        "type": lambda: _decode_type(raw["name"], v, where, inner),
     }
     return simple[tag]()
+
+
+def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    _apart([k for k, _ in pairs])
+    return unique_keys(pairs)
 
 
 def _apart(values: list[Any]) -> list[Any]:
@@ -372,7 +408,7 @@ def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, dtype=dtype.numpy).reshape(shape).copy()
 
 
-def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
+def _decode_type(name: str, v: Any, where: str, inner: Callable[[Any], Any]) -> Any:
     function = _by_tag.get(name)
     if function is None:
         raise UsageError(
@@ -382,7 +418,7 @@ def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
             found=str(name)[:200],
             hint="import the module that defines it and call ckptd.register(cls) before load",
         )
-    value = _decode(v, where, depth + 1)
+    value = inner(v)
     try:
         return function(value)
     except CkptdError:
@@ -454,6 +490,61 @@ def _made_slice(raw: list[Any]) -> slice:
     return slice(*raw)
 
 
+def attributes(value: Any) -> list[str]:
+    """Return what was set on a container besides the versions that a module's state dict has."""
+    own = {*getattr(value, "__dict__", ())}
+    return sorted(own - {"_metadata"} if type(value) is OrderedDict else own)
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    if more := attributes(value):
+        found = f"{type(value).__name__} with {', '.join(more)}"[:200]
+        raise UsageError("a container has attributes of its own", kind="unsavable", found=found)
+    return dict(value)
+
+
+def _encode_ordered(value: Any) -> Any:
+    said = getattr(value, "_metadata", None)
+    # Readers that do not know this fail at the first item, which is no pair.
+    return _items(value) if said is None else ["state_dict", _items(value), dict(said)]
+
+
+def _decode_ordered(raw: Any) -> Any:
+    if isinstance(raw, dict):
+        return OrderedDict(raw)
+    _, items, said = raw
+    new: Any = OrderedDict(items)
+    new._metadata = OrderedDict(said)
+    return new
+
+
+_FACTORIES: dict[str, Any] = {
+    **{k.__name__: k for k in (bool, bytes, dict, float, int, list, set, str, tuple)},
+    **{k.__name__: k for k in (Counter, OrderedDict, deque)},
+}
+
+
+def _encode_default(value: Any) -> Any:
+    factory = value.default_factory
+    name: Any = getattr(factory, "__name__", None)
+    if factory is not _FACTORIES.get(name):
+        message = "a defaultdict makes what is missing by code, which a checkpoint does not hold"
+        hint = f"save dict(value); or let it be made by {', '.join(_FACTORIES)}"
+        raise UsageError(message, kind="unsavable", found=repr(factory)[:200], hint=hint)
+    return [name, _items(value)]
+
+
+def _decode_default(raw: Any) -> Any:
+    name, items = raw
+    return defaultdict(None if name is None else _FACTORIES[name], items)
+
+
+def _decode_buffer(raw: Any) -> Any:
+    buffer: Any = io.BytesIO()
+    buffer.__setstate__((raw, 0, None) if isinstance(raw, bytes) else raw)
+    return buffer
+
+
 def _register() -> None:
     register(dt.datetime, name="datetime.datetime", encode=_moment, decode=_made_datetime)
     register(dt.date, name="datetime.date", encode=dt.date.isoformat, decode=dt.date.fromisoformat)
@@ -476,6 +567,15 @@ def _register() -> None:
     register(bytearray, name="bytearray", encode=bytes, decode=bytearray)
     register(range, name="range", encode=_bounds, decode=_made_range)
     register(slice, name="slice", encode=_bounds, decode=_made_slice)
+    containers: list[tuple[Any, Any, Any]] = [
+        (Counter, _items, Counter),
+        (defaultdict, _encode_default, _decode_default),
+        (OrderedDict, _encode_ordered, _decode_ordered),
+        (deque, lambda d: [list(d), d.maxlen], lambda raw: deque(*raw)),
+    ]
+    for kind, made, decode in containers:
+        register(kind, name=f"collections.{kind.__name__}", encode=made, decode=decode)
+    register(io.BytesIO, name="io.BytesIO", encode=io.BytesIO.__getstate__, decode=_decode_buffer)
 
 
 _register()

@@ -201,6 +201,10 @@ def _tagged_text(raw: dict[str, Any], depth: int) -> str:
             return f"{len(v) * 3 // 4 - v[-2:].count('=')} bytes"
         case "array":
             return f"{raw.get('dtype')}{raw.get('shape')}"
+        case "shared":
+            return value_text(v, depth)
+        case "again":
+            return "the same again"
         case "scalar":
             return f"one {raw.get('dtype')}"
         case "type":

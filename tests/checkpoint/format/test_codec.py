@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import msgspec
@@ -87,8 +87,28 @@ def test_an_array_can_be_written_to_after_loading() -> None:
     decode(encode(np.zeros(3)))[0] = 1.0
 
 
-def test_other_mappings_become_dicts() -> None:
-    assert decode(encode(OrderedDict(b=1, a=2))) == {"b": 1, "a": 2}
+class Mine(dict[str, int]):
+    pass
+
+
+def test_dicts_come_back_as_what_they_are_or_are_refused() -> None:
+    # They became plain ones.
+    for value in (OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, a=[1])):
+        found = decode(encode(value))
+        assert (type(found), found) == (type(value), value)
+    with pytest.raises(UsageError):
+        encode(Mine(a=1))
+
+
+def test_what_comes_again_is_one_object() -> None:
+    inner: list[Any] = [1]
+    value = {"b": inner, "a": (inner, {2: inner})}
+    assert encode(value) == encode({"b": [1], "a": ([1], {2: [1]})})
+    found = decode(encode(value, shared=True))
+    assert found == value
+    assert found["b"] is found["a"][0] is found["a"][1][2]
+    alone: Any = {"b": [1], "a": 1, "c": (), "d": ()}
+    assert encode(alone, shared=True) == encode(alone)
 
 
 class Unknown:
@@ -202,6 +222,11 @@ def test_registered_functions_are_used() -> None:
         {"$": "array", "v": "", "dtype": "float32", "shape": [0] * 33},
         {"$": "array", "v": "", "dtype": "float32", "shape": [0.0]},
         {"$": "array", "v": "", "dtype": [], "shape": [0]},
+        {"$": "again", "v": 0},
+        {"$": "again", "v": []},
+        {"$": "shared", "id": 0, "v": [{"$": "again", "v": 0}]},
+        {"$": "shared", "id": [], "v": 1},
+        {"$": "shared", "v": 1},
         {"$": "type", "v": {}},
         {"$": "type", "name": "tests.checkpoint.format.strategies.Point", "v": {"x": 1, "z": 2}},
         {"$": "type", "name": "tests.checkpoint.format.strategies.Point", "v": 3},

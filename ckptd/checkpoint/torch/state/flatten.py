@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +25,12 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
     can_reseed,
 )
-from ckptd.checkpoint.torch.state.modules import add_module, reshard
+from ckptd.checkpoint.torch.state.modules import add_module, all_modules, reshard
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
 from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped, local_tensor
-from ckptd.checkpoint.torch.state.values import add_array, add_value
+from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.checkpoint.torch.state.wrapped import form_of
@@ -87,7 +87,7 @@ class _Look:
 
     def _module(self, top: nn.Module) -> None:
         owners, things, facts = self.owners, self.things, self.facts
-        for module in _all_modules(top):
+        for module in all_modules(top):
             owners.append(module)
             facts += (type(module), says(module), type(module)._version)
             for slots in (module._modules, module._parameters, module._buffers):
@@ -293,18 +293,6 @@ class _Known:
         ]
 
 
-def _all_modules(top: nn.Module) -> Iterator[nn.Module]:
-    """Yield each module once, also those that are equal and not the same."""
-    seen: set[int] = set()
-    stack = [top]
-    while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            stack += [m for m in reversed(module._modules.values()) if m is not None]
-
-
 def _ids(things: Iterable[Any]) -> list[int]:
     return list(map(id, things))
 
@@ -452,7 +440,7 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
         read, put = lambda: value, partial(_set_value, declared)
     sink.add_per_rank(
         place,
-        read,
+        lambda: whole(read(), place),
         put,
         on_change=declared.on_change,
         reduce=declared.reduce,

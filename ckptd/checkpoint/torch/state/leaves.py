@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptd.checkpoint.format import codec, reseed
 from ckptd.checkpoint.format.invariants import MAX_DIMS
 from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
+from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import (
     dtype_name,
     has_own_places,
@@ -36,7 +37,7 @@ from ckptd.checkpoint.torch.state.wrapped import (
     record_of,
     spread,
 )
-from ckptd.errors import MismatchError, UsageError
+from ckptd.errors import CkptdError, MismatchError, UsageError
 
 OnChange = Literal["error", "drop", "reseed", "reduce"]
 
@@ -342,7 +343,7 @@ class ObjectLeaf:
     kind: ObjectKind
     path: str
     put: Callable[[Any], None]
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], object] | None = None
 
 
 class Follower(Protocol):
@@ -526,22 +527,15 @@ class SavedNames:
         return self._sorted[first:last]
 
 
-def encode(value: Any, name: str) -> Any:
+def encode(value: Any, name: str, *, shared: bool = True) -> Any:
     """Return `value` as JSON data; errors carry the leaf's name."""
     try:
-        return codec.encode(value, name)
+        return codec.encode(value, name, shared=shared)
     except UsageError as error:
-        if error.where is not None:
+        if error.where:
             raise
         # The function that encodes a registered type knows no names.
-        raise UsageError(
-            error.message,
-            kind=error.kind,
-            where=name,
-            wanted=error.wanted,
-            found=error.found,
-            hint=error.hint,
-        ) from error
+        raise CkptdError.from_dict({**error.to_dict(), "where": name}) from error
 
 
 def check_name(place: StatePlace) -> None:
@@ -626,7 +620,7 @@ class Sink:
     def told_by(self, place: StatePlace, value: Any) -> Any:
         """Return the ``state_dict()`` of an object, which is asked once a save."""
         if place.name not in self.told:
-            self.told[place.name] = value.state_dict()
+            self.told[place.name] = call_with(value.state_dict, place.name)
         return self.told[place.name]
 
     def path(self, name: str) -> str:
@@ -674,7 +668,7 @@ class Sink:
             whole = tensor if around is None else around(tensor)
             return [self.add_tensor(place, whole, kind, own)]
         if tensor.is_meta and self.saved is not None:
-            raise _bad(
+            raise bad(
                 place,
                 "a tensor on the meta device that wraps others cannot be given memory",
                 record["class"],
@@ -752,11 +746,11 @@ class Sink:
         put: Callable[[Any], None],
         *,
         kind: ObjectKind = "value",
-        check: Callable[[Any], None] | None = None,
+        check: Callable[[Any], object] | None = None,
     ) -> ObjectLeaf:
         """Add a replicated value. Raises `UsageError` when it cannot be encoded or named."""
         self._claim(place)
-        raw = encode(value, place.name) if self.saved is None else None
+        raw = encode(value, place.name, shared=kind == "value") if self.saved is None else None
         leaf = ObjectLeaf(place.name, raw, place.section, kind, place.path, put, check)
         self.leaves.objects[place.name] = leaf
         return leaf
@@ -797,14 +791,19 @@ class Sink:
     def _claim(self, place: StatePlace) -> None:
         check_name(place)
         if place.name in self._paths:
-            raise UsageError(
-                "two values of the state have one name",
-                kind="duplicate-name",
-                where=place.name,
-                found=f"{self._paths[place.name]} and {place.path}",
-                hint="give one of them another key",
-            )
+            raise twice(place.name, self._paths[place.name], place.path)
         self._paths[place.name] = place.path
+
+
+def twice(name: str, one: str, other: str) -> UsageError:
+    """Return the error of two values that have one name."""
+    return UsageError(
+        "two values of the state have one name",
+        kind="duplicate-name",
+        where=name,
+        found=f"{one} and {other}",
+        hint="give one of them another key",
+    )
 
 
 def put_nothing(value: Any) -> None:
@@ -854,7 +853,7 @@ def _give_memory(live: torch.Tensor, new: torch.Tensor) -> None:
 def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> None:
     """Raise `UsageError` unless `tensor` has dense memory and a dtype of the format."""
     if is_lazy(tensor):
-        raise _bad(
+        raise bad(
             place,
             "a lazy parameter has no shape yet",
             "UninitializedParameter",
@@ -867,21 +866,21 @@ def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> N
         or tensor.is_nested
         or tensor.is_quantized
     ):
-        raise _bad(
+        raise bad(
             place,
             "only dense tensors and DTensors can be saved",
             f"{type(tensor).__name__}, layout {tensor.layout}",
             "save the dense tensors that it is made of",
         )
     if not is_dtensor(tensor) and is_hollow(tensor):
-        raise _bad(
+        raise bad(
             place,
             "a subclass without memory of its own does not say what it is made of",
             f"{type(tensor).__module__}.{type(tensor).__qualname__}",
             "give it __tensor_flatten__ and __tensor_unflatten__, or save what it wraps",
         )
     if tensor.dim() > MAX_DIMS:
-        raise _bad(
+        raise bad(
             place,
             f"a tensor of more than {MAX_DIMS} dimensions",
             f"{tensor.dim()} dimensions",
@@ -889,7 +888,7 @@ def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> N
         )
     dtype_name(tensor.dtype, place.name)
     if tensor.is_meta and not loading:
-        raise _bad(
+        raise bad(
             place,
             "a tensor on the meta device has no data to save",
             "device meta",
@@ -897,7 +896,8 @@ def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> N
         )
 
 
-def _bad(place: StatePlace, message: str, found: str, hint: str) -> UsageError:
+def bad(place: StatePlace, message: str, found: str, hint: str) -> UsageError:
+    """Return the error of a tensor that cannot be saved."""
     return UsageError(
         f"{message}: {place.path}", kind="unsavable", where=place.name, found=found, hint=hint
     )

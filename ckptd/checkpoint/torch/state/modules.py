@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd.checkpoint.format.names import escape_fqn
 from ckptd.checkpoint.torch.state.leaves import (
@@ -32,6 +33,7 @@ from ckptd.checkpoint.torch.state.tensors import (
     local_tensor,
     target_device,
 )
+from ckptd.checkpoint.torch.state.values import whole
 from ckptd.checkpoint.torch.state.words import (
     NOTE,
     LoadPath,
@@ -65,7 +67,7 @@ def materialise(
     held = {
         id(parameter.sharded_param): parameter
         for module in modules
-        for inner in module.modules()
+        for inner in all_modules(module)
         for parameter in _fsdp_parameters(inner)
     }
     swaps = []
@@ -77,11 +79,11 @@ def materialise(
     leaves.pending[:0] = swaps
 
 
-def check_buffers(module: nn.Module, where: str) -> None:
+def check_buffers(module: nn.Module, place: StatePlace) -> None:
     """Raise `UsageError` (kind ``meta-buffer``) for meta buffers that no checkpoint holds."""
     names = [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, inner in module.named_modules()
+        prefix + key
+        for (_, prefix, inner), _ in _named_modules(module, "", place)
         for key in sorted(inner._non_persistent_buffers_set)
         if (buffer := inner._buffers.get(key)) is not None and buffer.is_meta
     ]
@@ -89,7 +91,7 @@ def check_buffers(module: nn.Module, where: str) -> None:
         raise UsageError(
             "non-persistent buffers are on the meta device, and no checkpoint holds them",
             kind="meta-buffer",
-            where=where,
+            where=place.name,
             found=", ".join(names[:16]) + (f", ... {len(names)} in all" if names[16:] else ""),
             hint="compute them on a real device before the load",
         )
@@ -167,6 +169,18 @@ def has_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm)
 
 
+def all_modules(top: nn.Module) -> Iterator[nn.Module]:
+    """Yield each module once, also those that are equal and not the same."""
+    seen: set[int] = set()
+    stack = [top]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += [m for m in reversed(module._modules.values()) if m is not None]
+
+
 def reshard(module: nn.Module) -> None:
     """Register the sharded parameters of FSDP2 modules, as ``module.state_dict()`` does.
 
@@ -175,7 +189,7 @@ def reshard(module: nn.Module) -> None:
     """
     if not fsdp2_is_loaded():
         return
-    for inner in module.modules():
+    for inner in all_modules(module):
         if is_fsdp2(inner):
             inner.reshard()
 
@@ -229,7 +243,7 @@ _WORDS: TensorKind = "buffer"
 """Tensors that a module says besides its parameters and buffers are as good as buffers."""
 
 # By module: its tensors when it was last compared with what it says.
-_compared: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_compared = WeakIdKeyDictionary()
 
 
 def _add_saved(
@@ -270,7 +284,8 @@ def _add_saved(
             own[fqn] = at, None
         else:
             unsaid.append(fqn)
-            sink.add_object(at, inner.get_extra_state(), inner.set_extra_state)
+            extra = whole(call_with(inner.get_extra_state, at.name), at)
+            sink.add_object(at, extra, inner.set_extra_state)
             sink.recallable = False
     if said is not None:
         said.check_taken(words)

@@ -402,7 +402,7 @@ def prepare(
     sites = walk(state, saved)
     modules = [(s.place, s.value) for s in sites if isinstance(s.value, nn.Module)]
     for place, module in modules:
-        check_buffers(module, place.name)
+        check_buffers(module, place)
     collect(sink, sites)
     materialise(sink.leaves, saved, [m for _, m in modules], target)
     return sink.leaves

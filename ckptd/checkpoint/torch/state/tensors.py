@@ -73,6 +73,9 @@ def _is(value: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+
+
 def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
     """Return the format's name of a torch dtype.
 
@@ -81,14 +84,13 @@ def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
     UsageError
         kind ``dtype``: the format has no such type (quantized and sub-byte integer types).
     """
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    if (name := _NAMES.get(dtype)) is None:
         raise UsageError(
             "a tensor of this dtype cannot be saved",
             kind="dtype",
             where=where,
             wanted=f"one of {', '.join(DTYPES)}",
-            found=name,
+            found=str(dtype).removeprefix("torch."),
             hint="save the tensor that it was made from, or view it as uint8",
         )
     return name

@@ -25,7 +25,7 @@ from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
 from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
-from ckptd.checkpoint.torch.state.objects import replace_in_place
+from ckptd.checkpoint.torch.state.objects import DICTS, replace_in_place
 from ckptd.errors import UsageError
 
 _PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
@@ -402,10 +402,10 @@ class _Walker:
         self, place: StatePlace, value: dict[Any, Any], put: Callable[[Any], None]
     ) -> Iterator[Site]:
         refuse_optimizer_ids(value, place)
-        replace = partial(_put_container, value, put)
-        if isinstance(value, Counter):
-            yield Site(place, value, replace)
-        elif not all(type(k) in (str, int) for k in value):
+        # What has a place of its own in the live state stays of its class.
+        plain = value if type(value) in DICTS else dict(value)
+        one = Site(place, plain, partial(_put_container, value, put))
+        if isinstance(value, Counter) or not all(type(k) in (str, int) for k in value):
             if self._holds_live(value, place.path):
                 raise UsageError(
                     "a key cannot be a name in a checkpoint",
@@ -414,12 +414,12 @@ class _Walker:
                     wanted="str or int",
                     found=", ".join(repr(k)[:40] for k in value if type(k) not in (str, int)),
                 )
-            yield Site(place, value, replace)
+            yield one
         elif adopted := self._saved_below(place, value):
             yield from _adopt(place, value, adopted)
         elif not value or (self._saved_as_one(place) and _is_plain(value)):
             # Where it is empty there is no leaf below that could tell that it exists.
-            yield Site(place, value, replace)
+            yield one
         else:
             names = fqn_segment if is_state_dict(value) else escape_key
             for key, item in value.items():

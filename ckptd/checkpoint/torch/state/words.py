@@ -25,7 +25,7 @@ from ckptd.checkpoint.torch.state.leaves import (
 )
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import dtype_name, is_wrapped, torch_dtype
-from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
+from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor, whole
 from ckptd.errors import CkptdError, UsageError
 
 NOTE = "_own_state"
@@ -391,7 +391,7 @@ class Saying:
             for key, (at, kind) in self.own.items():
                 value = said[key]
                 if kind is None:
-                    sink.add_object(at, value, put_nothing)
+                    sink.add_object(at, whole(value, at), put_nothing)
                 elif isinstance(value, torch.Tensor):
                     sink.add_tensor(at, value, kind)
                 else:
@@ -646,7 +646,7 @@ class LoadPath:
         """
         start = len(self._start)
         unsaid = {n for note in self._notes.values() for n in note.get("unsaid", ())}
-        given: OrderedDict[str, Any] = OrderedDict()
+        given: dict[str, Any] = {} if type(self.said.said) is dict else OrderedDict()
         silent: list[tuple[torch.Tensor, torch.Tensor]] = []
         # What was not read stays, whatever code makes of it.
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -683,7 +683,7 @@ class LoadPath:
             return
         new = {memory_key(self._raw[n]) for n in read.values() if n in self._raw} if kept else {}
         metadata = self._metadata(read)
-        if metadata is not None:
+        if metadata is not None and isinstance(given, OrderedDict):
             vars(given)["_metadata"] = metadata
 
         def take(given: Any) -> None:

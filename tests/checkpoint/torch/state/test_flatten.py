@@ -14,9 +14,9 @@ from torch import nn
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.checkpoint.torch.state.leaves import PerRank
-from ckptd.checkpoint.torch.state.objects import MAX_INLINE_BYTES
 from ckptd.checkpoint.torch.state.restore import prepare
 from ckptd.checkpoint.torch.state.rng import Rng
+from ckptd.checkpoint.torch.state.values import MAX_INLINE_BYTES
 from ckptd.errors import UsageError
 from tests.checkpoint.torch.bridge import assert_same, give, take
 
