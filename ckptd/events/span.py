@@ -154,6 +154,9 @@ def _send(
     save = save or scope.save
     if save is None:
         return
+    kind = ""
+    if error is not None:
+        kind = error.kind if isinstance(error, CkptdError) else type(error).__name__[:64]
     emit(
         Span(
             name=name,
@@ -164,12 +167,6 @@ def _send(
             busy_ns=busy,
             bytes=sizes[0],
             referred=sizes[1],
-            error=_kind(error),
+            error=kind,
         )
     )
-
-
-def _kind(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    return error.kind if isinstance(error, CkptdError) else type(error).__name__[:64]

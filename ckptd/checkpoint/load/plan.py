@@ -577,34 +577,20 @@ def read_plan(
     moves: list[PlannedCopy] = []
     targets: list[Target] = []
     absent: list[tuple[int, Box]] = []
-    for want in wants:
-        _plan_one(places, want, moves, targets, absent)
+    for target, want in enumerate(wants):
+        tensor, conversion = want.tensor, want.conversion
+        grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
+        name = filemap.tensors[tensor].name
+        targets.append(_target(want, conversion.target.itemsize if conversion else itemsize, name))
+        for piece, blocks in _copies(grid, want, name):
+            file, start = places.of(tensor, piece)
+            if file == ABSENT:
+                absent.append((tensor, grid.piece(piece).box))
+                continue
+            moves += [PlannedCopy(file, start, itemsize, b, target, conversion) for b in blocks]
     if absent and not allow_absent:
         raise _absent_error(filemap, absent)
     return ReadPlan(manifest, places, moves, targets, absent)
-
-
-def _plan_one(
-    places: PieceLocations,
-    want: Want,
-    moves: list[PlannedCopy],
-    targets: list[Target],
-    absent: list[tuple[int, Box]],
-) -> None:
-    filemap, tensor = places.filemap, want.tensor
-    grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
-    name = filemap.tensors[tensor].name
-    target = len(targets)
-    wide = want.conversion.target.itemsize if want.conversion else itemsize
-    targets.append(_target(want, wide, name))
-    for piece, blocks in _copies(grid, want, name):
-        file, start = places.of(tensor, piece)
-        if file == ABSENT:
-            absent.append((tensor, grid.piece(piece).box))
-            continue
-        moves += [
-            PlannedCopy(file, start, itemsize, block, target, want.conversion) for block in blocks
-        ]
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:

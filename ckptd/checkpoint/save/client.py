@@ -234,10 +234,12 @@ class WriterClient(OfOneProcess):
         """What the worker has received, for the one that comes in its place."""
         self._peers_sent: dict[type, Partner | Neighbours] = {}
         self._deaths = 0
-        self._life = 1
+        self.life = 1
+        """Rises by one with each worker that comes in the place of one that died."""
         self._slots = Slots(slots, self._announce, self._withdraw)
         self._counted: deque[str] = deque()
-        self._dead: WorkerError | None = None
+        self.dead: WorkerError | None = None
+        """Why the worker is no more."""
         self._near_errors: dict[str, str] = {}
         self._closing = self._ended = False
         self._left = False
@@ -275,34 +277,20 @@ class WriterClient(OfOneProcess):
             It is dead, or did not answer within `timeout_s`.
         """
         end = time.monotonic() + timeout_s
-        while not self._ready.wait(_BUSY_POLL_S) and self._dead is None:
+        while not self._ready.wait(_BUSY_POLL_S) and self.dead is None:
             if time.monotonic() > end:
                 break
-        if self._dead is not None:
-            raise self._dead
+        if self.dead is not None:
+            raise self.dead
         if self._answer is None:
             raise WorkerError(
                 "the writing process is not ready", wanted=f"within {timeout_s:.0f} s"
             )
         return self._answer
 
-    @property
-    def life(self) -> int:
-        """Rises by one with each worker that comes in the place of one that died."""
-        return self._life
-
-    def set_partner(self, partner: Partner) -> None:
-        """Send whose memory the peer tier is."""
-        self._send(partner, note=lambda: self._peers_sent.update({Partner: partner}))
-
-    def set_neighbours(self, neighbours: Neighbours) -> None:
-        """Send the nodes that the agent is to name to the next life."""
-        self._send(neighbours, note=lambda: self._peers_sent.update({Neighbours: neighbours}))
-
-    @property
-    def dead(self) -> WorkerError | None:
-        """Why the worker is no more, or None."""
-        return self._dead
+    def set_peers(self, message: Partner | Neighbours) -> None:
+        """Send whose memory the peer tier is, or what nodes the agent is to name later."""
+        self._send(message, note=lambda: self._peers_sent.update({type(message): message}))
 
     def _start_process(self) -> Channel:
         ours, theirs = socket.socketpair()
@@ -354,8 +342,8 @@ class WriterClient(OfOneProcess):
             try:
                 self._channel.send(message, fd)
             except WorkerError as error:
-                if self._dead is not None:
-                    raise self._dead from error
+                if self.dead is not None:
+                    raise self.dead from error
                 # One that only takes nothing is not dead: the monitor ends it (see `_check_jobs`).
                 if isinstance(error.__cause__, TimeoutError):
                     raise
@@ -521,7 +509,7 @@ class WriterClient(OfOneProcess):
         self._connected.set()
         if first is not None:
             self._handle(first)
-        return self._dead is None
+        return self.dead is None
 
     def _listen(self) -> str | None:
         """Receive until the worker is not wanted any more; return how it died, if it did."""
@@ -555,7 +543,7 @@ class WriterClient(OfOneProcess):
         """
         in_thread = self._agent is None and self._process is None
         self._deaths += 1
-        if in_thread or self._closing or self._dead is not None or self._deaths > _MOST_DEATHS:
+        if in_thread or self._closing or self.dead is not None or self._deaths > _MOST_DEATHS:
             self._worker_gone(found)
             return False
         try:
@@ -584,13 +572,13 @@ class WriterClient(OfOneProcess):
                 _log.warning("the next writing process died as well: %s", error)
         if first is not None:
             self._handle(first)
-        self._life += 1
+        self.life += 1
         for number, job in list(self._jobs.items()):
             if job.freed and not job.handle.done and job.tries > _MOST_TRIES:
                 why = "the writing process died with this save again and again"
                 self._fail_all(number, WorkerError(why, hint=self._hint()))
             self._release(number, job)
-        return self._dead is None
+        return self.dead is None
 
     def _hand_over(self, kept: Mapping[str, int]) -> None:
         """Send a worker everything that the one before it knew, or still had to do."""
@@ -695,7 +683,7 @@ class WriterClient(OfOneProcess):
                 self._fail_all(number, error)
         late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
         silent_s = now - self._last_message_at
-        if late and self._dead is None and silent_s > GRACE_S:
+        if late and self.dead is None and silent_s > GRACE_S:
             # It would keep its slot for ever, and every later save would fail for it.
             self._end_worker(f"it has sent nothing for {silent_s:.0f} s")
         # All ranks ask one board: the more there are, the less often each of them does.
@@ -859,7 +847,7 @@ class WriterClient(OfOneProcess):
             found=f"exit status {code}; {found}" if code is not None else found,
             hint=cause.hint if cause else self._hint(),
         )
-        self._dead = self._dead or error
+        self.dead = self.dead or error
         self._slots.fail(error)
         for number in list(self._jobs):
             self._fail_all(number, error)

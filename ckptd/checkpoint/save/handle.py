@@ -54,6 +54,8 @@ class SaveHandle:
         The near tiers that it goes to, nearest first.
     root
         Whether it goes to the root. Where no tier is named, the farthest one is meant.
+    total_bytes
+        Bytes that this rank writes; known once the save is planned.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class SaveHandle:
         self.step = step
         self.generation = generation
         self.attempt = attempt
-        self._total = total_bytes
+        self.total_bytes = total_bytes
         self._done = 0
         self._phase = "staging"
         self._error: CkptdError | None = None
@@ -104,7 +106,7 @@ class SaveHandle:
     def progress(self) -> SaveProgress:
         """How far this rank's part is."""
         with self._changed:
-            return SaveProgress(self._phase, self._done, self._total)
+            return SaveProgress(self._phase, self._done, self.total_bytes)
 
     @property
     def error(self) -> CkptdError | None:
@@ -210,7 +212,7 @@ class SaveHandle:
                     f"step {self.step} is still {self._phase}",
                     kind="timeout",
                     wanted=f"{phases[-1]} within {timeout} s",
-                    found=f"{self._done} of {self._total} bytes written",
+                    found=f"{self._done} of {self.total_bytes} bytes written",
                 )
             if self._error is not None:
                 self._error_seen = True
@@ -224,15 +226,6 @@ class SaveTracker(OfOneProcess, SaveHandle):
         super()._leave_to_parent()
         self._changed = threading.Condition()  # a thread that is not here may have held it
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that this rank writes; known once the save is planned."""
-        return self._total
-
-    @total_bytes.setter
-    def total_bytes(self, nbytes: int) -> None:
-        self._total = nbytes
-
     def wrote(self, done: int) -> None:
         """Note that so many bytes are written; some may be before all are copied."""
         with self._changed:
@@ -241,7 +234,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
     def copied(self) -> None:
         """Note that every byte is copied."""
         self.advance("writing")
-        self._emit(events.SaveStaged, bytes=self._total)
+        self._emit(events.SaveStaged, bytes=self.total_bytes)
 
     def advance(self, phase: str, done: int | None = None) -> None:
         """Enter a phase, unless the save is in a later one: threads report out of order."""
@@ -254,7 +247,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
                 self._ended = time.monotonic()
             self._changed.notify_all()
         if phase == "durable":
-            self._emit(events.SaveDurable, tier=self._scope.tier, bytes=self._total)
+            self._emit(events.SaveDurable, tier=self._scope.tier, bytes=self.total_bytes)
 
     def fail(self, error: CkptdError) -> None:
         """End the save to the root with an error; near tiers are settled by themselves."""
@@ -274,7 +267,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
             self._tiers[tier] = error and error.without_frames()
             self._changed.notify_all()
         if error is None:
-            self._emit(events.SaveDurable, tier=tier, bytes=self._total)
+            self._emit(events.SaveDurable, tier=tier, bytes=self.total_bytes)
         else:
             self._emit_failed(tier, error)
         if not self.root and not self._pending:
@@ -293,7 +286,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
                 return
             self._phase = "failed" if error else "durable"
             self._error, self._error_seen = error, True
-            self._done = self._total
+            self._done = self.total_bytes
             self._ended = time.monotonic()
             self._changed.notify_all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -442,13 +442,7 @@ def _tensor(
         same_layout=same_layout,
         compared=True,
         bit_exact=mine.dtype == other.dtype and not found.differing_bits,
-        elements=found.elements,
-        differing=found.differing,
-        differing_bits=found.differing_bits,
-        nan_only_left=found.nan_only_left,
-        nan_only_right=found.nan_only_right,
-        max_abs=found.max_abs,
-        max_rel=found.max_rel,
+        **asdict(found),
     )
 
 

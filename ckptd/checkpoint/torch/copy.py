@@ -454,7 +454,8 @@ class Snapshot:
             name = self._steps[number].name
             if name in self._form.shared and not self._live.is_copied(number, self._slot):
                 self._unsteady.append(name)
-        self._sample_on_host(late=False)
+        if self._samples is not None:
+            self._sample_on_host(self._samples, late=False)
         look = self._form.on_device or self._samples is not None
         if look and (devices := self._devices()):
             self._begin_on(devices)
@@ -500,14 +501,13 @@ class Snapshot:
         lane = _HostLane(self._slot, self._live)
         late, most = self._form.late_on_host, len(self._steps)
         groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
-        if self._samples is not None:
-            groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(late=True)))
+        if (samples := self._samples) is not None:
+            groups.append(CopyGroup(lane, (), lambda: self._sample_on_host(samples, late=True)))
         return groups
 
-    def _sample_on_host(self, *, late: bool) -> None:
-        if self._samples is not None:
-            for tensor in self._common(on_device=False, late=late):
-                self._samples(tensor)
+    def _sample_on_host(self, samples: Samples, *, late: bool) -> None:
+        for tensor in self._common(on_device=False, late=late):
+            samples(tensor)
 
     def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
         def report(front: int) -> None:

@@ -234,7 +234,7 @@ class Nearby:
         life = client.life
         if self._exchanged == (client, life):
             if self._refresh(client):
-                client.set_neighbours(self._neighbours())
+                client.set_peers(self._neighbours())
             return
         again = bool(self._nodes)
         if again:
@@ -253,9 +253,9 @@ class Nearby:
         self._exchanged, self._partner = (client, life), None
         if self._chosen() is None:
             # The agent may still have that of an earlier generation, and would try it at each save.
-            client.set_partner(Partner("", ""))
+            client.set_peers(Partner("", ""))
         self._refresh(client)
-        client.set_neighbours(self._neighbours())
+        client.set_peers(self._neighbours())
 
     def _read_replaced(self) -> None:
         """Read the addresses of agents that came in the place of dead ones."""
@@ -310,7 +310,7 @@ class Nearby:
         if node == self._partner or not node.memory:
             return False
         self._nodes[chosen] = self._partner = node
-        client.set_partner(Partner(node.memory, self._key_of(node.name, node.secret)))
+        client.set_peers(Partner(node.memory, self._key_of(node.name, node.secret)))
         return True
 
     def _key_of(self, node: str, drawn: str = "") -> str:

@@ -213,22 +213,13 @@ class Saver:
         self._steps_of = ""
         self._form: tuple[object, CopyForm] | None = None
         self._options = copy
-        self._gate = Gate(timeout_s)
+        self.gate = Gate(timeout_s)
+        """What holds mutations back."""
         self._unchecked: list[SaveTracker] = []
         self._warned = False
         self._device_copies = DeviceCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, _COPIER)
-
-    @property
-    def form(self) -> CopyForm | None:
-        """How the last save was copied; None before the first."""
-        return None if self._form is None else self._form[1]
-
-    @property
-    def gate(self) -> Gate:
-        """What holds mutations back."""
-        return self._gate
 
     def is_locked(self, memory: memoryview) -> bool:
         """Tell whether memory of the arena is page-locked, so that devices copy from it."""
@@ -236,13 +227,13 @@ class Saver:
 
     def close(self) -> None:
         """Complete the copying and remove the hooks of the optimizers."""
-        self._gate.release()
+        self.gate.release()
         self._copier.shutdown(wait=False)
         self._device_copies.close()
 
     def leave(self, timeout_s: float) -> None:
         """Remove the hooks of the optimizers; wait so long for a copy under way, in seconds."""
-        self._gate.leave(timeout_s)
+        self.gate.leave(timeout_s)
         self._copier.shutdown(wait=False, cancel_futures=True)
         self._device_copies.close()
 
@@ -288,7 +279,7 @@ class Saver:
         try:
             if is_capturing():
                 raise captured("save")
-            self._gate.check()
+            self.gate.check()
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             checked = checked_metadata(metadata) if self._board.rank == 0 else {}
             with events.span("flatten"), no_collection():
@@ -362,7 +353,7 @@ class Saver:
         held: Callable[[TensorLeaf], bool] = lambda leaf: self._options.lazy == "all"  # noqa: E731
         if self._options.lazy != "off":
             # Each time: hooks may have been lost.
-            guarded = self._gate.guard(laid.leaves.optimizers)
+            guarded = self.gate.guard(laid.leaves.optimizers)
             held = guarded if self._options.lazy == "auto" else held
         tensors, known = laid.sources, laid.known
         key = (known, self._steps_of)
@@ -441,14 +432,14 @@ class Saver:
                     give_up(repr(error))
 
             copy = self._copier.submit(finish)
-            self._gate.close(copy, give_up, snapshot if snapshot.devices else None)
+            self.gate.close(copy, give_up, snapshot if snapshot.devices else None)
         except BaseException as error:
             cause = error if isinstance(error, CkptdError) else None
             client.abandon(save.job, f"copying the state failed: {error!r}"[:500], cause)
-            self._gate.close_behind(self._copier)
+            self.gate.close_behind(self._copier)
             raise
         if self._options.lazy == "off":
-            self._gate.settle()
+            self.gate.settle()
 
     def _values(
         self, leaves: Leaves, plan: SavePlan

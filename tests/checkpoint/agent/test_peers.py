@@ -125,8 +125,8 @@ def test_the_next_life_hears_which_nodes_were_there(root: str) -> None:
     job = NearJob(root)
     assert job.client.answer().neighbours == ()
     nodes = tuple(KnownNode(f"n{i}", "ckptd://127.0.0.1:1", "", "ab" * 16, i) for i in range(3))
-    job.client.set_neighbours(Neighbours(nodes[:1]))
-    job.client.set_neighbours(Neighbours(nodes))
+    job.client.set_peers(Neighbours(nodes[:1]))
+    job.client.set_peers(Neighbours(nodes))
     job.save(1).durable(PATIENCE_S)
     pid = job.agent
     job.client.leave()

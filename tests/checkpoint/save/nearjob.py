@@ -88,7 +88,7 @@ class NearJob:
     def meet(self, other: NearJob) -> None:
         """Let another node's agent keep this one's shares."""
         answer = other.client.answer()
-        self.client.set_partner(Partner(answer.memory, answer.secret))
+        self.client.set_peers(Partner(answer.memory, answer.secret))
 
     def save(
         self,

@@ -150,11 +150,8 @@ class Client:
     def answer(self) -> WriterReady:
         return self.ready
 
-    def set_partner(self, partner: Partner) -> None:
-        self.told.append(partner)
-
-    def set_neighbours(self, neighbours: Neighbours) -> None:
-        self.told.append(neighbours)
+    def set_peers(self, message: Partner | Neighbours) -> None:
+        self.told.append(message)
 
 
 def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -62,7 +62,7 @@ def goes_on(root: str) -> None:
         try:
             with pytest.raises(DeadlineError):
                 handle.staged(0.0)
-            form = ck._saver.form
+            form = ck._saver._form[1]
             assert form is not None
             # The moments lie on the host and are copied there, while the device is held up.
             hosted = set(form.watched) - form.on_device

@@ -274,7 +274,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         'with lazy="off" save returns before everything is copied',
         "saver",
-        '        if self._options.lazy == "off":\n            self._gate.settle()\n',
+        '        if self._options.lazy == "off":\n            self.gate.settle()\n',
         "",
         ("off_copies_before_it_returns",),
     ),

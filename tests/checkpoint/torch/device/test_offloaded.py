@@ -101,7 +101,7 @@ def changes_places(root: str) -> None:
             ck.save(number + 1, first.state)
             device = {s["momentum_buffer"].device.type for s in first.optimizer.state.values()}
             assert device == {"cpu", "cuda"}
-            form = ck._saver.form
+            form = ck._saver._form[1]
             assert form is not None
             early = {step.name for step in form.steps} - form.late
             # Nothing says who changes a tensor of the host; a few bytes are not worth a wait.
