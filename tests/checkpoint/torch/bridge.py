@@ -35,6 +35,7 @@ def take(state: Mapping[str, Any]) -> Taken:
             {n: (leaf.dtype, leaf.shape) for n, leaf in leaves.tensors.items()},
             {n: leaf.kind for n, leaf in leaves.objects.items()},
             dict(leaves.aliases),
+            {n: leaf.raw for n, leaf in leaves.objects.items() if leaf.kind == "groups"},
         ),
         {n: json.dumps(leaf.raw) for n, leaf in leaves.objects.items()},
         {n: json.dumps(leaf.raw) for n, leaf in leaves.per_rank.items()},

@@ -27,7 +27,12 @@ from ckptd.checkpoint.torch.state.leaves import (
 )
 from ckptd.checkpoint.torch.state.modules import add_module, all_modules, reshard
 from ckptd.checkpoint.torch.state.objects import call_with, replace_in_place
-from ckptd.checkpoint.torch.state.optimizers import ParameterOwners, add_groups, add_optimizer
+from ckptd.checkpoint.torch.state.optimizers import (
+    ParameterOwners,
+    add_again,
+    add_optimizer,
+    ask_optimizer,
+)
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
@@ -54,14 +59,11 @@ class _Look:
         What these and the sites hold, in order: tensors, modules, None.
     facts
         What is no object that may die, in order.
-    rereads
-        Whether something is held that only another flattening can tell.
     """
 
     owners: list[Any] = field(default_factory=list)
     things: list[Any] = field(default_factory=list)
     facts: list[Any] = field(default_factory=list)
-    rereads: bool = False
 
     @staticmethod
     def at(sites: Sequence[Site]) -> _Look:
@@ -74,7 +76,7 @@ class _Look:
             if isinstance(site.value, nn.Module):
                 look._module(site.value)
             elif isinstance(site.value, torch.optim.Optimizer):
-                look._optimizer(site.value)
+                look._optimizer(site.value, site.speaker)
             else:
                 look.things.append(site.value)
         return look
@@ -101,27 +103,20 @@ class _Look:
             speaking_kinds({k for k in set(map(type, owners)) if issubclass(k, nn.Module)})
         )
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer(self, optimizer: torch.optim.Optimizer, speaker: Any) -> None:
         self.owners.append(optimizer)
-        if has_own_words(optimizer):
-            self.rereads = True
-            return
         things, facts = self.things, self.facts
+        facts.append(speaker is not None or has_own_words(optimizer))
         for group in optimizer.param_groups:
             facts.append(len(group["params"]))
             things += group["params"]
         for parameter, held in optimizer.state.items():
-            if not isinstance(held, dict):
-                self.rereads = True
-                return
             things.append(parameter)
-            facts.append(len(held))
-            facts += held
-            for value in held.values():
-                if not isinstance(value, torch.Tensor):
-                    self.rereads = True
-                    return
-                things.append(value)
+            if isinstance(held, Mapping):
+                facts.append(len(held))
+                facts += held
+                # What is no tensor is read each time.
+                things += [v if isinstance(v, torch.Tensor) else None for v in held.values()]
 
 
 class _Known:
@@ -178,6 +173,7 @@ class _Known:
             name: (saying, [positions[id(tensor)] for tensor in same])
             for name, (saying, same) in sink.sayings.items()
         }
+        self._states = sink.forms
         self._fresh = self._forms_of(sink.fresh)
         leaves.known = self._token = None if self._fresh is None else object()
 
@@ -197,24 +193,28 @@ class _Known:
             leaf.assign is not None and not leaf.fresh for leaf in sink.leaves.tensors.values()
         )
         seen = {*_ids(look.things)}.issuperset(_ids(sink.live))
-        if look.rereads or old or not seen or not sink.recallable:
+        if old or not seen or not sink.recallable:
             return None
         known = _Known(look, ids, [*first.values()], sink)
         return None if known._fresh is None else known
 
-    def ask(self, sites: Sequence[Site]) -> dict[str, Mapping[str, Any]]:
-        """Return what modules say that have to be asked each time, by name.
+    def ask(self, sites: Sequence[Site]) -> dict[str, Any]:
+        """Return what modules and optimizers say that have to be asked each time, by name.
 
         This comes before a look: a hook may put other tensors into the module.
         """
         modules = [site for site in sites if isinstance(site.value, nn.Module)]
         for site in modules:
             reshard(site.value)
-        return {
+        said: dict[str, Any] = {
             site.place.name: ask(site.place, site.value)
             for site in modules
             if site.place.name in self._sayings and self._sayings[site.place.name][0].asks
         }
+        for site in sites:
+            if isinstance(site.value, torch.optim.Optimizer):
+                said[site.place.name] = ask_optimizer(site.value, site.place, site.speaker)
+        return said
 
     def again(
         self,
@@ -236,8 +236,7 @@ class _Known:
         """
         look, said = _Look.at(sites), asked.said
         if (
-            look.rereads
-            or look.facts != self._facts
+            look.facts != self._facts
             or _ids(look.things) != self._ids
             or any(look.unwrap(at) != form for at, form in self._inside)
             or [id(known()) for known in self._owners] != _ids(look.owners)
@@ -266,10 +265,13 @@ class _Known:
             known=self._token,
         )
         sink = Sink.again(leaves, dict(self._paths))
-        sink.told = asked.told
+        sink.said, sink.told = said, asked.told
         for site in sites:
             if isinstance(site.value, torch.optim.Optimizer):
-                add_groups(sink, site.place, site.value, owners)
+                name, form = site.place.name, self._states[site.place.name]
+                if said[name] is not None and said[name].apart != form.apart:
+                    return None
+                add_again(sink, site.place, site.value, owners, form)
             elif isinstance(site.value, nn.Module):
                 name = site.place.name
                 self._sayings[name][0].add(sink, site.place, said.get(name, {}))
@@ -401,7 +403,7 @@ def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
     elif isinstance(value, nn.Module):
         add_module(sink, place, value)
     elif isinstance(value, torch.optim.Optimizer):
-        add_optimizer(sink, place, value, owners)
+        add_optimizer(sink, place, value, owners, site.speaker)
         sink.leaves.optimizers.append(value)
     elif isinstance(value, torch.Tensor):
         for leaf in sink.add(place, value, "tensor"):

@@ -570,11 +570,13 @@ class Sink:
     recallable
         Whether all that is not fresh may be remembered.
     said
-        What modules said that were asked before, by name.
+        What modules and optimizers said that were asked before, by name.
     told
         What other objects answered, by name.
     parts, records
         Of wrapped tensors that are not fresh, what is inside by name, and what says so.
+    forms
+        Those of the state of optimizers, by name.
     sayings
         The forms of what modules say, by name, with the tensors of its `same`.
     hyper
@@ -590,10 +592,11 @@ class Sink:
         self.live: list[torch.Tensor] = []
         self.fresh: list[TensorLeaf] = []
         self.recallable = True
-        self.said: dict[str, Mapping[str, Any]] = {}
+        self.said: dict[str, Any] = {}
         self.told: dict[str, Any] = {}
         self.parts: dict[str, torch.Tensor] = {}
         self.records: list[ObjectLeaf] = []
+        self.forms: dict[str, Any] = {}
         self.sayings: dict[str, tuple[Any, list[torch.Tensor]]] = {}
         self._fresh = False
         self.hyper: Counter[Hashable] = Counter()

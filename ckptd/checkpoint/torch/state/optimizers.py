@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,12 +31,17 @@ from ckptd.checkpoint.torch.state.modules import module_tensors, reshard
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
-from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state, unseen_state
+from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state
+from ckptd.checkpoint.torch.state.words import is_same_memory
 from ckptd.checkpoint.torch.state.wrapped import make_wrapped, part_shape
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
 _CLASSES, _DEFAULTS, _SHARED, _ORDERS = "classes", "defaults", "shared", "orders"
+# Of a group: that it is said by code of its own, and names of parameters that are not their FQN.
+_SAID, _NAMED = "said", "named"
 _BASE = "torch.optim."
+_SET = {"differentiable"}
+"""What torch adds to the hyperparameters' names as an optimizer is loaded."""
 # What torch's own optimizers keep of a parameter, whatever their options; "step" tells nothing.
 _STATE = {
     "ASGD": {"eta", "mu", "ax"},
@@ -61,7 +66,8 @@ def record(optimizer: Optimizer) -> dict[str, list[str]]:
 
     Its classes, nearest first, without torch's base; and the names of its hyperparameters.
     """
-    return {_CLASSES: _classes(_kind(optimizer)), _DEFAULTS: sorted(map(str, optimizer.defaults))}
+    names = {*map(str, optimizer.defaults), *_SET}
+    return {_CLASSES: _classes(_kind(optimizer)), _DEFAULTS: sorted(names)}
 
 
 def misfit(
@@ -79,7 +85,7 @@ def misfit(
         What was saved of these parameters.
     """
     own = record(optimizer)
-    whole = [g for g in groups if isinstance(g, Mapping)] if isinstance(groups, list) else []
+    whole = _listed(groups)
     mine = [g for g in whole if not set(params).isdisjoint(_names(g.get("params")))]
     for group in mine or whole:
         saved = _parsed(group.get(OPTIMIZER_CLASS))
@@ -88,12 +94,8 @@ def misfit(
         flag = "decoupled_weight_decay"
         if flag in group and group[flag] != optimizer.defaults.get(flag, group[flag]):
             # Adam and AdamW differ in nothing else, and a load would turn the one into the other.
-            named = (
-                saved[_CLASSES]
-                if saved is not None
-                else [_BASE + ("AdamW" if group[flag] else "Adam")]
-            )
-            return _text(own[_CLASSES], named)
+            named = _BASE + ("AdamW" if group[flag] else "Adam")
+            return _text(own[_CLASSES], [named] if saved is None else saved[_CLASSES])
     known = _STATE.get(_kind(optimizer).__name__) if own[_CLASSES][0].startswith(_BASE) else None
     kept = {*keys} - {"step"}
     if known is not None and kept and kept.isdisjoint(known):
@@ -110,11 +112,11 @@ def _fits(own: Mapping[str, list[str]], saved: Mapping[str, list[str]]) -> bool:
     if _torchs(live) != _torchs(then):
         return False
     # A class may have moved to another module; what it is called does not change with that.
-    names, others = [_bare(c) for c in live], [_bare(c) for c in then]
+    names, others = ([c.rpartition(".")[2] for c in classes] for classes in (live, then))
     if names[0] in others or others[0] in names:
         return True
     # Renamed, or a sibling: then it must have the same hyperparameters.
-    return own[_DEFAULTS] == saved[_DEFAULTS]
+    return {*own[_DEFAULTS]} ^ {*saved[_DEFAULTS]} <= _SET
 
 
 def _torchs(classes: Iterable[str]) -> str | None:
@@ -134,25 +136,27 @@ def _classes(kind: type) -> list[str]:
     return out or [f"{kind.__module__}.{kind.__qualname__}"[:300]]
 
 
-def _bare(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _names(params: object) -> list[str]:
     return params if isinstance(params, list) else []
 
 
 def _parsed(raw: object) -> dict[str, list[str]] | None:
     """Return a record that a checkpoint holds; None if its form is another."""
-    if not isinstance(raw, Mapping):
-        return None
-    out: dict[str, list[str]] = {}
-    for key in (_CLASSES, _DEFAULTS):
-        items: Any = raw.get(key)
-        if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
-            return None
-        out[key] = items
-    return out if out[_CLASSES] else None
+    found: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {}
+    parts = {key: found.get(key) for key in (_CLASSES, _DEFAULTS)}
+    whole = {k: v for k, v in parts.items() if isinstance(v, list) and {*map(type, v)} <= {str}}
+    return whole if len(whole) == len(parts) and whole[_CLASSES] else None
+
+
+def _listed(groups: object) -> list[Mapping[str, Any]]:
+    """Return what are groups in what a checkpoint has as such."""
+    return [g for g in groups if isinstance(g, Mapping)] if isinstance(groups, list) else []
+
+
+def _noted(group: object, key: str) -> Any:
+    """Return what a record in a saved group has under a key; None if there is none."""
+    said = group.get(OPTIMIZER_CLASS) if isinstance(group, Mapping) else None
+    return said.get(key) if isinstance(said, Mapping) else None
 
 
 def _text(live: list[str], saved: list[str]) -> str:
@@ -160,7 +164,23 @@ def _text(live: list[str], saved: list[str]) -> str:
     return f"the live optimizer is {live[0]}, and the saved state is {there}"
 
 
-_NOT_HYPER = ("params", "param_names", OPTIMIZER_CLASS)
+_PARAM_NAMES = "param_names"
+_NOT_HYPER = ("params", _PARAM_NAMES, OPTIMIZER_CLASS)
+
+
+class StateForm(NamedTuple):
+    """What may be remembered of an optimizer's state, as it was saved.
+
+    Attributes
+    ----------
+    apart
+        That of `_Said`.
+    loose
+        What each save adds again: number of the parameter, key, place.
+    """
+
+    apart: Mapping[int, list[tuple[Any, bool]]]
+    loose: list[tuple[int, Any, StatePlace]]
 
 
 class ParameterOwners:
@@ -237,7 +257,7 @@ class ParameterOwners:
 
 
 def add_optimizer(
-    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners
+    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners, speaker: Any
 ) -> None:
     """Add the leaves of `optimizer`: ``<place>.<fqn>.<state>`` and ``<place>.groups``.
 
@@ -246,8 +266,14 @@ def add_optimizer(
     Of an optimizer that cannot take the saved state nothing is added but why not, in
     `Leaves.misfits`.
 
-    An optimizer that says its state itself (an override, a hook) is asked: what it says is saved,
-    what is more than torch's own as ``<place>.state_dict``, and its own load gets all of it.
+    What says its state itself (an optimizer by an override or a hook, a wrapper) is asked: what it
+    says is saved, what is more than torch's own as ``<place>.state_dict``. Its own load gets all of
+    it; that of a wrapper that says what the optimizer holds gets this, once it is loaded.
+
+    Parameters
+    ----------
+    speaker
+        The wrapper that says and takes the state; None: the optimizer itself does.
 
     Raises
     ------
@@ -262,71 +288,101 @@ def add_optimizer(
             found=f"{type(optimizer).__name__} without param_groups",
             hint="put the optimizer that it is around into the state",
         )
-    own = has_own_words(optimizer)
-    said = _Said.of(optimizer, place) if own and sink.saved is None else None
-    _check_optimizer(optimizer, place, said, own=own)
-    names = owners.names(optimizer, place)
     if sink.saved is None:
-        _add_saved(sink, place, optimizer, owners, said)
+        if place.name not in sink.said:
+            sink.said[place.name] = ask_optimizer(optimizer, place, speaker)
+        _check_optimizer(optimizer, place, sink.said[place.name])
+        _add_saved(sink, place, optimizer, owners)
         return
-    saved = _saved_state(sink.saved, place.name, set(names.values()))
     at = _groups_at(place)
+    groups = sink.saved.groups.get(at.name)
+    own = has_own_words(optimizer)
+    if not own:
+        _check_optimizer(optimizer, place, None)
+        own = any(_noted(group, _SAID) for group in _listed(groups))
+    names = owners.names(optimizer, place)
+    saved = _saved_state(sink.saved, place.name, set(names.values()))
     known = at.name in sink.saved.objects
     if known:
         # What it says itself may have names that torch's own of its class has not.
         keys = {key for entries in saved.values() for key in entries} if not own else set()
-        groups = sink.saved.groups.get(at.name)
         if (why := misfit(optimizer, groups, set(names.values()), keys)) is not None:
             # Nothing of it has a place here: what is taken is all of a state, or nothing.
             sink.leaves.misfits[place.name] = why
             return
     if own:
-        _Handing(sink, place, optimizer, names).add(saved)
+        _Handing(sink, place, optimizer, speaker, names).add(saved)
         return
-    put = _Hyperparameters(sink, optimizer, names).put
-    sink.add_object(at, None, put, kind="groups", check=_checks(optimizer, names, at.name))
+    hyper = _Hyperparameters(sink, optimizer, names)
+    check = partial(_match_groups, optimizer, names, at.name)
+    sink.add_object(at, None, hyper.put, kind="groups", check=check)
     if isinstance(optimizer, HostedOptimizer):
         _take_masters(sink, optimizer, owners, at.name)
+    found = [at.name]
     for param in _each(sink, place, optimizer, names):
         entries = saved.get(param.fqn, {})
         if known and not entries:
             forget = partial(optimizer.state.pop, param.parameter, None)
             sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
             continue
-        live = optimizer.state.get(param.parameter) or {}
+        live = _held(optimizer, param.parameter)
         # Sorted: a restored optimizer holds its state in another order than a stepped one.
-        for key in sorted({*live, *entries}, key=str):
-            param.add(key, entries.get(key))
+        found += [param.add(k, entries.get(k)) for k in sorted({*live, *entries}, key=str)]
+
+    settle = partial(hyper.settle, place.name, speaker)
+    sink.leaves.handing.append(PendingState(tuple(found), settle))
 
 
 def _add_saved(
-    sink: Sink,
-    place: StatePlace,
-    optimizer: Optimizer,
-    owners: ParameterOwners,
-    said: _Said | None,
+    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners
 ) -> None:
     """Add what an optimizer holds, or says itself, to the leaves of a save."""
-    add_groups(sink, place, optimizer, owners, said)
-    names = owners.names(optimizer, place)
+    said, names = sink.said[place.name], owners.names(optimizer, place)
+    form = sink.forms[place.name] = StateForm({} if said is None else said.apart, [])
     for number, parameter in enumerate(_parameters(optimizer)):
         fqn = names[id(parameter)]
         of = place.child(fqn, f".state[{fqn}]")
-        entries = _entries(optimizer, said, number, parameter)
-        for key in sorted(entries, key=str):
-            where, value = of.child(escape_key(key), f"[{key!r}]"), entries[key]
+        held = _held(optimizer, parameter)
+        apart = {key for key, same in form.apart.get(number, ()) if not same}
+        for key in sorted(_entries(optimizer, said, number, parameter), key=str):
+            where = of.child(escape_key(key), f"[{key!r}]")
+            if key not in apart and isinstance(held[key], torch.Tensor):
+                sink.add(where, held[key], "optim")
+            else:
+                form.loose.append((number, key, where))
+    add_again(sink, place, optimizer, owners, form)
+
+
+def add_again(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners, form: StateForm
+) -> None:
+    """Add what each save asks for: hyperparameters, and what is no tensor that is held."""
+    said = sink.said[place.name]
+    parameters = list(_parameters(optimizer)) if form.loose else []
+    with sink.afresh():
+        for number, key, where in form.loose:
+            value = _entries(optimizer, said, number, parameters[number])[key]
             if isinstance(value, torch.Tensor):
                 sink.add(where, value, "optim")
             else:
                 add_value(sink, where, value, put_nothing, kind="optim")
-    if said is not None and said.more:
-        add_value(sink, _more_at(place), said.more, put_nothing)
+        if said is not None and said.more:
+            add_value(sink, _more_at(place), said.more, put_nothing)
+    orders = owners.orders(optimizer, place, said)
+    groups = _groups(optimizer, owners.names(optimizer, place), said, orders)
+    # Nothing is kept that the program may let go.
+    sink.add_object(_groups_at(place), groups, put_nothing, kind="groups")
 
 
 def _entries(
     optimizer: Optimizer, said: _Said | None, number: int, parameter: torch.Tensor
 ) -> Mapping[Any, Any]:
-    return (optimizer.state.get(parameter) or {}) if said is None else said.state.get(number, {})
+    return _held(optimizer, parameter) if said is None else said.state.get(number, {})
+
+
+def _held(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[Any, Any]:
+    held = optimizer.state.get(parameter)
+    return held if isinstance(held, Mapping) else {}
 
 
 def _take_masters(
@@ -340,34 +396,12 @@ def _take_masters(
         sink.leaves.handing.append(PendingState(names, partial(optimizer.take, master)))
 
 
-def add_groups(
-    sink: Sink,
-    place: StatePlace,
-    optimizer: Optimizer,
-    owners: ParameterOwners,
-    said: _Said | None = None,
-) -> None:
-    """Add the hyperparameters that an optimizer has, or says itself, to the leaves of a save."""
-    hypers = optimizer.param_groups if said is None else said.groups
-    orders = owners.orders(optimizer, place, said)
-    groups = _groups(optimizer, owners.names(optimizer, place), hypers, orders)
-    # Nothing is kept that the program may let go.
-    sink.add_object(_groups_at(place), groups, put_nothing, kind="groups")
-
-
-def _checks(optimizer: Optimizer, names: Mapping[int, str], where: str) -> Callable[[Any], None]:
-    def check(value: Any) -> None:
-        _match_groups(optimizer, names, where, value)
-
-    return check
-
-
 # --- what an optimizer says itself ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What an optimizer's own ``state_dict()`` says.
+    """What an optimizer's own ``state_dict()`` says, or that of a wrapper.
 
     Attributes
     ----------
@@ -377,38 +411,44 @@ class _Said:
         By the number of a parameter, in the order of the live groups.
     more
         Everything that torch's own would not say, as the whole dictionary without the rest.
+    apart
+        By number, where state is not what the optimizer holds: its keys, and which of them are.
+    own
+        Whether its own load has to be given what is saved: code of the optimizer's says it, or it
+        is not what the optimizer holds.
     """
 
     groups: list[Mapping[str, Any]]
     state: dict[int, Mapping[Any, Any]]
     more: dict[Any, Any]
+    apart: dict[int, list[tuple[Any, bool]]]
+    own: bool
 
     @staticmethod
-    def of(optimizer: Optimizer, place: StatePlace) -> _Said:
-        """Ask an optimizer.
+    def of(optimizer: Optimizer, place: StatePlace, speaker: Any) -> _Said:
+        """Ask an optimizer, or the wrapper that speaks for it.
 
         Raises
         ------
         UsageError
             kind ``optimizer-state``: it raised, or what it says does not tell what is whose.
         """
+        asked = optimizer if speaker is None else speaker
 
-        def wrong(found: str, cause: Exception | None = None) -> UsageError:
-            error = UsageError(
+        def wrong(found: str) -> UsageError:
+            return UsageError(
                 "an optimizer's own state_dict() does not say what belongs to which parameter",
                 kind="optimizer-state",
                 where=place.name,
                 wanted="state and param_groups, with the numbers of parameters, as torch has them",
-                found=f"{type(optimizer).__name__}: {found}"[:500],
+                found=f"{type(asked).__name__}: {found}"[:500],
                 hint="let state_dict() begin with that of torch.optim.Optimizer",
             )
-            error.__cause__ = cause
-            return error
 
         try:
-            said: object = optimizer.state_dict()
+            said: object = asked.state_dict()
         except Exception as error:
-            raise wrong(f"raised {error!r}", error) from error
+            raise wrong(f"raised {error!r}") from error
         whole: Mapping[Any, Any] = said if isinstance(said, Mapping) else {}
         groups, state = (whole.get(k) for k in _TORCHS)
         if not isinstance(groups, list) or not isinstance(state, Mapping):
@@ -426,15 +466,45 @@ class _Said:
         more = {k: v for k, v in whole.items() if k not in _TORCHS}
         if loose := {n: entry for n, entry in state.items() if n not in known}:
             more["state"] = loose
-        return _Said(groups, mine, more)
+        apart = _apart(optimizer, mine)
+        own = bool(apart or more) or has_own_words(optimizer)
+        own = own or not all(map(_is_group, groups, optimizer.param_groups))
+        return _Said(groups, mine, more, apart, own)
+
+
+def ask_optimizer(optimizer: Optimizer, place: StatePlace, speaker: Any) -> _Said | None:
+    """Return what an optimizer or its wrapper says; None where it is saved by what it holds."""
+    if speaker is None and not has_own_words(optimizer):
+        return None
+    return _Said.of(optimizer, place, speaker)
+
+
+def _apart(
+    optimizer: Optimizer, said: Mapping[int, Mapping[Any, Any]]
+) -> dict[int, list[tuple[Any, bool]]]:
+    def is_same(value: Any, held: Any) -> bool:
+        return value is held or (isinstance(held, torch.Tensor) and is_same_memory(value, held))
+
+    found = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        entries, held = said.get(number, {}), _held(optimizer, parameter)
+        if entries is not held:
+            same = [(k, k in held and is_same(v, held[k])) for k, v in entries.items()]
+            if len(held) != len(same) or not all(held_too for _, held_too in same):
+                found[number] = same
+    return found
+
+
+def _is_group(said: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
+    """Tell whether a group is said as it is, but for the numbers of its parameters."""
+    return said.keys() == held.keys() and all(said[k] is held[k] for k in held if k != "params")
 
 
 _TORCHS = ("param_groups", "state")
-_MORE = "state_dict"
 
 
 def _more_at(place: StatePlace) -> StatePlace:
-    return place.child(_MORE, ".state_dict()")
+    return place.child("state_dict", ".state_dict()")
 
 
 @dataclass
@@ -447,6 +517,7 @@ class _Handing:
     _sink: Sink
     _place: StatePlace
     _optimizer: Optimizer
+    _speaker: Any
     _names: Mapping[int, str]
     _groups: Any = None
     _more: dict[Any, Any] = field(default_factory=dict)
@@ -456,7 +527,7 @@ class _Handing:
         """Add the leaves of all that the checkpoint has."""
         sink, at, more = self._sink, _groups_at(self._place), _more_at(self._place)
         found = [at.name]
-        check = _checks(self._optimizer, self._names, at.name)
+        check = partial(_match_groups, self._optimizer, self._names, at.name)
         sink.add_object(at, None, partial(setattr, self, "_groups"), kind="groups", check=check)
         if sink.saved is not None and more.name in sink.saved.objects:
             add_value(sink, more, None, partial(setattr, self, "_more"), fresh=True)
@@ -472,11 +543,10 @@ class _Handing:
     def _hand(self) -> None:
         if self._groups is None:
             # Without groups a part is loaded: what is not is as it was.
-            said = _Said.of(self._optimizer, self._place)
+            said = _Said.of(self._optimizer, self._place, self._speaker)
             pairs: Any = zip(self._optimizer.param_groups, said.groups, strict=True)
-            state = {
-                n: {**said.state.get(n, {}), **self._state.get(n, {})} for n in self._numbers()
-            }
+            new = self._state
+            state = {n: {**said.state.get(n, {}), **new.get(n, {})} for n in {**said.state, **new}}
             more = {**said.more, **self._more}
         else:
             pairs = _match_groups(self._optimizer, self._names, "groups", self._groups)
@@ -484,28 +554,13 @@ class _Handing:
         groups, number = [], 0
         for own, group in pairs:
             ids = list(range(number, number := number + len(own["params"])))
-            hyper = {k: v for k, v in group.items() if k not in _NOT_HYPER}
-            groups.append({**hyper, "params": ids})
-        loose = more.get("state", {})
-        entries = {n: state[n] for n in self._numbers() if state.get(n)}
-        whole = {**more, "state": {**loose, **entries}, "param_groups": groups}
-        call_with(self._optimizer.load_state_dict, self._place.name, whole)
-        if type(self._optimizer).load_state_dict is Optimizer.load_state_dict:
-            self._keep_dtypes()
-
-    def _keep_dtypes(self) -> None:
-        """Let state have the type that it was saved with: torch's load gives it its parameter's."""
-        for number, parameter in enumerate(_parameters(self._optimizer)):
-            held = self._optimizer.state.get(parameter, {})
-            for key, value in self._state.get(number, {}).items():
-                now = held.get(key)
-                both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-                cast = both and now.dtype == parameter.dtype != value.dtype
-                if cast and torch.equal(now, value.to(now.dtype)):
-                    held[key] = value
-
-    def _numbers(self) -> range:
-        return range(len([*_parameters(self._optimizer)]))
+            # What another program wrote need not say all.
+            rest = {} if OPTIMIZER_CLASS in group else own
+            groups.append({**rest, **_options(own, group, self._names), "params": ids})
+        entries = {n: state[n] for n in sorted(state) if state[n]}
+        whole = {**more, "state": {**more.get("state", {}), **entries}, "param_groups": groups}
+        taker = self._optimizer if self._speaker is None else self._speaker
+        call_with(taker.load_state_dict, self._place.name, whole)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:
@@ -520,11 +575,14 @@ def _each(
     sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
 ) -> Iterable[_Parameter]:
     unit, made = _groups_at(place).name, dict[str, torch.Tensor]()
+    groups = _listed(sink.saved.groups.get(unit) if sink.saved else None)
+    saved = {name: group for group in groups for name in _names(group.get("params"))}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fqn = names[id(parameter)]
             of = place.child(fqn, f".state[{fqn}]")
-            yield _Parameter(sink, of, optimizer, group, parameter, unit, fqn, made)
+            mine = saved.get(fqn, group)
+            yield _Parameter(sink, of, optimizer, mine, parameter, unit, fqn, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,6 +591,8 @@ class _Parameter:
 
     Parameters
     ----------
+    group
+        The saved one, or the live one where none is saved.
     made
         By name in the checkpoint what a load puts there: what was one tensor is one again.
     """
@@ -540,7 +600,7 @@ class _Parameter:
     sink: Sink
     place: StatePlace
     optimizer: Optimizer
-    group: dict[str, Any]
+    group: Mapping[str, Any]
     parameter: torch.Tensor
     unit: str
     fqn: str
@@ -558,7 +618,7 @@ class _Parameter:
             loaded into what the optimizer has, or put there.
         """
         sink, place = self.sink, self.place.child(escape_key(key), f"[{key!r}]")
-        live = (self.optimizer.state.get(self.parameter) or {}).get(key)
+        live = _held(self.optimizer, self.parameter).get(key)
         put = partial(self._put, key) if give is None else give
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
             value = live if give is None else None
@@ -584,15 +644,9 @@ class _Parameter:
 
     def _order(self, key: str) -> list[int] | None:
         """Return the order of dimensions that the checkpoint says of a state."""
-        groups = self.sink.saved.groups.get(self.unit) if self.sink.saved else None
-        mine = f"{self.fqn}.{escape_key(key)}"
-        for group in groups if isinstance(groups, list) else ():
-            said = group.get(OPTIMIZER_CLASS) if isinstance(group, Mapping) else None
-            orders = said.get(_ORDERS) if isinstance(said, Mapping) else None
-            order = orders.get(mine) if isinstance(orders, Mapping) else None
-            if isinstance(order, list) and all(type(d) is int for d in order):
-                return order
-        return None
+        orders = _noted(self.group, _ORDERS)
+        order = orders.get(f"{self.fqn}.{escape_key(key)}") if isinstance(orders, Mapping) else None
+        return order if isinstance(order, list) and {*map(type, order)} <= {int} else None
 
     def _make_wrapped(self, name: str, live: Any = None) -> torch.Tensor:
         """Return a tensor of a wrapper subclass as the checkpoint says, its parts to be filled."""
@@ -649,9 +703,7 @@ def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
             yield from _tensors_in(f"{name}.{i}", item)
 
 
-def _check_optimizer(
-    optimizer: Optimizer, place: StatePlace, said: _Said | None, *, own: bool
-) -> None:
+def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None) -> None:
     inside = optimizer.optimizers if isinstance(optimizer, HostedOptimizer) else ()
     if speaking := [o for o in inside if has_own_words(o)]:
         raise UsageError(
@@ -659,18 +711,6 @@ def _check_optimizer(
             kind="optimizer-container",
             where=place.name,
             found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
-        )
-    if own and said is None:
-        return  # a load, and its own load takes what there is
-    # Asked once a save: ranks may have to ask together, and some may hold no state.
-    if hidden := unseen_state(optimizer, None if said is None else said.state):
-        raise UsageError(
-            "an optimizer's state is not where optimizers have theirs",
-            kind="optimizer-container",
-            where=place.name,
-            wanted="what its state_dict() has, in its attribute `state`",
-            found=f"{type(optimizer).__name__}: state of {hidden} parameters in state_dict() alone",
-            hint="put the optimizers that have the state into the state of the checkpoint",
         )
     if said is not None:
         return  # what is of no parameter is said as well
@@ -681,7 +721,7 @@ def _check_optimizer(
             "an optimizer has state that belongs to none of its parameters",
             kind="optimizer-state",
             where=place.name,
-            found=f"{len(loose)} entries, the first for {_short(loose[0])}",
+            found=f"{len(loose)} entries, the first for {loose[0]!r}"[:200],
             hint="state must be keyed by parameters of the optimizer's groups",
         )
     for entry in optimizer.state.values():
@@ -695,23 +735,14 @@ def _check_optimizer(
             )
 
 
-def _short(key: Any) -> str:
-    return f"a tensor {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
-
-
-def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[str, dict[Any, str]]:
+def _saved_state(saved: SavedNames, name: str, fqns: set[str]) -> dict[str, dict[Any, str]]:
     """Return what the checkpoint has, by FQN and state name: tensor, object or subclass."""
     out: dict[str, dict[Any, str]] = {}
-    if saved is None:
-        return out
     prefix = name + "."
-    found = [(n, "tensor") for n in saved.tensors_below(name)]
-    found += [
-        (n, "subclass" if n in saved.wrapped else "object")
-        for n in saved.objects
-        if n.startswith(prefix)
-    ]
-    for full, what in found:
+    below = [n for n in saved.objects if n.startswith(prefix)]
+    found = dict.fromkeys(saved.tensors_below(name), "tensor")
+    found |= {n: "subclass" if n in saved.wrapped else "object" for n in below}
+    for full, what in found.items():
         fqn, _, key = full[len(prefix) :].rpartition(".")
         if fqn in fqns:
             out.setdefault(fqn, {})[_state_key(key)] = what
@@ -731,24 +762,42 @@ def _state_key(segment: str) -> str | int:
 def _groups(
     optimizer: Optimizer,
     names: Mapping[int, str],
-    hypers: Sequence[Mapping[str, Any]],
+    said: _Said | None,
     orders: Mapping[str, list[int]],
 ) -> list[dict[str, Any]]:
-    """Return the groups for a checkpoint, with hyperparameters from `hypers`."""
-    own = record(optimizer)
+    """Return the groups for a checkpoint, with the hyperparameters that are held or said."""
+    hypers: Sequence[Mapping[str, Any]] = optimizer.param_groups if said is None else said.groups
+    own: dict[str, Any] = record(optimizer)
+    if said is not None and said.own:
+        own[_SAID] = True
     times = Counter(memory_key(t) for hyper in hypers for _, t in _tensors_of(hyper))
     numbers = {key: n for n, (key, count) in enumerate(times.items()) if count > 1}
     groups = []
     for group, hyper in zip(optimizer.param_groups, hypers, strict=True):
-        params = sorted(names[id(p)] for p in group["params"])
+        fqns = [names[id(p)] for p in group["params"]]
         keys = {path: memory_key(t) for path, t in _tensors_of(hyper)} if numbers else {}
         shared = {path: numbers[key] for path, key in keys.items() if key in numbers}
-        ordered = {n: o for n, o in orders.items() if n.rpartition(".")[0] in params}
-        said: dict[str, Any] = {**own, _SHARED: shared} if shared else own
-        said = {**said, _ORDERS: ordered} if ordered else said
+        notes = dict(own)
+        if shared:
+            notes[_SHARED] = shared
+        if ordered := {n: o for n, o in orders.items() if n.rpartition(".")[0] in fqns}:
+            notes[_ORDERS] = ordered
+        if (named := hyper.get(_PARAM_NAMES)) is not None:
+            notes[_NAMED] = {f: n for f, n in zip(fqns, named, strict=True) if f != n}
         of = {k: v for k, v in hyper.items() if k not in _NOT_HYPER}
-        groups.append({"params": params, **of, OPTIMIZER_CLASS: said})
+        groups.append({"params": sorted(fqns), **of, OPTIMIZER_CLASS: notes})
     return groups
+
+
+def _options(
+    live: Mapping[str, Any], group: Mapping[str, Any], names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return what a saved group has beside its parameters, for those of the live one."""
+    found = {k: v for k, v in group.items() if k not in _NOT_HYPER}
+    if isinstance(named := _noted(group, _NAMED), Mapping):
+        fqns = [names[id(p)] for p in live["params"]]
+        found[_PARAM_NAMES] = [named.get(f, f) for f in fqns]
+    return found
 
 
 def _orders_of(
@@ -792,9 +841,9 @@ def _match_groups(
         ) from error
     wanted, found = Counter(k for k, _ in live), Counter(k for k, _ in left)
     if wanted != found:
-        around = [_around(set(key), left) for key, _ in live]
-        if all(group is not None for group in around):
-            return [(own, g) for (_, own), g in zip(live, around, strict=True) if g is not None]
+        around = [[g for k, g in left if key and {*key} <= {*k}] for key, _ in live]
+        if all(len(groups) == 1 for groups in around):
+            return [(own, groups[0]) for (_, own), groups in zip(live, around, strict=True)]
         raise MismatchError(
             "the optimizer's groups and the checkpoint's hold different parameters",
             kind="groups",
@@ -803,19 +852,10 @@ def _match_groups(
             found=_listing((found - wanted).elements(), "only in the checkpoint"),
             hint="build the groups as they were when the checkpoint was saved",
         )
-    pairs = []
-    for key, group in live:
-        i = next(i for i, (k, _) in enumerate(left) if k == key)
-        pairs.append((group, left.pop(i)[1]))
-    return pairs
-
-
-def _around(
-    params: set[str], saved: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
-) -> dict[str, Any] | None:
-    """Return the one saved group that `params` is a proper or improper part of."""
-    found = [group for key, group in saved if params and params <= set(key)]
-    return found[0] if len(found) == 1 else None
+    of: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for key, group in left:
+        of.setdefault(key, []).append(group)
+    return [(group, of[key].pop(0)) for key, group in live]
 
 
 def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:
@@ -834,10 +874,9 @@ class _Hyperparameters:
     """
 
     def __init__(self, sink: Sink, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._sink = sink
-        self._optimizer = optimizer
-        self._names = names
+        self._sink, self._optimizer, self._names = sink, optimizer, names
         self._made: dict[int, Any] = {}
+        self._gone: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             for _, tensor in _tensors_of(group):
                 sink.hyper[memory_key(tensor)] += 1
@@ -853,13 +892,29 @@ class _Hyperparameters:
             for path, tensor in _tensors_of(live):
                 self._wanted.setdefault(memory_key(tensor), []).append(label.get(path))
         for (live, group), label in zip(pairs, labels, strict=True):
-            for key, value in group.items():
-                if key not in _NOT_HYPER:
-                    live[key] = self._fit(live.get(key), value, key, label)
+            options = _options(live, group, self._names)
+            # What another program wrote need not say all.
+            kept = {*options, *_NOT_HYPER} if OPTIMIZER_CLASS in group else live.keys()
+            self._gone.append({key: live.pop(key) for key in live.keys() - kept})
+            for key, value in options.items():
+                live[key] = self._fit(live.get(key), value, key, label)
+
+    def settle(self, name: str, speaker: Any) -> None:
+        """Let torch's own code fill in what was not saved, as its load does, or run a wrapper's."""
+        whole = self._optimizer
+        if speaker is not None:
+            call_with(speaker.load_state_dict, name, whole.state_dict())
+        elif self._gone:  # groups were put
+            for one in whole.optimizers if isinstance(whole, HostedOptimizer) else (whole,):
+                state = {"state": one.state, "param_groups": one.param_groups}
+                call_with(one.__setstate__, name, state)
+        for live, gone in zip(whole.param_groups, self._gone, strict=False):
+            for key in gone.keys() & whole.defaults.keys():
+                live.setdefault(key, gone[key])
 
     def _fit(self, live: Any, new: Any, path: str, labels: Mapping[str, int]) -> Any:
         """Return `new` in the form of `live`."""
-        if isinstance(live, torch.Tensor) and _is_held(live, new):
+        if isinstance(live, torch.Tensor) and _can_hold(live, new):
             label = labels.get(path)
             made = self._made.get(label) if label is not None else None
             if made is not None and _same(made[0], new):
@@ -888,7 +943,7 @@ class _Hyperparameters:
         return value.to(live.device).clone()
 
 
-def _is_held(live: torch.Tensor, new: Any) -> bool:
+def _can_hold(live: torch.Tensor, new: Any) -> bool:
     """Tell whether a tensor of the live one's type holds a saved value: 1.7 is no integer."""
     if isinstance(new, torch.Tensor):
         return True
@@ -914,8 +969,5 @@ def _tensors_of(group: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _labels(group: Mapping[str, Any]) -> dict[str, int]:
     """Return which hyperparameters of a saved group are one tensor with others; same number."""
-    said = group.get(OPTIMIZER_CLASS)
-    found = said.get(_SHARED) if isinstance(said, Mapping) else None
-    if not isinstance(found, Mapping):
-        return {}
-    return {k: n for k, n in found.items() if type(n) is int}
+    found = _noted(group, _SHARED)
+    return {k: n for k, n in found.items() if type(n) is int} if isinstance(found, Mapping) else {}

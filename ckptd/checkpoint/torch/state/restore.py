@@ -169,7 +169,7 @@ def saved_names(
         groups={
             live(n): saved.manifest.objects[i].value
             for n, i in saved.objects.items()
-            if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
+            if saved.manifest.objects[i].kind == "groups"
         },
         foreign=bool(about_foreign(saved.manifest)),
         wrapped=_wrapped(saved, live, wanted),

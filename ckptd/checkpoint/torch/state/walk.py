@@ -31,7 +31,7 @@ from ckptd.errors import UsageError
 _PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
 _OF_TORCH = ("_optimizer_", "_profile_hook")
 """Hooks of an optimizer's steps: they lead to everything that was ever registered."""
-_WORDS = ("state_dict", "load_state_dict", "__setstate__")
+_WORDS = ("state_dict", "load_state_dict")
 _SAYING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _TAKING = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _MOST = 4096
@@ -51,8 +51,10 @@ def is_optimizer(value: Any) -> bool:
         return False
 
 
-def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
-    """Return the optimizer that has the state of `value`, which may be `value`.
+def unwrapped(value: Any, where: str, others: Iterable[Any]) -> tuple[Any, Any]:
+    """Return the optimizer that has the state of `value`, which may be `value`, and who speaks.
+
+    That is the outermost wrapper with a ``state_dict`` and ``load_state_dict`` of its own, or None.
 
     Parameters
     ----------
@@ -67,10 +69,10 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
         kind ``optimizer-container``: it holds others whose state would be lost.
     """
     known = {id(o) for o in others}
-    seen = [value]
+    seen, speaker = [value], None
     while True:
         if (hosted := HostedOptimizer.of(value)) is not None:
-            return hosted
+            return hosted, None
         inner = [i for i in _inside(value) if not any(i.value is s for s in seen)]
         own = _params(value)
         same = [i for i in inner if own & _params(i.value)]
@@ -84,28 +86,14 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> Any:
             deep = [{id(j.value) for j in _inside(i.value)} for i in same]
             same = [i for i in same if not any(id(i.value) in d for d in deep)] or same
         if not same:
-            return value
+            return value, speaker
         only = same[0]
         if len(same) > 1 or _params(only.value) != own:
             raise _container(value, where, same)
-        _check_wrapper(value, only, where)
+        if _speaks(value, only, where) and speaker is None:
+            speaker = value
         seen.append(only.value)
         value = only.value
-
-
-def unseen_state(optimizer: Optimizer, said: Mapping[Any, Any] | None = None) -> int:
-    """Return how many parameters have state that only ``state_dict()`` shows, or `said` of it."""
-    if type(optimizer).state_dict is Optimizer.state_dict or any(
-        map(holds_state, optimizer.state.values())
-    ):
-        return 0
-    if said is not None:
-        return sum(map(holds_state, said.values()))
-    try:
-        state = optimizer.state_dict().get("state")
-    except Exception:  # noqa: BLE001 - it gives no state, and has none that is seen
-        return 0
-    return sum(map(holds_state, state.values())) if isinstance(state, Mapping) else 0
 
 
 def holds_state(entry: Any) -> bool:
@@ -116,16 +104,21 @@ def holds_state(entry: Any) -> bool:
 def has_own_words(optimizer: Any) -> bool:
     """Return whether an optimizer says or takes more than torch's own: an override, or a hook."""
     own = getattr(optimizer, "__dict__", {})
-    if not own.keys().isdisjoint(_WORDS) or any(own.get(hooks) for hooks in _SAYING + _TAKING):
+    words = (*_WORDS, "__setstate__")
+    if not own.keys().isdisjoint(words) or any(own.get(hooks) for hooks in _SAYING + _TAKING):
         return True
-    words = (getattr(type(optimizer), word, None) for word in _WORDS)
-    # Those that torch's own have only fill in what older checkpoints lack. `functools.wraps` gives
-    # a function the module of another, and not its globals.
-    return not all(
-        str(getattr(word, "__module__", "")).startswith("torch.optim.")
-        and getattr(word, "__globals__", {}).get("__name__", "torch.").startswith("torch.")
-        for word in words
-    )
+    return not all(_is_torchs(getattr(type(optimizer), word, None)) for word in words)
+
+
+def _is_torchs(word: Any) -> bool:
+    """Tell whether a method is that of one of torch's own optimizers.
+
+    These only fill in what older checkpoints lack. `functools.wraps` gives a function the module of
+    another, and not its globals.
+    """
+    return str(getattr(word, "__module__", "")).startswith("torch.optim.") and getattr(
+        word, "__globals__", {}
+    ).get("__name__", "torch.").startswith("torch.")
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -199,17 +192,18 @@ def _attributes(value: Any, depth: int, at: str = "") -> Iterator[tuple[str, Any
 # --- what a wrapper has of its own ----------------------------------------------------------------
 
 
-def _check_wrapper(wrapper: Any, inner: _Inner, where: str) -> None:
-    """Raise where something is lost if the wrapper is taken off."""
-    own = _own_state(wrapper, inner.value) or _own_keys(wrapper, inner.value)
-    own += (
-        [hooks for hooks in _TAKING if vars(wrapper).get(hooks)]
-        if hasattr(wrapper, "__dict__")
-        else []
-    )
+def _speaks(wrapper: Any, inner: _Inner, where: str) -> bool:
+    """Tell whether a wrapper says and takes the state by code of its own.
+
+    Raises `UsageError` where something is lost if it is taken off.
+    """
+    words = [word for word in _WORDS if _is_own(wrapper, word)]
+    own = _own_state(wrapper, inner.value) + (words if len(words) == 1 else [])
+    mine, theirs = (getattr(o, "__dict__", {}) for o in (wrapper, inner.value))
+    own += [h for h in _SAYING + _TAKING if mine.get(h) and mine[h] is not theirs.get(h)]
     if own:
         raise UsageError(
-            "a wrapper of an optimizer has state of its own beside the optimizer's",
+            "a wrapper of an optimizer has state or words of its own beside the optimizer's",
             kind="optimizer-container",
             where=where,
             found=f"{type(wrapper).__name__} with {', '.join(own[:6])}, around "
@@ -217,6 +211,14 @@ def _check_wrapper(wrapper: Any, inner: _Inner, where: str) -> None:
             hint=f"put the optimizer into the state, and what the wrapper keeps as values: "
             f'{{"optim": wrapper{inner.at}, "wrapper": ...}}',
         )
+    return bool(words)
+
+
+def _is_own(wrapper: Any, word: str) -> bool:
+    """Tell whether a method is a wrapper's own: neither torch's nor that of what is inside."""
+    found = getattr(wrapper, word, None)
+    mine = getattr(found, "__self__", wrapper) is wrapper
+    return mine and callable(found) and not _is_torchs(found)
 
 
 def _own_state(wrapper: Any, inner: Any) -> list[str]:
@@ -235,20 +237,6 @@ def _own_state(wrapper: Any, inner: Any) -> list[str]:
     return sorted(names)
 
 
-def _own_keys(wrapper: Any, inner: Any) -> list[str]:
-    """Return what the wrapper's ``state_dict()`` has more than the optimizer's."""
-    own = getattr(wrapper, "__dict__", {})
-    says = any(own.get(hooks) for hooks in _SAYING)
-    if getattr(type(wrapper), "state_dict", None) in (None, Optimizer.state_dict) and not says:
-        return []
-    try:
-        more = {*wrapper.state_dict()} - {"state", "param_groups"}
-        more = more and more - {*inner.state_dict()}
-    except Exception:  # noqa: BLE001 - it gives no state now, and what there is of the inner is saved
-        return []
-    return sorted(str(k)[:80] for k in more)
-
-
 def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
     ways = [f"optimizer{i.at}" for i in inner]
     return UsageError(
@@ -263,11 +251,15 @@ def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A value that is no container: `put` puts another value in its place."""
+    """A value that is no container: `put` puts another value in its place.
+
+    `speaker` says and takes the state of an optimizer that it is around.
+    """
 
     place: StatePlace
     value: Any
     put: Callable[[Any], None]
+    speaker: Any = None
 
 
 def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site]:
@@ -320,9 +312,9 @@ def _without_wrappers(sites: list[Site]) -> list[Site]:
     found = [i for i, site in enumerate(sites) if is_optimizer(site.value)]
     for i in found:
         others = [sites[j].value for j in found if j != i]
-        bare = unwrapped(sites[i].value, sites[i].place.name, others)
+        bare, speaker = unwrapped(sites[i].value, sites[i].place.name, others)
         if bare is not sites[i].value:
-            sites[i] = replace(sites[i], value=bare)
+            sites[i] = replace(sites[i], value=bare, speaker=speaker)
     return sites
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -318,13 +320,94 @@ def test_groups_are_matched_by_their_parameters_and_not_by_order() -> None:
     first, second = grouped(one), grouped(two, ("rest", "first"))
     train(one, first, range(2))
     for group in second.param_groups:
-        group.update(lr=9.0, betas=(0, 0), kept=1)
+        group.update(lr=9.0, betas=(0, 0))
     give(take({"m": one, "o": first}), {"m": two, "o": second})
-    assert [(g["lr"], g["betas"], g["kept"]) for g in second.param_groups] == [
-        (0.25, (0.5, 0.75), 1),
-        (0.5, (0.5, 0.75), 1),
+    assert [(g["lr"], g["betas"]) for g in second.param_groups] == [
+        (0.25, (0.5, 0.75)),
+        (0.5, (0.5, 0.75)),
     ]
     assert train(one, first, range(2, 4)) == train(two, second, range(2, 4))
+
+
+def scheduled(optimizer: optim.Optimizer) -> None:
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+
+
+def named(optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["param_names"] = [f"named.{n}" for n in range(len(group["params"]))]
+
+
+def hooked(optimizer: optim.Optimizer) -> None:
+    optimizer.register_load_state_dict_post_hook(lambda o: None)
+
+
+OPTIONS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "nothing": lambda o: None,
+    "one more": lambda o: o.param_groups[0].update(warm=5),
+    "tensors": lambda o: o.param_groups[-1].update(warm=[torch.ones(2), None]),
+    "scheduled": scheduled,
+    "named": named,
+    "no name": lambda o: [g.pop("param_names", None) for g in o.param_groups],
+    "set": lambda o: [g.update(maximize=True, foreach=False) for g in o.param_groups],
+    "lacks what is filled in": lambda o: [
+        o.param_groups[0].pop(k, None) for k in ("foreach", "maximize", "differentiable", "fused")
+    ],
+    "decoupled": lambda o: [g.update(decoupled_weight_decay=True) for g in o.param_groups],
+    "numbers for steps": lambda o: [e.update(step=float(e["step"])) for e in o.state.values()],
+    "hooked": hooked,
+}
+
+
+@pytest.mark.parametrize("saved", OPTIONS)
+def test_groups_are_after_a_load_what_torch_leaves(saved: str) -> None:
+    def make(change: str, seed: int) -> tuple[Net, optim.Optimizer]:
+        model = net(seed)
+        optimizer = grouped(model)
+        train(model, optimizer, range(seed))
+        OPTIONS[change](optimizer)
+        return model, optimizer
+
+    model, optimizer = make(saved, 2)
+    taken = take({"m": model, "o": optimizer})
+
+    def seen(found: optim.Optimizer) -> Any:
+        groups = [{k: repr(v) for k, v in g.items() if k != "params"} for g in found.param_groups]
+        return groups, [{k: repr(v) for k, v in e.items()} for e in found.state.values()]
+
+    for live in OPTIONS:
+        (_, plain), (other, ours) = make(live, 1), make(live, 1)
+        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        give(taken, {"m": other, "o": ours})
+        assert seen(ours) == seen(plain), live
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_what_groups_lack_that_say_not_all_stays(hook: bool) -> None:
+    """Those of another program have no record of whose they are, and may have a rate alone."""
+    one, two = net(1), net(2)
+    first, second = optim.AdamW(one.parameters()), optim.AdamW(two.parameters(), maximize=True)
+    scheduled(second)
+    if hook:
+        hooked(second)
+    taken = take({"m": one, "o": first})
+    (group,) = json.loads(taken.objects["o.groups"])
+    taken.objects["o.groups"] = json.dumps([{"params": group["params"], "lr": 0.25}])
+    give(taken, {"m": two, "o": second})
+    found = second.param_groups[0]
+    assert (found["lr"], found["maximize"], found["initial_lr"]) == (0.25, True, 1e-3)
+    assert found["decoupled_weight_decay"]
+
+
+def test_a_hyperparameter_that_the_saving_class_had_not_stays() -> None:
+    """With torch's load it would be missing at the next step."""
+    one, two = net(1), net(2)
+    first, second = grouped(one), grouped(two)
+    for group in first.param_groups:
+        del group["eps"]
+    give(take({"m": one, "o": first}), {"m": two, "o": second})
+    assert [g["eps"] for g in second.param_groups] == [1e-8, 1e-8]
+    train(two, second, range(1))
 
 
 def test_groups_that_differ_are_listed_and_nothing_changes() -> None:

@@ -167,15 +167,71 @@ def test_the_optimizers_own_load_is_run() -> None:
         assert torch.equal(held, saved.state[model.weight]["momentum_buffer"])
 
 
-def test_state_keeps_the_type_that_it_was_saved_with() -> None:
-    model = nn.Linear(3, 2).bfloat16()
-    saved = post_hook(model.parameters())
+def said_as(change: Callable[[str, torch.Tensor], Any]) -> Callable[[Any, Any], None]:
+    """Return a hook that says the state of parameters in another form."""
+
+    def say(own: Any, said: Any) -> None:
+        said["state"] = {
+            n: {k: change(k, v) for k, v in entry.items()} for n, entry in said["state"].items()
+        }
+
+    return say
+
+
+FORMS: dict[str, Callable[[str, torch.Tensor], Any]] = {
+    "half": lambda key, value: value if key == "step" else value.half(),
+    "double": lambda key, value: value.double(),
+    "whole numbers": lambda key, value: value.to(torch.int32),
+    "numbers": lambda key, value: float(value) if key == "step" else value,
+    "inside": lambda key, value: value if key == "step" else [{"at": value.half()}, (value,)],
+    "as it is": lambda key, value: value,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hooked", [True, False], ids=["hooked", "bare"])
+def test_what_is_said_has_the_type_that_torchs_load_gives_it(
+    form: str, dtype: torch.dtype, hooked: bool
+) -> None:
+    """Whether the optimizer that is loaded has the hook or not: the checkpoint says that it had."""
+
+    def made(hooks: bool) -> tuple[nn.Module, Any]:
+        model = nn.Linear(3, 2).to(dtype)
+        optimizer = optim.AdamW(model.parameters())
+        if hooks:
+            optimizer.register_state_dict_post_hook(said_as(FORMS[form]))
+        return model, optimizer
+
+    model, saved = made(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    saved.state[model.weight]["exp_avg"] = torch.full((2, 3), 1 / 3)  # not of the parameter's type
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.device, value.tolist()
+        if isinstance(value, list | tuple):
+            return type(value), [seen(v) for v in value]
+        return {k: seen(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    for option in (None, "capturable", "fused"):
+        if option is not None:
+            saved.param_groups[0][option] = True
+        (_, plain), (other, ours) = made(False), made(hooked)
+        by_torch(saved, plain)
+        give(take({"m": model, "o": saved}), {"m": other, "o": ours})
+        assert [seen(e) for e in ours.state.values()] == [seen(e) for e in plain.state.values()]
+
+
+def test_state_that_is_held_keeps_the_type_that_it_was_saved_with() -> None:
+    model, other = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).bfloat16()
+    saved, live = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
     buffer = torch.full((2, 3), 1 / 3)
     saved.state[model.weight]["momentum_buffer"] = buffer
-    live_model = nn.Linear(3, 2).bfloat16()
-    live = post_hook(live_model.parameters())
-    give(take({"m": model, "o": saved}), {"m": live_model, "o": live})
-    assert torch.equal(live.state[live_model.weight]["momentum_buffer"], buffer)
+    give(take({"m": model, "o": saved}), {"m": other, "o": live})
+    assert torch.equal(live.state[other.weight]["momentum_buffer"], buffer)
 
 
 def test_a_part_of_what_it_says_is_given_with_what_it_has() -> None:
@@ -190,6 +246,41 @@ def test_a_part_of_what_it_says_is_given_with_what_it_has() -> None:
     assert (live.k, live.param_groups[0]["lr"]) == (7, 0.3)
     assert live.state[other.weight]["momentum_buffer"].eq(3).all()
     assert not live.state[other.bias]["momentum_buffer"].eq(3).any()
+
+
+class Apart(optim.SGD):
+    """Keeps its state where optimizers have none, and says and takes it as theirs."""
+
+    kept: torch.Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {0: {"kept": self.kept}}}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+        self.kept = state_dict["state"][0]["kept"]
+
+
+def test_state_that_only_the_optimizer_says_comes_back() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved, live = (Apart(m.parameters(), lr=0.1) for m in (model, other))
+    saved.kept = torch.arange(3.0)
+    give(take({"m": model, "o": saved}), {"m": other, "o": live})
+    assert live.kept is not None
+    assert torch.equal(live.kept, saved.kept)
+    assert not live.state
+
+
+@pytest.mark.parametrize("only", [None, "o.weight.*"])
+def test_a_part_of_what_is_said_has_the_type_of_the_parameter(only: Any) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved, live = (optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    step(model, saved)
+    saved.register_state_dict_post_hook(said_as(lambda key, value: value.half()))
+    with ckptd.Checkpointer(f"memory://words{next(_roots)}") as ck:
+        ck.save(1, {"m": model, "o": saved}).durable(60)
+        ck.load({"m": other, "o": live}, only=only)
+    assert live.state[other.weight]["momentum_buffer"].dtype == torch.float32
 
 
 class Nested(optim.SGD):
@@ -257,6 +348,9 @@ class Around:
 
     def state_dict(self) -> Any:
         return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("hooks", ["load_state_dict_pre", "load_state_dict_post"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import re
 import uuid
 import warnings
@@ -70,6 +71,9 @@ class Bare(optim.Optimizer):
     def state_dict(self) -> Any:
         return self.optimizer.state_dict()
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
@@ -128,7 +132,7 @@ ONE: dict[str, Callable[[optim.Optimizer], Any]] = {
     "slots": Slotted,
     "mirrored": mirrored,
     "scheduled": scheduled,
-    "three deep": lambda o: Duck(Bare(Duck(o, "a")), "b"),
+    "three deep": lambda o: Duck(Bare(Bare(o)), "b"),
     "list": lambda o: with_inner(o, [o]),
     "dict": lambda o: with_inner(o, {"a": {"b": o}}),
     "engine": lambda o: with_inner(o, SimpleNamespace(core=o)),
@@ -189,13 +193,6 @@ class Sam(optim.Optimizer):
         self.base_optimizer.step()
 
 
-class Hidden(optim.SGD):
-    """State that is nowhere but in what ``state_dict()`` makes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "state": {0: {"exp_avg": torch.ones(1)}}}
-
-
 class Several(optim.Optimizer):
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -222,21 +219,176 @@ def torchs(name: str) -> Any:
         return getattr(importlib.import_module("torch.distributed.optim"), name)
 
 
-def local_sgd(params: Any) -> Any:
-    averager = SimpleNamespace(step=5, average_parameters=lambda params: None)
-    return torchs("PostLocalSGDOptimizer")(optim.AdamW(params), averager)
+def local_sgd(inner: Any) -> Any:
+    averager = SimpleNamespace(step=round(5 / inner.param_groups[0]["lr"]))
+    averager.average_parameters = lambda params: None
+    return torchs("PostLocalSGDOptimizer")(inner, averager)
+
+
+class Plain:
+    """Around an optimizer, and no more."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner, self.n, self.base = inner, 0, None
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    zero_grad = property(lambda self: self.inner.zero_grad)
+
+    def step(self) -> None:
+        self.inner.step()
+        self.n += 1
+
+
+class OnlySays(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+class OnlyTakes(Plain):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class Derives(OnlySays, OnlyTakes):
+    """Says what the optimizer says; its load derives something."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.base = [group["lr"] for group in self.param_groups]
+
+
+class InGroups(Derives):
+    """Says a value of its own among torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        said = self.inner.state_dict()
+        said["param_groups"][0]["n"] = self.n
+        return said
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.n = self.param_groups[0].pop("n")
+
+
+class InState(Derives):
+    """Says other state than the optimizer holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        said = self.inner.state_dict()
+        said["state"] = {n: {**e, "exp_avg": e["exp_avg"] + 1} for n, e in said["state"].items()}
+        return said
+
+
+class Counts(Derives):
+    """Says more from the second step on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), **({"n": self.n} if self.n > 1 else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state.pop("n", 0)
+        super().load_state_dict(state)
+
+
+class Inherits(optim.Optimizer):
+    """An optimizer by its class, with the groups and the state of the inner one."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.n, self.base = inner, 0, None
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    step = Plain.step  # type: ignore[assignment]
+    state_dict = Counts.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.n = state_dict.get("n", 0)
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "n"})
+
+
+def own_inside(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return how a wrapper is made of an optimizer that says more itself."""
+
+    def wrap(inner: Any) -> Any:
+        inner.register_state_dict_post_hook(lambda o, said: said.update(mine=[1]))
+        inner.register_load_state_dict_pre_hook(lambda o, said: setattr(o, "mine", said["mine"]))
+        return make(inner)
+
+    return wrap
+
+
+SPEAK: dict[str, Callable[[Any], Any]] = {
+    "derives": Derives,
+    "in groups": InGroups,
+    "in state": InState,
+    "counts": Counts,
+    "inherits": Inherits,
+    "a word of one instance": lambda o: spoken(o),
+    "around another": lambda o: Derives(Bare(o)),
+    "inside another": lambda o: Duck(Counts(o)),
+    "of what says more": own_inside(Derives),
+    "averager": lambda o: local_sgd(o),
+}
+
+
+def spoken(inner: Any) -> Any:
+    made = Plain(inner)
+    made.state_dict = lambda: {**inner.state_dict(), "n": made.n}  # type: ignore[attr-defined]
+
+    def load(state: dict[str, Any]) -> None:
+        made.n = state.pop("n")
+        inner.load_state_dict(state)
+
+    made.load_state_dict = load  # type: ignore[attr-defined]
+    return made
+
+
+def attributes(wrapper: Any) -> Any:
+    """Return what can be seen of a wrapper and of what it is around."""
+    found = []
+    while wrapper is not None and not isinstance(wrapper, optim.AdamW):
+        own = vars(wrapper)
+        found.append({k: own[k] for k in ("n", "base") if k in own})
+        found.append(getattr(own.get("averager"), "step", None))
+        inner = [own[k] for k in ("inner", "optimizer", "_wrapped", "optim") if k in own]
+        wrapper = inner[0]
+    states = [{k: t.tolist() for k, t in e.items()} for e in wrapper.state.values()]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in wrapper.param_groups]
+    return found, states, groups, getattr(wrapper, "mine", None)
+
+
+@pytest.mark.filterwarnings("ignore:Loaded state dict does not contain a step counter")
+@pytest.mark.parametrize("kind", SPEAK)
+def test_a_wrapper_that_says_and_takes_its_state_comes_back_as_by_torch(kind: str) -> None:
+    def made(rate: float) -> tuple[nn.Module, Any]:
+        model = net()
+        return model, SPEAK[kind](optim.AdamW(model.parameters(), lr=rate))
+
+    model, wrapper = made(0.01)
+    speaker = getattr(wrapper, "_wrapped", wrapper)
+    with ckptd.Checkpointer(f"memory://{uuid.uuid4().hex}") as ck:
+        for step in (1, 2, 3):
+            train(model, wrapper)
+            ck.save(step, {"model": model, "optim": wrapper}).durable(60.0)
+            file = io.BytesIO()
+            torch.save(speaker.state_dict(), file)
+            file.seek(0)
+            plain, ours = made(0.5)[1], made(0.5)
+            getattr(plain, "_wrapped", plain).load_state_dict(torch.load(file))
+            ck.load({"model": ours[0], "optim": ours[1]})
+            assert attributes(ours[1]) == attributes(plain)
 
 
 LOST: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state of both": (Sam, "optimizer.base_optimizer|wrapper.base_optimizer"),
-    "hidden": (Hidden, "put the optimizers"),
     "several": (Several, r"optimizer.opts\['a'\], optimizer.opts\['b'\]\[0\]"),
     "aside": (Aside, "optimizer.rest"),
     "duck of several": (
         lambda p: Duck(Several(p)),
         r"optimizer.opts\['a'\], optimizer.opts\['b'\]\[0\]",
     ),
-    "keys of its own": (local_sgd, "wrapper.optim"),
+    "only says": (lambda p: OnlySays(optim.AdamW(p)), "wrapper.inner"),
+    "only takes": (lambda p: OnlyTakes(optim.AdamW(p)), "wrapper.inner"),
 }
 
 
