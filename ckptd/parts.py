@@ -16,7 +16,7 @@ PARTS = {
     "foreign": "ckptd.readers.find:FORMATS",
     "layouts": "ckptd.reshard.torch.layout.job:LAYOUTS",
     "job": "ckptd.elastic.torch.session.elastichooks:JOB",
-    "recorder": "ckptd.monitor.injection:attach_now",
+    "recorder": "ckptd.monitor.torch.recorder.recorder:attach_now",
     "recovery": "ckptd.elastic.nccl:recovery_rows",
     "run-words": "ckptd.elastic.cli.run:separated",
     "watch": "ckptd.monitor.cli.beside:WATCH",

@@ -25,6 +25,7 @@ from ckptd.base.runtime.agentlink import run_folder
 from ckptd.base.runtime.host import node_name
 from ckptd.errors import StoreError, UsageError
 from ckptd.events import bus
+from ckptd.monitor.injection import attach_now as attach_now
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
 from ckptd.monitor.torch.recorder.cost import call_cost
