@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests with frameworks as well",
     )
     parser.addoption("--fast", action="store_true", help="run what starts no process, few cases")
+    parser.addoption("--budget", action="store_true", help="fail above the budget of CPU seconds")
     parser.addoption("--costs", type=int, default=0, help="show the N files that cost most CPU")
 
 
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # What most ranks of tests import: up to half a second of CPU in each.
     PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.lay.bind"])
     PRELOADED.extend(["ckptd.checkpoint.torch.checkpointer", "ckptd.elastic.torch.session"])
+    PRELOADED.extend(["ckptd.reshard.torch.experts", "ckptd.publish.torch.publisher"])
     PRELOADED.append("tests.writing")
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
     # the tests start and interrupt.

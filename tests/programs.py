@@ -25,7 +25,15 @@ from typing import IO, Any
 from ckptd.testing.ranks import _start_server
 from tests.processes import PATIENCE_S
 
-__all__ = ["Program", "run"]
+__all__ = ["Program", "run", "zygote"]
+
+
+def zygote() -> Any:
+    """Return the context of multiprocessing whose processes are forks of one that has PyTorch.
+
+    There is one in each process of the tests: what else it is to have imported is in `PRELOADED`.
+    """
+    return _start_server()
 
 
 class Program:
@@ -50,7 +58,7 @@ class Program:
         together: bool = False,
     ) -> None:
         self.words = [os.fspath(word) for word in words]
-        context: Any = _start_server()
+        context = zygote()
         out, theirs = context.Pipe(duplex=False)
         err, other = (out, theirs) if together else context.Pipe(duplex=False)
         given = (self.words, dict(os.environ if env is None else env), os.path.abspath(cwd))

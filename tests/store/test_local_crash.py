@@ -7,8 +7,6 @@ old one); nothing else is listed; the same call works afterwards; a sweep remove
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.context
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import pytest
 from ckptd.store import FaultRule, FaultSpec, StoreSpec
 from ckptd.store.base import Store
 from ckptd.testing.store import pattern
+from tests.programs import zygote
 from tests.store.places import refuse_link, skip_without_disk
 
 OLD = b"old"
@@ -65,25 +64,15 @@ def act_in_child(spec: bytes, act: str) -> None:
     ACTS[act](StoreSpec.from_json(spec).open())
 
 
-@pytest.fixture(scope="module")
-def context() -> multiprocessing.context.ForkServerContext:
-    """Processes forked from a clean one that has the imports: a hundred of them in seconds."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([__name__])
-    return found
-
-
 @pytest.fixture
-def run_child(
-    context: multiprocessing.context.ForkServerContext,
-) -> Callable[[StoreSpec, str], int | None]:
+def run_child() -> Callable[[StoreSpec, str], int | None]:
     def run(spec: StoreSpec, act: str) -> int | None:
-        child = context.Process(target=act_in_child, args=(spec.to_json(), act))
+        child = zygote().Process(target=act_in_child, args=(spec.to_json(), act))
         child.start()
         child.join(60)
         if child.exitcode is None:
             child.kill()
-        return child.exitcode
+        return child.exitcode  # type: ignore[no-any-return]
 
     return run
 

@@ -6,9 +6,7 @@ The table in docs/reference/stores.md, "Places that were tried", has a row for e
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import resource
 import stat
@@ -27,6 +25,7 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.processes import PATIENCE_S
+from tests.programs import zygote
 from tests.store.places import refuse_link
 from tests.writing import VARIABLE
 
@@ -125,20 +124,12 @@ def test_a_root_without_hard_links_is_read(monkeypatch: pytest.MonkeyPatch) -> N
 # -- processes -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def context() -> multiprocessing.context.ForkServerContext:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([__name__])
-    return found
-
-
 @pytest.fixture
-def play(
-    context: multiprocessing.context.ForkServerContext,
-) -> Callable[..., list[str]]:
+def play() -> Callable[..., list[str]]:
     """Return what a function of this module returned in a process of its own."""
 
     def run(function: Callable[..., list[str]], *arguments: object) -> list[str]:
+        context = zygote()
         ours, theirs = context.Pipe()
         child = context.Process(target=answer, args=(theirs, function, arguments))
         child.start()

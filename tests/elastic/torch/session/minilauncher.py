@@ -35,8 +35,8 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.testing.ranks import _start_server
 from tests.processes import PATIENCE_S, agents_in
+from tests.programs import zygote
 
 
 class Forked:
@@ -47,7 +47,7 @@ class Forked:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
         self.args = command
-        made: Any = _start_server()
+        made: Any = zygote()
         self._process = made.Process(target=_run, args=(command[1:], dict(environ), str(output)))
         self._process.start()
         self.pid: int = self._process.pid
