@@ -20,8 +20,6 @@ from tests.processes import until
 
 _folder = pytest.StashKey[Path]()
 _names = pytest.StashKey[list[str]]()
-CACHED = "ckptd/left-behind"
-"""Where ``.ci/run`` finds the names in pytest's cache."""
 _OTHERS = ("pymp-", "torchinductor_")
 """What multiprocessing removes at the very end, and PyTorch keeps for all runs of a user."""
 _PATIENCE_S = 5.0
@@ -52,8 +50,6 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     session.config.stash[_names] = left
-    if (cache := getattr(session.config, "cache", None)) is not None:
-        cache.set(CACHED, left)
 
 
 def pytest_terminal_summary(

@@ -1,5 +1,8 @@
 """What is shown at the end of a run: lines of tests, and with ``--costs N`` what costs most.
 
+``--budget`` fails a run in which the tests of a slice cost more CPU seconds than pyproject.toml
+allows them.
+
 A test asks for the fixture `report` and calls it with a line: counts of a campaign, seeds, worst
 cases. Lines and costs travel with the test's own report, so that they also arrive from the worker
 processes of pytest-xdist.
@@ -9,8 +12,10 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
@@ -18,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.simdevice.processes import servers
 
 _PROPERTY, _COST = "report-line", "cost"
 _lines: list[tuple[str, str]] = []
@@ -34,13 +41,13 @@ def _now() -> Any:
 
 
 def _of_ranks() -> float:
-    """Return CPU seconds of the fork server and of the ranks that it has started and waited for."""
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # none was started, or this is no Linux
-        return 0.0
-    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+    """Return CPU seconds of the servers that fork ranks, and of what they have waited for."""
+    ticks = 0
+    for pid in (getattr(forkserver._forkserver, "_forkserver_pid", None), *servers()):
+        with suppress(OSError):  # none was started, or this is no Linux
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, words[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,20 +85,54 @@ def _dearest(costs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted(costs.items(), key=lambda row: row[1][2] + row[1][3], reverse=True)
 
 
+def _folders() -> dict[str, Any]:
+    folders: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
+    for name, cost in _costs.items():
+        folders["/".join(name.split("/")[:-1][:2])] += cost
+    return folders
+
+
+def over_budget(spent: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
+    """Return a line for each folder of tests that has spent more CPU seconds than it is allowed."""
+    return [
+        f"{folder}: {seconds:.0f} CPU s, {allowed[name]} allowed"
+        for folder, seconds in sorted(spent.items())
+        if seconds > allowed.get(name := folder.removeprefix("tests/"), float("inf"))
+    ]
+
+
+def _over_budget(config: pytest.Config) -> list[str]:
+    if not config.getoption("budget") or hasattr(config, "workerinput"):
+        return []
+    project = tomllib.loads((config.rootpath / "pyproject.toml").read_text())
+    spent = {name: own + others for name, (_, _, own, others) in _folders().items()}
+    return over_budget(spent, project["tool"]["ckptd"]["cpu-seconds"])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail a run that is too dear."""
+    if _over_budget(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the costs, by file and by folder, and the lines, by test."""
     if most := terminalreporter.config.getoption("costs"):
         terminalreporter.section(f"the {most} files that cost most, and all folders")
         terminalreporter.write_line(" tests  wall s   CPU s  of these in other processes")
-        folders: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
-        for name, cost in _costs.items():
-            folders["/".join(name.split("/")[:-1][:2])] += cost
+        folders = _folders()
         every = sum(_costs.values(), np.zeros(4))
         rows = [*_dearest(_costs)[:most], *_dearest(folders), ("all", every)]
         for name, (tests, wall, own, others) in rows:
             terminalreporter.write_line(
                 f"{tests:6.0f} {wall:7.1f} {own + others:7.1f} {others:7.1f}  {name}"
             )
+    if over := _over_budget(terminalreporter.config):
+        terminalreporter.section("above the budget of CPU seconds", red=True)
+        for line in over:
+            terminalreporter.write_line(line)
     if not _lines:
         return
     terminalreporter.section("reports")

@@ -25,7 +25,7 @@ from ckptd.testing.rank_main import RankSpec
 from ckptd.testing.ranks import PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
 from tests.simdevice.loading import installed
 
-__all__ = ["run", "run_simulated_ranks", "simulated_play"]
+__all__ = ["run", "run_simulated_ranks", "servers", "simulated_play"]
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
@@ -107,6 +107,14 @@ def _tested(function: Callable[..., T], schedule: str, delays: int | None, *args
     return value
 
 
+_servers: list[_Server] = []
+
+
+def servers() -> list[int]:
+    """Return the ids of the processes that fork ranks with devices."""
+    return [server.process.pid for server in _servers if server.process is not None]
+
+
 @cache
 def simulated_play(name: str = "cuda", devices: int = 2) -> Callable[..., list[RankOutcome[Any]]]:
     """Return what starts ranks that have devices, for `ckptd.testing.ranks.rank_outcomes`."""
@@ -118,12 +126,13 @@ class _Server:
 
     def __init__(self, name: str, devices: int) -> None:
         self._asked = json.dumps([name, devices, PRELOADED, sys.path])
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        _servers.append(self)
         atexit.register(self.close)
 
     def close(self) -> None:
         """End it."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # what it forked has its output open
@@ -133,16 +142,16 @@ class _Server:
         self, specs: Sequence[RankSpec], deadline: float, grace_s: float
     ) -> list[RankOutcome[Any]]:
         """Do as `play_world` there."""
-        if self._process is None:
+        if self.process is None:
             # The limits must be there before numpy and torch are imported.
             limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve()", self._asked],
                 env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-        process = self._process
+        process = self.process
         assert process.stdin is not None
         assert process.stdout is not None
         _send(process.stdin, (list(specs), deadline, grace_s))

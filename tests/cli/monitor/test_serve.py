@@ -23,6 +23,7 @@ QUICK = ("--set", "floor.train=1", "--set", "floor.init=1", "--set", "settle_s=0
 @pytest.fixture(autouse=True)
 def _run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a daemon that is killed leaves its folder
     for name in ("CKPTD_JOB", "CKPTD_SECRET"):
         monkeypatch.delenv(name, raising=False)
 

@@ -318,7 +318,8 @@ def test_a_script_under_torchrun_needs_no_edit(tmp_path: Path) -> None:
     script.write_text(TRAIN)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     watched = (tmp_path / "watched").absolute()
-    process = start("--", *run, str(script), str(watched), OMP_NUM_THREADS="1")
+    # torchrun leaves a folder of logs.
+    process = start("--", *run, script, watched, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     until(both_report, "two ranks")
     watched.touch()
     code, _, err = done(process)

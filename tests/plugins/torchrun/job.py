@@ -137,6 +137,7 @@ class TorchrunJob:
         return os.environ | {
             "T_EVENTS": str(self.folder / "events"),
             "CKPTD_RUN_DIR": str(self.runs),
+            "TMPDIR": str(self.folder),  # torchrun leaves a folder of logs
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
