@@ -216,12 +216,7 @@ class _Known:
                 said[site.place.name] = ask_optimizer(site.value, site.place, site.speaker)
         return said
 
-    def again(
-        self,
-        sites: Sequence[Site],
-        asked: Sink,
-        owners: ParameterOwners,
-    ) -> Leaves | None:
+    def again(self, sites: Sequence[Site], asked: Sink, owners: ParameterOwners) -> Leaves | None:
         """Return the leaves of a state, if all but values is as it is known.
 
         Parameters

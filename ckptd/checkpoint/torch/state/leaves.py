@@ -31,12 +31,7 @@ from ckptd.checkpoint.torch.state.tensors import (
     is_wrapped,
     local_tensor,
 )
-from ckptd.checkpoint.torch.state.wrapped import (
-    difference,
-    parts_of,
-    record_of,
-    spread,
-)
+from ckptd.checkpoint.torch.state.wrapped import difference, parts_of, record_of, spread
 from ckptd.errors import CkptdError, MismatchError, UsageError
 
 OnChange = Literal["error", "drop", "reseed", "reduce"]
@@ -144,61 +139,6 @@ class Gathered:
 def derive_seed(material: Any, rank: int, world: int) -> int:
     """Return `ckptd.checkpoint.format.reseed.derive_seed` of a saved value."""
     return reseed.derive_seed(codec.encode(material, "seed"), rank, world)
-
-
-def choose(
-    name: str,
-    on_change: OnChange,
-    reduce: Callable[[list[Any]], Any] | None,
-    read: Callable[[int], Any],
-    saved_world: int,
-    rank: int,
-    world: int,
-) -> Any:
-    """Return what `rank` gets of a per-rank value: a value, `DROP` or a `Reseed`.
-
-    Parameters
-    ----------
-    name
-        The leaf's name, for errors.
-    on_change, reduce
-        The live declaration.
-    read
-        Gives the decoded value of one saved rank. Called for this rank only, unless the world
-        changed.
-    saved_world, rank, world
-        How many ranks saved, and who is asking.
-
-    Raises
-    ------
-    MismatchError
-        kind ``per-rank``: the world changed and the declaration says that this is an error.
-    """
-    if saved_world == world:
-        return _settled(name, reduce, read(rank))
-    if on_change == "drop":
-        return DROP
-    if on_change == "error":
-        raise MismatchError(
-            "a per-rank value does not fit another number of ranks",
-            kind="per-rank",
-            where=name,
-            wanted=f"{saved_world} ranks, as saved",
-            found=f"{world} ranks",
-            hint='declare PerRank(value, on_change="drop" | "reseed" | "reduce")',
-        )
-    values = [read(r) for r in range(saved_world)]
-    if values and isinstance(values[0], Gathered):
-        # Resharded since it was saved: every rank has the values of all that saved it.
-        values = values[0].values
-    if on_change == "reduce" and reduce is not None:
-        return reduce(values)
-    texts = {json.dumps(codec.encode(v, name), sort_keys=True) for v in values}
-    if len(texts) == 1 and saved_world > 1:
-        # Streams that all ranks shared (a common shuffle, tensor-parallel dropout) must not
-        # drift apart because a rank more takes part.
-        return values[0]
-    return Reseed(derive_seed(values[0], rank, world))
 
 
 def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -> Any:
@@ -377,13 +317,44 @@ class PerRankLeaf:
     follower: Follower | None = None
 
     def choose(self, read: Callable[[int], Any], *, saved_world: int, rank: int, world: int) -> Any:
-        """Return what `rank` of `world` gets: a value, `perrank.DROP` or `perrank.Reseed`.
+        """Return what `rank` of `world` gets: a value, `DROP` or a `Reseed`.
 
-        `read(r)` gives the decoded value that rank ``r`` of `saved_world` saved; it is called
-        for other ranks only when the world changed. Raises `MismatchError` when the declaration
-        is ``"error"`` and the world changed.
+        Parameters
+        ----------
+        read
+            Gives the decoded value of one of the `saved_world` ranks that saved it. It is called
+            for other ranks only when the world changed.
+
+        Raises
+        ------
+        MismatchError
+            kind ``per-rank``: the world changed and the declaration says that this is an error.
         """
-        return choose(self.name, self.on_change, self.reduce, read, saved_world, rank, world)
+        if saved_world == world:
+            return _settled(self.name, self.reduce, read(rank))
+        if self.on_change == "drop":
+            return DROP
+        if self.on_change == "error":
+            raise MismatchError(
+                "a per-rank value does not fit another number of ranks",
+                kind="per-rank",
+                where=self.name,
+                wanted=f"{saved_world} ranks, as saved",
+                found=f"{world} ranks",
+                hint='declare PerRank(value, on_change="drop" | "reseed" | "reduce")',
+            )
+        values = [read(r) for r in range(saved_world)]
+        if values and isinstance(values[0], Gathered):
+            # Resharded since it was saved: every rank has the values of all that saved it.
+            values = values[0].values
+        if self.on_change == "reduce" and self.reduce is not None:
+            return self.reduce(values)
+        texts = {json.dumps(codec.encode(v, self.name), sort_keys=True) for v in values}
+        if len(texts) == 1 and saved_world > 1:
+            # Streams that all ranks shared (a common shuffle, tensor-parallel dropout) must not
+            # drift apart because a rank more takes part.
+            return values[0]
+        return Reseed(derive_seed(values[0], rank, world))
 
 
 @dataclass(frozen=True, slots=True)
@@ -690,11 +661,7 @@ class Sink:
         return leaves
 
     def add_tensor(
-        self,
-        place: StatePlace,
-        tensor: torch.Tensor,
-        kind: TensorKind,
-        own: OwnKind = "",
+        self, place: StatePlace, tensor: torch.Tensor, kind: TensorKind, own: OwnKind = ""
     ) -> TensorLeaf:
         """Add a tensor, or an alias when its memory is a leaf already.
 
@@ -776,18 +743,8 @@ class Sink:
         """
         self._claim(place)
         raw = encode(read(), place.name) if self.saved is None else None
-        leaf = PerRankLeaf(
-            place.name,
-            raw,
-            place.section,
-            place.path,
-            on_change,
-            reduce,
-            put,
-            reseed,
-            random,
-            follower,
-        )
+        at = place.section, place.path
+        leaf = PerRankLeaf(place.name, raw, *at, on_change, reduce, put, reseed, random, follower)
         self.leaves.per_rank[place.name] = leaf
         return leaf
 

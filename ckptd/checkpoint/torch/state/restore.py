@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptd.checkpoint.format.manifest import (
-    SUBCLASS,
-    Manifest,
-    about_foreign,
-    foreign_unread,
-)
+from ckptd.checkpoint.format.manifest import SUBCLASS, Manifest, about_foreign, foreign_unread
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.torch.state.flatten import collect
 from ckptd.checkpoint.torch.state.leaves import (

@@ -621,12 +621,7 @@ class LoadPath:
     # -- the load itself ---------------------------------------------------------------------------
 
     def load(
-        self,
-        leaves: Leaves,
-        filled: Collection[str],
-        required: Callable[[str], bool],
-        *,
-        strict: bool,
+        self, leaves: Leaves, filled: Collection[str], required: Callable[[str], bool], strict: bool
     ) -> None:
         """Give the module what was read; nothing where nothing was.
 

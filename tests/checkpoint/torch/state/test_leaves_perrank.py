@@ -6,13 +6,25 @@ import pytest
 import torch
 
 from ckptd.checkpoint.format import codec, reseed
-from ckptd.checkpoint.torch.state.leaves import DROP, PerRank, Reseed, choose, derive_seed
+from ckptd.checkpoint.torch.state.leaves import (
+    DROP,
+    PerRank,
+    PerRankLeaf,
+    Reseed,
+    derive_seed,
+    put_nothing,
+)
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
 
 def ask(on_change: Any, values: list[Any], rank: int, world: int, reduce: Any = None) -> Any:
-    return choose("data", on_change, reduce, values.__getitem__, len(values), rank, world)
+    read = values.__getitem__
+    return leaf(on_change, reduce).choose(read, saved_world=len(values), rank=rank, world=world)
+
+
+def leaf(on_change: Any, reduce: Any) -> PerRankLeaf:
+    return PerRankLeaf("data", None, "data", "state['data']", on_change, reduce, put_nothing, None)
 
 
 @pytest.mark.parametrize("on_change", ["error", "drop", "reseed", "reduce"])
@@ -27,7 +39,7 @@ def test_in_the_same_world_only_the_own_value_is_read() -> None:
         asked.append(rank)
         return rank
 
-    choose("data", "reduce", sum, read, 4, 2, 4)
+    leaf("reduce", sum).choose(read, saved_world=4, rank=2, world=4)
     assert asked == [2]
 
 
