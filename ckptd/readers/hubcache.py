@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 
-from ckptd.store.base import ReadOnlyStore, Store
+from ckptd.store.base import ReadOnlyStore, Store, innermost
 from ckptd.store.local import LocalStore
-from ckptd.store.wrap import innermost
 
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 

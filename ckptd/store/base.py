@@ -701,6 +701,100 @@ class ReadOnlyStore(Store):
         raise UsageError("this view of a store is only read", kind="read-only", where=where)
 
 
+class Wrapper(Store):
+    """Passes every call on to `inner`; subclasses change what they care for.
+
+    `Store.local_path` and `Store.open_file` are passed on too: what is read through a descriptor or
+    a memory map bypasses every wrapper.
+    """
+
+    spec: WrapperSpec
+
+    def __init__(self, inner: Store, spec: WrapperSpec) -> None:
+        self.inner = inner
+        self.spec = spec
+        self.url = inner.url
+        self.options = inner.options
+        self.capabilities = inner.capabilities
+
+    def describe(self) -> StoreSpec:
+        """Return plain data from which another process opens the same store, wrappers included."""
+        return self.inner.describe().wrapped(self.spec)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Pass on."""
+        return self.inner.get(key, byte_range)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Pass on."""
+        self.inner.read_into(key, offset, buffer)
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Pass on."""
+        self.inner.put(key, data, create_only=create_only)
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Pass on."""
+        return self.inner.writer(key, size)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Pass on."""
+        return self.inner.stat(key)
+
+    def exists(self, key: str) -> bool:
+        """Pass on."""
+        return self.inner.exists(key)
+
+    def check_unchanged(self) -> None:
+        """Pass on."""
+        self.inner.check_unchanged()
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Pass on."""
+        return self.inner.list(prefix)
+
+    def children(self, prefix: str = "") -> Names:
+        """Pass on."""
+        return self.inner.children(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Pass on."""
+        self.inner.delete(keys)
+
+    def sync(self, prefix: str) -> None:
+        """Pass on."""
+        self.inner.sync(prefix)
+
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
+        """Pass on."""
+        return self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
+
+    def anchor(self, key: str) -> None:
+        """Pass on."""
+        self.inner.anchor(key)
+
+    def local_path(self, key: str) -> Path | None:
+        """Pass on."""
+        return self.inner.local_path(key)
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Pass on."""
+        return self.inner.open_file(key)
+
+    def close(self) -> None:
+        """Pass on."""
+        self.inner.close()
+
+
+def innermost(store: Store) -> Store:
+    """Return the store inside all wrappers."""
+    while isinstance(store, Wrapper):
+        store = store.inner
+    return store
+
+
 GROUP = "ckptd.stores"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 

@@ -27,10 +27,11 @@ from ckptd.store.base import (
     ObjectInfo,
     Store,
     Watchable,
+    Wrapper,
     Writer,
     as_bytes_view,
+    innermost,
 )
-from ckptd.store.wrap import Wrapper, innermost
 from ckptd.types import ByteRange
 
 _T = TypeVar("_T")

@@ -30,13 +30,13 @@ from ckptd.store.base import (
     PackSpec,
     SizedWriter,
     Store,
+    Wrapper,
     Writer,
     as_bytes_view,
     check_end,
     check_key,
     is_segment,
 )
-from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 
 FRAME_BYTES = 1 << 20

@@ -14,8 +14,9 @@ from ckptd.store import (
     ThrottleSpec,
     open_store,
 )
+from ckptd.store.base import innermost
 from ckptd.store.fault import Fault
-from ckptd.store.wrap import Meter, Retry, Throttle, innermost
+from ckptd.store.wrap import Meter, Retry, Throttle
 
 
 def full_spec() -> StoreSpec:

@@ -39,8 +39,7 @@ from ckptd.checkpoint.format.records import (
     encode_record,
 )
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
-from ckptd.store.base import Store, root_gone
-from ckptd.store.wrap import innermost
+from ckptd.store.base import Store, innermost, root_gone
 
 
 def stamp(seconds: float | None = None) -> str:

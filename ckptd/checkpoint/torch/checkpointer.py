@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import Any, Literal, ParamSpec, Self, TypeVar, cast, get_args
 
 import torch
 
@@ -36,13 +36,19 @@ from ckptd.checkpoint.torch.job import Lineage, job_of
 from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
-from ckptd.checkpoint.torch.options import CopyOptions, Preemption, Storage, given, preemption_of
+from ckptd.checkpoint.torch.options import (
+    CopyOptions,
+    Preemption,
+    Storage,
+    given,
+    one_of,
+    preemption_of,
+)
 from ckptd.checkpoint.torch.saver import Saver
 from ckptd.checkpoint.torch.schedule import (
     Admission,
     Cadence,
     WhenFailed,
-    check_when_failed,
     lost,
     rule_of,
 )
@@ -200,7 +206,8 @@ class Checkpointer(OfOneProcess):
         self._poisoned: CkptdError | None = None
         self._closed = self._ended = False
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
-        self._when_failed = check_when_failed(when_failed)
+        one_of("when_failed", when_failed, get_args(WhenFailed))
+        self._when_failed = when_failed
         self._grace_s = stopping.grace_s
         self._job = job_of(self, self._board, stopping.signals, new_run=new_run is True)
         self._watch = self._job.watch

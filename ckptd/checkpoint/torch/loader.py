@@ -69,8 +69,8 @@ from ckptd.checkpoint.torch.state.restore import (
     refuse_misfit,
     saved_names,
     selector,
+    without_place,
 )
-from ckptd.checkpoint.torch.unexpected import without_place
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import (
     CkptdError,

@@ -71,8 +71,8 @@ class CopyOptions(msgspec.Struct, frozen=True, kw_only=True):
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("lazy", self.lazy, get_args(Lazy))
-        _one_of("when_full", self.when_full, get_args(WhenFull))
+        one_of("lazy", self.lazy, get_args(Lazy))
+        one_of("when_full", self.when_full, get_args(WhenFull))
         if self.slots is not None:
             check_positive("slots", self.slots, (int,))
 
@@ -136,7 +136,8 @@ def preemption_of(value: object) -> Preemption:
     return given("preemption", None if value is True else value, Preemption)
 
 
-def _one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+def one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+    """Raise `UsageError` (kind ``bad-policy``) where an option is none of its values."""
     if value not in names:
         raise UsageError(
             f"{name} is none of its values",

@@ -381,19 +381,6 @@ class StepTimes:
 WhenFailed = Literal["raise", "warn"]
 
 
-def check_when_failed(value: WhenFailed) -> WhenFailed:
-    """Return the policy; `UsageError` (kind ``bad-policy``) when it is none."""
-    if value not in ("raise", "warn"):
-        raise UsageError(
-            "no such policy",
-            kind="bad-policy",
-            where="when_failed",
-            wanted="raise, or warn",
-            found=repr(value),
-        )
-    return value
-
-
 class Admission:
     """Skips saves alike on every rank: rank 0 looks at its own slots, the others ask the board.
 

@@ -53,10 +53,9 @@ from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import FolderNote, Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected, ExpectedValues
-from ckptd.store.base import check_key, is_segment
+from ckptd.store.base import check_key, innermost, is_segment
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import reading, writing
-from ckptd.store.wrap import innermost
 from ckptd.types import DTYPES
 
 _JOB = re.compile(r"\.ckptd-rs[0-9a-f]{24}/")

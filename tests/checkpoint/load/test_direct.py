@@ -18,9 +18,8 @@ from ckptd.checkpoint.load.direct import DirectReader
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import CorruptError, UsageError
-from ckptd.store.base import FaultSpec, Store
+from ckptd.store.base import FaultSpec, Store, Wrapper
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.wrap import Wrapper
 from ckptd.types import Box
 from tests.checkpoint.load.builder import (
     Array,

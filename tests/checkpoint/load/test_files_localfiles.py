@@ -12,9 +12,8 @@ import pytest
 from ckptd.checkpoint.format.manifest import FileEntry
 from ckptd.checkpoint.load.files import LocalFiles
 from ckptd.errors import CorruptError, StoreError
-from ckptd.store.base import FaultSpec, OpenFile, Store
+from ckptd.store.base import FaultSpec, OpenFile, Store, Wrapper
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.wrap import Wrapper
 
 KEY = "data/000000000001-g00000001-0001/r00000.safetensors"
 HEADER, BODY = b"h" * 16, bytes(range(100))

@@ -26,10 +26,9 @@ from ckptd.checkpoint.load.plan import Want, read_plan
 from ckptd.checkpoint.load.read import ReadReport, execute
 from ckptd.checkpoint.load.spare import SpareMemory
 from ckptd.errors import CorruptError, MismatchError, UsageError
-from ckptd.store.base import FaultSpec, OpenFile, Store
+from ckptd.store.base import FaultSpec, OpenFile, Store, Wrapper
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.wrap import Wrapper
 from ckptd.types import Box
 from tests.checkpoint.load.builder import (
     Array,

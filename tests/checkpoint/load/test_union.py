@@ -21,10 +21,9 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.store.base import FaultSpec, ObjectInfo, OpenFile, Store
+from ckptd.store.base import FaultSpec, ObjectInfo, OpenFile, Store, Wrapper
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 
 _numbers = itertools.count()

@@ -15,9 +15,8 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import missing_files
 from ckptd.checkpoint.root.index import stamp
 from ckptd.errors import CkptdError
-from ckptd.store.base import FaultSpec, Names, ObjectInfo, Store
+from ckptd.store.base import FaultSpec, Names, ObjectInfo, Store, Wrapper
 from ckptd.store.memory import MemoryStore
-from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 
 HEADER = b"h" * 64

@@ -23,10 +23,10 @@ from ckptd.errors import (
     RefusedError,
     StoreError,
 )
-from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store
+from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store, Wrapper
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from ckptd.store.wrap import Retry, Wrapper
+from ckptd.store.wrap import Retry
 from tests.checkpoint.root.checkpoints import (
     Visited,
     assert_whole,

@@ -17,10 +17,9 @@ from ckptd.errors import (
     NotFoundError,
     UsageError,
 )
-from ckptd.store.base import FaultSpec, Names, Store
+from ckptd.store.base import FaultSpec, Names, Store, Wrapper
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from ckptd.store.wrap import Wrapper
 from tests.checkpoint.root.checkpoints import (
     Visited,
     error_of,

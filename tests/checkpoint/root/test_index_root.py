@@ -17,9 +17,8 @@ from ckptd.errors import (
     NotFoundError,
     RefusedError,
 )
-from ckptd.store.base import FaultSpec, Store
+from ckptd.store.base import FaultSpec, Store, Wrapper
 from ckptd.store.local import LocalStore
-from ckptd.store.wrap import Wrapper
 from tests.checkpoint.root.checkpoints import error_of, memory, put_attempt, save
 
 

@@ -20,7 +20,7 @@ from ckptd.checkpoint.root.leases import hold_or_read, leases
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.save import BoxRoot, BoxSave, BoxTensor
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.store.wrap import innermost
+from ckptd.store.base import innermost
 from ckptd.types import Box
 
 U8 = NDArray[np.uint8]

@@ -15,8 +15,7 @@ from torch import nn
 import ckptd
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.manifest import Manifest
-from ckptd.checkpoint.torch.state.restore import SavedState
-from ckptd.checkpoint.torch.unexpected import without_place
+from ckptd.checkpoint.torch.state.restore import SavedState, without_place
 from ckptd.errors import MismatchError
 from ckptd.testing.ranks import run_ranks
 from tests.base.torch.test_ranks_agree import everywhere
