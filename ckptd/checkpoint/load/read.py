@@ -22,7 +22,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,13 +141,8 @@ class Fetcher:
 
         new = [file for file in files if not self._is_checked(file)]
         if new:
-            run_all(
-                new,
-                work,
-                threads=min(len(new), max(self._threads, 4)),
-                stall_s=self._stall_s,
-                what="checking sizes and digest indexes",
-            )
+            threads = min(len(new), max(self._threads, 4))
+            self._all(new, work, "checking sizes and digest indexes", threads)
 
     def check_unchanged(self) -> None:
         """Look again at the files without digests that somebody has read of this checkpoint.
@@ -164,13 +159,9 @@ class Fetcher:
         loose = [file for file in sorted(places.sized) if not places.is_digested(file)]
         if loose:
             self._store.check_unchanged()
-            run_all(
-                loose,
-                lambda file: check_size(self._store, places.files[file]),
-                threads=min(len(loose), max(self._threads, 4)),
-                stall_s=self._stall_s,
-                what="looking whether files have changed",
-            )
+            work: Callable[[int], None] = lambda f: check_size(self._store, places.files[f])  # noqa: E731
+            threads = min(len(loose), max(self._threads, 4))
+            self._all(loose, work, "looking whether files have changed", threads)
 
     def _is_checked(self, file: int) -> bool:
         return file in self._places.sized and file in self._places.indexes
@@ -214,13 +205,8 @@ class Fetcher:
             start, end = self._line.byte_range(file, lo, hi)
             self._check(file, lo, data[start:end], runs)
 
-        run_all(
-            self._line.windows(runs, LOCAL_WINDOW_BLOCKS),
-            work,
-            threads=self._threads,
-            stall_s=self._stall_s,
-            what="comparing what is in memory",
-        )
+        windows = self._line.windows(runs, LOCAL_WINDOW_BLOCKS)
+        self._all(windows, work, "comparing what is in memory", self._threads)
 
     def fetch(
         self,
@@ -276,13 +262,11 @@ class Fetcher:
                     self.bring(file, block, self._window()[: past - first], runs)
             on_bytes(end - start)
 
-        run_all(
-            self._line.windows(coalesce(runs, gap, everybody), size),
-            work,
-            threads=self._threads,
-            stall_s=self._stall_s,
-            what="reading the checkpoint",
-        )
+        windows = self._line.windows(coalesce(runs, gap, everybody), size)
+        self._all(windows, work, "reading the checkpoint", self._threads)
+
+    def _all(self, items: Iterable[T], work: Callable[[T], None], what: str, threads: int) -> None:
+        run_all(items, work, threads=threads, stall_s=self._stall_s, what=what)
 
     def _window(self) -> memoryview:
         found: memoryview | None = getattr(self._scratch, "view", None)

@@ -203,12 +203,16 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     own = {name for group in groups for name in group.structure.own}
     for name, (tensor, cut, ranks) in merged.items():
         if cut.grid is not None:
-            entries[name] = _laid_entry(tensor, cut.grid, cut.owners, ranks, tables, balance)
+            grid, files = cut.grid.grid(), _laid_owners(tensor, cut.owners, ranks)
         elif cut.mesh is not None:
-            entries[name] = _sharded_entry(tensor, cut, cut.mesh, ranks, tables, balance, replicas)
+            grid, files = _sharded(tensor, cut.placements, cut.mesh, ranks, replicas)
         else:
             # One rank's alone: pieces of several ranks would be a mixture.
             plain.append((tensor, ranks[:1] if name in own else ranks))
+            continue
+        balance.spread(files, _nbytes(tensor))
+        number = tables.grid(GridEntry.of(grid))
+        entries[name] = _entry(tensor, number, *tables.placed(files))
     # Big pieces first: that is what makes the greedy assignment a good one.
     share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
     pieces: dict[str, list[int]] = {}
@@ -346,15 +350,8 @@ def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
     )
 
 
-def _laid_entry(
-    tensor: TensorEntry,
-    grid: GridEntry,
-    owners: Runs3,
-    holders: tuple[int, ...],
-    tables: ManifestTables,
-    balance: _Balance,
-) -> TensorEntry:
-    """Return the entry of a tensor whose pieces and owners a layout says."""
+def _laid_owners(tensor: TensorEntry, owners: Runs3, holders: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return who writes the pieces of a tensor whose pieces and owners a layout says."""
     files = Owners(owners).array(tensor.base)
     lacking = set(files.tolist()) - set(holders)
     if lacking:
@@ -365,20 +362,18 @@ def _laid_entry(
             wanted=f"the tensor on rank {min(lacking)} as well",
             found=f"ranks {list(holders[:16])} have it",
         )
-    balance.spread(files, _nbytes(tensor))
-    return _entry(tensor, tables.grid(GridEntry.of(grid.grid())), *tables.placed(files))
+    return files
 
 
-def _sharded_entry(
+def _sharded(
     tensor: TensorEntry,
-    cut: TensorCut,
+    cuts: tuple[Any, ...],
     mesh: MeshEntry,
     holders: tuple[int, ...],
-    tables: ManifestTables,
-    balance: _Balance,
     replicas: dict[tuple[int, ...], list[int]],
-) -> TensorEntry:
-    placements = nested(mesh.shape, cut.placements) or cut.placements
+) -> tuple[Grid, NDArray[np.int64]]:
+    """Return the pieces of a DTensor, and who writes them."""
+    placements = nested(mesh.shape, cuts) or cuts
     grid = sharded_grid(tensor.shape, mesh.shape, placements).grid
     ranks = mesh_array(mesh)
     free = tuple(i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1)
@@ -394,17 +389,14 @@ def _sharded_entry(
         files = owner_array(tensor.shape, mesh.shape, placements, ranks, coordinate)
         if len(holders) == ranks.size or set(files.tolist()) <= set(holders):
             written[pick] += max(1, _nbytes(tensor))
-            break
-    else:
-        raise UsageError(
-            "no set of ranks holds this tensor whole",
-            kind="structure",
-            where=tensor.name,
-            wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
-            found=f"the tensor on ranks {list(holders[:16])} only",
-        )
-    balance.spread(files, _nbytes(tensor))
-    return _entry(tensor, tables.grid(GridEntry.of(grid)), *tables.placed(files))
+            return grid, files
+    raise UsageError(
+        "no set of ranks holds this tensor whole",
+        kind="structure",
+        where=tensor.name,
+        wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
+        found=f"the tensor on ranks {list(holders[:16])} only",
+    )
 
 
 def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:

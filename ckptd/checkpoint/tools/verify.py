@@ -369,12 +369,7 @@ def verify(
 
 def _with(report: VerifyReport, findings: Findings, finding: VerifyFinding) -> VerifyReport:
     findings.add(finding)
-    return VerifyReport(
-        step=report.step,
-        generation=report.generation,
-        deep=report.deep,
-        findings=findings.all(),
-    )
+    return msgspec.structs.replace(report, findings=findings.all())
 
 
 class _Verification:
