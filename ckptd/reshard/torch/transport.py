@@ -59,9 +59,11 @@ class TorchTransport:
         self.rank = ranks.index(dist.get_rank())
         self.world = len(ranks)
         try:
-            self._group: Any = dist.ProcessGroupGloo(
+            group: Any = dist.ProcessGroupGloo(
                 store, self.rank, self.world, timedelta(seconds=timeout_s)
             )
+            # One that has nothing to send closes at once, and would break off who still connects.
+            group.barrier().wait()
         except RuntimeError as error:
             raise CkptdError(
                 "ranks could not be connected",
@@ -69,6 +71,7 @@ class TorchTransport:
                 found=str(error).splitlines()[0][:300],
                 hint="every rank of the group makes a transport at the same time",
             ) from error
+        self._group = group
 
     def begin(self, message_bytes: int) -> None:
         """See `ckptd.reshard.live.transport.Transport`; connections are there already."""
