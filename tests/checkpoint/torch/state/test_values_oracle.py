@@ -413,11 +413,14 @@ def test_what_does_not_come_back_is_refused_by_name(way: Any, kind: str) -> None
 def test_containers_of_the_state_stay_those_that_the_program_has() -> None:
     live: dict[str, Any] = {"a": Config(), "b": Config(x=0), "c": collections.defaultdict(list)}
     before = dict(live)
+    live["d"] = {}
     saved = {"a": Config(), "b": Config(x=1), "c": collections.defaultdict(int, {(1, 2): 3})}
+    saved["d"] = {"in": Config(y=2)}
     with ckptd.Checkpointer(f"memory://live{next(_roots)}") as ck:
         ck.save(1, saved).durable(60)
         ck.load(live)
-    assert [type(v) for v in live.values()] == [Config, Config, collections.defaultdict]
+    assert [type(v) for v in before.values()] == [Config, Config, collections.defaultdict]
+    assert (live["d"], type(live["d"]["in"])) == ({"in": {"y": 2}}, dict)
     assert all(live[k] is before[k] for k in before)
     assert live["b"] == {"x": 1}
     assert (live["c"], live["c"].default_factory) == ({(1, 2): 3}, list)
