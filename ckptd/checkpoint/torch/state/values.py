@@ -193,6 +193,8 @@ def _adopt(
             continue
         dtype, shape = entry
         at, live = inner.get(name, (None, None))
+        if fresh and live is not None and not (is_dtensor(live) or _is_usual(live)):
+            live = None
         if at is not None and live is not None and _keeps(sink, name, live, shape, fresh=fresh):
             adopted[name] = (at, live)
             continue
@@ -204,12 +206,17 @@ def _adopt(
     return adopted
 
 
+def _is_usual(tensor: torch.Tensor) -> bool:
+    odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return type(tensor) in _PLAIN and not odd
+
+
 def _keeps(
     sink: Sink, name: str, live: torch.Tensor, shape: tuple[int, ...], *, fresh: bool
 ) -> bool:
     """Return whether a load must fill this very tensor: it fits, or others know it."""
     fits = tuple(live.shape) == shape
-    if not fits or not fresh:
+    if not fresh or (not fits and is_dtensor(live)):
         return fits or live.requires_grad or is_dtensor(live)
     # Of what an object says only what is one tensor with others of the state, there and here.
     saved, leaf = sink.saved, sink.holder(memory_key(live))
