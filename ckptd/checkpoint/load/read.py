@@ -370,72 +370,6 @@ _TASK_MOVES = 256
 _LEAVE_S = 10.0
 """How long an interrupted read waits for writes under way, in seconds."""
 
-OnBytes = Callable[[int], None]
-
-
-def copy_from_memory(
-    moves: Sequence[PlannedCopy],
-    targets: Sequence[Target],
-    memory: U8,
-    offset: Callable[[int, int, int], int],
-    *,
-    threads: int,
-    stall_s: float,
-    on_bytes: OnBytes,
-    locked: bool = False,
-) -> None:
-    """Copy `moves` out of memory that holds all their bytes.
-
-    Parameters
-    ----------
-    offset
-        ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
-    locked
-        `memory` is page-locked, and stays as it is until all devices have settled.
-    """
-
-    def work(task: list[PlannedCopy]) -> None:
-        with _Writes(targets) as writes:
-            for move in task:
-                lo, hi = move.span
-                origin = offset(move.file, lo, hi) + move.start - lo
-                writes.put(move, memory, origin, locked=locked)
-        on_bytes(sum(m.byte_count for m in task))
-
-    _run_copies(moves, work, threads, stall_s)
-
-
-def copy_from_files(
-    moves: Sequence[PlannedCopy],
-    targets: Sequence[Target],
-    files: LocalFiles,
-    *,
-    threads: int,
-    stall_s: float,
-    on_bytes: OnBytes,
-) -> None:
-    """Copy `moves` out of local files: long runs straight into place, others through a window.
-
-    What lies in memory that can be mapped is copied from there.
-    """
-    windows = _Windows()
-
-    def work(task: list[PlannedCopy]) -> None:
-        file = task[0].file
-        with (
-            _lying(task, targets, files) as memory,
-            files.use(file) as fd,
-            _Writes(targets) as writes,
-        ):
-            for move in task:
-                if memory is None:
-                    _read_move(move, writes, files, fd, windows)
-                else:
-                    writes.put(move, memory, move.start)
-        on_bytes(sum(m.byte_count for m in task))
-
-    _run_copies(moves, work, threads, stall_s)
-
 
 def _lying(
     task: list[PlannedCopy], targets: Sequence[Target], files: LocalFiles
@@ -453,19 +387,6 @@ def _lying(
     if short and large and on_host and copies_natively():
         return files.touching(file, lo, hi)
     return nullcontext(files.memory(file))
-
-
-def _run_copies(
-    moves: Sequence[PlannedCopy],
-    work: Callable[[list[PlannedCopy]], None],
-    threads: int,
-    stall_s: float,
-) -> None:
-    """Do moves in threads; where this one is interrupted, nothing is written after it has left.
-
-    The next load of a process that goes on would be overwritten in part.
-    """
-    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying", leave_s=_LEAVE_S)
 
 
 def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
@@ -876,14 +797,10 @@ class _Run:
     def _write(self) -> None:
         if self._in_memory is not None and self._from_memory.moves:
             begin = time.monotonic()
-            copy_from_memory(
+            self._copy_memory(
                 self._from_memory.parts(_MEMORY_SPAN).moves,
-                self._whole.targets,
                 np.frombuffer(self._in_memory.data, np.uint8),
                 lambda file, start, end: start,
-                threads=self._copiers,
-                stall_s=self._stall_s,
-                on_bytes=self._on_copied,
                 locked=self._in_memory.locked,
             )
             self._copy_s += time.monotonic() - begin
@@ -913,24 +830,75 @@ class _Run:
         return self._parts.moves[lo:hi]
 
     def _copy(self, moves: list[PlannedCopy]) -> None:
-        if self._buffer is not None:
-            copy_from_memory(
-                moves,
-                self._whole.targets,
-                self._buffer.memory,
-                self._buffer.offset,
-                threads=self._copiers,
-                stall_s=self._stall_s,
-                on_bytes=self._on_copied,
-            )
-            return
-        copy_from_files(
-            moves,
-            self._whole.targets,
-            self.files,
-            threads=self._copiers,
-            stall_s=self._stall_s,
-            on_bytes=self._on_copied,
+        if self._buffer is None:
+            self._copy_files(moves)
+        else:
+            self._copy_memory(moves, self._buffer.memory, self._buffer.offset)
+
+    def _copy_memory(
+        self,
+        moves: Sequence[PlannedCopy],
+        memory: U8,
+        offset: Callable[[int, int, int], int],
+        *,
+        locked: bool = False,
+    ) -> None:
+        """Copy `moves` out of memory that holds all their bytes.
+
+        Parameters
+        ----------
+        offset
+            ``offset(file, start, end)`` tells where bytes of a data section lie in `memory`.
+        locked
+            `memory` is page-locked, and stays as it is until all devices have settled.
+        """
+
+        def copy(task: list[PlannedCopy]) -> None:
+            with _Writes(self._whole.targets) as writes:
+                for move in task:
+                    lo, hi = move.span
+                    origin = offset(move.file, lo, hi) + move.start - lo
+                    writes.put(move, memory, origin, locked=locked)
+
+        self._in_tasks(moves, copy)
+
+    def _copy_files(self, moves: Sequence[PlannedCopy]) -> None:
+        """Copy `moves` out of local files: long runs straight into place, others by a window.
+
+        What lies in memory that can be mapped is copied from there.
+        """
+        windows, files = _Windows(), self.files
+
+        def copy(task: list[PlannedCopy]) -> None:
+            targets = self._whole.targets
+            with (
+                _lying(task, targets, files) as memory,
+                files.use(task[0].file) as fd,
+                _Writes(targets) as writes,
+            ):
+                for move in task:
+                    if memory is None:
+                        _read_move(move, writes, files, fd, windows)
+                    else:
+                        writes.put(move, memory, move.start)
+
+        self._in_tasks(moves, copy)
+
+    def _in_tasks(
+        self, moves: Sequence[PlannedCopy], copy: Callable[[list[PlannedCopy]], None]
+    ) -> None:
+        """Do moves in threads; where this one is interrupted, nothing is written after it has left.
+
+        The next load of a process that goes on would be overwritten in part.
+        """
+
+        def work(task: list[PlannedCopy]) -> None:
+            copy(task)
+            self._on_copied(sum(m.byte_count for m in task))
+
+        threads, stall_s = self._copiers, self._stall_s
+        run_all(
+            _tasks(moves), work, threads=threads, stall_s=stall_s, what="copying", leave_s=_LEAVE_S
         )
 
     def _report(self) -> ReadReport:

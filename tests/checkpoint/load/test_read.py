@@ -513,13 +513,13 @@ def test_a_file_cut_between_the_passes(tmp_path: Path, monkeypatch: pytest.Monke
 
     store = LocalStore(tmp_path)
     built = build(store, victims(), publish=False)
-    copy = read.copy_from_files
+    copy = read._Run._copy_files
 
     def cut_first(*args: Any, **options: Any) -> None:
         os.truncate(tmp_path / _entry(built, 1).path, 8192)
         copy(*args, **options)
 
-    monkeypatch.setattr(read, "copy_from_files", cut_first)
+    monkeypatch.setattr(read._Run, "_copy_files", cut_first)
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store)
     assert caught.value.kind == "truncated"
