@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import ckptd
 from ckptd.errors import CkptdError
@@ -263,6 +264,11 @@ def _muons(model: nn.Module) -> list[dict[str, Any]]:
 def differs(a: Any, b: Any, at: str = "") -> str | None:
     """Say where two values differ, to the bit; None where they do not."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if is_traceable_wrapper_subclass(a) and type(a) is type(b):
+            (names, context), other = a.__tensor_flatten__(), b.__tensor_flatten__()
+            if (names, repr(context)) != (other[0], repr(other[1])):
+                return f"{at}: {context}, {other[1]}"
+            return differs(*({n: getattr(t, n) for n in names} for t in (a, b)), at)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{at}: {a.dtype}{list(a.shape)}, {b.dtype}{list(b.shape)}"
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
