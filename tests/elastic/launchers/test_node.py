@@ -26,7 +26,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 world = f"rank {dist.get_rank()} of {dist.get_world_size()}"
 generation = os.environ["CKPTD_GENERATION"]
 step = 0
-while not os.path.exists(sys.argv[1]) or step < 3:
+while True:
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

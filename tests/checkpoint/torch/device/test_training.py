@@ -170,6 +170,7 @@ def records(folder: str, name: str, source: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.timeout(1200)  # a build of PyTorch's headers, on a machine with other work
 @pytest.mark.parametrize("source", ["python", "native"])
 @pytest.mark.parametrize("name", KINDS)
 def test_calls_are_before_inside_and_over(name: str, source: str, tmp_path: Path) -> None:
