@@ -345,105 +345,101 @@ def diff(
     CorruptError
         Data of one of them is bad.
     """
-    wanted = only or (lambda _: True)
-    pairs = list(_pairs(left, right, wanted))
+    both = _Both(left, right, only or (lambda _: True), budget_bytes // 2)
+    pairs = list(both.pairs())
     found: dict[str, ValueDifference] = {}
     if values:
         comparable = [
             (a, b) for a, b in pairs if a and b and left.info(a).shape == right.info(b).shape
         ]
-        found = _compare_all(left, right, comparable, budget_bytes // 2, progress)
+        found = both.compare(comparable, progress)
     return DiffReport(
         left=left.title,
         right=right.title,
-        tensors=tuple(_tensor(left, right, a, b, found.get(a)) for a, b in pairs),
-        objects=tuple(_objects(left, right, wanted)),
+        tensors=tuple(both.tensor(a, b, found.get(a)) for a, b in pairs),
+        objects=tuple(both.objects()),
         values=values,
     )
 
 
-def _pairs(
-    left: CheckpointReader, right: CheckpointReader, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, str]]:
-    """Yield names of one tensor on both sides, "" where it is not; aliases of tied ones count."""
-    met: set[str] = set()
-    for name in left.names:
-        if wanted(name):
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """Two checkpoints, what of them is compared, and how many bytes of each are held at a time."""
+
+    left: CheckpointReader
+    right: CheckpointReader
+    wanted: Callable[[str], bool]
+    budget_bytes: int
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield names of a tensor on both sides, "" where it is not; aliases of tied ones count."""
+        left, right = self.left, self.right
+        met: set[str] = set()
+        for name in filter(self.wanted, left.names):
             other = right.find(name, *left.info(name).aliases)
             met.add(other)
             yield name, other
-    for name in right.names:
-        if wanted(name) and name not in met and not left.find(name):
-            yield "", name
+        for name in filter(self.wanted, right.names):
+            if name not in met and not left.find(name):
+                yield "", name
 
+    def compare(
+        self, pairs: Sequence[tuple[str, str]], progress: Callable[[int, int], None] | None
+    ) -> dict[str, ValueDifference]:
+        """Compare the values of tensors of one shape."""
+        left, right = self.left, self.right
+        total = sum(left.info(a).nbytes for a, _ in pairs)
+        done = 0
+        found: dict[str, ValueDifference] = {a: ValueDifference() for a, _ in pairs}
 
-def _compare_all(
-    left: CheckpointReader,
-    right: CheckpointReader,
-    pairs: Sequence[tuple[str, str]],
-    budget_bytes: int,
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, ValueDifference]:
-    total = sum(left.info(a).nbytes for a, _ in pairs)
-    done = 0
-    found: dict[str, ValueDifference] = {a: ValueDifference() for a, _ in pairs}
+        def larger(pair: tuple[str, str]) -> int:
+            return max(left.info(pair[0]).nbytes, right.info(pair[1]).nbytes)
 
-    def larger(pair: tuple[str, str]) -> int:
-        return max(left.info(pair[0]).nbytes, right.info(pair[1]).nbytes)
+        for batch in batches(pairs, larger, self.budget_bytes):
+            if larger(batch[0]) > self.budget_bytes:
+                self._compare_slabs(*batch[0], found[batch[0][0]])
+            else:
+                mine = left.tensors([a for a, _ in batch], allow_absent=True)
+                other = right.tensors([b for _, b in batch], allow_absent=True)
+                for a, b in batch:
+                    compare(mine[a], other[b], left.info(a).dtype, right.info(b).dtype, found[a])
+            done += sum(left.info(a).nbytes for a, _ in batch)
+            if progress is not None:
+                progress(done, total)
+        return found
 
-    for batch in batches(pairs, larger, budget_bytes):
-        if larger(batch[0]) > budget_bytes:
-            _compare_slabs(left, right, *batch[0], budget_bytes, found[batch[0][0]])
-        else:
-            mine = left.tensors([a for a, _ in batch], allow_absent=True)
-            other = right.tensors([b for _, b in batch], allow_absent=True)
-            for a, b in batch:
-                compare(mine[a], other[b], left.info(a).dtype, right.info(b).dtype, found[a])
-        done += sum(left.info(a).nbytes for a, _ in batch)
-        if progress is not None:
-            progress(done, total)
-    return found
+    def _compare_slabs(self, a: str, b: str, into: ValueDifference) -> None:
+        mine, other = self.left.info(a).dtype, self.right.info(b).dtype
+        elements = max(1, self.budget_bytes // max(mine.itemsize, other.itemsize))
+        parts = self.left.slabs(a, elements * mine.itemsize, allow_absent=True)
+        others = self.right.slabs(b, elements * other.itemsize, allow_absent=True)
+        for (_, x), (_, y) in zip(parts, others, strict=True):
+            compare(x, y, mine, other, into)
 
+    def tensor(self, a: str, b: str, found: ValueDifference | None) -> TensorDiff:
+        """Return what is known of a pair."""
+        mine = _side(self.left, a) if a else None
+        other = _side(self.right, b) if b else None
+        if mine is None or other is None:
+            return TensorDiff(name=a or b, left=mine, right=other)
+        same_layout = self.left.grid(a) == self.right.grid(b)
+        row = TensorDiff(name=a, left=mine, right=other, same_layout=same_layout)
+        if found is None:
+            return row
+        exact = mine.dtype == other.dtype and not found.differing_bits
+        return msgspec.structs.replace(row, compared=True, bit_exact=exact, **asdict(found))
 
-def _compare_slabs(
-    left: CheckpointReader,
-    right: CheckpointReader,
-    a: str,
-    b: str,
-    budget_bytes: int,
-    into: ValueDifference,
-) -> None:
-    mine, other = left.info(a).dtype, right.info(b).dtype
-    elements = max(1, budget_bytes // max(mine.itemsize, other.itemsize))
-    parts = left.slabs(a, elements * mine.itemsize, allow_absent=True)
-    others = right.slabs(b, elements * other.itemsize, allow_absent=True)
-    for (_, x), (_, y) in zip(parts, others, strict=True):
-        compare(x, y, mine, other, into)
-
-
-def _tensor(
-    left: CheckpointReader,
-    right: CheckpointReader,
-    a: str,
-    b: str,
-    found: ValueDifference | None,
-) -> TensorDiff:
-    mine = _side(left, a) if a else None
-    other = _side(right, b) if b else None
-    if mine is None or other is None:
-        return TensorDiff(name=a or b, left=mine, right=other)
-    same_layout = left.grid(a) == right.grid(b)
-    if found is None:
-        return TensorDiff(name=a, left=mine, right=other, same_layout=same_layout)
-    return TensorDiff(
-        name=a,
-        left=mine,
-        right=other,
-        same_layout=same_layout,
-        compared=True,
-        bit_exact=mine.dtype == other.dtype and not found.differing_bits,
-        **asdict(found),
-    )
+    def objects(self) -> Iterator[ObjectDiff]:
+        """Yield the objects that differ."""
+        mine, other = self.left.raw_objects(), self.right.raw_objects()
+        for name in filter(self.wanted, [*mine, *(n for n in other if n not in mine)]):
+            if name in mine and name in other and _same_encoded(mine[name], other[name]):
+                continue
+            yield ObjectDiff(
+                name,
+                _words(mine[name]) if name in mine else None,
+                _words(other[name]) if name in other else None,
+            )
 
 
 def _side(reader: CheckpointReader, name: str) -> TensorSide:
@@ -451,22 +447,6 @@ def _side(reader: CheckpointReader, name: str) -> TensorSide:
     return TensorSide(
         info.dtype.name, info.shape, reader.layout(name).words, reader.absent_elements(name)
     )
-
-
-def _objects(
-    left: CheckpointReader, right: CheckpointReader, wanted: Callable[[str], bool]
-) -> Iterator[ObjectDiff]:
-    mine, other = left.raw_objects(), right.raw_objects()
-    for name in [*mine, *(n for n in other if n not in mine)]:
-        if not wanted(name):
-            continue
-        if name in mine and name in other and _same_encoded(mine[name], other[name]):
-            continue
-        yield ObjectDiff(
-            name,
-            _words(mine[name]) if name in mine else None,
-            _words(other[name]) if name in other else None,
-        )
 
 
 def _words(raw: Any) -> str:
