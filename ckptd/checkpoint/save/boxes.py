@@ -328,7 +328,7 @@ class BoxRoot:
             at += len(body)
         try:
             with saving(self._store, request.name, request.attempt, rank):
-                wrote = write_file(self._store, request, rank, file, data, fill, _ignore)
+                wrote = write_file(self._store, request, rank, file, data, fill)
         except BaseException:
             remove_file(self._store, rank, request)
             raise
@@ -501,7 +501,3 @@ def _encoded(
         else:
             entries.append(ObjectEntry(name, raw))
     return tuple(entries), bodies
-
-
-def _ignore(written: int) -> None:
-    """Nobody follows the progress."""

@@ -112,7 +112,7 @@ def _write_data(
     data: memoryview | _PackedRanges,
     digester: Digester | None,
     wait: Callable[[int], None],
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] = lambda _: None,
     span: str = "write",
 ) -> None:
     """Write a data file; durable on return but for its folder. None digests nothing."""
@@ -408,7 +408,7 @@ def write_file(
     file: DataFile,
     data: memoryview | _PackedRanges,
     wait: Callable[[int], None],
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] = lambda _: None,
 ) -> WrittenShare:
     """Write header and data front to back, then the digest index; durable on return.
 
@@ -573,16 +573,8 @@ def put_shard(
         if may_delete:
             store.delete([part])
         if shard.header:
-            _write_data(
-                store,
-                shard.key,
-                shard.header,
-                data,
-                None,
-                lambda _: shard.check_whole(),
-                lambda _: None,
-                span,
-            )
+            still: Callable[[int], None] = lambda _: shard.check_whole()  # noqa: E731
+            _write_data(store, shard.key, shard.header, data, None, still, span=span)
             store.sync(shard.save.folder)
         for key, body in shard.small.items():
             store.put(key, body)
