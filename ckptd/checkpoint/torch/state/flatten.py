@@ -156,8 +156,7 @@ class _Known:
             (
                 at[id(sink.parts.get(leaf.name, leaf.origin))],
                 *(positions[id(leaf.origin)], leaf.tensor is not leaf.local, leaf.name),
-                (leaf.section, leaf.kind, leaf.path),
-                *(leaf.aliases, leaf.own, leaf.wrapped),
+                *(leaf.section, leaf.kind, leaf.path, leaf.aliases, leaf.own, leaf.wrapped),
             )
             for leaf in leaves.tensors.values()
             if not leaf.fresh
@@ -242,11 +241,12 @@ class _Known:
         if memory != self._memory:
             return None
         found: dict[str, Any] = dict.fromkeys(self._order)  # what is fresh comes to its place
-        for at, origin, meshed, name, head, aliases, own, wrapped in self._forms:
+        things = look.things
+        for at, origin, meshed, name, section, kind, path, aliases, own, wrapped in self._forms:
             local = locals[at].detach()
             whole = tensors[at] if meshed else local
             found[name] = TensorLeaf(
-                name, whole, local, *head, look.things[origin], aliases, None, own, wrapped
+                name, whole, local, section, kind, path, things[origin], aliases, None, own, wrapped
             )
         for name, (saying, positions) in self._sayings.items():
             slots = [look.things[at] for at in positions]
