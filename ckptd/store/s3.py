@@ -30,14 +30,14 @@ from ckptd.store.base import (
     parse_options,
 )
 from ckptd.store.s3_client import S3Client, S3Options, check_installed
-from ckptd.store.s3_errors import PreconditionError, s3_errors
+from ckptd.store.s3_errors import Answer, PreconditionError, s3_errors
 from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
 
 _LEAST_PART = 5 << 20
 _LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
 _T = TypeVar("_T")
-_Uploads = list[dict[str, Any]]
+_Uploads = list[Answer]
 
 
 def open_s3(url: str, options: dict[str, Any]) -> S3Store:
@@ -177,7 +177,7 @@ class S3Store(Store):
         check_prefix(prefix)
         found = []
         for page in self._pages(prefix):
-            for item in page.get("Contents", []):
+            for item in page.parts("Contents"):
                 key = item["Key"][len(self._prefix) :]
                 if len(key) <= MAX_KEY_BYTES and all(is_segment(p) for p in key.split("/")):
                     modified = item["LastModified"].timestamp()
@@ -190,11 +190,11 @@ class S3Store(Store):
         full = self._prefix + check_prefix(prefix)
         names: set[str] = set()
         for page in self._pages(prefix, Delimiter="/"):
-            names |= {item["Key"][len(full) :] for item in page.get("Contents", [])}
-            names |= {item["Prefix"][len(full) :] for item in page.get("CommonPrefixes", [])}
+            names |= {item["Key"][len(full) :] for item in page.parts("Contents")}
+            names |= {item["Prefix"][len(full) :] for item in page.parts("CommonPrefixes")}
         return sorted(n for n in names if is_segment(n.removesuffix("/")))
 
-    def _pages(self, prefix: str, **params: str) -> Iterator[dict[str, Any]]:
+    def _pages(self, prefix: str, **params: str) -> Iterator[Answer]:
         where = self._where(prefix)
         params |= {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:
@@ -311,7 +311,7 @@ class S3Store(Store):
         found: _Uploads = []
         while True:
             page = self._client.call("list_multipart_uploads", self._where(prefix), **params)
-            found += page.get("Uploads", [])
+            found += page.parts("Uploads")
             if not page.get("IsTruncated"):
                 return found
             params["KeyMarker"] = page["NextKeyMarker"]

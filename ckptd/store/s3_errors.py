@@ -46,9 +46,43 @@ _DENIED_CODES = {
     "SignatureDoesNotMatch",
 }
 
+_MOST_CHARS = 1000
+
 
 class PreconditionError(CkptdError):
     """A create-only put found the key taken, maybe by its own first try. Stays inside the store."""
+
+
+class Answer(dict[str, Any]):
+    """An answer, or a part of one: of a field that the store has left out it says so by name."""
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self._where = where
+
+    def __missing__(self, name: str) -> Any:
+        raise StoreError(f"the answer of the store has no {name}", where=self._where)
+
+    def parts(self, name: str) -> list[Answer]:
+        """Return the entries of a list, none when it is left out."""
+        return [Answer(entry, self._where) for entry in self.get(name, ())]
+
+
+@contextmanager
+def unread_answers(where: str) -> Iterator[None]:
+    """Turn what botocore raises of an answer that it cannot read into an error of the contract."""
+    from botocore.exceptions import BotoCoreError
+    from botocore.parsers import ResponseParserError
+
+    try:
+        yield
+    except BotoCoreError:
+        raise
+    except (KeyError, ValueError, ResponseParserError) as error:
+        found = _short(repr(error))
+        raise StoreError(
+            "the answer of the store cannot be read", where=where, found=found
+        ) from error
 
 
 @contextmanager
@@ -70,11 +104,20 @@ def s3_errors(where: str, size: int | None = None) -> Iterator[None]:
         if error.errno is not None:
             found = explain(error, where, "the store failed", size)
             raise TransientStoreError(found.message, where=where, found=found.found) from error
-        raise TransientStoreError("no connection", where=where, found=repr(error)) from error
+        raise TransientStoreError(
+            "no connection", where=where, found=_short(repr(error))
+        ) from error
     except Exception as error:
         if _is_transport(error):
-            raise TransientStoreError("no connection", where=where, found=repr(error)) from error
+            raise TransientStoreError(
+                "no connection", where=where, found=_short(repr(error))
+            ) from error
         raise
+
+
+def _short(text: str) -> str:
+    """Return what a server said, no longer than a person reads."""
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
 
 
 def _is_transport(error: Exception) -> bool:
@@ -104,14 +147,14 @@ def _from_botocore(error: Exception, where: str) -> CkptdError:
         exceptions.CredentialRetrievalError,
     )
     kind = TransientStoreError if isinstance(error, healing) else StoreError
-    return kind("the store could not be asked", where=where, found=repr(error))
+    return kind("the store could not be asked", where=where, found=_short(repr(error)))
 
 
 def _from_answer(response: dict[str, Any], where: str, size: int | None) -> CkptdError:
     detail = response.get("Error", {})
     code = str(detail.get("Code", "?"))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    found = f"{status} {code}: {detail.get('Message', '')}".rstrip(": ")
+    found = _short(f"{status} {code}: {detail.get('Message', '')}".rstrip(": "))
     if status == 412 or code == "PreconditionFailed":
         return PreconditionError("the key is taken", where=where, found=found)
     if code == "NoSuchBucket":

@@ -6,6 +6,7 @@ whole answer, and then passes it on, cuts it, or drops it: the request has had i
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -40,7 +41,11 @@ class Request:
 
 
 Rule = Callable[[Request], str]
-"""Returns what to do: ``pass``, ``lose``, ``hang``, ``cut``, ``slow``, or ``503 SlowDown``."""
+"""Returns what to do: ``pass``, ``lose``, ``hang``, ``cut``, ``slow``, or ``503 SlowDown``.
+
+``without NAME`` gives a field of the answer another name: to the client it is not there.
+``garble NAME`` gives it a value that is no value of its type.
+"""
 
 
 class Proxy:
@@ -112,6 +117,12 @@ class Proxy:
         answer = self._forward(request)
         if action == "lose":
             return False
+        act, _, name = action.partition(" ")
+        if act == "without":
+            answer = re.sub(name.encode(), b"X" * len(name), answer, flags=re.IGNORECASE)
+        if act == "garble":
+            value = rb"(?<=%s.)[^<\r]*" % name.encode()
+            answer = re.sub(value, lambda m: b"?" * len(m[0]), answer, flags=re.IGNORECASE)
         client.sendall(answer[: len(answer) // 2] if action == "cut" else answer)
         return False  # the answer says so: its connection was asked to close
 

@@ -345,6 +345,41 @@ def test_answers_become_our_errors(
     assert caught.value.where.endswith("/a/b")
 
 
+@pytest.mark.parametrize(
+    ("field", "act"),
+    [
+        ("Last-Modified", lambda store: store.stat("k")),
+        ("LastModified", lambda store: [*store.list()]),
+        ("Size", lambda store: [*store.list()]),
+        ("ETag", lambda store: write(store, "big", BIG)),
+    ],
+    ids=["stat", "list", "size", "part"],
+)
+def test_a_field_that_the_store_leaves_out_is_named(
+    store: S3Store, proxy: Proxy, field: str, act: Callable[[S3Store], object]
+) -> None:
+    store.put("k", b"data")
+    proxy.rule = lambda request: f"without {field}"
+    with pytest.raises(StoreError, match=f"has no {field.replace('-', '')}") as caught:
+        act(store)
+    assert caught.value.where is not None
+
+
+@pytest.mark.parametrize("action", ["without Key", "garble LastModified"])
+def test_an_answer_that_cannot_be_read_is_told(store: S3Store, proxy: Proxy, action: str) -> None:
+    store.put("k", b"data")
+    proxy.rule = lambda request: action
+    with pytest.raises(StoreError, match="the answer of the store cannot be read"):
+        [*store.list()]
+
+
+def test_what_a_store_says_at_length_is_cut(store: S3Store, proxy: Proxy) -> None:
+    proxy.rule = lambda request: "400 " + "Long" * 100_000
+    with pytest.raises(StoreError, match="LongLong") as caught:
+        store.get("k")
+    assert len(str(caught.value)) < 2000
+
+
 def test_missing_buckets_and_wrong_keys(server: dict[str, Any]) -> None:
     with open_store("s3://there-is-no-such-bucket/x", **server) as store:
         for call in (lambda: store.get("a"), lambda: [*store.list()], lambda: store.put("a", b"")):
