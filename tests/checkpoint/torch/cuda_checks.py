@@ -23,6 +23,8 @@ __all__ = ["CHECKS", "DEVICE", "make_small", "settle"]
 DEVICE = "cuda"
 LONG = 3_000_000_000
 """Cycles of a kernel that outlasts everything that a host does meanwhile: more than a second."""
+BUSY = LONG
+"""The same for one that the host waits for in the end."""
 WIDTH = 1024
 LARGE = (5000, 4001)
 """A matrix of several chunks."""
@@ -30,9 +32,13 @@ Values = dict[str, torch.Tensor]
 
 
 def make_small() -> None:
-    """Shrink what is checked, for devices where the order of things counts and no rate."""
-    global WIDTH, LARGE
-    WIDTH, LARGE = 64, (370, 401)
+    """Shrink what is checked, for devices where the order of things counts and no rate.
+
+    A kernel that holds up copies ends there when the host waits for it, so it may be as long as a
+    busy machine needs.
+    """
+    global WIDTH, LARGE, BUSY
+    WIDTH, LARGE, BUSY = 64, (370, 401), 50 * LONG
     ondevice.CHUNK_BYTES = 1 << 18
 
 
@@ -92,7 +98,7 @@ def slow_copies(ck: ckptd.Checkpointer) -> Any:
     """Keep the copying stream busy first: what is not ordered behind the copies comes before."""
     (stream,) = ck._saver._device_copies._streams.values()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG)
+        torch.cuda._sleep(BUSY)
     yield stream
     torch.cuda.synchronize()
 
