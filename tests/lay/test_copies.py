@@ -268,7 +268,7 @@ def test_states_follow_a_scale_by_what_they_are() -> None:
 def test_a_state_of_which_nothing_is_known_does_not_follow_a_scale() -> None:
     with pytest.raises(UsageError) as caught:
         scaled("z=velocity")
-    assert caught.value.kind == "lay-value"
+    assert caught.value.kind == "lay-rule"
     assert "state z" in (caught.value.where or "")
 
 

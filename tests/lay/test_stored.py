@@ -159,7 +159,7 @@ def test_two_tensors_of_one_name() -> None:
 def test_nobody_holds_it() -> None:
     with pytest.raises(MismatchError, match="no rank holds") as error:
         list(form("w = E[v@tp:ceil h@tp:ceil]").tensors())
-    assert error.value.kind == "lay-split"
+    assert error.value.kind == "lay-fit"
     with pytest.raises(UsageError, match="no rank holds"):
         list(form("w.{#l@pp:ceil} = L{l}.n[h] on pp=0").tensors())
 

@@ -155,7 +155,7 @@ def plain(**other: Any) -> NodeReport:
 def test_sheets_of_another_job_are_refused() -> None:
     with pytest.raises(RefusedError) as caught:
         JobWatch(JOB).take(plain(job="other"), 0.0)
-    assert caught.value.kind == "other-job"
+    assert "this message is of another job" in caught.value.message
     with pytest.raises(RefusedError):
         JobWatch(JOB).take_found(EvidenceReport(job="other", source="a", number=0), 0.0)
 
@@ -166,7 +166,7 @@ def test_sheets_that_came_before_are_refused(number: int) -> None:
     watch.take(plain(), 0.0)
     with pytest.raises(RefusedError) as caught:
         watch.take(plain(number=number), 1.0)
-    assert caught.value.kind == "old-sheet"
+    assert "this report, or a newer one of its source" in caught.value.message
     watch.take(plain(number=6), 1.0)
     watch.take(plain(source="b", number=0), 1.0)
 
@@ -497,7 +497,7 @@ def test_people_can_say_that_they_have_seen_it() -> None:
     assert fed.watch.incidents[0].acknowledged_at == pytest.approx(fed.now + 1e9)
     with pytest.raises(NotFoundError) as caught:
         fed.watch.acknowledge("job-99", "", fed.now)
-    assert caught.value.kind == "no-incident"
+    assert "there is no such incident" in caught.value.message
 
 
 def test_stacks_of_suspects_are_asked_for_once_and_kept() -> None:

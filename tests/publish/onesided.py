@@ -93,7 +93,7 @@ class RegionTable:
         """Let others read some memory; return the key."""
         free = np.flatnonzero(self._rows["key"] == 0)
         if not len(free):
-            raise UsageError("too many regions are registered", kind="transport")
+            raise UsageError("too many regions are registered")
         key = secrets.randbits(63) + 1
         row = int(free[0])
         self._rows[row] = (0, address, nbytes)

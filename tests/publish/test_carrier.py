@@ -198,7 +198,7 @@ def _refused() -> str:
 
         def read(number: int, *_: object) -> NDArray[np.uint8]:
             if number == 1:
-                raise UsageError("a value is too large", kind="overflow", where="w.1")
+                raise UsageError("a value is too large", kind="unsavable", where="w.1")
             return np.full(1000, number, np.uint8)
 
         carrier.serve(read)

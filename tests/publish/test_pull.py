@@ -160,7 +160,11 @@ def test_what_is_asked_for_is_checked_before_it_is_read() -> None:
     ):
         with pytest.raises(UsageError) as caught:
             read_bytes(tensors, (wrong,))
-        assert caught.value.kind == "transport"
+        assert caught.value.message in (
+            "a part is not inside its tensor",
+            "no such part",
+            "too much is asked for at once",
+        )
     slot = Slot(0, 40)
     try:
         with pytest.raises(UsageError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,13 +57,13 @@ def test_stage_3_is_read_bit_by_bit(zero3: Path) -> None:
 def test_a_missing_rank(zero3: Path) -> None:
     (zero3 / TAG / OPTIM.format(1)).unlink()
     error = fails(zero3)
-    assert error.kind == "missing-file"
+    assert "files of ranks are missing" in error.message
     assert str(error.wanted).startswith("2 ranks")
 
 
 def test_a_folder_that_latest_names_and_is_not_there(zero3: Path) -> None:
     (zero3 / "latest").write_text("global_step4")
-    assert fails(zero3).kind == "missing-file"
+    assert "a file of the checkpoint is missing" in fails(zero3).message
 
 
 # -- experts and pipelines -------------------------------------------------------------------------
@@ -126,7 +127,10 @@ def test_a_file_of_a_stage_or_an_expert_is_missing(
 ) -> None:
     folder = sample(name)
     (folder / TAG / file).unlink()
-    assert fails(folder).kind == "missing-file"
+    assert fails(folder).message in (
+        "a file of the checkpoint is missing",
+        "files of ranks are missing, or of another number of ranks",
+    )
 
 
 @pytest.mark.parametrize("number", [1, 4])
@@ -135,7 +139,10 @@ def test_an_expert_under_the_number_of_another(sample: Callable[[str], Path], nu
     folder, file = sample("moe0-fp32") / TAG, "layer_0_expert_{}_mp_rank_00_model_states.pt"
     shutil.copy(folder / file.format(0), folder / file.format(number))
     error = fails(folder)
-    assert (error.kind, error.where) == ("bad-pieces", file.format(number))
+    assert (error.message, error.where) == (
+        "a file holds what belongs into another one",
+        file.format(number),
+    )
     assert str(error.wanted) == f"weights of expert {number}"
 
 
@@ -151,7 +158,7 @@ def test_layers_that_are_missing(sample: Callable[[str], Path], number: str) -> 
         open_reader(folder)
         number = {"00": "04", "04": "00"}[number]
     (folder / f"layer_{number}-model_states.pt").unlink()
-    assert fails(folder).kind == "missing-file"
+    assert "files of layers are missing" in fails(folder).message
 
 
 def rename_key(path: Path, key: str) -> None:
@@ -179,7 +186,7 @@ def test_experts_of_ranks_that_do_not_say_where_parameters_are(
 def test_one_name_in_two_files(sample: Callable[[str], Path]) -> None:
     folder, file = sample("pipe0-fp32") / TAG, "layer_{}-model_states.pt"
     shutil.copy(folder / file.format("01"), folder / file.format("001"))
-    assert fails(folder).kind == "bad-pieces"
+    assert "a file holds what belongs into another one" in fails(folder).message
 
 
 def test_a_file_of_an_expert_with_an_absurd_number(sample: Callable[[str], Path]) -> None:
@@ -187,7 +194,10 @@ def test_a_file_of_an_expert_with_an_absurd_number(sample: Callable[[str], Path]
     folder, file = sample("moe0-fp32") / TAG, "layer_{}_expert_{}_mp_rank_00_model_states.pt"
     shutil.copy(folder / file.format(0, 3), folder / file.format(1, 3 * 10**10))
     error = fails(folder)
-    assert (error.kind, error.where) == ("missing-file", file.format(1, 0))
+    assert (error.message, error.where) == (
+        "a file of the checkpoint is missing",
+        file.format(1, 0),
+    )
 
 
 def test_tensor_parallelism_is_refused(sample: Callable[[str], Path]) -> None:
@@ -301,7 +311,7 @@ def test_a_rank_too_many(tmp_path: Path) -> None:
     write(tmp_path)
     files = tmp_path / TAG
     shutil.copy(files / OPTIM.format(0), files / OPTIM.format(3))
-    assert fails(files).kind == "missing-file"
+    assert "files of ranks are missing" in fails(files).message
 
 
 def test_files_of_different_steps(tmp_path: Path) -> None:
@@ -312,7 +322,7 @@ def test_files_of_different_steps(tmp_path: Path) -> None:
         group["step"] += 2
     torch.save(value, path)
     error = fails(tmp_path / TAG)
-    assert (error.kind, error.where) == ("bad-pieces", path.name)
+    assert (error.message, error.where) == ("files are of different steps", path.name)
     assert "different steps" in error.message
 
 
@@ -330,7 +340,7 @@ def test_a_model_of_an_earlier_step_than_its_optimizer(tmp_path: Path) -> None:
     assert open_reader(tmp_path / TAG).commit.step == 12
     change(path, lambda value: value.update(skipped_steps=4))
     error = fails(tmp_path / TAG)
-    assert (error.kind, error.found) == ("bad-pieces", "9.0")
+    assert (error.message, error.found) == ("files are of different steps", "9.0")
     assert str(error.wanted).startswith("at most 8")
 
 
@@ -349,7 +359,10 @@ def test_stages_of_a_pipeline_of_different_steps(tmp_path: Path) -> None:
     value["param_shapes"] = [{f"1.{n}": s for n, s in g.items()} for g in value["param_shapes"]]
     torch.save(value, files / "mp_rank_01_model_states.pt")
     error = fails(files)
-    assert (error.kind, error.where) == ("bad-pieces", OPTIM.format(0).replace("_00_", "_01_"))
+    assert (error.message, error.where) == (
+        "files are of different steps",
+        OPTIM.format(0).replace("_00_", "_01_"),
+    )
     assert "different steps" in error.message
 
 
@@ -362,7 +375,10 @@ def test_files_of_ranks_under_the_numbers_of_others(zero3: Path, both: bool) -> 
     if both:
         one.write_bytes(before)
     error = fails(zero3)
-    assert (error.kind, error.where) == ("bad-pieces", f"{TAG}/{(one if both else two).name}")
+    assert (error.message, error.where) == (
+        "a file holds what belongs into another one",
+        f"{TAG}/{(one if both else two).name}",
+    )
 
 
 def test_a_copy_of_a_rank_that_was_written_into_a_stream(tmp_path: Path) -> None:
@@ -374,7 +390,10 @@ def test_a_copy_of_a_rank_that_was_written_into_a_stream(tmp_path: Path) -> None
         with path.open("wb") as file:
             torch.save(value, file)
     error = fails(tmp_path / TAG)
-    assert (error.kind, error.where) == ("bad-pieces", OPTIM.format(1))
+    assert (error.message, error.where) == (
+        "a file holds what belongs into another one",
+        OPTIM.format(1),
+    )
     for part in (*value["optimizer_state_dict"]["base_optimizer_state"]["state"][0].values(),):
         part.zero_()
     for path in paths:
@@ -385,7 +404,7 @@ def test_a_copy_of_a_rank_that_was_written_into_a_stream(tmp_path: Path) -> None
 
 def test_shapes_that_are_too_large_for_the_buffers(tmp_path: Path) -> None:
     write(tmp_path, param_shapes=[{"a.weight": torch.Size([50, 3])}, {"a.bias": torch.Size([4])}])
-    assert fails(tmp_path / TAG).kind == "bad-size"
+    assert "the buffers of a rank and the shapes of parameters" in fails(tmp_path / TAG).message
 
 
 def drop_first(groups: list[dict[str, Any]]) -> None:
@@ -416,7 +435,7 @@ def test_shapes_that_do_not_end_with_the_buffers_of_stage_3(
     value = torch.load(path)
     change(value["param_shapes"])
     torch.save(value, path)
-    assert fails(zero3).kind == "bad-size"
+    assert "the buffers of a rank and the shapes of parameters" in fails(zero3).message
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -436,20 +455,20 @@ def test_shapes_that_do_not_end_with_the_buffers_of_stages_1_and_2(
     value["param_shapes"] = groups
     change(groups)
     torch.save(value, path)
-    assert fails(files).kind == "bad-size"
+    assert "the buffers of a rank and the shapes of parameters" in fails(files).message
 
 
 @pytest.mark.parametrize("shapes", [None, [], 3, [{"a": 3}], [{"a": ("x",)}], [{"a": (-1,)}]])
 def test_shapes_that_are_none(tmp_path: Path, shapes: object) -> None:
     write(tmp_path, param_shapes=shapes)
     error: CkptdError = fails(tmp_path / TAG)
-    assert error.kind in ("bad-pickle", "bad-size")
+    assert re.search("shapes of (its )?parameters", error.message)
 
 
 @pytest.mark.parametrize("shared", [5, [[[], []]], [("a",)], {"a": 3}, {"tied": ("a.weight",)}])
 def test_shared_parameters_that_are_none(tmp_path: Path, shared: object) -> None:
     write(tmp_path, shared_params=shared)
-    assert fails(tmp_path / TAG).kind == "bad-pickle"
+    assert "a value of a model's file is no table of names" in fails(tmp_path / TAG).message
 
 
 def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
@@ -461,7 +480,7 @@ def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
             value["optimizer_state_dict"]["partition_count"],
         ) * 2
     torch.save(value, path)
-    assert fails(tmp_path / TAG).kind == "bad-pickle"
+    assert "not the optimizer's file of a rank of ZeRO" in fails(tmp_path / TAG).message
 
 
 # -- the universal form ----------------------------------------------------------------------------
@@ -487,7 +506,7 @@ def test_frozen_parameters_of_stage_3_beside_the_universal_form(tmp_path: Path) 
     assert reader.tensor("w").tolist() == [1, 1, 1]
     (tmp_path / "zero" / "w" / "fp32.pt").unlink()
     error = fails(tmp_path)
-    assert (error.kind, error.where) == ("missing-file", "zero/w/fp32.pt")
+    assert (error.message, error.where) == ("a file of the checkpoint is missing", "zero/w/fp32.pt")
 
 
 @pytest.fixture
@@ -517,13 +536,16 @@ def test_the_universal_form_of_tensor_parallelism(joined: Path) -> None:
     assert "w" not in left_out
     torch.save({"param": torch.ones(3, 2)}, joined / "zero" / "w" / "exp_avg.pt")
     error = fails(joined)
-    assert (error.kind, error.where) == ("bad-pieces", "zero/w/exp_avg.pt")
+    assert (error.message, error.where) == (
+        "a file and the shapes of parameters disagree",
+        "zero/w/exp_avg.pt",
+    )
 
 
 def test_a_parameter_that_the_universal_form_of_tensor_parallelism_lacks(joined: Path) -> None:
     shutil.rmtree(joined / "zero" / "w")
     error = fails(joined)
-    assert (error.kind, error.where) == ("missing-file", "zero/w/fp32.pt")
+    assert (error.message, error.where) == ("a file of the checkpoint is missing", "zero/w/fp32.pt")
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -553,4 +575,4 @@ def test_the_universal_form(tmp_path: Path, flat: bool) -> None:
     if flat:
         assert reader.tensor("tied").tobytes() == weights["a.weight"].numpy().tobytes()
         torch.save(torch.ones(3), tmp_path / "zero" / "a.weight" / "fp32.pt")
-        assert fails(tmp_path).kind == "bad-pieces"
+        assert "a file and the shapes of parameters disagree" in fails(tmp_path).message

@@ -75,14 +75,17 @@ def test_errors_that_a_reader_does_not_expect(
         announce(monkeypatch, Surprised)
         with pytest.raises(CorruptError) as caught:
             find_foreign(open_store(tmp_path))
-        assert (caught.value.kind, caught.value.__cause__) == ("bad-pickle", error)
+        assert (caught.value.message, caught.value.__cause__) == (
+            "the metadata of a checkpoint is damaged, or its reader is",
+            error,
+        )
 
 
 def test_a_package_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, ImportError("no such thing"))
     with pytest.raises(UsageError) as caught:
         find_foreign(open_store(tmp_path))
-    assert caught.value.kind == "broken-plugin"
+    assert "an installed package does not load" in caught.value.message
 
 
 def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +96,16 @@ def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(find, "entries", lambda group: [Entry(RawReader), Entry(Other)])
     with pytest.raises(MismatchError) as caught:
         find_foreign(open_store(tmp_path))
-    assert (caught.value.kind, caught.value.found) == ("ambiguous-format", "raw, other")
+    assert (caught.value.message, caught.value.found) == (
+        "checkpoints of several formats are here",
+        "raw, other",
+    )
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CkptdError) as caught:
         open_reader(tmp_path, "gone.pt")
-    assert (caught.value.kind, caught.value.where) == ("missing-file", "gone.pt")
+    assert (caught.value.message, caught.value.where) == (
+        "a file of the checkpoint is missing",
+        "gone.pt",
+    )

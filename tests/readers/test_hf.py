@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -87,20 +88,23 @@ def test_shards_make_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offsets", [[[0, 0], [3, 0]], [[0, 0], [1, 0]], [[0, 0], [2, 1]]])
 def test_shards_that_leave_holes_or_overlap(tmp_path: Path, offsets: list[list[int]]) -> None:
     sharded(tmp_path, offsets)
-    assert fails(tmp_path).kind == "bad-pieces"
+    assert fails(tmp_path).message in (
+        "the parts of a tensor are no grid",
+        "the parts of a tensor are no grid, or leave holes",
+    )
 
 
 @pytest.mark.parametrize("offsets", [[[0]], [[-1, 0]], [["x", 0]], [[1 << 70, 0]]])
 def test_offsets_that_are_none(tmp_path: Path, offsets: list[list[int]]) -> None:
     sharded(tmp_path, offsets)
-    assert fails(tmp_path).kind == "bad-header"
+    assert re.search("DCP_SHARDING_INFO|two files have one tensor", fails(tmp_path).message)
 
 
 def test_two_formats_in_one_folder(tmp_path: Path, foreign: Path) -> None:
     save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
     (tmp_path / ".metadata").write_bytes((foreign / "dcp/dcp-safetensors/.metadata").read_bytes())
     error = fails(tmp_path)
-    assert (error.kind, error.found) == ("ambiguous-format", "dcp, hf")
+    assert (error.message, error.found) == ("checkpoints of several formats are here", "dcp, hf")
     assert open_reader(tmp_path, "model.safetensors").names == ["w"]
 
 
@@ -108,7 +112,10 @@ def test_two_formats_in_one_folder(tmp_path: Path, foreign: Path) -> None:
 def test_a_missing_shard_without_an_index(tmp_path: Path, found: int) -> None:
     save_file({"w": np.ones(3)}, tmp_path / f"model-0000{found}-of-00002.safetensors")
     error = fails(tmp_path)
-    assert (error.kind, error.where) == ("missing-file", f"shard {3 - found} of 2")
+    assert (error.message, error.where) == (
+        "a file of the checkpoint is missing",
+        f"shard {3 - found} of 2",
+    )
     assert open_reader(tmp_path, f"model-0000{found}-of-00002.safetensors").names == ["w"]
 
 
@@ -116,21 +123,21 @@ def test_a_missing_part_of_dcp(tmp_path: Path) -> None:
     sharded(tmp_path, [[0, 0], [2, 0], [4, 0]])
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
     error = fails(tmp_path)
-    assert (error.kind, error.where) == ("missing-file", "shard-00001-*")
+    assert (error.message, error.where) == ("a file of the checkpoint is missing", "shard-00001-*")
     assert "shapes follow" in str(error.hint)
     (tmp_path / "shard-00000-model-00001-of-00001.safetensors").unlink()
-    assert fails(tmp_path).kind == "missing-file"
+    assert "a file of the checkpoint is missing" in fails(tmp_path).message
 
 
 def test_two_parts_of_one_place(tmp_path: Path) -> None:
     sharded(tmp_path, [[0, 0], [0, 0]])
-    assert fails(tmp_path).kind == "bad-header"
+    assert "two files have one tensor, or the same part of one" in fails(tmp_path).message
 
 
 def test_a_whole_tensor_before_its_parts(tmp_path: Path) -> None:
     save_file({"w": np.ones((2, 3))}, tmp_path / "model-a.safetensors")
     sharded(tmp_path, [[0, 0]])
-    assert fails(tmp_path).kind == "bad-header"
+    assert "two files have one tensor, or the same part of one" in fails(tmp_path).message
 
 
 def test_notes_of_a_header_are_no_tied_names(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_links_elsewhere_are_refused(snapshot: Path, tmp_path: Path) -> None:
         model.symlink_to(to)
         with pytest.raises(RefusedError) as caught:
             open_reader(snapshot)
-        assert caught.value.kind == "outside-root"
+        assert "a symbolic link leads out of the store" in caught.value.message
     model.unlink()
     model.symlink_to(os.path.relpath(blob, snapshot))
     open_reader(snapshot)

@@ -31,8 +31,7 @@ FOLDERS = {
     "universal": "deepspeed/pipe1-universal",
 }
 KINDS = {
-    *("missing-file", "truncated", "bad-zip", "bad-size", "bad-pieces", "bad-header"),
-    *("bad-pickle", "bad-json", "no-tensors", "missing-tensor", "not-found"),
+    *("corrupt", "truncated", "bad-zip", "mismatch", "not-found"),
 }
 
 

@@ -198,7 +198,7 @@ def test_hostile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     begun, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CkptdError) as caught:
         read_pickle(HOSTILE[name], "x.pt")
-    assert caught.value.kind in ("unsafe-pickle", "bad-pickle", "limits")
+    assert caught.value.kind == "unsafe-pickle" or isinstance(caught.value, CorruptError)
     assert "x.pt" in str(caught.value.where)
     assert time.thread_time() - begun < LIMIT_S
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < LIMIT_KIB
@@ -259,7 +259,7 @@ def test_damage_is_an_error_or_another_value(value: object, data: st.DataObject)
     try:
         read_pickle(bytes(raw), "x")
     except CkptdError as error:
-        assert error.kind in ("unsafe-pickle", "bad-pickle", "limits")  # noqa: PT017
+        assert error.kind == "unsafe-pickle" or isinstance(error, CorruptError)  # noqa: PT017
 
 
 def test_every_opcode_is_known() -> None:
@@ -289,7 +289,7 @@ def test_a_tree_without_end_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(CorruptError) as caught:
         list(walk_values(loop))
-    assert caught.value.kind == "limits"
+    assert "a pickle is nested too deeply, holds too many values" in caught.value.message
     for names_too_long in ({"k" * 5000: [1]}, {9**9999: 1}, {("k" * 2000, "k" * 3000): 1}):
         with pytest.raises(CorruptError):
             list(walk_values(names_too_long))

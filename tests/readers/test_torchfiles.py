@@ -94,10 +94,10 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert reader.tensor("w2").tolist() == [2, 2]
     assert reader.manifest.metadata["ckptd.foreign"]["unread"] == ["optimizer.bin"]
     (tmp_path / "pytorch_model-00002-of-00003.bin").unlink()
-    assert fails(tmp_path).kind == "missing-file"
+    assert "a file of the checkpoint is missing" in fails(tmp_path).message
     (tmp_path / "pytorch_model.bin.index.json").unlink()
     error = fails(tmp_path)
-    assert (error.kind, error.where) == ("missing-file", "shard 2 of 3")
+    assert (error.message, error.where) == ("a file of the checkpoint is missing", "shard 2 of 3")
     assert open_reader(tmp_path, "pytorch_model-00003-of-00003.bin").names == ["w2"]
 
 
@@ -191,15 +191,20 @@ def test_sharded_tensors_of_other_ranks(fsdp1: Path) -> None:
     kept = one.read_bytes()
     shutil.copy(two, one)
     error = fails(fsdp1)
-    assert (error.kind, error.found) == ("bad-pieces", "rank 2")
+    assert (error.message, error.found) == (
+        "a file was renamed, or is of another job: its tensors are another rank's",
+        "rank 2",
+    )
     one.write_bytes(kept)
     two.unlink()
-    assert fails(fsdp1).kind == "missing-file"
+    assert "files of ranks are missing" in fails(fsdp1).message
     for name in (1, 3):
         fsdp1.joinpath(file(name)).rename(fsdp1 / f"w{name}.pt")
     for path in fsdp1.glob("*world*"):
         path.unlink()
-    assert fails(fsdp1).kind == "bad-pieces"  # holes: nothing else says how many ranks there were
+    assert (
+        "a tensor begins with a hole" in fails(fsdp1).message
+    )  # holes: nothing else says how many ranks there were
 
 
 @pytest.mark.parametrize("state", [None, (), ([], None, None), ([3], PickledObject("m"), None)])
@@ -208,17 +213,17 @@ def test_sharded_tensors_that_are_none(state: object) -> None:
     value.fields = {"state": state}
     with pytest.raises(CkptdError) as caught:
         torchfiles._shards(value, 0, "x")
-    assert caught.value.kind == "bad-pickle"
+    assert "not a sharded tensor that this reads" in caught.value.message
 
 
 def test_a_missing_rank(ranks: Path) -> None:
     (ranks / VERL.format(3)).unlink()
-    assert fails(ranks).kind == "missing-file"
+    assert "files of ranks are missing" in fails(ranks).message
 
 
 def test_a_rank_of_another_job(ranks: Path) -> None:
     shutil.copy(ranks / VERL.format(3), ranks / VERL.format(4))
-    assert fails(ranks).kind == "missing-file"
+    assert "files of ranks are missing" in fails(ranks).message
 
 
 def test_renumbered_ranks(ranks: Path) -> None:
@@ -227,14 +232,17 @@ def test_renumbered_ranks(ranks: Path) -> None:
     two.rename(one)
     other.rename(two)
     error = fails(ranks)
-    assert (error.kind, error.wanted) == ("bad-pieces", "rank 1, as its name says")
+    assert (error.message, error.wanted) == (
+        "a file was renamed, or is of another job: its tensors are another rank's",
+        "rank 1, as its name says",
+    )
 
 
 def test_plain_tensors_of_ranks_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(3), "step": torch.tensor(1.0)}, tmp_path / f"rank_{rank}.pt")
     error = fails(tmp_path)
-    assert error.kind == "bad-pieces"
+    assert "and nothing says which one counts" in error.message
     assert "--from LAYOUT" in str(error.hint)
 
 
@@ -282,7 +290,7 @@ def test_buffers_beside_dtensors_are_taken_once_where_all_ranks_have_the_same(
     error = fails(tmp_path / "other")
     assert error.kind == "replicas-differ"
     assert error.where == f"{VERL2.format(0)} and {VERL2.format(1)}: 1.running_var"
-    assert fails(tmp_path / "shapes").kind == "bad-pieces"
+    assert "and nothing says which one counts" in fails(tmp_path / "shapes").message
 
 
 def test_items_of_torch_checkpointing(foreign: Path, tmp_path: Path) -> None:
@@ -302,7 +310,9 @@ def test_items_of_torch_checkpointing(foreign: Path, tmp_path: Path) -> None:
     shutil.copy(one, other)
     assert fails(folder).wanted == "rank 1, as its name says"
     other.unlink()
-    assert fails(folder).kind == "bad-pieces"  # no longer a file of each item of each rank
+    assert (
+        "and nothing says which one counts" in fails(folder).message
+    )  # no longer a file of each item of each rank
     other.write_bytes(kept)
     assert open_reader(folder).names == reader.names
 
@@ -327,7 +337,7 @@ def test_parts_in_safetensors_are_not_taken_for_whole(foreign: Path, tmp_path: P
 def test_files_of_epochs_are_no_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
     for number, name in enumerate(names):
         torch.save({"w": torch.full((3,), float(number)), "epoch": number}, tmp_path / name)
-    assert fails(tmp_path).kind == "bad-pieces"
+    assert "and nothing says which one counts" in fails(tmp_path).message
 
 
 def test_hostile_files(tmp_path: Path) -> None:
@@ -340,7 +350,7 @@ def test_hostile_files(tmp_path: Path) -> None:
 
 def test_a_file_without_tensors(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "a.pt")
-    assert fails(tmp_path).kind == "no-tensors"
+    assert "the files of the checkpoint hold no tensor" in fails(tmp_path).message
 
 
 def test_an_expanded_tensor_of_a_terabyte(tmp_path: Path) -> None:
@@ -440,7 +450,10 @@ def test_two_files_with_one_tensor(tmp_path: Path, files: tuple[str, str]) -> No
     for number, name in enumerate(files):
         torch.save({"w": torch.full((3,), float(number))}, tmp_path / name)
     error = fails(tmp_path)
-    assert (error.kind, error.hint) == ("bad-pieces", "name the file that is meant")
+    assert ("nothing says which one counts" in error.message, error.hint) == (
+        True,
+        "name the file that is meant",
+    )
     assert all(name in str(error.where) for name in files)
     assert open_reader(tmp_path, files[1]).tensor("w").tolist() == [1, 1, 1]
 
@@ -449,7 +462,7 @@ def test_files_of_ranks_that_are_not_named_so(ranks: Path) -> None:
     for path in sorted(ranks.glob("*.pt")):
         path.rename(ranks / path.name.replace("_world_size_4_rank_", "-"))
     error = fails(ranks)
-    assert error.kind == "bad-pieces"
+    assert "and nothing says which one counts" in error.message
     assert str(error.where).startswith("optim-0.pt and optim-1.pt: state.0.")
     assert "NAME_rank_N.pt" in str(error.hint)
     for path in sorted(ranks.glob("*.pt")):
@@ -463,7 +476,7 @@ def test_files_of_ranks_that_are_not_named_so(ranks: Path) -> None:
 def test_dtensors_of_two_checkpoints(ranks: Path) -> None:
     for rank in range(4):
         shutil.copy(ranks / VERL.format(rank), ranks / f"old_world_size_4_rank_{rank}.pt")
-    assert fails(ranks).kind == "bad-pieces"
+    assert "and nothing says which one counts" in fails(ranks).message
 
 
 def test_single_elements_of_ranks(tmp_path: Path) -> None:
@@ -511,7 +524,10 @@ def test_views_that_change_values(tmp_path: Path, view: torch.Tensor) -> None:
 def test_two_values_with_one_name(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "a.pt")
     error = fails(tmp_path)
-    assert (error.kind, error.message) == ("bad-pieces", "two values of one file have one name")
+    assert (error.message, error.message) == (
+        "two values of one file have one name",
+        "two values of one file have one name",
+    )
 
 
 def test_a_tensor_alone(tmp_path: Path) -> None:
@@ -527,7 +543,7 @@ def test_a_name_that_no_tensor_may_have(tmp_path: Path, name: str) -> None:
     """The error names the file that holds it."""
     torch.save({"w": torch.ones(2), name: torch.ones(3)}, tmp_path / "a.pt")
     error = fails(tmp_path)
-    assert (error.kind, error.where) == ("bad-name", "a.pt")
+    assert (error.message, error.where) == ("not a legal name", "a.pt")
     assert error.found == repr(name[:80])
 
 
@@ -546,7 +562,7 @@ def test_tensors_of_other_kinds(tmp_path: Path, tensor: str) -> None:
         assert reader.tensor("w").tolist() == [1, 1]
         assert reader.unread == {"q": "torch._utils._rebuild_qtensor"}
         return
-    assert fails(tmp_path).kind == "bad-name"
+    assert "not a legal name" in fails(tmp_path).message
 
 
 def test_numbers_beyond_reason_are_left_out(tmp_path: Path) -> None:
@@ -610,7 +626,7 @@ def test_hostile_dtensors(name: str, has_axes: bool) -> None:
     assert torchfiles._box(plain, 3, "x")[:2] == ((4,), Box((0,), (4,)))
     with pytest.raises(CkptdError) as caught:
         torchfiles._box(dtensor(**DTENSORS[name], has_axes=has_axes), 0, "x")
-    assert caught.value.kind == "bad-pickle"
+    assert "not a DTensor that this reads" in caught.value.message
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,12 @@ def test_tables_that_make_no_tensor(name: str) -> None:
     store.put("f", bytes(64))
     with pytest.raises(CkptdError) as caught:
         ForeignRoot(store, table(*BAD[name]), "test")
-    assert caught.value.kind == ("no-tensors" if name == "nothing" else "bad-pieces")
+    words = (
+        "hold no tensor"
+        if name == "nothing"
+        else "no grid|begins with a hole|overlap|outside of it"
+    )
+    assert re.search(words, caught.value.message)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +190,6 @@ def test_it_is_only_read() -> None:
     ):
         with pytest.raises(UsageError) as caught:
             act()
-        assert caught.value.kind == "read-only"
+        assert "this view of a store is only read" in caught.value.message
     assert root.children() == ["ckptd.json", "commits/", "data/", "generations/"]
     assert not root.exists("data/x")

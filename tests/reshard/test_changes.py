@@ -45,4 +45,7 @@ def test_what_fits_is_rounded(values: Any, dtype: str, wanted: list[float]) -> N
 def test_what_does_not_fit_is_an_error(values: Any, dtype: str) -> None:
     with pytest.raises(UsageError) as caught:
         Linear("a").apply(np.zeros(len(values), dtype), np.asarray(values))
-    assert (caught.value.kind, caught.value.where) == ("overflow", "a")
+    assert (caught.value.message, caught.value.where) == (
+        "a value does not fit the type it is cast to",
+        "a",
+    )

@@ -112,7 +112,7 @@ def test_queries_and_keys_exchanged_are_refused(megatron: Path) -> None:
         with pytest.raises(MismatchError) as caught:
             prepared(store, BARE, wrong)
         error = caught.value
-        assert error.kind == "lay-kept"
+        assert error.kind == "lay-fit"
         assert str(error.where) == "decoder.layers.0.self_attention.linear_qkv.weight[0, 0]"
         assert str(error.wanted).startswith("L{l}.q at h=0 half=0 kv=0 l=0 rep=0 two=0, by ")
         assert str(error.found).startswith("L{l}.k at h=0 half=0 kv=0 l=0 two=0, by ")
@@ -128,7 +128,7 @@ def test_padding_that_one_program_takes_for_a_vocabulary_is_refused(megatron: Pa
     plain = program(*MEGATRON[:-1], "embedding.word_embeddings.weight = E[v@tp h] on pp=0")
     with open_store(megatron) as store, pytest.raises(MismatchError) as caught:
         prepared(store, BARE, plain)
-    assert caught.value.kind == "lay-kept"
+    assert caught.value.kind == "lay-fit"
     assert str(caught.value.wanted).startswith("padding, by ")
 
 

@@ -198,7 +198,10 @@ def test_a_missing_file_and_a_wrong_shape(tmp_path: Path) -> None:
     (tmp_path / "a" / "mp_rank_1_1.safetensors").unlink()
     with pytest.raises(CorruptError) as caught:
         reshard(tmp_path, SPACE.replace("NORM", ""), "mg", "whole")
-    assert (caught.value.kind, caught.value.where) == ("missing-file", "mp_rank_1_1.safetensors")
+    assert (caught.value.message, caught.value.where) == (
+        "the file of a rank is missing",
+        "mp_rank_1_1.safetensors",
+    )
     held = of_rank(data, 1, 1)
     held["layers.0.fc1"] = held["layers.0.fc1"][:-1]
     save_file(held, tmp_path / "a" / "mp_rank_1_1.safetensors")

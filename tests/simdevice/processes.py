@@ -157,9 +157,7 @@ class _Server:
         _send(process.stdin, (list(specs), deadline, grace_s))
         if not select.select([process.stdout], [], [], deadline - time.monotonic() + _MORE_S)[0]:
             self.close()
-            raise DeadlineError(
-                "the process with simulated devices does not answer", kind="rank-deadline"
-            )
+            raise DeadlineError("the process with simulated devices does not answer")
         answer = _receive(process.stdout)
         if answer is None:
             self.close()

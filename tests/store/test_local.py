@@ -139,7 +139,7 @@ def test_links_out_of_the_root_are_refused(escape: tuple[LocalStore, Path]) -> N
     for call in calls:
         with pytest.raises(RefusedError) as caught:
             call()
-        assert caught.value.kind == "outside-root"
+        assert "a symbolic link leads out of the store" in caught.value.message
     assert [p.name for p in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_bytes() == b"secret"
 

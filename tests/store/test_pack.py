@@ -201,7 +201,7 @@ def test_names_of_packed_objects_are_taken(store: Store) -> None:
 def test_levels_are_those_of_zstd(level: int) -> None:
     with pytest.raises(UsageError) as caught:
         memory(PackSpec(level)).open()
-    assert caught.value.kind == "bad-option"
+    assert "not a level of zstd" in caught.value.message
 
 
 def test_what_is_packed_is_no_local_file(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_process_that_is_killed_leaves_what_can_be_deleted(tmp_path: Path) -> 
     with StoreSpec(str(tmp_path)).wrapped(PackSpec()).open() as store:
         with pytest.raises(CorruptError) as caught:
             store.get(KEY)
-        assert caught.value.kind == "bad-pack"
+        assert "a packed object" in caught.value.message
         assert [o.key for o in store.list()] == [KEY]
         store.delete([KEY])
         assert [*tmp_path.iterdir()] == []

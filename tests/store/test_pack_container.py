@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 import uuid
@@ -81,7 +82,7 @@ def row(data: bytes, codec: int = ZSTD, width: int = 1, zero: int = 0, check: in
 def refused(raw: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         read(raw)
-    assert caught.value.kind in ("bad-pack", "version", "truncated")
+    assert re.search("packed object|frame|packed by a newer ckptd", caught.value.message)
 
 
 def test_the_sample_is_read() -> None:

@@ -78,7 +78,7 @@ def test_secrets_do_not_show() -> None:
 def test_what_is_no_description_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         StoreSpec.from_json(text)
-    assert caught.value.kind == "bad-store-spec"
+    assert "not a description of a store" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,7 @@ def test_what_is_no_description_is_refused(text: str) -> None:
 def test_options_are_checked(url: str, options: dict[str, object]) -> None:
     with pytest.raises(UsageError) as caught:
         open_store(url, **options)
-    assert caught.value.kind == "bad-option"
+    assert caught.value.message in (
+        "an option is out of range",
+        "the store does not take these options",
+    )

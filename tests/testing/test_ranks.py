@@ -156,19 +156,19 @@ def test_a_rank_that_raises_is_the_error() -> None:
 def test_an_error_that_pickle_cannot_carry_keeps_its_text() -> None:
     with pytest.raises(CkptdError, match="no pickle can carry me") as caught:
         run_ranks(2, one_raises_something_local, 0)
-    assert caught.value.kind == "rank-result"
+    assert "of a rank cannot be sent back" in caught.value.message
     assert "in one_raises_something_local" in "\n".join(caught.value.__notes__)
 
 
 def test_a_result_that_pickle_cannot_carry() -> None:
     with pytest.raises(CkptdError) as caught:
         run_ranks(1, unpicklable_result)
-    assert caught.value.kind == "rank-result"
+    assert "of a rank cannot be sent back" in caught.value.message
 
 
 def test_a_rank_that_hangs_shows_where() -> None:
     error = past_deadline(lambda e: e.where == "rank 2", 3, one_hangs, 2)
-    assert error.kind == "rank-deadline"
+    assert "ranks were still running" in error.message
     assert error.where == "rank 2"
     assert "a_place_to_hang" in "\n".join(error.__notes__)
 

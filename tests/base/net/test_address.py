@@ -45,7 +45,7 @@ def test_texts_of_addresses(text: str, address: tuple[str, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_address(text)
-    assert caught.value.kind == "bad-url"
+    assert caught.value.message == "not an address of a controller"
     assert caught.value.found == text
 
 
@@ -70,7 +70,7 @@ def test_urls_of_stores() -> None:
 def test_what_is_no_url_of_a_daemon(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_http(url, "a daemon", where="--daemon")
-    assert (caught.value.kind, caught.value.where) == ("bad-argument", "--daemon")
+    assert (caught.value.message, caught.value.where) == ("not the URL of a daemon", "--daemon")
 
 
 def test_a_server_and_nothing_on_it() -> None:

@@ -148,8 +148,8 @@ def test_a_server_that_is_away_and_a_url_that_is_none() -> None:
     with serving() as server:
         url = server.url
     with pytest.raises(TransientStoreError) as caught:
-        HttpClient(url, "the daemon", kind="daemon-away").ask("GET", "/1")
-    assert (caught.value.kind, caught.value.where) == ("daemon-away", url)
+        HttpClient(url, "the daemon").ask("GET", "/1")
+    assert (caught.value.message, caught.value.where) == ("the daemon does not answer", url)
     with pytest.raises(UsageError):
         HttpClient("ftp://x", "the daemon")
 

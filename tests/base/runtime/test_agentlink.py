@@ -36,7 +36,7 @@ def test_a_folder_that_others_may_enter_is_refused(mode: int) -> None:
     run_folder().chmod(mode)
     with pytest.raises(RefusedError) as caught:
         AgentPlace("job", "node")
-    assert caught.value.kind == "not-ours"
+    assert "the folder for sockets is open to others" in caught.value.message
 
 
 def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_who_comes_second_waits_for_the_lock() -> None:
     with locked(place):
         with pytest.raises(DeadlineError) as caught, locked(place, 0.05):
             pass
-    assert caught.value.kind == "agent"
+    assert "another process holds the agent's lock" in caught.value.message
     with locked(place, 0.05):
         pass
 

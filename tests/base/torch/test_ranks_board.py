@@ -78,7 +78,7 @@ def test_a_short_secret_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         from ckptd.base.net.signing import given_secret
 
         given_secret()
-    assert caught.value.kind == "bad-secret"
+    assert "the secret has the wrong length" in caught.value.message
 
 
 def told(store: Any) -> dict[str, bytes]:

@@ -320,7 +320,7 @@ def test_a_trainer_refuses_an_agent_of_another_version(root: str) -> None:
         job = NearJob(root)
         with pytest.raises(WorkerError, match="is of another version of ckptd") as caught:
             job.client.answer()
-        assert caught.value.kind == "other-version"
+        assert "is of another version of ckptd" in caught.value.message
         assert "ckptd agent stop" in str(caught.value.hint)
         job.close()
         visit(reached(place), AskEnd(now=True))

@@ -154,7 +154,7 @@ def test_a_type_that_is_not_registered_here() -> None:
     with pytest.raises(UsageError) as caught:
         decode(raw, "config")
     assert len(str(caught.value)) < 1000
-    assert caught.value.kind == "unregistered"
+    assert "the checkpoint holds a value of a type" in caught.value.message
     assert "other.module.Config" in str(caught.value)
 
 
@@ -169,7 +169,7 @@ def test_a_name_is_taken_once() -> None:
     register(A, name="tests.taken")
     with pytest.raises(UsageError) as caught:
         register(B, name="tests.taken")
-    assert caught.value.kind == "registered"
+    assert "name is registered for another type" in caught.value.message
 
 
 def test_types_that_need_functions_say_so() -> None:
@@ -237,7 +237,7 @@ def test_registered_functions_are_used() -> None:
 def test_broken_objects(raw: Any) -> None:
     with pytest.raises(CorruptError) as caught:
         decode(raw, "optim.lr")
-    assert caught.value.kind in {"bad-object", "corrupt"}
+    assert caught.value.message in ("object does not decode", "unknown dtype")
     assert caught.value.where in {"optim.lr", None}
 
 
@@ -247,7 +247,7 @@ def test_deep_nesting_in_a_file_is_refused() -> None:
         raw = {"$": "tuple", "v": [raw]}
     with pytest.raises(CorruptError) as caught:
         decode(raw)
-    assert caught.value.kind == "bad-object"
+    assert caught.value.message in ("object does not decode", "object nested too deeply")
 
 
 json_values = st.recursive(
@@ -316,7 +316,7 @@ def test_values_chosen_to_have_one_hash(tag: str, monkeypatch: pytest.MonkeyPatc
     _Counted.compared = 0
     with pytest.raises(CorruptError) as caught:
         decode(raw, "x")
-    assert caught.value.kind == "bad-object"
+    assert caught.value.message in ("object does not decode", "object nested too deeply")
     assert _Counted.compared < 20_000
     few = {"$": tag, "v": raw["v"][:20]}
     assert len(decode(few, "x")) == 20

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,14 @@ def test_two_chunks_of_one_name_are_refused_when_written() -> None:
     entry = ("a", DTYPES["float32"], (2,))
     with pytest.raises(UsageError) as caught:
         build_header([entry, entry], {})
-    assert caught.value.kind == "duplicate-chunk"
+    assert "two chunks have one name" in caught.value.message
 
 
 def test_a_header_that_strangers_cannot_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "MAX_HEADER_BYTES", 5000)
     with pytest.raises(UsageError) as caught:
         build_header([(f"t{i}", DTYPES["uint8"], (1,)) for i in range(200)], {})
-    assert caught.value.kind == "header-too-large"
+    assert "too many chunks for one file" in caught.value.message
 
 
 def raw_header(text: str | bytes) -> bytes:
@@ -146,7 +147,7 @@ GOOD = json.dumps({"a": entry(), "b": entry(8, 16)})
 def test_broken_headers(text: str | bytes, data_bytes: int) -> None:
     with pytest.raises(CorruptError) as caught:
         parse_header(raw_header(text), "r00000.safetensors", data_bytes)
-    assert caught.value.kind in {"bad-header", "truncated"}
+    assert re.search("chunk|data section|header|not a table of strings", caught.value.message)
     assert caught.value.where == "r00000.safetensors"
 
 
@@ -170,7 +171,7 @@ def test_a_short_data_section_is_called_truncated() -> None:
 def test_impossible_header_lengths(prefix: bytes, file_bytes: int) -> None:
     with pytest.raises(CkptdError) as caught:
         header_bytes(prefix, "x", file_bytes)
-    assert caught.value.kind == "bad-header"
+    assert "not a safetensors file: impossible header length" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,11 @@ def header(
 def test_broken_indexes(raw: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         DigestIndex.decode(raw, "r00000.digests")
-    assert caught.value.kind == "bad-index"
+    assert caught.value.message in (
+        "digest index has the wrong length",
+        "digest index too short",
+        "not a digest index of format 1",
+    )
     assert caught.value.where == "r00000.digests"
 
 

@@ -91,93 +91,99 @@ for _ in range(3000):
 HUGE = 2**62
 
 BROKEN: list[tuple[str, Manifest]] = [
-    ("bad-manifest", replace(step=-1)),
-    ("bad-manifest", replace(step=10**12)),
-    ("bad-manifest", replace(generation=10**8)),
-    ("bad-manifest", replace(attempt="A/..")),
-    ("bad-manifest", replace(world_size=0)),
-    ("bad-file", with_file(path="../r.safetensors")),
-    ("bad-file", with_file(path="/etc/passwd")),
-    ("bad-file", with_file(path=FOLDER + "manifest.json")),
-    ("bad-file", with_file(path=GOOD.files[1].path)),
-    ("bad-file", with_file(rank=-1)),
-    ("bad-file", with_file(data_start=4095)),
-    ("bad-file", with_file(data_start=-4096)),
-    ("bad-file", with_file(data_start=1 << 40)),
-    ("bad-file", with_file(data_start=0)),
-    ("bad-file", with_file(data_bytes=-1)),
-    ("bad-file", with_file(data_bytes=1 << 62)),
-    ("bad-file", with_file(index="")),
-    ("bad-file", with_file(index="x" * 32)),
-    ("limits", replace(grids=(GridEntry((((1, 1),),) * 65), GOOD.grids[1]))),
-    ("limits", replace(grids=(*GOOD.grids, GridEntry((((HUGE, HUGE),),) * 100_000)))),
-    ("bad-manifest", replace(grids=(GridEntry((((0, 3),),)), GOOD.grids[1]))),
-    ("bad-manifest", replace(grids=(GridEntry((((-1, 3),),)), GOOD.grids[1]))),
-    ("bad-manifest", replace(grids=(GridEntry((((HUGE, HUGE),),)), GOOD.grids[1]))),
-    ("bad-manifest", replace(grids=(GridEntry((((HUGE, 1),),) * 64), GOOD.grids[1]))),
+    ("step, generation, attempt or world size out of range", replace(step=-1)),
+    ("step, generation, attempt or world size out of range", replace(step=10**12)),
+    ("step, generation, attempt or world size out of range", replace(generation=10**8)),
+    ("step, generation, attempt or world size out of range", replace(attempt="A/..")),
+    ("step, generation, attempt or world size out of range", replace(world_size=0)),
+    ("a data file must lie directly in a folder below data/", with_file(path="../r.safetensors")),
+    ("a data file must lie directly in a folder below data/", with_file(path="/etc/passwd")),
     (
-        "bad-manifest",
+        "a data file must lie directly in a folder below data/",
+        with_file(path=FOLDER + "manifest.json"),
+    ),
+    ("two entries name one file", with_file(path=GOOD.files[1].path)),
+    ("impossible sizes, rank or digest", with_file(rank=-1)),
+    ("impossible sizes, rank or digest", with_file(data_start=4095)),
+    ("impossible sizes, rank or digest", with_file(data_start=-4096)),
+    ("impossible sizes, rank or digest", with_file(data_start=1 << 40)),
+    ("impossible sizes, rank or digest", with_file(data_start=0)),
+    ("impossible sizes, rank or digest", with_file(data_bytes=-1)),
+    ("impossible sizes, rank or digest", with_file(data_bytes=1 << 62)),
+    ("impossible sizes, rank or digest", with_file(index="")),
+    ("impossible sizes, rank or digest", with_file(index="x" * 32)),
+    ("too many dimensions", replace(grids=(GridEntry((((1, 1),),) * 65), GOOD.grids[1]))),
+    ("too many dimensions", replace(grids=(*GOOD.grids, GridEntry((((HUGE, HUGE),),) * 100_000)))),
+    ("manifest breaks a rule", replace(grids=(GridEntry((((0, 3),),)), GOOD.grids[1]))),
+    ("manifest breaks a rule", replace(grids=(GridEntry((((-1, 3),),)), GOOD.grids[1]))),
+    ("manifest breaks a rule", replace(grids=(GridEntry((((HUGE, HUGE),),)), GOOD.grids[1]))),
+    ("manifest breaks a rule", replace(grids=(GridEntry((((HUGE, 1),),) * 64), GOOD.grids[1]))),
+    (
+        "manifest breaks a rule",
         replace(grids=(GridEntry((((2, 2),), ((3, 1),)), (((7, 1),),)), GOOD.grids[1])),
     ),
-    ("bad-manifest", replace(grids=(GridEntry(((),)), GOOD.grids[1]))),
-    ("bad-manifest", replace(owners=(((0, 1, 0),),))),
-    ("bad-manifest", replace(owners=(((-2, 1, 2),),))),
-    ("bad-manifest", replace(owners=(((0, -1, 2),),))),
-    ("bad-manifest", replace(owners=(((0, 10**30, 2),),))),
-    ("bad-tensor", with_tensor(dtype="float33")),
-    ("bad-tensor", with_tensor(grid=2)),
-    ("bad-tensor", with_tensor(grid=-1)),
-    ("bad-tensor", with_tensor(owners=1)),
-    ("bad-tensor", with_tensor(owners=-1)),
-    ("bad-tensor", with_tensor(base=-1)),
-    ("bad-tensor", with_tensor(base=1)),
-    ("bad-tensor", with_tensor(base=10**30)),
-    ("bad-tensor", with_tensor(shape=(3, 4))),
-    ("bad-tensor", with_tensor(shape=(12,))),
-    ("bad-tensor", replace(owners=(((0, 1, 3),),))),
-    ("bad-tensor", replace(owners=(((0, 0, 3),),))),
-    ("bad-tensor", replace(owners=(((0, 0, 1),),))),
-    ("bad-tensor", replace(owners=(((0, 2, 2),),))),
-    ("bad-tensor", replace(files=GOOD.files[:1])),
-    ("bad-name", with_tensor(name="")),
-    ("bad-name", with_tensor(name="a\nb")),
-    ("bad-name", with_tensor(name="x" * 5000)),
-    ("bad-name", with_tensor(name="rng")),
-    ("bad-name", with_tensor(aliases=("w",))),
-    ("bad-name", with_tensor(aliases=("rng",))),
-    ("bad-name", with_tensor(aliases=("a", "a"))),
-    ("bad-name", with_tensor(aliases=("\x00",))),
-    ("bad-name", with_object(ObjectEntry("a"), ObjectEntry("a"))),
-    ("bad-name", with_object(ObjectEntry(""))),
-    ("bad-object", with_object(ObjectEntry("a", tensor="gone"))),
-    ("bad-object", with_object(ObjectEntry("a", tensor="w"))),
-    ("bad-object", with_object(ObjectEntry("a", tensor="rng", value=1))),
-    ("bad-object", with_object(ObjectEntry("a", tensor="rng", per_rank="maybe"))),
-    ("bad-object", with_object(ObjectEntry("a", value=1, per_rank="drop"))),
-    ("bad-object", with_object(ObjectEntry("a", kind="pickle"))),
-    ("bad-object", replace(world_size=1, meshes=())),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (3,), ((0, 1, 3),)),))),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((0, 1, 1),)),))),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((1, 1, 2),)),))),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp", "tp"), (2,), ((0, 1, 2),)),))),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (-2,), ((0, 1, 2),)),))),
-    ("bad-manifest", replace(meshes=(MeshEntry(("dp",), (2,), ((-1, 0, 2),)),))),
-    ("bad-witness", replace(witness=WitnessEntry("sample-9", DIGEST))),
-    ("bad-witness", replace(witness=WitnessEntry("sample-1", "short"))),
-    ("limits", replace(lay="x" * (1 << 21))),
-    ("limits", replace(metadata={"x": "y" * (1 << 19)})),
-    ("bad-manifest", replace(metadata=DEEP)),
-    ("bad-manifest", replace(metadata={"x": "\ud800"})),
+    ("manifest breaks a rule", replace(grids=(GridEntry(((),)), GOOD.grids[1]))),
+    ("manifest breaks a rule", replace(owners=(((0, 1, 0),),))),
+    ("manifest breaks a rule", replace(owners=(((-2, 1, 2),),))),
+    ("manifest breaks a rule", replace(owners=(((0, -1, 2),),))),
+    ("manifest breaks a rule", replace(owners=(((0, 10**30, 2),),))),
+    ("unknown dtype", with_tensor(dtype="float33")),
+    ("grid, owners or base out of range", with_tensor(grid=2)),
+    ("grid, owners or base out of range", with_tensor(grid=-1)),
+    ("grid, owners or base out of range", with_tensor(owners=1)),
+    ("grid, owners or base out of range", with_tensor(owners=-1)),
+    ("grid, owners or base out of range", with_tensor(base=-1)),
+    ("an owner that is no file", with_tensor(base=1)),
+    ("grid, owners or base out of range", with_tensor(base=10**30)),
+    ("not the shape of its grid", with_tensor(shape=(3, 4))),
+    ("not the shape of its grid", with_tensor(shape=(12,))),
+    ("not one owner for each piece", replace(owners=(((0, 1, 3),),))),
+    ("not one owner for each piece", replace(owners=(((0, 0, 3),),))),
+    ("not one owner for each piece", replace(owners=(((0, 0, 1),),))),
+    ("an owner that is no file", replace(owners=(((0, 2, 2),),))),
+    ("an owner that is no file", replace(files=GOOD.files[:1])),
+    ("not a legal name", with_tensor(name="")),
+    ("not a legal name", with_tensor(name="a\nb")),
+    ("not a legal name", with_tensor(name="x" * 5000)),
+    ("have one name", with_tensor(name="rng")),
+    ("have one name", with_tensor(aliases=("w",))),
+    ("have one name", with_tensor(aliases=("rng",))),
+    ("have one name", with_tensor(aliases=("a", "a"))),
+    ("not a legal name", with_tensor(aliases=("\x00",))),
+    ("have one name", with_object(ObjectEntry("a"), ObjectEntry("a"))),
+    ("not a legal name", with_object(ObjectEntry(""))),
+    ("not in a 1-d uint8 tensor", with_object(ObjectEntry("a", tensor="gone"))),
+    ("not in a 1-d uint8 tensor", with_object(ObjectEntry("a", tensor="w"))),
+    ("both a value and a tensor", with_object(ObjectEntry("a", tensor="rng", value=1))),
+    ("unknown per_rank or kind", with_object(ObjectEntry("a", tensor="rng", per_rank="maybe"))),
+    (
+        "a per-rank object must lie in a tensor",
+        with_object(ObjectEntry("a", value=1, per_rank="drop")),
+    ),
+    ("unknown per_rank or kind", with_object(ObjectEntry("a", kind="pickle"))),
+    ("its cells are not one a rank", replace(world_size=1, meshes=())),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp",), (3,), ((0, 1, 3),)),))),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp",), (2,), ((0, 1, 1),)),))),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp",), (2,), ((1, 1, 2),)),))),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp", "tp"), (2,), ((0, 1, 2),)),))),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp",), (-2,), ((0, 1, 2),)),))),
+    ("a mesh breaks a rule", replace(meshes=(MeshEntry(("dp",), (2,), ((-1, 0, 2),)),))),
+    ("unknown kind of witness, or no digest", replace(witness=WitnessEntry("sample-9", DIGEST))),
+    ("unknown kind of witness, or no digest", replace(witness=WitnessEntry("sample-1", "short"))),
+    ("layout program too long", replace(lay="x" * (1 << 21))),
+    ("metadata too large", replace(metadata={"x": "y" * (1 << 19)})),
+    ("metadata is not JSON", replace(metadata=DEEP)),
+    ("metadata is not JSON", replace(metadata={"x": "\ud800"})),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "manifest"), BROKEN, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(BROKEN)]
+    ("words", "manifest"), BROKEN, ids=[f"{i}-{words}" for i, (words, _) in enumerate(BROKEN)]
 )
-def test_broken_manifests(kind: str, manifest: Manifest) -> None:
+def test_broken_manifests(words: str, manifest: Manifest) -> None:
     with pytest.raises(CorruptError) as caught:
         check(manifest)
-    assert caught.value.kind == kind
+    assert words in caught.value.message
     assert "manifest.json" in (caught.value.where or "")
     assert len(str(caught.value)) < 2000
 
@@ -191,7 +197,7 @@ def test_tensors_that_int64_cannot_count_in_bytes(shape: tuple[int, ...], dtype:
     manifest = replace(grids=(grid,), owners=(((0, 0, 1),),), tensors=(tensor,), objects=())
     with pytest.raises(CorruptError) as caught:
         check(manifest)
-    assert caught.value.kind == "bad-tensor"
+    assert "too large" in caught.value.message
 
 
 def pieces(count: int, tensors: int, bases: int = 1) -> Manifest:
@@ -212,7 +218,7 @@ def test_pieces_are_in_proportion_to_the_file() -> None:
     for manifest in (pieces((1 << 20) + 64_001, 1), pieces(1 << 20, 2, bases=2)):
         with pytest.raises(CorruptError) as caught:
             check(manifest)
-        assert caught.value.kind == "limits"
+        assert "more pieces than its length justifies" in caught.value.message
 
 
 def test_nothing_of_the_size_of_the_pieces_is_allocated_to_find_that_out() -> None:
@@ -246,7 +252,7 @@ def test_a_file_of_another_length_is_found(sample: Sample, data: st.DataObject) 
         return
     with pytest.raises(CorruptError) as caught:
         check_files(manifest, check(manifest, 2000))
-    assert caught.value.kind == "bad-file"
+    assert "files have another length than their chunks" in caught.value.message
     assert files[i].path in (caught.value.where or "")
 
 
@@ -281,7 +287,10 @@ def test_an_index_belongs_to_its_file() -> None:
     for other, chunks in ((file(0, 30), 2), (entry, 3)):
         with pytest.raises(CorruptError) as caught:
             check_index(other, index, chunks)
-        assert caught.value.kind == "bad-index"
+        assert caught.value.message in (
+            "digest index of a file of another length",
+            "digest index of other chunks",
+        )
     assert check(GOOD).nchunks(0) == 2
 
 

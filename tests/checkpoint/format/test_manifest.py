@@ -84,46 +84,46 @@ def document(**changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("raw", "kind"),
+    ("raw", "words"),
     [
-        (b"", "bad-json"),
-        (b"{", "bad-json"),
-        (b"[]", "bad-json"),
-        (b"null", "bad-json"),
-        (b'{"a": 1, "a": 1}', "bad-json"),
-        (b'{"a": {"b": 1, "b": 2}}', "bad-json"),
-        (b'{"a": NaN}', "bad-json"),
-        (b'{"a": -Infinity}', "bad-json"),
-        (b'{"a": 1e999}', "bad-json"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "bad-json"),
-        (b"[" * 100_000, "bad-json"),
-        (b'{"a":' * 100_000, "bad-json"),
-        (b"\xff", "bad-json"),
-        (b'{"a": "\\uD83D"}', "bad-json"),
-        ('{"format": "ckptd"}'.encode("utf-16"), "bad-json"),
-        (b"\xef\xbb\xbf{}", "bad-json"),
-        (b"{}", "bad-record"),
-        (document(format="other"), "bad-record"),
-        (document(version="1"), "bad-record"),
-        (document(version=True), "bad-record"),
-        (document(version=0), "bad-record"),
-        (document(version=2), "version"),
-        (document(requires=["new-thing"]), "version"),
-        (document(requires="new-thing"), "version"),
-        (document(requires=[[]]), "version"),
-        (document(step="1200"), "bad-record"),
-        (document(step=None), "bad-record"),
-        (document(tensors=[{}]), "bad-record"),
-        (document(files=[{"path": 1, "rank": 0}]), "bad-record"),
-        (document(owners=[[[0, 1]]]), "bad-record"),
-        (document(metadata=[]), "bad-record"),
-        (document(witness={"kind": "sample-1"}), "bad-record"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b'{"a": 1, "a": 1}', "not JSON"),
+        (b'{"a": {"b": 1, "b": 2}}', "not JSON"),
+        (b'{"a": NaN}', "not JSON"),
+        (b'{"a": -Infinity}', "not JSON"),
+        (b'{"a": 1e999}', "not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a":' * 100_000, "not JSON"),
+        (b"\xff", "not JSON"),
+        (b'{"a": "\\uD83D"}', "not JSON"),
+        ('{"format": "ckptd"}'.encode("utf-16"), "not JSON"),
+        (b"\xef\xbb\xbf{}", "not JSON"),
+        (b"{}", "not a ckptd manifest"),
+        (document(format="other"), "not a ckptd manifest"),
+        (document(version="1"), "not a ckptd manifest"),
+        (document(version=True), "not a ckptd manifest"),
+        (document(version=0), "not a ckptd manifest"),
+        (document(version=2), "written by a newer ckptd"),
+        (document(requires=["new-thing"]), "written by a newer ckptd"),
+        (document(requires="new-thing"), "written by a newer ckptd"),
+        (document(requires=[[]]), "written by a newer ckptd"),
+        (document(step="1200"), "not a Manifest"),
+        (document(step=None), "not a Manifest"),
+        (document(tensors=[{}]), "not a Manifest"),
+        (document(files=[{"path": 1, "rank": 0}]), "not a Manifest"),
+        (document(owners=[[[0, 1]]]), "not a Manifest"),
+        (document(metadata=[]), "not a Manifest"),
+        (document(witness={"words": "sample-1"}), "not a Manifest"),
     ],
 )
-def test_broken_documents(raw: bytes, kind: str) -> None:
+def test_broken_documents(raw: bytes, words: str) -> None:
     with pytest.raises(CorruptError) as caught:
         decode_manifest(raw, "manifest.json")
-    assert caught.value.kind == kind
+    assert words in caught.value.message
     assert caught.value.where == "manifest.json"
 
 
@@ -142,22 +142,22 @@ def packed(raw: bytes, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("raw", "kind"),
+    ("raw", "words"),
     [
-        (b"", "bad-record"),
-        (b"not zstd at all", "bad-record"),
-        (packed(b" " * (1 << 26)), "limits"),
-        (packed(document(), write_content_size=False), "limits"),
-        (packed(document())[:-3], "bad-record"),
-        (packed(document()) + b"more", "bad-record"),
-        (packed(document()) + packed(document()), "bad-record"),
-        (packed(b" " * (1 << 17)), "limits"),
+        (b"", "not zstd"),
+        (b"not zstd at all", "not zstd"),
+        (packed(b" " * (1 << 26)), "manifest decompresses to too much"),
+        (packed(document(), write_content_size=False), "manifest decompresses to too much"),
+        (packed(document())[:-3], "not zstd"),
+        (packed(document()) + b"more", "not zstd"),
+        (packed(document()) + packed(document()), "not zstd"),
+        (packed(b" " * (1 << 17)), "manifest decompresses to too much"),
     ],
 )
-def test_broken_compression(raw: bytes, kind: str) -> None:
+def test_broken_compression(raw: bytes, words: str) -> None:
     with pytest.raises(CorruptError) as caught:
         decode_manifest(raw, "manifest.json.zst")
-    assert caught.value.kind == kind
+    assert words in caught.value.message
 
 
 def test_a_compressed_manifest_without_the_suffix_is_no_json() -> None:
@@ -169,7 +169,7 @@ def test_a_manifest_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CorruptError) as caught:
         decode_manifest(document(), "manifest.json")
-    assert caught.value.kind == "limits"
+    assert "manifest too large" in caught.value.message
 
 
 def test_json_is_parsed_whole() -> None:

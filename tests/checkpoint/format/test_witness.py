@@ -184,13 +184,13 @@ def test_values_are_raw_bytes_padded_to_eight(itemsize: int) -> None:
 def test_elements_outside_the_buffer(elements: list[int]) -> None:
     with pytest.raises(UsageError) as caught:
         gather(np.zeros(20, np.uint8), 4, np.array(elements))
-    assert caught.value.kind == "bad-region"
+    assert "a region does not lie in its buffer" in caught.value.message
 
 
 def test_sizes_that_no_element_has() -> None:
     with pytest.raises(UsageError) as caught:
         gather(np.zeros(21, np.uint8), 3, np.array([0]))
-    assert caught.value.kind == "bad-region"
+    assert "not an item size" in caught.value.message
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -226,18 +226,18 @@ def test_broken_files() -> None:
     ghost[header] = 1  # a value where nothing is present
     other = WitnessPlan([("a", (3, 2), 4, True), ("b", (3,), 8, True)])
     full = raw.replace(b"sample-1", b"sample-2")
-    for data, plan, kind in (
-        (bad_mark, PLAN, "bad-witness"),
-        (ghost, PLAN, "bad-witness"),
-        (raw, other, "bad-witness"),
-        (full, PLAN, "bad-witness"),
-        (raw[:-1], PLAN, "truncated"),
-        (raw[:7], PLAN, "bad-header"),
-        (b"", PLAN, "bad-header"),
+    for data, plan, words in (
+        (bad_mark, PLAN, "presence marks are not 0 and 1"),
+        (ghost, PLAN, "an absent value is not zero"),
+        (raw, other, "not the witness of this manifest"),
+        (full, PLAN, "not the witness of this manifest"),
+        (raw[:-1], PLAN, "data section has the wrong length"),
+        (raw[:7], PLAN, "impossible header length"),
+        (b"", PLAN, "impossible header length"),
     ):
         with pytest.raises(CorruptError) as caught:
             Witness.decode(bytes(data), "data/x/witness", plan)
-        assert caught.value.kind == kind
+        assert words in caught.value.message
         assert caught.value.where == "data/x/witness"
 
 

@@ -286,7 +286,7 @@ def test_an_older_file_without_the_chunk(store: Store) -> None:
     )
     with pytest.raises(CorruptError, match="frozen") as caught:
         read_whole(second, store)
-    assert caught.value.kind == "missing-chunk"
+    assert "a file of an older checkpoint does not hold the chunk" in caught.value.message
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_absent_pieces_are_named(store: Store) -> None:
     built, _ = absent_checkpoint(store)
     with pytest.raises(MismatchError, match=r"lora \[2, 2\] at \[2, 0\]") as caught:
         read_whole(built, store)
-    assert caught.value.kind == "absent"
+    assert "the checkpoint leaves out what the state wants" in caught.value.message
 
 
 def test_absent_pieces_that_nobody_wants(store: Store) -> None:
@@ -378,55 +378,58 @@ def _entry(built: Built, file: int) -> Any:
 DAMAGES: dict[str, tuple[Damage, str, list[str]]] = {
     "bit of the first block": (
         lambda s, b: flip(s, _entry(b, 1).path, _entry(b, 1).data_start),
-        "digest",
-        ["block 0 of", "r00001.safetensors", "rank 1", "tensor w (chunk w@12,0)"],
+        [
+            "not what was written",
+            "block 0 of",
+            "r00001.safetensors",
+            "rank 1",
+            "tensor w (chunk w@12,0)",
+        ],
     ),
     "bit of a middle block": (
         lambda s, b: flip(s, _entry(b, 0).path, _entry(b, 0).data_start + BLOCK_BYTES + 77),
-        "digest",
-        ["block 1 of", "r00000.safetensors", "rank 0", "tensor w (chunk w@0,0)"],
+        [
+            "not what was written",
+            "block 1 of",
+            "r00000.safetensors",
+            "rank 0",
+            "tensor w (chunk w@0,0)",
+        ],
     ),
     "last bit": (
         lambda s, b: flip(s, _entry(b, 1).path, -1),
-        "digest",
-        ["block 3 of", "rank 1", "tensor tail"],
+        ["not what was written", "block 3 of", "rank 1", "tensor tail"],
     ),
     "truncated": (
         lambda s, b: cut(s, _entry(b, 1).path, -1),
-        "truncated",
-        ["r00001.safetensors", "rank 1"],
+        ["has the wrong size", "r00001.safetensors", "rank 1"],
     ),
     "too long": (
         lambda s, b: s.put(_entry(b, 1).path, s.get(_entry(b, 1).path) + b"x"),
-        "bad-size",
-        ["r00001.safetensors"],
+        ["has the wrong size", "r00001.safetensors"],
     ),
     "missing": (
         lambda s, b: s.delete([_entry(b, 0).path]),
-        "missing-file",
-        ["r00000.safetensors", "rank 0"],
+        ["is missing", "r00000.safetensors", "rank 0"],
     ),
     "index flipped": (
         lambda s, b: flip(s, digests_key(_entry(b, 0).path), 40),
-        "digest",
-        ["r00000.digests", "rank 0"],
+        ["not what was written", "r00000.digests", "rank 0"],
     ),
     "index truncated": (
         lambda s, b: cut(s, digests_key(_entry(b, 0).path), 33),
-        "truncated",
-        ["r00000.digests"],
+        ["has the wrong size", "r00000.digests"],
     ),
     "index missing": (
         lambda s, b: s.delete([digests_key(_entry(b, 1).path)]),
-        "missing-file",
-        ["r00001.digests", "rank 1"],
+        ["is missing", "r00001.digests", "rank 1"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named_and_nothing_is_written(store: Store, name: str) -> None:
-    damage, kind, words = DAMAGES[name]
+    damage, words = DAMAGES[name]
     built = build(store, victims(), publish=False)
     damage(store, built)
     targets = [np.full(24 * 65536, -7, np.float32), np.full(5, 9, np.uint8)]
@@ -436,7 +439,6 @@ def test_damage_is_named_and_nothing_is_written(store: Store, name: str) -> None
     ]
     with pytest.raises(CorruptError) as caught:
         execute(read_plan(built.manifest, built.filemap, wants), store)
-    assert caught.value.kind == kind
     for word in words:
         assert word in str(caught.value)
     assert not caught.value.poisoned
@@ -503,7 +505,7 @@ def test_what_later_waves_miss_is_found_before_the_first_write(store: Store) -> 
     store.delete([_entry(built, 1).path])
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store, budget_bytes=4 << 20)
-    assert caught.value.kind == "missing-file"
+    assert "of the checkpoint is missing" in caught.value.message
     assert not caught.value.poisoned
 
 
@@ -534,7 +536,7 @@ def test_a_fifo_in_place_of_a_file(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store)
-    assert caught.value.kind == "missing-file"
+    assert "of the checkpoint is missing" in caught.value.message
 
 
 def test_a_manifest_with_another_size_than_its_tables(store: Store) -> None:
@@ -548,4 +550,4 @@ def test_a_manifest_with_another_size_than_its_tables(store: Store) -> None:
     wrong = Built(msgspec.structs.replace(built.manifest, files=files), built.filemap, built.commit)
     with pytest.raises(CorruptError) as caught:
         read_whole(wrong, store)
-    assert caught.value.kind == "bad-manifest"
+    assert "the manifest's tables and its file size disagree" in caught.value.message

@@ -75,7 +75,7 @@ def test_unknown_names() -> None:
     reader = make(saved())
     with pytest.raises(NotFoundError) as caught:
         reader.tensor("nope")
-    assert caught.value.kind == "no-tensor"
+    assert "the checkpoint has no such tensor" in caught.value.message
     with pytest.raises(NotFoundError):
         CkptdReader(Catalogue(reader.store), CommitName(7, 1))
 
@@ -85,7 +85,7 @@ def test_absent_pieces() -> None:
     reader = make({"w": Saved(np.arange(4), grid, [ABSENT, 0])})
     with pytest.raises(MismatchError) as caught:
         reader.tensor("w")
-    assert caught.value.kind == "absent"
+    assert "the checkpoint leaves out what the state wants" in caught.value.message
     assert reader.tensor("w", allow_absent=True).tolist() == [0, 0, 2, 3]
     assert reader.absent_elements("w") == 2
 
@@ -106,5 +106,5 @@ def test_types_that_nobody_registered() -> None:
     reader = make({}, (ObjectEntry("x", value=raw),))
     with pytest.raises(UsageError) as caught:
         reader.objects()
-    assert caught.value.kind == "unregistered"
+    assert "the checkpoint holds a value of a type" in caught.value.message
     assert reader.raw_objects() == {"x": raw}

@@ -144,7 +144,7 @@ def test_a_typical_save_is_the_median() -> None:
 def test_auto_refuses_nonsense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as info:
         Auto(**arguments)
-    assert info.value.kind == "bad-policy"
+    assert any(name in info.value.message for name in arguments)
 
 
 # -- restarts, and near tiers ----------------------------------------------------------------------
@@ -195,4 +195,4 @@ def test_near_tiers_leave_the_root_the_failures_that_they_do_not_survive() -> No
 def test_what_is_no_share_is_refused(share: float) -> None:
     with pytest.raises(UsageError) as info:
         Auto(beyond_near=share)
-    assert info.value.kind == "bad-policy"
+    assert "beyond_near" in info.value.message

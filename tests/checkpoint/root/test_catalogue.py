@@ -111,7 +111,9 @@ def test_rollback(catalogue: Catalogue, store: Store) -> None:
     claimed = catalogue.rollback(10)
     assert (claimed.reason, claimed.world_size) == ("rollback", 0)
     assert catalogue.line() == [a]
-    assert error_of(lambda: catalogue.rollback(20), NotFoundError).kind == "no-step"
+    assert (
+        "no checkpoint of step" in error_of(lambda: catalogue.rollback(20), NotFoundError).message
+    )
     catalogue.rollback(20, all=True)
     assert catalogue.line() == [a, b]
     assert c in catalogue.commits()
@@ -123,7 +125,7 @@ def test_rollback_to_something_broken_changes_nothing(catalogue: Catalogue, stor
     record = one(catalogue)
     save(catalogue, 9, 1)
     store.delete([manifest_key(record)])
-    assert error_of(lambda: catalogue.rollback(7), CorruptError).kind == "missing-file"
+    assert "the manifest" in error_of(lambda: catalogue.rollback(7), CorruptError).message
     assert catalogue.newest_generation() == 1
     assert list(store.list("leases/")) == []
 
@@ -190,7 +192,7 @@ def test_another_attempt_won(catalogue: Catalogue) -> None:
     theirs = put_attempt(catalogue.store, CommitName(10, g), "theirs")
     catalogue.publish(theirs)
     error = error_of(lambda: catalogue.publish(mine), ConflictError)
-    assert error.kind == "committed"
+    assert "was committed by this run already, in an earlier save" in error.message
     for part in (theirs.attempt, theirs.write_id, theirs.created):
         assert part in str(error.found)
     assert catalogue.commit(mine.name) == theirs
@@ -221,7 +223,7 @@ def test_what_no_reader_would_take_is_not_published(catalogue: Catalogue, store:
     for change in ({"folders": ()}, {"world_size": -1}, {"manifest": "../manifest.json"}):
         bad = msgspec.structs.replace(attempt, **change)
         error = error_of(lambda b=bad: catalogue.publish(b), CorruptError)  # type: ignore[misc]
-        assert error.kind == "bad-record"
+        assert "record breaks a rule" in error.message
     assert catalogue.commits() == []
 
 
@@ -230,15 +232,21 @@ def test_nothing_hollow_is_published(catalogue: Catalogue, store: Store) -> None
     attempt = put_attempt(store, CommitName(10, g))
     raw = store.get(manifest_key(attempt))
     store.delete([manifest_key(attempt)])
-    assert error_of(lambda: catalogue.publish(attempt), CorruptError).kind == "missing-file"
+    assert (
+        "refers to something that is not there"
+        in error_of(lambda: catalogue.publish(attempt), CorruptError).message
+    )
     store.put(manifest_key(attempt), raw + b" ")
-    assert error_of(lambda: catalogue.publish(attempt), CorruptError).kind == "missing-file"
+    assert (
+        "refers to something that is not there"
+        in error_of(lambda: catalogue.publish(attempt), CorruptError).message
+    )
     store.put(manifest_key(attempt), raw)
     gone = msgspec.structs.replace(
         attempt, folders=(attempt.folder, "data/000000000001-g00000001-a/")
     )
     error = error_of(lambda: catalogue.publish(gone), CorruptError)
-    assert error.kind == "missing-file"
+    assert "refers to something that is not there" in error.message
     assert "000000000001" in str(error.where)
     assert catalogue.commits() == []
 

@@ -53,7 +53,7 @@ def test_opening_nothing(store: Store) -> None:
 def test_opening_foreign_content(store: Store) -> None:
     store.put("model.safetensors", b"x")
     error = error_of(Catalogue(store).open, NotFoundError)
-    assert (error.kind, error.found) == ("not-a-root", "model.safetensors")
+    assert (error.kind, error.found) == ("no-root", "model.safetensors")
     assert error.hint
 
 
@@ -66,8 +66,8 @@ def test_a_root_may_begin_in_a_folder_with_other_things(store: Store) -> None:
 @pytest.mark.parametrize("key", [generation_key(1), commit_key(CommitName(1, 1))])
 def test_a_root_without_marker_is_not_continued(store: Store, key: str) -> None:
     store.put(key, b"{}")
-    assert error_of(Catalogue(store).create_or_open, RefusedError).kind == "no-marker"
-    assert error_of(Catalogue(store).open, NotFoundError).kind == "not-a-root"
+    assert "this folder has" in error_of(Catalogue(store).create_or_open, RefusedError).message
+    assert error_of(Catalogue(store).open, NotFoundError).kind == "no-root"
 
 
 def test_a_root_of_a_newer_version(store: Store) -> None:
@@ -80,7 +80,7 @@ def test_a_root_of_a_newer_version(store: Store) -> None:
 
 def test_a_damaged_marker(store: Store) -> None:
     store.put("ckptd.json", b"\x00\x01")
-    assert error_of(Catalogue(store).create_or_open, CorruptError).kind == "bad-json"
+    assert "not JSON" in error_of(Catalogue(store).create_or_open, CorruptError).message
 
 
 def test_two_who_create_one_root_agree(store: Store) -> None:

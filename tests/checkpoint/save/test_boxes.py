@@ -102,7 +102,7 @@ def test_boxes_that_make_no_whole(boxes: list[tuple[int, Box]], found: str, tmp_
     with BoxRoot(str(tmp_path)) as root:
         with pytest.raises(CkptdError) as caught:
             root.begin(1, 2, {"w": tensor(*boxes)})
-        assert caught.value.kind == "placement"
+        assert "the boxes of a tensor do not make a whole" in caught.value.message
         assert found in str(caught.value.found)
         assert not list(tmp_path.iterdir())
 
@@ -234,22 +234,22 @@ def test_parts_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
+    ("given", "words"),
     [
-        ({"w": BoxTensor("float33", (4, 5), [(0, ALL)])}, "dtype"),
-        ({"": tensor((0, ALL))}, "bad-name"),
-        ({"a\nb": tensor((0, ALL))}, "bad-name"),
-        ({"x" * 5000: tensor((0, ALL))}, "bad-name"),
+        ({"w": BoxTensor("float33", (4, 5), [(0, ALL)])}, "unknown dtype"),
+        ({"": tensor((0, ALL))}, "not a legal name"),
+        ({"a\nb": tensor((0, ALL))}, "not a legal name"),
+        ({"x" * 5000: tensor((0, ALL))}, "not a legal name"),
     ],
     ids=["dtype", "empty", "line", "long"],
 )
 def test_tensors_that_cannot_be_saved(
-    given: dict[str, BoxTensor], kind: str, tmp_path: Path
+    given: dict[str, BoxTensor], words: str, tmp_path: Path
 ) -> None:
     with BoxRoot(str(tmp_path)) as root:
         with pytest.raises(UsageError) as caught:
             root.begin(1, 1, given)
-        assert caught.value.kind == kind
+        assert words in caught.value.message
         assert not list(tmp_path.iterdir())
 
 
@@ -258,7 +258,7 @@ def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
         save = root.begin(1, 2, WHOLE_W)
         with pytest.raises(UsageError) as caught:
             root.write(save, 0, values, {"a\nb": 1})
-        assert caught.value.kind == "bad-name"
+        assert "not a legal name" in caught.value.message
         for value in (1, "y" * 40_000):
             parts = [root.write(save, r, values, {"w": value} if r else {}) for r in range(2)]
             with pytest.raises(CkptdError, match="name of a tensor") as failed:

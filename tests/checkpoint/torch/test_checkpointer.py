@@ -376,7 +376,7 @@ def test_a_state_left_half_written_cannot_be_saved(
         with pytest.raises(CorruptError) as caught:
             ck.load(live)
         assert caught.value.poisoned
-        assert caught.value.kind == "witness"
+        assert "values arrived at the wrong places" in caught.value.message
         with pytest.raises(CorruptError, match="an earlier call broke off"):
             ck.save(2, live)
         monkeypatch.undo()
@@ -583,7 +583,8 @@ def refused(root: Path, state: dict[str, Any], **options: Any) -> UsageError:
 def test_metadata_that_cannot_be_kept(tmp_path: Path, key: Any, value: Any) -> None:
     metadata = {"fine": 1, key: value}
     error = refused(tmp_path, {"w": torch.zeros(2)}, metadata=metadata)
-    assert (error.kind, error.where) == ("bad-metadata", f"metadata[{key!r}]")
+    assert "of the metadata" in error.message or "the metadata is too large" in error.message
+    assert error.where == f"metadata[{key!r}]"
 
 
 def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: Path) -> None:
@@ -593,7 +594,10 @@ def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: 
         for bad in wrong:
             with pytest.raises(UsageError) as caught:
                 ck.save(1, state, metadata=bad)
-            assert caught.value.kind == "bad-metadata"
+            assert caught.value.message in (
+                "a value of the metadata is no JSON",
+                "the metadata is no dict",
+            )
         for step in range(1, 11):
             loss = torch.tensor(step / 2, requires_grad=True)
             norm = {"norm": np.float32(step), "seen": np.int64(step), "ok": np.bool_(True)}
@@ -606,7 +610,7 @@ def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:
     error = refused(tmp_path, {"model": {"w" * 2100: {"v" * 2100: torch.zeros(2)}}})
-    assert error.kind == "bad-name"
+    assert "this cannot be a name in a checkpoint" in error.message
     assert str(error.where).startswith("state['model']['www")
 
 
@@ -618,5 +622,5 @@ def test_too_many_dimensions(tmp_path: Path) -> None:
 def test_more_chunks_than_a_header_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.checkpoint.format.container.MAX_HEADER_BYTES", 20_000)
     error = refused(tmp_path, {f"w{i}": torch.zeros(1) for i in range(400)})
-    assert error.kind == "header-too-large"
+    assert "too many chunks for one file" in error.message
     assert "400 chunks" in str(error.found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import uuid
@@ -40,7 +41,9 @@ def test_what_is_no_root_is_refused(
     for opened in (ckptd.Checkpointer, open_store):
         with pytest.raises(UsageError) as caught:
             opened(url)
-        assert caught.value.kind == "bad-url"
+        assert re.match(
+            "this names no store|a URL has (no blanks|two slashes)", caught.value.message
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,7 +99,7 @@ def test_the_same_step_twice_was_this_run() -> None:
         ck.save(5, {"a": 1}).durable(30.0)
         with pytest.raises(ConflictError) as caught:
             ck.save(5, {"a": 2}).durable(30.0)
-    assert caught.value.kind == "committed"
+    assert "was committed by this run already, in an earlier save" in caught.value.message
     assert "this run" in caught.value.message
     assert "later step" in str(caught.value.hint)
 

@@ -368,16 +368,15 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
     for wrong in ({"when_full": "latest"}, {"lazy": "sometimes"}, {"slots": 0}):
         with pytest.raises(ckptd.CkptdError) as caught:
             ckptd.CopyOptions(**wrong)
-        assert caught.value.kind == "bad-policy"
+        assert any(name in caught.value.message for name in wrong)
 
 
 @pytest.mark.parametrize(
     "wrong", [{"copy": {"lazy": "off"}}, {"storage": 1}, {"preemption": 15}], ids=str
 )
 def test_a_group_of_options_that_is_none_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ckptd.UsageError, match=r"Preemption|CopyOptions|Storage") as caught:
+    with pytest.raises(ckptd.UsageError, match=r"is no (Preemption|CopyOptions|Storage)"):
         ckptd.Checkpointer(str(tmp_path), **wrong)
-    assert caught.value.kind == "bad-argument"
 
 
 def test_ranks_skip_together() -> None:
@@ -405,7 +404,7 @@ def test_a_copy_that_hangs_does_not_hang_training() -> None:
     assert len(given_up) == 1
     with pytest.raises(SaveError) as caught:
         gate.check()
-    assert caught.value.kind == "draining"
+    assert "the copying of an earlier save still hangs" in caught.value.message
     never.set_result(None)
     gate.check()
 

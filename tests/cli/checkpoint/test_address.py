@@ -77,7 +77,7 @@ def test_an_empty_root_has_no_newest(cli: Cli, tmp_path: Path) -> None:
     with LocalStore(tmp_path) as store:
         Catalogue(store).create_or_open()
     result = cli("inspect", str(tmp_path), "--json")
-    assert (result.code, result.error["kind"]) == (4, "no-commit")
+    assert (result.code, result.error["message"]) == (4, "no checkpoint counts here")
 
 
 def test_a_checkpoint_that_is_read_is_not_deleted(root: str) -> None:

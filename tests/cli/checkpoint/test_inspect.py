@@ -174,7 +174,7 @@ def test_patterns(cli: Cli, root: str) -> None:
     assert found("model.layers.1") == ["model.layers.1.mlp.weight", "model.layers.1.norm.bias"]
     assert found("model.head.weight") == ["model.embed.weight"]
     result = cli("inspect", root, "--tensor", "model.layrs", "--json")
-    assert (result.code, result.error["kind"]) == (4, "no-tensor")
+    assert (result.code, result.error["message"]) == (4, "no tensor matches")
     assert "model.layers" in result.error["found"]
 
 

@@ -104,7 +104,7 @@ def test_an_empty_root(cli: Cli, tmp_path: Path) -> None:
 def test_not_a_root(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("x")
     result = cli("ls", str(tmp_path), "--json")
-    assert (result.code, result.error["kind"]) == (4, "not-a-root")
+    assert (result.code, result.error["kind"]) == (4, "no-root")
 
 
 @pytest.mark.parametrize(

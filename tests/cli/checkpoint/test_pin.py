@@ -66,5 +66,5 @@ def test_of_two_pins_of_a_step_the_one_that_counts(cli: Cli, tmp_path: Path, cou
 def test_what_is_not_there(cli: Cli, root: str) -> None:
     assert cli("pin", f"{root}@11").code == 4
     result = cli("unpin", f"{root}@10", "--json")
-    assert (result.code, result.error["kind"]) == (4, "no-pin")
+    assert (result.code, result.error["message"]) == (4, "step 10 is not pinned")
     assert cli("unpin", root).code == 2

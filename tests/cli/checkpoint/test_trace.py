@@ -72,11 +72,12 @@ def test_a_trace_that_cannot_be_written(cli: Cli, folder: str, tmp_path: Path) -
 
 def test_exit_codes(cli: Cli, tmp_path: Path) -> None:
     result = cli("trace", str(tmp_path / "none"), "--json")
-    assert (result.code, result.error["kind"]) == (4, "no-events")
+    assert result.code == 4
+    assert result.error["message"] in ("no events were recorded here", "the folder cannot be read")
     assert cli("trace", str(tmp_path)).code == 4
     (tmp_path / "a.jsonl").write_text("{}\n")
     result = cli("trace", str(tmp_path), "--json")
-    assert (result.code, result.error["kind"]) == (3, "bad-events")
+    assert (result.code, result.error["message"]) == (3, "none of the files holds events")
 
 
 def test_what_was_skipped_is_said(cli: Cli, folder: str) -> None:

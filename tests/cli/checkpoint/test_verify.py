@@ -52,7 +52,7 @@ def test_all(cli: Cli, root: str) -> None:
     assert "step 20 of generation 1: good" in result.out
     document = cli.json("verify", root, "--all", code=3)
     assert [bool(r["findings"]) for r in document["checkpoints"]] == [True, False]
-    assert document["checkpoints"][0]["findings"][0]["kind"] == "missing-file"
+    assert "of the checkpoint is missing" in document["checkpoints"][0]["findings"][0]["message"]
     assert document["ok"] is False
 
 

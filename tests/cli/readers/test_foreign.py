@@ -76,7 +76,7 @@ def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")
         assert found.code
-        assert found.error["kind"] == "read-only", verb
+        assert "this view of a store is only read" in found.error["message"], verb
 
 
 def test_a_copy_is_a_checkpoint_with_digests(cli: Cli, sample: str, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_two_checkpoints_in_folders(cli: Cli, sample: str, tmp_path: Path) -> No
     assert cli("ls", str(tmp_path / "both")).code == 0
     shutil.copytree(sample, tmp_path / "both" / "step-2")
     found = cli("ls", str(tmp_path / "both"), "--json")
-    assert found.error["kind"] == "ambiguous-format"
+    assert "several checkpoints are here" in found.error["message"]
     assert "step-1/ (dcp), step-2/ (dcp)" in found.error["found"]
 
 

@@ -144,9 +144,7 @@ class World(Nodes):
 
     def ended(self) -> int:
         """Return how many controllers ended because of what the log or the launchers said."""
-        names = [
-            n for n in self.counts if n.startswith("refused ") or n in ("log-taken", "yielded")
-        ]
+        names = [n for n in self.counts if n in ("refused", "log-taken", "yielded")]
         return sum(self.counts[name] for name in names)
 
     def away(self, node: SimNode) -> None:
@@ -232,7 +230,7 @@ class World(Nodes):
             case Abort() | Finish():
                 self.end(action, boss)
             case Refuse():
-                self.counts[f"refused {action.kind}"] += 1
+                self.counts["refused"] += 1
                 del self.bosses[boss.life]
             case _:
                 pass

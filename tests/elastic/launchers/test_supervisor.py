@@ -131,7 +131,7 @@ class Refusing(LocalLauncher):
     def start(self, nodes: Sequence[str], timeout_s: float) -> None:
         self.refused += 1
         if self.refused == 1:
-            raise StoreError("busy", kind="scheduler")
+            raise StoreError("busy")
         super().start(nodes, timeout_s)
 
 
@@ -158,7 +158,7 @@ class Busy(LocalLauncher):
     def replace(self, node: str, timeout_s: float) -> str:
         self.asked += 1
         if self.asked == 1:
-            raise StoreError("busy", kind="scheduler")
+            raise StoreError("busy")
         return super().replace(node, timeout_s)
 
 

@@ -45,7 +45,7 @@ def test_empty() -> None:
 def test_indivisible() -> None:
     with pytest.raises(MismatchError, match="does not divide") as error:
         part(10, EVEN, 4, 0, SCOPE)
-    assert error.value.kind == "lay-split"
+    assert error.value.kind == "lay-fit"
     with pytest.raises(MismatchError):
         parts(np.array([8, 10]), EVEN, 4, np.array([0, 0]), SCOPE)
 
@@ -62,7 +62,7 @@ def test_widths_that_do_not_fit(widths: tuple[int, ...]) -> None:
 def test_coordinates_that_do_not_fit(coordinates: tuple[int, ...]) -> None:
     with pytest.raises(MismatchError, match="assigns") as error:
         assigned_runs(4, Assigned(coordinates), 3)
-    assert error.value.kind == "lay-split"
+    assert error.value.kind == "lay-fit"
 
 
 @given(
@@ -115,7 +115,7 @@ def test_values() -> None:
 def test_values_that_do_not_compute(value: Number) -> None:
     with pytest.raises(UsageError) as error:
         evaluate(value, SCOPE)
-    assert error.value.kind == "lay-value"
+    assert error.value.kind == "lay-rule"
 
 
 def test_deep_value() -> None:

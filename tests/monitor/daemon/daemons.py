@@ -53,6 +53,11 @@ class Answer:
         """Kind of the error that was told."""
         return str(self.document["error"]["kind"])
 
+    @property
+    def message(self) -> str:
+        """Message of the error that was told."""
+        return str(self.document["error"]["message"])
+
 
 @dataclass
 class Running:

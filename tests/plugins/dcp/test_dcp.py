@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -146,7 +147,7 @@ def test_one_root_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.Monk
     for url in ("s3://", "memory://", "file:/x", "file://x", "file://", ""):
         with pytest.raises(CkptdError) as caught:
             CkptdReader(url).root  # noqa: B018 - it opens the root
-        assert caught.value.kind == "bad-url"
+        assert re.search("no store|slashes|bucket|name|not a local URL", caught.value.message)
 
 
 def test_a_look_at_an_older_checkpoint_changes_no_line(
@@ -209,11 +210,11 @@ def test_nothing_is_there_before_the_commit(
 
 
 @pytest.mark.parametrize(
-    ("saved", "options", "kind"),
+    ("saved", "options", "words"),
     [
-        ({"x": torch.ones(1)}, {}, "bad-argument"),
-        ({"x": torch.ones(1)}, {"checkpoint_id": "last"}, "bad-argument"),
-        ({"x": lambda: 0}, {"checkpoint_id": "1"}, "unsavable"),
+        ({"x": torch.ones(1)}, {}, "DCP asks for what a checkpoint of ckptd cannot be saved with"),
+        ({"x": torch.ones(1)}, {"checkpoint_id": "last"}, "a checkpoint_id is no step"),
+        ({"x": lambda: 0}, {"checkpoint_id": "1"}, "cannot be saved"),
         (
             {"x": torch.ones(1)},
             {"checkpoint_id": "1", "planner": dcp.DefaultSavePlanner(enable_plan_caching=True)},
@@ -223,15 +224,18 @@ def test_nothing_is_there_before_the_commit(
     ids=["no-step", "no-number", "function", "first-cached"],
 )
 def test_what_cannot_be_saved(
-    saved: dict[str, Any], options: dict[str, Any], kind: str, tmp_path: Path
+    saved: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     writer = CkptdWriter(str(tmp_path / "root"))
-    if not kind:
+    if not words:
         dcp.save(saved, storage_writer=writer, **options)
-        kind, options = "bad-argument", options | {"checkpoint_id": "2"}
+        words, options = (
+            "DCP asks for what a checkpoint of ckptd cannot be saved with",
+            options | {"checkpoint_id": "2"},
+        )
     with pytest.raises((dcp.CheckpointException, CkptdError), match=r".") as caught:
         dcp.save(saved, storage_writer=writer, **options)
-    assert cause(caught.value).kind == kind
+    assert words in cause(caught.value).message
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

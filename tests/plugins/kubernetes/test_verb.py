@@ -49,7 +49,10 @@ def test_outside_of_a_pod_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CKPTD_SECRET", "s")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     result = cli("kubernetes", "--selector", "a=b", "--json")
-    assert (result.code, result.error["kind"]) == (2, "no-cluster")
+    assert (result.code, result.error["message"]) == (
+        2,
+        "this process is in no pod with a service account",
+    )
 
 
 # -- a whole job -----------------------------------------------------------------------------------

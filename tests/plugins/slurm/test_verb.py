@@ -92,7 +92,7 @@ def test_a_controller_waits_for_sessions_as_long_as_launchers_do() -> None:
 def test_options_for_one_node_are_refused(option: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan_of([option, "train.py"], environ(), NODES, "n1:29400", True)
-    assert caught.value.kind == "bad-argument"
+    assert "this option is for one node" in caught.value.message
 
 
 @pytest.mark.parametrize("words", [["--no-such=1", "train.py"], ["--nproc-per-node=0", "train.py"]])
@@ -130,7 +130,7 @@ def test_a_folder_that_somebody_else_made_is_refused(
         return
     with pytest.raises(RefusedError) as caught:
         _secret(plan, env)
-    assert caught.value.kind == "not-ours"
+    assert "the job's secret is not ours alone" in caught.value.message
 
 
 def test_a_requeued_job_has_the_secret_that_it_had(tmp_path: Path) -> None:

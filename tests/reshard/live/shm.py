@@ -96,7 +96,6 @@ class ShmTransport:
                 if their_bytes != message_bytes:
                     raise UsageError(
                         "ranks have different budgets",
-                        kind="transport",
                         wanted=f"messages of {message_bytes} bytes as on rank {self.rank}",
                         found=f"{their_bytes} bytes on rank {peer}",
                     )
@@ -155,9 +154,7 @@ class ShmTransport:
             pending = self._sends.popleft()
             slot = own.slots[number % _SLOTS]
             if len(pending.data) > len(slot):
-                raise UsageError(
-                    "a message is too long", kind="transport", found=f"{len(pending.data)} bytes"
-                )
+                raise UsageError("a message is too long", found=f"{len(pending.data)} bytes")
             slot[: len(pending.data)] = pending.data
             head[_PEER], head[_LENGTH] = pending.peer, len(pending.data)
             head[_NUMBER] = self._sent = number
@@ -188,7 +185,6 @@ class ShmTransport:
         if int(head[_LENGTH]) != len(pending.data):
             raise CkptdError(
                 "a message has another length than was expected",
-                kind="transport",
                 where=f"from rank {peer}",
                 wanted=f"{len(pending.data)} bytes",
                 found=f"{int(head[_LENGTH])} bytes",

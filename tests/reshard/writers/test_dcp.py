@@ -277,7 +277,7 @@ def test_values_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
         save(store, values(), objects=objects)
     with pytest.raises(UsageError) as caught:
         write(tmp_path / "source", tmp_path / "out", "mesh fsdp = dp:1", NAMES)
-    assert caught.value.kind == "duplicate-name"
+    assert "two objects would have one name" in caught.value.message
     assert "optim.param_groups.0.lr" in str(caught.value)
 
 
@@ -373,4 +373,4 @@ def test_tied_names_share_items_and_names_that_collide_are_refused(tmp_path: Pat
         save(store, {"a.b": np.zeros(3), "c": np.zeros(2)}, objects=[note])
     with pytest.raises(UsageError) as caught:
         write(tmp_path / "source2", tmp_path / "no")
-    assert caught.value.kind == "duplicate-name"
+    assert "two tensors or objects would have one name" in caught.value.message

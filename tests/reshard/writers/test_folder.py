@@ -169,7 +169,7 @@ def test_death_while_files_get_their_names(
             run(kind, source, tmp_path / "out")
     with pytest.raises(CkptdError) as caught:
         tensors(tmp_path / "out")
-    assert caught.value.kind in ("not-found", "missing-file")
+    assert isinstance(caught.value, NotFoundError) or "is missing" in caught.value.message
     done = run(kind, source, tmp_path / "out")
     assert (done.state, done.reused_files) == ("committed", done.files)
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
@@ -201,7 +201,7 @@ def test_shares_and_what_is_there(source: Path, tmp_path: Path) -> None:
     assert same(tensors(out), DATA)
     with pytest.raises(UsageError) as of_source:
         run("dcp", source, source, force=True)
-    assert of_source.value.kind == "same-root"
+    assert "the checkpoint would replace its own source" in of_source.value.message
 
 
 def test_another_size_of_files_is_another_job(source: Path, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_two_processes_of_one_share(
             inner.append("refused")
             with pytest.raises(ConflictError) as caught:
                 run("dcp", source, out)
-            assert caught.value.kind == "at-work"
+            assert "another one is at work here" in caught.value.message
             with pytest.raises(ConflictError):  # a share of another count has files of this one
                 run("dcp", source, out, ReshardShare(2, 2))
             with monkeypatch.context() as patch:
@@ -418,12 +418,12 @@ def test_a_source_is_not_replaced(source: Path, tmp_path: Path) -> None:
     for name in ("out", "link"):
         with pytest.raises(UsageError) as caught:
             reshard_again(out, tmp_path / name)
-        assert caught.value.kind == "same-root"
+        assert "the checkpoint would replace its own source" in caught.value.message
     run("universal", source, tmp_path / "universal")
     (tmp_path / "universal/latest_universal").unlink()
     with pytest.raises(UsageError) as caught:  # its files lie below the source's folder
         reshard_again(next((tmp_path / "universal").iterdir()), tmp_path / "universal")
-    assert caught.value.kind == "same-root"
+    assert "the checkpoint would replace its own source" in caught.value.message
     assert contents(out) == before
     reshard_again(out, out / "below")  # nothing that is read is there
     assert same(tensors(out / "below"), DATA)
@@ -438,7 +438,7 @@ def test_a_link_that_leads_out_is_refused_before_anything_is_written(
     (out / "rank1").symlink_to(elsewhere)
     with pytest.raises(RefusedError) as caught:
         run("ranks", source, out, force=True)
-    assert caught.value.kind == "outside-root"
+    assert "a symbolic link leads out of the store" in caught.value.message
     assert [p.name for p in out.iterdir()] == ["rank1"]
     assert not [*elsewhere.iterdir()]
 

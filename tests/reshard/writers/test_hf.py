@@ -148,18 +148,21 @@ def test_only_files_of_the_index_count_and_all_must_be_there(tmp_path: Path) -> 
     with open_store(tmp_path) as store:
         with pytest.raises(CorruptError) as caught:
             foreign_stock(store, 0)
-        assert caught.value.kind == "bad-header"
+        assert "two files have one tensor, or the same part of one" in caught.value.message
         index = tmp_path / "model.safetensors.index.json"
         index.write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
         assert [t.name for t in foreign_stock(store, 0).tensors] == ["x"]
         index.write_text('{"weight_map": {"x": "gone.safetensors"}}')
         with pytest.raises(CorruptError) as caught:
             foreign_stock(store, 0)
-        assert (caught.value.kind, caught.value.where) == ("missing-file", "gone.safetensors")
+        assert (caught.value.message, caught.value.where) == (
+            "a file of the checkpoint is missing",
+            "gone.safetensors",
+        )
         index.write_text("[]")
         with pytest.raises(CorruptError) as caught:
             foreign_stock(store, 0)
-        assert caught.value.kind == "bad-json"
+        assert "not the index of a sharded model" in caught.value.message
     (tmp_path / "empty").mkdir()
     with open_store(tmp_path / "empty") as store, pytest.raises(NotFoundError):
         foreign_stock(store, 0)
@@ -173,7 +176,7 @@ def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes() + b"more")
         with pytest.raises(CorruptError) as caught:
             check_size(stock.source.store, stock.source.files[0])
-    assert caught.value.kind == "bad-size"
+    assert "a file has changed while it was read" in caught.value.message
 
 
 def test_there_and_back_again(source: Path, tmp_path: Path) -> None:

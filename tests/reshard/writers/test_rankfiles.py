@@ -194,4 +194,4 @@ def test_what_is_refused(source: tuple[Path, dict[str, Array]], tmp_path: Path) 
     with pytest.raises(UsageError) as caught:
         to = program("fsdp", "mesh fsdp = dp:2", 'files "r{dp}.safetensors"')
         write(odd, tmp_path / "out", to)
-    assert caught.value.kind == "dtype"
+    assert "safetensors has no such type" in caught.value.message

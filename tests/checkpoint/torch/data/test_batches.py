@@ -394,7 +394,7 @@ def test_a_position_that_cannot_be_shared_out_is_an_error() -> None:
     next(batches)
     with pytest.raises(MismatchError) as caught:
         give(take({"data": batches}), {"data": batches}, saved_world=2, world=1)
-    assert caught.value.kind == "per-rank"
+    assert "the position in the data cannot be shared out anew" in caught.value.message
     assert "ElasticSampler" in str(caught.value.hint)
 
 
@@ -500,7 +500,7 @@ def test_data_that_ended_earlier_is_another() -> None:
     shorter = ckptd.Batches(DataLoader(Plain(8), 2))
     with pytest.raises(MismatchError) as caught:
         give(taken, {"data": shorter})
-    assert caught.value.kind == "data-position"
+    assert "the data ends before the batch that was saved" in caught.value.message
 
 
 def test_data_that_does_not_tell_its_length_and_ended_earlier_is_another() -> None:
@@ -518,7 +518,7 @@ def test_data_that_does_not_tell_its_length_and_ended_earlier_is_another() -> No
     give(take({"data": batches}), {"data": shorter})
     with pytest.raises(MismatchError) as caught:
         next(shorter)
-    assert caught.value.kind == "data-position"
+    assert "the data ends before the batch that was saved" in caught.value.message
 
 
 def test_the_position_in_something_else_is_refused() -> None:
@@ -526,7 +526,7 @@ def test_the_position_in_something_else_is_refused() -> None:
     next(batches)
     with pytest.raises(MismatchError) as caught:
         ckptd.Batches([1, 2]).load_state_dict(batches.state_dict())
-    assert caught.value.kind == "data-position"
+    assert "the position is that in another kind of data" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -545,14 +545,20 @@ def test_a_position_that_is_none_is_corrupt(damage: Callable[[dict[str, Any]], N
     damage(state)
     with pytest.raises(CorruptError) as caught:
         batches.load_state_dict(state)
-    assert caught.value.kind == "bad-object"
+    assert caught.value.message in (
+        "not the state of random streams",
+        "this is no position in the data",
+    )
 
 
 @pytest.mark.parametrize("source", [3, iter([1, 2]), (i for i in range(3))])
 def test_what_gives_no_batches_is_refused(source: Any) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Batches(source)
-    assert caught.value.kind == "bad-argument"
+    assert caught.value.message in (
+        "an iterator cannot be begun anew, so nothing leads it back to a position",
+        "no batches can be taken from this",
+    )
 
 
 @pytest.mark.parametrize("ahead", [-1, 1.5, True])

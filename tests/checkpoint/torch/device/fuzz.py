@@ -291,7 +291,7 @@ class Match:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 ck.save(number, self._program.state)
         except UsageError as error:
-            if error.kind != "capturing":
+            if "cannot be part of a graph" not in error.message:
                 raise
             self.tally["refused"] += 1
         else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, DeadlineError
 from tests.simdevice import installed, run
 
 __all__ = ["MUTANTS", "Mutant", "mutated_source"]
@@ -408,7 +408,7 @@ def outcome(number: int, folder: str) -> str:
         limit = DEADLINE_S + FUZZ_S * ("fuzz" in MUTANTS[number].hunts)
         return run(hunted, number, folder, deadline_s=limit)
     except CkptdError as error:
-        if error.kind == "rank-deadline":
+        if isinstance(error, DeadlineError):
             return "hangs"
         return f"{type(error).__name__}: {error.message}"
     except AssertionError as error:  # problems that the simulator has found

@@ -230,7 +230,7 @@ def says_where_values_are_wrong(root: str) -> None:
     with ckptd.Checkpointer(root) as ck:
         with pytest.raises(CorruptError) as caught:
             ck.load(live)
-        assert caught.value.kind == "witness"
+        assert "values arrived at the wrong places" in caught.value.message
         assert caught.value.poisoned
         assert "large" in str(caught.value)
         upload.DeviceBuffer.place = genuine  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ def a_device_that_fails_poisons_the_state(root: str) -> None:
         with pytest.raises(CkptdError) as caught:
             ck.load(live)
         loader.execute = genuine
-        assert caught.value.kind == "device-failed"
+        assert "a device failed while a checkpoint was copied" in caught.value.message
         assert caught.value.poisoned
         assert "illegal memory access" in str(caught.value)
         installed()._failed.clear()
@@ -366,7 +366,7 @@ def is_refused_in_a_capture(root: str) -> None:
     with ckptd.Checkpointer(root) as ck:
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(UsageError) as caught:
             ck.load(live)
-        assert caught.value.kind == "capturing"
+        assert "cannot be part of a graph" in caught.value.message
         ck.load(live)
     assert bool((live["w"] == 1.0).all())
 
@@ -471,7 +471,7 @@ def fails_on_all_ranks(root: str) -> None:
             ck.load(live)
         loader.execute = genuine
         installed()._failed.clear()
-        assert caught.value.kind == "device-failed"
+        assert "a device failed while a checkpoint was copied" in caught.value.message
         assert caught.value.poisoned
         ck.load(live)
     assert bool((live["w"] == 1.0).all())

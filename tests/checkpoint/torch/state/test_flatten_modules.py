@@ -62,10 +62,10 @@ def fqns(module: nn.Module) -> list[str]:
     return [n.removeprefix("m.") for n in flatten({"m": module}).tensors]
 
 
-def refused(state: Any, kind: str) -> UsageError:
+def refused(state: Any, words: str) -> UsageError:
     with pytest.raises(UsageError) as caught:
         flatten(state)
-    assert caught.value.kind == kind
+    assert words in f"{caught.value.kind}: {caught.value.message}"
     return caught.value
 
 
@@ -178,7 +178,10 @@ def test_a_module_that_does_not_take_its_extra_state() -> None:
     taken = take({"m": Scaled("poison")})
     with pytest.raises(UsageError) as caught:
         give(taken, {"m": Scaled()})
-    assert (caught.value.kind, caught.value.where) == ("load-state-dict", "m._extra_state")
+    assert (caught.value.message, caught.value.where) == (
+        "an object did not take its saved state",
+        "m._extra_state",
+    )
     assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -189,7 +192,10 @@ class Packed(nn.Module):
 
 
 def test_state_outside_parameters_and_buffers_is_not_lost_in_silence() -> None:
-    error = refused({"m": nn.Sequential(Block(), Packed())}, "module-state")
+    error = refused(
+        {"m": nn.Sequential(Block(), Packed())},
+        "says state that it does not take when it is loaded",
+    )
     assert error.where == "m.1"
     assert error.found == "Packed: packed"
 
@@ -198,13 +204,13 @@ def test_fsdp1_is_refused() -> None:
     # Its constructor wants an accelerator; what flattening looks at is the type alone.
     wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapped)
-    assert refused({"m": nn.Sequential(wrapped)}, "fsdp1").where == "m.0"
+    assert refused({"m": nn.Sequential(wrapped)}, "FullyShardedDataParallel (FSDP1)").where == "m.0"
 
 
 def test_modules_that_contain_themselves() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model.add_module("loop", model)
-    refused({"m": model}, "cycle")
+    refused({"m": model}, "contains itself")
 
 
 def test_flattening_changes_nothing() -> None:
@@ -299,7 +305,7 @@ def test_meta_buffers_that_are_not_saved_are_named() -> None:
         model = Tied()
     with pytest.raises(UsageError) as caught:
         prepare({"m": model}, take({"m": Tied()}).names)
-    assert caught.value.kind == "meta-buffer"
+    assert "non-persistent buffers are on the meta device" in caught.value.message
     assert caught.value.found == "body.0.scratch, body.1.scratch"
 
 
@@ -310,7 +316,10 @@ def test_meta_tensors_that_cannot_be_swapped() -> None:
     keep = weakref.ref(model.embed.weight)
     with pytest.raises(UsageError) as caught:
         prepare({"m": model}, take({"m": Tied()}).names)
-    assert (caught.value.kind, caught.value.where) == ("meta", "m.embed.weight")
+    assert (caught.value.message, caught.value.where) == (
+        "a meta tensor cannot be replaced while a weak reference to it exists",
+        "m.embed.weight",
+    )
     assert keep() is not None
 
 

@@ -46,7 +46,10 @@ def test_in_the_same_world_only_the_own_value_is_read() -> None:
 def test_error_names_the_value_and_both_worlds() -> None:
     with pytest.raises(MismatchError) as caught:
         ask("error", [1, 2], 0, 3)
-    assert (caught.value.kind, caught.value.where) == ("per-rank", "data")
+    assert (caught.value.message, caught.value.where) == (
+        "a per-rank value does not fit another number of ranks",
+        "data",
+    )
     assert "2 ranks" in str(caught.value.wanted)
     assert "3 ranks" in str(caught.value.found)
 
@@ -93,7 +96,7 @@ def test_what_a_reshard_left_to_the_load_is_done() -> None:
     assert ask("reduce", gathered, 1, 4, sum) == 6
     with pytest.raises(MismatchError) as caught:
         ask("drop", gathered, 1, 2)
-    assert caught.value.kind == "per-rank"
+    assert "the values of several ranks are to be reduced" in caught.value.message
 
 
 def test_a_reshard_draws_the_seeds_that_a_load_would() -> None:
@@ -140,4 +143,8 @@ def test_what_can_be_reseeded(value: object) -> None:
 def test_wrong_declarations(value: Any, options: Any) -> None:
     with pytest.raises(UsageError) as caught:
         PerRank(value, **options)
-    assert caught.value.kind == "per-rank"
+    assert caught.value.message in (
+        "a value of this type cannot be reseeded",
+        'reduce= and on_change="reduce" belong together',
+        "unknown on_change",
+    )

@@ -312,7 +312,7 @@ def test_what_does_not_say_whose_it_is_is_refused(kind: Any) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": kind(model.parameters(), lr=0.1)})
-    assert caught.value.kind in ("optimizer-state", "optimizer-container")
+    assert "own state_dict()" in caught.value.message
     assert caught.value.where == "o"
 
 
@@ -323,7 +323,7 @@ def test_a_tensor_as_the_state_of_a_parameter_is_refused() -> None:
     optimizer.state[model.weight] = torch.ones(3)  # type: ignore[assignment]
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": optimizer})
-    assert caught.value.kind == "optimizer-state"
+    assert "an optimizer's state of a parameter is no dictionary" in caught.value.message
 
 
 def test_hooks_that_come_later_are_asked() -> None:
@@ -359,7 +359,7 @@ def test_a_wrapper_with_hooks_of_its_own_is_refused(hooks: str) -> None:
     flatten({"m": model, "o": Around(optimizer)})
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": Around(optimizer, **{f"_optimizer_{hooks}_hooks": {1: print}})})
-    assert caught.value.kind == "optimizer-container"
+    assert "a wrapper of an optimizer has state of its own beside" in caught.value.message
 
 
 def test_names_of_state_that_are_no_identifiers() -> None:
@@ -560,7 +560,7 @@ def test_an_optimizer_without_groups_is_refused() -> None:
     model, optimizer = trained(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), None)
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": Bare(optimizer)})
-    assert caught.value.kind == "optimizer-container"
+    assert "an optimizer holds others whose state would be lost" in caught.value.message
 
 
 @pytest.mark.parametrize("saved", [1.7, None, "text", {"a": 1}, 1 << 40, 3, True])

@@ -87,5 +87,5 @@ def test_a_state_that_is_none_is_corrupt_and_changes_nothing(damage: Any) -> Non
     damage(state)
     with pytest.raises(CorruptError) as caught:
         Rng().load_state_dict(state)
-    assert caught.value.kind == "bad-object"
+    assert "not the state of random streams" in caught.value.message
     assert draw() == wanted

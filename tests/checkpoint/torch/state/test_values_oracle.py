@@ -355,7 +355,7 @@ def differences(way: Any, value: Any, there: Any = None) -> str | None:
     try:
         found = seen(ours(way, value, there))
     except UsageError as error:
-        named = error.where and error.kind in ("unsavable", "duplicate-name")
+        named = error.where and (error.kind == "unsavable" or "one name" in error.message)
         return None if named else repr(error)
     return "" if wanted == found else f"torch {wanted}\n ckptd {found}"
 

@@ -400,7 +400,11 @@ def test_state_that_would_be_lost_is_an_error(kind: str) -> None:
     train(model, wrapper)
     with pytest.raises(UsageError) as caught:
         flatten({"model": model, "optim": wrapper})
-    assert caught.value.kind == "optimizer-container"
+    assert caught.value.message in (
+        "a wrapper of an optimizer has state of its own beside the optimizer's",
+        "an optimizer holds others whose state would be lost",
+        "an optimizer's state is not where optimizers have theirs",
+    )
     assert caught.value.where == "optim"
     assert re.search(hint, caught.value.hint or "")
 
@@ -497,7 +501,7 @@ def save_zero(root: str) -> tuple[str, str]:
             ck.save(1, {"model": model, "optim": zero})
             said = ""
         except UsageError as error:
-            said = f"{error.kind} {error.hint}"
+            said = f"{error.message} {error.hint}"
         handle = ck.save(2, {"model": model, "optim": zero.optim})
         assert handle is not None
         handle.durable(60.0)
@@ -512,6 +516,6 @@ def save_zero(root: str) -> tuple[str, str]:
 @pytest.mark.dist
 def test_zero_redundancy(tmp_path: Path) -> None:
     for said, loaded in run_ranks(2, save_zero, str(tmp_path / "r"), deadline_s=150.0):
-        assert said.startswith("optimizer-container")
+        assert said.startswith("an optimizer holds others whose state would be lost")
         assert "optimizer.optim" in said
         assert loaded == "True"

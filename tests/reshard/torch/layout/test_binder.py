@@ -123,7 +123,7 @@ def test_a_program_that_contradicts_the_kept_one_is_refused(tmp_path: Path) -> N
     before = {n: t.clone() for n, t in new.state_dict().items()}
     with pytest.raises(MismatchError) as caught:
         load(tmp_path, FUSED, {"model": new}, source_layout=wrong)
-    assert caught.value.kind == "lay-kept"
+    assert caught.value.kind == "lay-fit"
     assert str(caught.value.where) == "model.layers.0.k.weight[0, 0]"
     assert differing(dict(new.state_dict()), before) == []
     load(tmp_path, FUSED, {"model": new}, source_layout=WHOLE)
@@ -168,7 +168,7 @@ def test_the_witness_is_followed_to_where_values_must_be(
     monkeypatch.setattr(loading, "Want", shifted)
     with pytest.raises(CorruptError) as caught:
         load(tmp_path, FUSED, {"model": Tree(fused(whole(2)))})
-    assert caught.value.kind == "witness"
+    assert "values arrived at the wrong places" in caught.value.message
     assert caught.value.poisoned
     assert "qkv" in str(caught.value)
 
@@ -200,7 +200,7 @@ def test_a_value_that_does_not_fit_the_type_of_a_cast_poisons_the_state(tmp_path
         getattr(new.layers, str(i)).down.to(torch.float16)
     with pytest.raises(UsageError) as caught:
         load(tmp_path, half, {"model": new})
-    assert caught.value.kind == "overflow"
+    assert "a value does not fit the type it is cast" in caught.value.message
     assert caught.value.poisoned
     assert "layers.1.down.weight" in (caught.value.where or "")
 
@@ -253,7 +253,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert found.value.kind == kind
     with pytest.raises(UsageError) as caught:
         load(tmp_path, None, {"model": module}, source_layout=WHOLE)
-    assert caught.value.kind in ("lay-use", "no-commit")
+    assert caught.value.kind == "lay-use"
 
 
 def test_a_state_that_the_space_does_not_know(tmp_path: Path) -> None:
