@@ -92,7 +92,7 @@ class DigestIndex:
         Raises
         ------
         CorruptError
-            kind ``bad-index``: wrong magic, block size or length.
+            Wrong magic, block size or length.
         """
         if len(raw) < _HEADER.size:
             raise _bad("digest index too short", where, f"{_HEADER.size} bytes", len(raw))
@@ -107,7 +107,7 @@ class DigestIndex:
 
 
 def _bad(what: str, where: str, wanted: object, found: object) -> CorruptError:
-    return CorruptError(what, kind="bad-index", where=where, wanted=wanted, found=found)
+    return CorruptError(what, where=where, wanted=wanted, found=found)
 
 
 class Digester:

@@ -57,9 +57,9 @@ class EventFolder:
         Raises
         ------
         NotFoundError
-            kind ``no-events``: there is no such folder, or no event file in it.
+            There is no such folder, or no event file in it.
         CorruptError
-            kind ``bad-events``: none of the files begins as an event file does.
+            None of the files begins as an event file does.
         """
         found = EventFolder(Path(folder), {})
         paths = _event_files(folder)
@@ -72,7 +72,6 @@ class EventFolder:
         if not paths:
             raise NotFoundError(
                 "no events were recorded here",
-                kind="no-events",
                 where=folder,
                 wanted=f"files that end in {SUFFIX}",
                 hint="CKPTD_EVENTS=FOLDER, or ckptd.events.record(FOLDER), records them",
@@ -80,7 +79,6 @@ class EventFolder:
         if not found.heads:
             raise CorruptError(
                 "none of the files holds events",
-                kind="bad-events",
                 where=folder,
                 found=f"{found.unreadable} files that end in {SUFFIX}",
             )
@@ -143,9 +141,7 @@ def _event_files(folder: str) -> list[Path]:
             # The largest names, so that the choice does not depend on the file system's order.
             found = sorted(heapq.nlargest(MOST_FILES, names))
     except OSError as error:
-        raise NotFoundError(
-            "the folder cannot be read", kind="no-events", where=folder, found=str(error)
-        ) from error
+        raise NotFoundError("the folder cannot be read", where=folder, found=str(error)) from error
     return [Path(folder, name) for name in found]
 
 

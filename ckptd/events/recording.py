@@ -66,7 +66,7 @@ def record(folder: str | os.PathLike[str]) -> Recording:
     Raises
     ------
     StoreError
-        kind ``events-folder``: the folder cannot be made or written to.
+        The folder cannot be made or written to.
     """
     path = Path(os.path.abspath(folder))
     try:
@@ -90,7 +90,6 @@ def record(folder: str | os.PathLike[str]) -> Recording:
 def _unusable(path: Path, found: str) -> StoreError:
     return StoreError(
         "events cannot be written here",
-        kind="events-folder",
         where=str(path),
         wanted="a folder that this process may write to",
         found=found,

@@ -269,8 +269,8 @@ def prove(grid: Grid, targets: Sequence[Region]) -> Proof:
     Raises
     ------
     UsageError
-        Two target regions share a place in the buffer, or are laid out so that this cannot be
-        told from their strides (kind ``unproved``; `check` can tell).
+        Two target regions share a place in the buffer, or are laid out so that this cannot be told
+        from their strides (; `check` can tell).
     MismatchError
         A target does not lie inside the tensor.
     """
@@ -346,7 +346,6 @@ def _prove_apart(targets: Sequence[Region]) -> None:
     if boxes is None:
         raise UsageError(
             "cannot tell from their strides that the target regions do not overlap",
-            kind="unproved",
             hint="count the elements instead: ckptd.base.grids.plan.check",
         )
     if int(_depths(*boxes).max()) > 1:
@@ -386,7 +385,6 @@ def _depths(lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int32]:
     if cells > _MAX_CELLS:
         raise UsageError(
             "too many target regions to tell that they do not overlap",
-            kind="unproved",
             hint="count the elements instead: ckptd.base.grids.plan.check",
         )
     depth = np.zeros([max(1, len(c) - 1) for c in cuts], dtype=np.int32)

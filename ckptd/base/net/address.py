@@ -131,7 +131,6 @@ def parse_address(
     what: str = "an address of a controller",
     *,
     where: str | None = None,
-    kind: str = "bad-url",
     default_port: int | None = None,
     any_port: bool = False,
 ) -> Address:
@@ -139,8 +138,8 @@ def parse_address(
 
     Parameters
     ----------
-    what, where, kind
-        For the error: what it should be, which option gave it, and the error's kind.
+    what, where
+        For the error: what it should be, and which option gave it.
     default_port
         Of a text without one; None: it must have one.
     any_port
@@ -159,7 +158,6 @@ def parse_address(
     if match is None or not least <= port < 1 << 16:
         raise UsageError(
             f"not {what}",
-            kind=kind,
             where=where,
             wanted="HOST:PORT" if default_port is None else "HOST or HOST:PORT",
             found=text[:200],
@@ -173,20 +171,20 @@ def parse_server(url: str) -> Address | UnixAddress:
     Raises
     ------
     UsageError
-        kind ``bad-url``: it is no such URL.
+        It is no such URL.
     """
     scheme, _, rest = url.partition("://")
     if scheme.lower() == "ckptd+unix":
         if not rest.startswith("/") or "\0" in rest or len(os.fsencode(rest)) > _MOST_PATH_BYTES:
             wanted = f"ckptd+unix:///path of at most {_MOST_PATH_BYTES} bytes"
-            raise UsageError("not a Unix socket's URL", kind="bad-url", where=url, wanted=wanted)
+            raise UsageError("not a Unix socket's URL", where=url, wanted=wanted)
         return UnixAddress(rest)
     parts = _split(url)
     plain = not (parts.query or parts.fragment or parts.username or parts.path.strip("/"))
     if plain and parts.hostname and parts.port is not None:
         return Address(parts.hostname, parts.port)
     wanted = "ckptd://host:port or ckptd+unix:///path"
-    raise UsageError("not a store server's URL", kind="bad-url", where=url, wanted=wanted)
+    raise UsageError("not a store server's URL", where=url, wanted=wanted)
 
 
 def parse_http(url: str, what: str, *, where: str | None = None, bare: bool = False) -> SplitResult:
@@ -202,7 +200,7 @@ def parse_http(url: str, what: str, *, where: str | None = None, bare: bool = Fa
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it is no such URL.
+        It is no such URL.
     """
     parts = _split(url)
     good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -211,7 +209,6 @@ def parse_http(url: str, what: str, *, where: str | None = None, bare: bool = Fa
     if not good or (bare and (parts.path not in ("", "/") or parts.username)):
         raise UsageError(
             f"not the URL of {what}",
-            kind="bad-argument",
             where=where,
             wanted="http://HOST:PORT or https://HOST:PORT",
             found=url,

@@ -550,7 +550,7 @@ def greet_server(
     Raises
     ------
     StoreError
-        Kind ``permission``: the secrets differ. Kind ``link-version``: it speaks another protocol.
+        Kind ``permission``: the secrets differ. It speaks another protocol.
     TransientStoreError
         Kind ``link-busy``: it has no room. Kinds of `Connection`.
     RefusedError
@@ -562,7 +562,6 @@ def greet_server(
     if challenge.version != VERSION:
         raise StoreError(
             "the server speaks another version of the protocol",
-            kind="link-version",
             where=connection.peer,
             wanted=VERSION,
             found=challenge.version,
@@ -588,7 +587,7 @@ def greet_server(
 def _checked(connection: Connection, secret: bytes) -> bytes:
     """Return the secret, which only a Unix socket can do without."""
     if not secret and not connection.local:
-        raise UsageError("no secret for a connection over TCP", kind="bad-secret")
+        raise UsageError("no secret for a connection over TCP")
     return secret
 
 

@@ -32,12 +32,9 @@ class HttpAnswer:
 class HttpStream:
     """An answer whose body is still to be read; no part of it may be larger than allowed."""
 
-    def __init__(
-        self, response: http.client.HTTPResponse, url: str, most_bytes: int, kind: str
-    ) -> None:
+    def __init__(self, response: http.client.HTTPResponse, url: str, most_bytes: int) -> None:
         self.status = response.status
         self._response, self._url, self._most_bytes = response, url, most_bytes
-        self._kind = kind
 
     def whole(self) -> HttpAnswer:
         """Return the answer with all of its body."""
@@ -68,7 +65,6 @@ class HttpStream:
     def _too_large(self, most_bytes: int) -> StoreError:
         return StoreError(
             "the answer is too large",
-            kind=self._kind,
             where=self._url,
             wanted=f"at most {most_bytes} bytes",
         )
@@ -107,7 +103,7 @@ class HttpClient:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it is no such URL.
+        It is no such URL.
     """
 
     def __init__(
@@ -117,8 +113,6 @@ class HttpClient:
         *,
         where: str | None = None,
         bare: bool = False,
-        kind: str = "link-lost",
-        large_kind: str = "not-a-daemon",
         timeout_s: float = 30.0,
         most_bytes: int = 256 << 20,
         keep: bool = False,
@@ -133,8 +127,7 @@ class HttpClient:
         self._context: ssl.SSLContext | None = None
         # With no port http.client looks for one in the host, and takes the end of an IPv6 address.
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._https else 80)
-        self._what, self._kind, self._large_kind = what, kind, large_kind
-        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+        self._what, self._timeout_s, self._most_bytes = what, timeout_s, most_bytes
         self._keep = keep
         self._kept: http.client.HTTPConnection | None = None
 
@@ -180,12 +173,12 @@ class HttpClient:
             wait_s = self._timeout_s if timeout_s is None else timeout_s
             connection, response = self._asked(method, path, body, dict(headers or {}), wait_s)
             where = self.url + path.partition("?")[0]  # a query may hold what nobody else may read
-            yield HttpStream(response, where, self._most_bytes, self._large_kind)
+            yield HttpStream(response, where, self._most_bytes)
             fit = response.isclosed() and not response.will_close
         except _FAILURES as error:
             raise TransientStoreError(
                 f"{self._what} does not answer",
-                kind=self._kind,
+                kind="link-lost",
                 where=self.url,
                 found=str(error) or type(error).__name__,
             ) from error

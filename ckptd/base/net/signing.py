@@ -43,7 +43,7 @@ def given_secret() -> bytes | None:
     Raises
     ------
     UsageError
-        kind ``bad-secret``: it is too short or too long.
+        It is too short or too long.
     """
     given = os.environ.get(SECRET_VARIABLE)
     return checked_secret(os.fsencode(given), SECRET_VARIABLE) if given else None
@@ -62,12 +62,12 @@ def need_secret(
     Raises
     ------
     RefusedError
-        kind ``no-secret``.
+        A daemon, or a controller, is to listen where others reach it, and ``CKPTD_SECRET`` is not
+        set.
     """
     if not is_loopback(host) and not environ.get(SECRET_VARIABLE):
         raise RefusedError(
             f"others could reach {what}, and no secret is set",
-            kind="no-secret",
             where=where or host,
             hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
         )
@@ -79,12 +79,11 @@ def checked_secret(secret: bytes, where: str) -> bytes:
     Raises
     ------
     UsageError
-        kind ``bad-secret``: it is too short or too long.
+        It is too short or too long.
     """
     if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
         raise UsageError(
             "the secret has the wrong length",
-            kind="bad-secret",
             where=where,
             wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",
             found=f"{len(secret)} bytes",
@@ -120,7 +119,6 @@ def check_secret(text: str | None, where: str) -> bytes:
     if len(secret) < _LEAST_SECRET:
         raise UsageError(
             "a server on the network needs a secret",
-            kind="bad-option",
             where=where,
             wanted=f"secret: at least {2 * _LEAST_SECRET} hexadecimal digits, random",
         )
@@ -145,9 +143,9 @@ def job_secret(job: str, folder: Path) -> bytes:
     Raises
     ------
     UsageError
-        kind ``bad-secret``: it is too short or too long.
+        It is too short or too long.
     RefusedError
-        kind ``not-ours``: another user made the file, or others may read it.
+        Another user made the file, or others may read it.
     """
     if (given := given_secret()) is not None:
         return given
@@ -160,10 +158,10 @@ def secret_of(path: Path) -> bytes:
     Raises
     ------
     UsageError
-        kind ``bad-secret``: it is too short or too long.
+        It is too short or too long.
     RefusedError
-        kind ``not-ours``: the file is a link, another user's, or one that others may read; or
-        others may write into its folder, and so put a file of theirs there.
+        The file is a link, another user's, or one that others may read; or others may write into
+        its folder, and so put a file of theirs there.
     """
     check_folder(path.parent)
     try:
@@ -179,7 +177,8 @@ def check_folder(folder: Path) -> None:
     Raises
     ------
     RefusedError
-        kind ``not-ours``.
+        The folder for agents' sockets, or a job's secret, belongs to somebody else, is a link, or
+        others may enter, write or read it.
     """
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -227,7 +226,6 @@ def _read(path: Path) -> bytes:
 def _not_ours(path: Path, info: os.stat_result, what: str, mode: str) -> RefusedError:
     return RefusedError(
         "the job's secret is not ours alone",
-        kind="not-ours",
         where=str(path),
         wanted=f"{what} of user {os.geteuid()} with mode {mode}, and no link",
         found=f"user {info.st_uid}, {stat.filemode(info.st_mode)}",
@@ -278,11 +276,11 @@ def check_request(
     version, _, rest = (header or "")[:_MOST_HEADER].partition(" ")
     sent, _, _ = rest.partition(" ")
     if version != _VERSION or not sent:
-        raise _refused("bad-mac", f"a header {MAC_HEADER}: {_VERSION} CHALLENGE MAC")
+        raise _refused(f"a header {MAC_HEADER}: {_VERSION} CHALLENGE MAC")
     if not _same(sent, challenge):
-        raise _refused("stale-mac", "the challenge of this life of the daemon")
+        raise _refused("the challenge of this life of the daemon", "stale-mac")
     if not _same(header or "", sign_request(secret, method, path, challenge, body)):
-        raise _refused("bad-mac", "the MAC of this message with the job's secret")
+        raise _refused("the MAC of this message with the job's secret")
 
 
 def sign_answer(secret: bytes, request_mac: str, body: bytes) -> str:
@@ -299,10 +297,10 @@ def check_answer(header: str | None, secret: bytes, request_mac: str, body: byte
         kind ``bad-mac``: whoever answered does not know the job's secret.
     """
     if not _same(header or "", sign_answer(secret, request_mac, body)):
-        raise _refused("bad-mac", "an answer signed with the job's secret")
+        raise _refused("an answer signed with the job's secret")
 
 
-def _refused(kind: str, wanted: str) -> RefusedError:
+def _refused(wanted: str, kind: str = "bad-mac") -> RefusedError:
     return RefusedError("bad signature on a message", kind=kind, wanted=wanted)
 
 

@@ -79,7 +79,7 @@ def run_folder(folder: str | None = None) -> Path:
     Raises
     ------
     RefusedError
-        kind ``not-ours``: another user made it, or others may enter it.
+        Another user made it, or others may enter it.
     """
     chosen = folder or os.environ.get("CKPTD_RUN_DIR")
     if chosen is None:
@@ -93,7 +93,6 @@ def run_folder(folder: str | None = None) -> Path:
     if info.st_uid != os.geteuid() or not private:
         raise RefusedError(
             "the folder for sockets is open to others",
-            kind="not-ours",
             where=str(path),
             wanted=f"a folder of user {os.geteuid()} with mode 0700",
             found=f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}",
@@ -109,7 +108,7 @@ def locked(place: AgentPlace, timeout_s: float = _LOCK_S) -> Iterator[None]:
     Raises
     ------
     DeadlineError
-        kind ``agent``: another process holds it for `timeout_s`.
+        Another process holds it for `timeout_s`.
     """
     fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end = time.monotonic() + timeout_s
@@ -122,7 +121,6 @@ def locked(place: AgentPlace, timeout_s: float = _LOCK_S) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise DeadlineError(
                         "another process holds the agent's lock",
-                        kind="agent",
                         where=str(place.lock),
                         wanted=f"within {timeout_s:.0f} s",
                     ) from None

@@ -54,7 +54,7 @@ class NativeBuild(ABC):
         Raises
         ------
         UsageError
-            kind ``build``: this user has no home folder.
+            This user has no home folder.
         """
         chosen = os.environ.get("CKPTD_BUILDS")
         if chosen:
@@ -65,7 +65,6 @@ class NativeBuild(ABC):
         except RuntimeError as error:
             raise UsageError(
                 "there is no folder for builds",
-                kind="build",
                 wanted="CKPTD_BUILDS, XDG_CACHE_HOME or HOME in the environment",
                 found=str(error),
                 hint="set CKPTD_BUILDS to a folder that only this user may write",
@@ -105,14 +104,13 @@ class NativeBuild(ABC):
         Raises
         ------
         UsageError
-            kind ``no-compiler``: there is none.
+            There is none.
         """
         wanted = os.environ.get("CXX", "c++")
         compiler = shutil.which(wanted)
         if compiler is None:
             raise UsageError(
                 f"{self.purpose} needs a C++ compiler",
-                kind="no-compiler",
                 wanted=wanted,
                 found="nothing of that name",
                 hint=f"install g++ or clang, or set CXX; {self.hint}",
@@ -128,8 +126,8 @@ class NativeBuild(ABC):
         Raises
         ------
         UsageError
-            kind ``no-compiler``: there is no C++ compiler. kind ``build``: it failed, or others may
-            write into the folder, so that nothing is taken from there.
+            There is no C++ compiler. It failed, or others may write into the folder, so that
+            nothing is taken from there.
         """
         compiler = self.compiler()
         version = self.run([compiler, "--version"]).splitlines()[0]
@@ -161,7 +159,6 @@ class NativeBuild(ABC):
             return place
         raise UsageError(
             f"{self.purpose} has no folder for its build",
-            kind="build",
             where=str(place),
             wanted="a folder that only this user may write",
             found=found,
@@ -185,7 +182,6 @@ class NativeBuild(ABC):
         """Return the error of a build that failed."""
         return UsageError(
             f"{self.purpose} could not be built",
-            kind="build",
             where=" ".join(command),
             wanted=self.needs,
             found=found,

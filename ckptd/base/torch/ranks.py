@@ -442,7 +442,6 @@ def global_ranks(process_group: Any) -> tuple[int, ...]:
         if process_group is not None:
             raise UsageError(
                 "a process group was given, but torch.distributed is not initialised",
-                kind="no-process-group",
                 hint="call torch.distributed.init_process_group first",
             )
         return (0,)
