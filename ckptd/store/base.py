@@ -279,7 +279,7 @@ class Store(ABC):
         Raises
         ------
         CorruptError
-            kinds ``replaced``, ``missing-file``.
+            kind ``replaced`` among others.
         """
 
     @abstractmethod
@@ -397,7 +397,7 @@ def as_bytes_view(data: memoryview) -> memoryview:
     """Return `data` as flat bytes without a copy; `UsageError` when it is not contiguous."""
     view = memoryview(data)
     if not view.c_contiguous:
-        raise UsageError("a buffer must be C-contiguous", kind="buffer")
+        raise UsageError("a buffer must be C-contiguous")
     return view.cast("B") if view.ndim != 1 or view.format != "B" else view
 
 
@@ -667,9 +667,7 @@ class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return _specs.decode(data)
         except msgspec.MsgspecError as error:
-            raise UsageError(
-                "not a description of a store", kind="bad-store-spec", found=error
-            ) from None
+            raise UsageError("not a description of a store", found=error) from None
 
     def __repr__(self) -> str:
         return f"StoreSpec({self.redacted()})"
@@ -679,7 +677,7 @@ _specs = json_decoder(StoreSpec)
 
 
 class ReadOnlyStore(Store):
-    """Refuses whatever would change something: `UsageError`, kind ``read-only``."""
+    """Refuses whatever would change something: `UsageError`."""
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Refuse."""
@@ -698,7 +696,7 @@ class ReadOnlyStore(Store):
         self._refuse(prefix)
 
     def _refuse(self, where: str) -> NoReturn:
-        raise UsageError("this view of a store is only read", kind="read-only", where=where)
+        raise UsageError("this view of a store is only read", where=where)
 
 
 class Wrapper(Store):
@@ -828,10 +826,10 @@ def register_store(scheme: str, opener: Opener | str, *, replace: bool = False) 
         Take the scheme over when it is registered already; otherwise that is a `UsageError`.
     """
     if not _SCHEME.fullmatch(scheme):
-        raise UsageError("not a URL scheme", kind="bad-url", where=scheme)
+        raise UsageError("not a URL scheme", where=scheme)
     with _lock:
         if scheme in _openers and not replace:
-            raise UsageError("this URL scheme has a store already", kind="bad-url", where=scheme)
+            raise UsageError("this URL scheme has a store already", where=scheme)
         _openers[scheme] = opener
 
 
@@ -842,7 +840,6 @@ def parse_options(url: str, options: dict[str, Any], form: type[_Options]) -> _O
     except msgspec.ValidationError as error:
         raise UsageError(
             "the store does not take these options",
-            kind="bad-option",
             where=url,
             wanted=", ".join(form.__struct_fields__),
             found=error,
@@ -865,7 +862,7 @@ def find_opener(scheme: str) -> Opener | None:
     Raises
     ------
     UsageError
-        Kind ``broken-plugin``: an installed package announced the scheme and does not load.
+        An installed package announced the scheme and does not load.
     """
     with _lock:
         opener = _openers.get(scheme)
@@ -880,7 +877,6 @@ def find_opener(scheme: str) -> Opener | None:
     except Exception as error:
         raise UsageError(
             "the package that opens this URL scheme does not load",
-            kind="broken-plugin",
             where=f"{scheme}:// from {origin(entry)}",
             found=f"{type(error).__name__}: {error}",
             hint="reinstall or remove that package; `ckptd doctor` lists such problems",
@@ -953,7 +949,7 @@ def checked_url(url: object) -> str:
     Raises
     ------
     UsageError
-        Kind ``bad-url``: it is neither, or it would name a folder where a store was meant.
+        It is neither, or it would name a folder where a store was meant.
     """
     text = url if isinstance(url, str) else None
     if isinstance(url, os.PathLike):
@@ -961,7 +957,6 @@ def checked_url(url: object) -> str:
     if not isinstance(text, str) or not text.strip():
         raise UsageError(
             "this names no store",
-            kind="bad-url",
             where=repr(url)[:200],
             wanted="a path, file:///path, s3://bucket/prefix, or another URL, as text",
             found=type(url).__name__,
@@ -969,22 +964,19 @@ def checked_url(url: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            "this name is no UTF-8", kind="bad-url", where=repr(text)[:200], wanted="text"
-        ) from None
+        raise UsageError("this name is no UTF-8", where=repr(text)[:200], wanted="text") from None
     found = _NEARLY.match(text)
     if found and not _URL.match(text.lstrip()) and found.group(1).lower() in _known():
         name, rest = found.group(1).lower(), found.group(2).lstrip("/")
         raise UsageError(
             f"a URL has two slashes after {name}:",
-            kind="bad-url",
             where=text[:200],
             wanted=f"{name}:///{rest}" if name == "file" else f"{name}://{rest}",
             hint=f"a folder of that name is ./{text.strip()[:100]}; give URLs as text: a Path "
             "joins their slashes",
         )
     if text != text.strip() and _URL.match(text.strip()):
-        raise UsageError("a URL has no blanks around it", kind="bad-url", where=repr(text)[:200])
+        raise UsageError("a URL has no blanks around it", where=repr(text)[:200])
     return text
 
 
@@ -1016,8 +1008,8 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     Raises
     ------
     UsageError
-        Kind ``bad-url``: nothing opens it. Kind ``bad-option``: an option the store does not know.
-        Kind ``broken-plugin``: the package that would open it does not load.
+        Nothing opens it. An option the store does not know. The package that would open it does
+        not load.
     """
     text = checked_url(url)
     scheme = scheme_of(text)

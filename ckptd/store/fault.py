@@ -272,7 +272,7 @@ def _error(rule: FaultRule, op: str, key: str) -> Exception:
 
 
 def _death(op: str, key: str) -> StoreError:
-    return StoreError("the process is dead, by schedule", kind="dead", where=f"{op} {key}")
+    return StoreError("the process is dead, by schedule", where=f"{op} {key}")
 
 
 def _kill() -> None:

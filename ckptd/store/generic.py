@@ -295,7 +295,6 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     except (ValueError, TypeError) as error:
         raise UsageError(
             "nothing opens this URL",
-            kind="bad-url",
             where=url,
             wanted="a path, file://, memory://, s3://, or a scheme that fsspec knows",
             found=error,

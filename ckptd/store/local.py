@@ -404,7 +404,7 @@ def open_local(url: str, options: dict[str, Any]) -> LocalStore:
     if scheme.lower() != "file":
         path = url
     elif not path.startswith("/"):
-        raise UsageError("not a local URL", kind="bad-url", where=url, wanted="file:///path")
+        raise UsageError("not a local URL", where=url, wanted="file:///path")
     return LocalStore(os.path.expanduser(path), parse_options(url, options, LocalOptions))
 
 
@@ -521,7 +521,6 @@ class LocalStore(Store):
         if not any(real == f or real.startswith(f.rstrip("/") + "/") for f in inside):
             raise RefusedError(
                 "a symbolic link leads out of the store",
-                kind="outside-root",
                 where=path,
                 wanted=f"a path below {' or '.join(inside)}",
                 found=real,

@@ -77,9 +77,7 @@ class MemoryStore(Store):
     def __init__(self, name: str) -> None:
         name = name.strip("/")
         if not name:
-            raise UsageError(
-                "a memory store needs a name", kind="bad-url", wanted="memory://name", found=name
-            )
+            raise UsageError("a memory store needs a name", wanted="memory://name", found=name)
         self.url = f"memory://{name}"
         self.options: dict[str, Any] = {}
         with _spaces_lock:

@@ -97,10 +97,10 @@ def decode_frame(frame: PackFrame, out: memoryview, where: str) -> None:
     Raises
     ------
     CorruptError
-        Kind ``bad-pack``: the bytes are not what was stored, or do not give `out`.
+        The bytes are not what was stored, or do not give `out`.
     """
     if xxhash.xxh3_64_intdigest(frame.data) != frame.check:
-        raise CorruptError("a frame is not what was stored", kind="bad-pack", where=where)
+        raise CorruptError("a frame is not what was stored", where=where)
     if frame.codec == RAW:
         if len(frame.data) != len(out):
             raise _wrong_length(where, len(out), len(frame.data))
@@ -117,9 +117,7 @@ def _expand(data: bytes | memoryview, size: int, where: str) -> bytes:
             raise _wrong_length(where, size, claimed)
         found = _decompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise CorruptError(
-            "a frame does not decompress", kind="bad-pack", where=where, found=error
-        ) from None
+        raise CorruptError("a frame does not decompress", where=where, found=error) from None
     if len(found) != size:
         raise _wrong_length(where, size, len(found))
     return found
@@ -128,7 +126,6 @@ def _expand(data: bytes | memoryview, size: int, where: str) -> bytes:
 def _wrong_length(where: str, wanted: int, found: int) -> CorruptError:
     return CorruptError(
         "a frame has the wrong length",
-        kind="bad-pack",
         where=where,
         wanted=f"{wanted} bytes",
         found=f"{found} bytes",
@@ -318,7 +315,7 @@ def load_table(
     Raises
     ------
     CorruptError
-        Kind ``bad-pack``: no whole packed object, or its table breaks a rule; kind ``version``.
+        No whole packed object, or its table breaks a rule; kind ``version``.
     """
     start = max(0, stored - _TAIL_BYTES)
     tail = read(start, stored)
@@ -367,7 +364,7 @@ def _check_rows(table: PackTable, end: int, where: str) -> None:
 
 
 def _bad(what: str, where: str, found: object) -> CorruptError:
-    return CorruptError(f"a packed object: {what}", kind="bad-pack", where=where, found=found)
+    return CorruptError(f"a packed object: {what}", where=where, found=found)
 
 
 _T = TypeVar("_T")
@@ -729,9 +726,7 @@ class Pack(Wrapper):
         super().__init__(inner, spec or PackSpec())
         level = self.spec.level
         if level is not None and (isinstance(level, bool) or level not in _LEVELS):
-            raise UsageError(
-                "not a level of zstd", kind="bad-option", wanted="1 to 22, or None", found=level
-            )
+            raise UsageError("not a level of zstd", wanted="1 to 22, or None", found=level)
         if level is not None:
             self.capabilities = replace(self.capabilities, local_files=False)
         self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))

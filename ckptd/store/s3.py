@@ -68,16 +68,11 @@ class S3Store(Store):
         bucket, _, prefix = url.partition("://")[2].partition("/")
         prefix = prefix.strip("/")
         if not bucket:
-            raise UsageError("no bucket", kind="bad-url", where=url, wanted="s3://bucket/prefix")
+            raise UsageError("no bucket", where=url, wanted="s3://bucket/prefix")
         if len(prefix.encode()) > _LONGEST_PREFIX:
-            raise UsageError(
-                "the prefix is too long",
-                kind="bad-url",
-                where=url,
-                wanted=f"{_LONGEST_PREFIX} bytes",
-            )
+            raise UsageError("the prefix is too long", where=url, wanted=f"{_LONGEST_PREFIX} bytes")
         if options.part_bytes < _LEAST_PART or options.parallel < 1 or options.parts_in_flight < 1:
-            raise UsageError("an option is out of range", kind="bad-option", where=url)
+            raise UsageError("an option is out of range", where=url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self.options: dict[str, Any] = {
             k: v for k, v in msgspec.to_builtins(options).items() if v != getattr(S3Options(), k)

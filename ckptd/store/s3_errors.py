@@ -158,7 +158,7 @@ def _from_answer(response: dict[str, Any], where: str, size: int | None) -> Ckpt
     if status == 412 or code == "PreconditionFailed":
         return PreconditionError("the key is taken", where=where, found=found)
     if code == "NoSuchBucket":
-        return StoreError("the bucket does not exist", kind="no-bucket", where=where, found=found)
+        return StoreError("the bucket does not exist", where=where, found=found)
     if code in _GONE_CODES:
         return NotFoundError("no such object", where=where, found=found)
     if status == 416 or code == "InvalidRange":

@@ -313,7 +313,7 @@ def _bucket(rate: float | None) -> TokenBucket | None:
     if rate is None:
         return None
     if not rate > 0:
-        raise UsageError("a rate is above zero", kind="bad-option", found=rate)
+        raise UsageError("a rate is above zero", found=rate)
     return TokenBucket(rate)
 
 

@@ -103,7 +103,7 @@ def open_etcd(url: str, options: dict[str, Any]) -> EtcdStore:
     Raises
     ------
     UsageError
-        kind ``bad-url``: a member or the prefix is missing or no such thing; kind ``bad-option``.
+        A member or the prefix is missing or no such thing;.
     """
     return EtcdStore(url, parse_options(url, options, EtcdOptions))
 
@@ -121,7 +121,7 @@ class EtcdStore(Store):
     Raises
     ------
     UsageError
-        kind ``bad-url``.
+        No store opens this URL, or its scheme is taken.
     """
 
     capabilities = Capabilities(
@@ -143,7 +143,6 @@ class EtcdStore(Store):
         if not prefix or len(self._members) < len(found):
             raise UsageError(
                 "this is no place in etcd",
-                kind="bad-url",
                 wanted="etcd://HOST:PORT[,HOST:PORT]/PREFIX",
                 found=url[:200],
             )
@@ -233,7 +232,7 @@ class EtcdStore(Store):
                 begin = name + b"\0"
             more = order == "ASCEND" and answer.more and bool(answer.kvs)
             if more and begin <= before:
-                raise CorruptError("etcd repeats its keys", kind="bad-log", where=self.url)
+                raise CorruptError("etcd repeats its keys", where=self.url)
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted."""
@@ -260,9 +259,7 @@ class EtcdStore(Store):
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise CorruptError(
-                "etcd answers in no base64", kind="bad-log", where=self.url
-            ) from error
+            raise CorruptError("etcd answers in no base64", where=self.url) from error
 
     def _ask(self, verb: str, request: dict[str, Any], kind: type[_Answer]) -> _Answer:
         failures = []

@@ -74,8 +74,7 @@ class NetStore(Store):
     but for `Store.local_path`; over a Unix socket `open_file` gives descriptors of what the server
     can open, so that nothing is copied. Besides the errors of that store each call may raise
     `TransientStoreError` of kind ``link-lost``, ``link-late``, ``link-busy`` or ``link-protocol``,
-    `StoreError` of kind ``permission`` or ``link-version``, and, as the server decides,
-    ``read-only``.
+    `StoreError` of kind ``permission``, and `RefusedError` where the server lets nobody change it.
 
     Over TCP, `get`, `put` and every message between the two are protected against change by
     others, the bytes of `read_into` and `writer` are not (`ckptd.base.net.connection` says why):

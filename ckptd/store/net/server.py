@@ -67,7 +67,8 @@ class StoreServer(OfOneProcess):
     Raises
     ------
     UsageError
-        Kind ``bad-url`` or ``bad-option``.
+        No store opens this URL, or its scheme is taken; or a store does not know an option, or
+        cannot take its value.
     StoreError
         The address cannot be had.
     """
@@ -116,7 +117,7 @@ class StoreServer(OfOneProcess):
         Raises
         ------
         UsageError
-            kind ``bad-option``: it is none.
+            It is none.
         """
         if not self._address.local:
             self._secret = check_secret(secret, self._address.url)
