@@ -354,4 +354,4 @@ def _bounded(number: int) -> int:
 
 
 def _wrong(message: str) -> UsageError:
-    return UsageError(message, kind="lay-value")
+    return UsageError(message, kind="lay-rule")

@@ -66,7 +66,7 @@ def pack(numels: tuple[int, ...], limit: int | None, start: int, end: int) -> Pa
     """
     if start < 1 or end < 1:
         raise UsageError(
-            "a flat is aligned to nothing", kind="lay-value", found=f"start {start}, end {end}"
+            "a flat is aligned to nothing", kind="lay-rule", found=f"start {start}, end {end}"
         )
     groups: list[list[int]] = []
     ends: list[int] = []
@@ -81,7 +81,7 @@ def pack(numels: tuple[int, ...], limit: int | None, start: int, end: int) -> Pa
         is_open = limit is None or (limit > 0 and ends[-1] < limit)
     lengths = tuple(-(-n // end) * end for n in ends)
     if max(lengths, default=0) > MAX_EXTENT:
-        raise UsageError("a buffer of a flat is too large", kind="lay-value")
+        raise UsageError("a buffer of a flat is too large", kind="lay-rule")
     places = [(b, at) for b, found in enumerate(groups) for at in found]
     slots = tuple(
         FlatSlot(b, at, numel, lengths[b]) for (b, at), numel in zip(places, numels, strict=True)

@@ -140,7 +140,7 @@ def held(dim: Dim, scope: ValueScope, coordinates: Mapping[str, Ints], count: in
         case Product():
             found = [held(p, scope, coordinates, count) for p in dim.parts]
             return reduce(lambda inner, outer: _product(outer, inner), reversed(found))
-    raise UsageError("_ and ... only stand in a default", kind="lay-value")
+    raise UsageError("_ and ... only stand in a default", kind="lay-rule")
 
 
 def _whole(n: int, count: int) -> Held:
@@ -270,5 +270,5 @@ def _within(counts: Ints) -> Ints:
 def _bounded(counts: Ints) -> Ints:
     total = int(counts.sum())
     if total > _MAX_SEGMENTS:
-        raise UsageError("a dimension is cut into too many segments", kind="lay-value", found=total)
+        raise UsageError("a dimension is cut into too many segments", kind="lay-rule", found=total)
     return counts

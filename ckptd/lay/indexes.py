@@ -123,7 +123,7 @@ def index_cut(layout: Resolved, index: NameIndex, scope: ValueScope) -> IndexCut
         if total != size:
             raise MismatchError(
                 "a stage string has another number of layers than the model",
-                kind="lay-split",
+                kind="lay-fit",
                 where=f'pipe {pipe.axis} "{pipe.stages[:200]}"',
                 wanted=f"{index.axis} = {size}",
                 found=total,

@@ -32,7 +32,7 @@ def prove(plan: TargetPlan) -> Proof:
     Raises
     ------
     UsageError
-        An element is written twice, never, or outside of the target; or (kind ``unproved``) the
+        An element is written twice, never, or outside of the target; or the
         target is too large and too irregular to be counted.
     """
     pieces = list(_pieces(plan))
@@ -45,7 +45,6 @@ def prove(plan: TargetPlan) -> Proof:
     if size > _MAX_MARKS:
         raise UsageError(
             "a target is too large to be counted element by element",
-            kind="unproved",
             found=f"{size} units of {unit} elements",
         )
     marks = np.zeros(size, dtype=np.uint8)

@@ -85,7 +85,7 @@ class RuleForm:
         if count > _MAX_NAMES:
             raise UsageError(
                 "a rule names too many tensors",
-                kind="lay-value",
+                kind="lay-rule",
                 where=self.equation.text or None,
                 wanted=f"at most {_MAX_NAMES}",
                 found=count,
@@ -253,7 +253,7 @@ class RuleForm:
         """
         axes: tuple[Axis, ...] = tuple(h.axis for h in self.held)
         if math.prod(a.ncells for a in axes) > _MAX_CELLS:
-            raise UsageError("a tensor is cut into too many cells", kind="lay-value")
+            raise UsageError("a tensor is cut into too many cells", kind="lay-rule")
         return Grid(axes)
 
     @cached_property
@@ -290,7 +290,7 @@ class RuleForm:
             if any(isinstance(b, DimBox) for b in restrict(dim, start, start + size)):
                 raise MismatchError(
                     "no rank holds a part of a tensor",
-                    kind="lay-split",
+                    kind="lay-fit",
                     where=self.equation.text or str(self.equation.at),
                     found=f"entries [{start}, {start + size}) of dimension {d}",
                 )

@@ -350,7 +350,7 @@ def _without_fills(rule: RuleForm, owners: Ints) -> Ints:
     if missed.any():
         raise MismatchError(
             "no rank holds a part of a tensor",
-            kind="lay-split",
+            kind="lay-fit",
             where=rule.equation.text or str(rule.equation.at),
             found=f"cell {tuple(int(i[0]) for i in np.nonzero(missed))} of {owners.shape}",
             hint="two dimensions are cut over the same ranks",

@@ -73,7 +73,7 @@ def values(
     Raises
     ------
     UsageError
-        ``lay-value``: a rule shifts or scales, and nothing says how the state follows.
+        ``lay-rule``: a rule shifts or scales, and nothing says how the state follows.
     """
     kinds: tuple[type[Modifier], ...] = (Affine,) if state else (Cast, Affine, Quantized)
     combined = (Average, *kinds) if live else kinds
@@ -95,7 +95,7 @@ def _following(
                 raise UsageError(
                     "a parameter is shifted or scaled, and how one of its states follows is not"
                     " known",
-                    kind="lay-value",
+                    kind="lay-rule",
                     where=f"state {state}",
                     wanted="m (mean of gradients), s (mean of their squares) or w (copy of the"
                     " parameter)",

@@ -24,7 +24,7 @@ def numbers_of(modifiers: Iterable[object], lets: Lets) -> dict[str, Numbers]:
     Raises
     ------
     UsageError
-        ``lay-rule``, ``lay-value``: a number or a step is absurdly high, or no ``let`` says it.
+        ``lay-rule``: a number or a step is absurdly high, or no ``let`` says it.
     """
     out: dict[str, Numbers] = {}
     for modifier in modifiers:

@@ -137,7 +137,7 @@ def part(
     Raises
     ------
     MismatchError
-        ``lay-split``: an even split that does not divide, or recorded widths that do not add up.
+        ``lay-fit``: an even split that does not divide, or recorded widths that do not add up.
     UsageError
         The grain is zero or cannot be computed.
     """
@@ -196,7 +196,7 @@ def check_widths(n: int, how: Widths, extent: int) -> None:
     if len(how.widths) != extent or any(w < 0 for w in how.widths) or sum(how.widths) != n:
         raise MismatchError(
             "the recorded widths of a split do not fit",
-            kind="lay-split",
+            kind="lay-fit",
             wanted=f"{extent} widths that add up to {n}",
             found=f"{len(how.widths)} that add up to {sum(how.widths)}",
         )
@@ -223,7 +223,7 @@ def assigned_runs(n: int, how: Assigned, extent: int) -> tuple[Ints, Ints, Ints,
     Raises
     ------
     MismatchError
-        ``lay-split``: there is not one coordinate of the axis for each element.
+        ``lay-fit``: there is not one coordinate of the axis for each element.
     """
     whose = np.array(how.coordinates, dtype=np.int64)
     wrong = np.flatnonzero(whose >= extent)
@@ -233,7 +233,7 @@ def assigned_runs(n: int, how: Assigned, extent: int) -> tuple[Ints, Ints, Ints,
             there += f", {whose[wrong[0]]} of number {wrong[0]} among them"
         raise MismatchError(
             "the coordinates that a split assigns do not fit",
-            kind="lay-split",
+            kind="lay-fit",
             wanted=f"{n} coordinates below {extent}",
             found=there,
         )
@@ -258,7 +258,7 @@ def _indivisible(n: int, grain: int, extent: int) -> MismatchError:
     unit = f" in units of {grain}" if grain > 1 else ""
     return MismatchError(
         "an even split does not divide",
-        kind="lay-split",
+        kind="lay-fit",
         wanted=f"a multiple of {extent}{unit}",
         found=n,
         hint="say how it is cut: @axis:ceil, :bal or :[widths]",
@@ -272,4 +272,4 @@ def _bounded(number: int, least: int = 0) -> int:
 
 
 def _wrong(message: str) -> UsageError:
-    return UsageError(message, kind="lay-value")
+    return UsageError(message, kind="lay-rule")
