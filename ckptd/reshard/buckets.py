@@ -71,13 +71,11 @@ def join_buckets(
     Raises
     ------
     CorruptError
-        kind ``missing-tensor``: there is none of a number; kind ``bad-size``: one is longer than
-        with what fills it up.
+        There is none of a number;: one is longer than with what fills it up.
     """
     if sorted(found) != list(range(len(padded))):
         raise CorruptError(
             "buckets of an optimizer are missing, or are too many",
-            kind="missing-tensor",
             where=where,
             wanted=f"{len(padded)} buckets, numbered from 0",
             found=", ".join(map(str, sorted(found)[:8])),
@@ -91,7 +89,6 @@ def join_buckets(
         if bounds[-1] > whole:
             raise CorruptError(
                 "a bucket is longer than the optimizer says",
-                kind="bad-size",
                 where=f"{where}, bucket {index}",
                 wanted=f"at most {whole} elements",
                 found=f"{bounds[-1]} elements",

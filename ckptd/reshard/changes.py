@@ -52,7 +52,7 @@ class Linear:
         Raises
         ------
         UsageError
-            kind ``overflow``.
+            A value does not fit the type that it is cast to, or is not finite and so has no scale.
         """
         values = source
         if (self.scale, self.shift) != (1.0, 0.0):
@@ -62,7 +62,6 @@ class Linear:
         if _overflows(target, values):
             raise UsageError(
                 "a value does not fit the type it is cast to",
-                kind="overflow",
                 where=self.tensor,
                 wanted=f"values of {target.dtype}",
             )
@@ -118,7 +117,7 @@ def _named(dtype: str, where: str) -> DType:
         return dtype_of(_LONG.get(dtype, dtype), where)
     except CorruptError:
         raise UsageError(
-            "a cast to a type that does not exist", kind="lay-value", where=where, found=dtype
+            "a cast to a type that does not exist", kind="lay-rule", where=where, found=dtype
         ) from None
 
 
@@ -162,7 +161,7 @@ def _affine(modifiers: tuple[Modifier, ...]) -> tuple[float, float]:
     for m in modifiers:
         if isinstance(m, Affine):
             if m.scale == 0:
-                raise UsageError("affine with scale 0 cannot be undone", kind="lay-value")
+                raise UsageError("affine with scale 0 cannot be undone", kind="lay-rule")
             return m.scale, m.shift
     return 1.0, 0.0
 

@@ -78,7 +78,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
     Raises
     ------
     UsageError
-        kind ``overflow``: a value is not finite, so its block has no scale.
+        A value is not finite, so its block has no scale.
     """
     source, grid = composed.stock.source, link.tensor.grid
     modifier = quantized_as(composed.composition.target, link.key[0])
@@ -105,7 +105,6 @@ def measured_scales(composed: Composed, link: TensorLink) -> BlockScales:
     if not np.isfinite(maxima).all():
         raise UsageError(
             "a value does not fit the type it is cast to",
-            kind="overflow",
             where=link.tensor.name,
             wanted="finite values, which have a scale",
         )

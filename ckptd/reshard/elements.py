@@ -79,7 +79,7 @@ class _Entry:
 def extent(dim: Dim, scope: ValueScope, at: At = None, depth: int = 0) -> int:
     """Return the number of entries of a dimension, in stored form or on a rank."""
     if depth > MAX_DEPTH:
-        raise UsageError("a dimension is nested too deeply", kind="lay-value")
+        raise UsageError("a dimension is nested too deeply", kind="lay-rule")
     match dim:
         case Atom():
             inner = scope.refined.get(dim.name)
@@ -96,7 +96,7 @@ def extent(dim: Dim, scope: ValueScope, at: At = None, depth: int = 0) -> int:
         case Pad():
             n, multiple = extent(dim.inner, scope, at, depth + 1), evaluate(dim.multiple, scope)
             return -(-n // multiple) * multiple
-    raise UsageError("_ and ... only stand in a default", kind="lay-value")
+    raise UsageError("_ and ... only stand in a default", kind="lay-rule")
 
 
 def _kept(dim: Split, n: int, scope: ValueScope, at: Mapping[str, int]) -> Sequence[int]:

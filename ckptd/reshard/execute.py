@@ -270,12 +270,11 @@ class Budget:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: it is too little.
+            It is too little.
         """
         if total < LEAST_BUDGET:
             raise UsageError(
                 "the budget is too small",
-                kind="bad-argument",
                 where="--budget",
                 wanted=f"at least {LEAST_BUDGET} bytes",
                 found=total,

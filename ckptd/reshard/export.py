@@ -135,15 +135,14 @@ def plan_export(
     Raises
     ------
     NotFoundError
-        Kind ``no-section``: lists those that there are. Kind ``no-tensors``: there is nothing to
-        write.
+        Lists those that there are. There is nothing to write.
     RefusedError
-        Kind ``left-out``: no section was asked for, and there are weights outside of the default.
-        Kind ``unreadable-format``: what is asked for has tensors of kinds that are not read.
+        No section was asked for, and there are weights outside of the default. Kind
+        ``unreadable-format``: what is asked for has tensors of kinds that are not read.
     UsageError
-        Kinds ``bad-argument``, ``duplicate-name``, ``dtype`` (a type that safetensors lacks).
+        What is there breaks a rule of the format.
     MismatchError
-        Kind ``absent``: the checkpoint leaves out parts of these tensors.
+        The checkpoint leaves out parts of these tensors.
     """
     prefix, is_state = _prefix(reader, section), _states(reader)
 
@@ -184,7 +183,6 @@ def plan_export(
     if not items:
         raise NotFoundError(
             "there is no tensor to export",
-            kind="no-tensors",
             where=f"{reader.url}, {reader.title}",
             hint=f"--section {EVERYTHING} for everything",
         )
@@ -244,7 +242,6 @@ def _left_out(reader: CheckpointReader, prefix: str, names: Sequence[str]) -> Re
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return RefusedError(
         f"weights outside of the section {prefix[:-1]} would be left out",
-        kind="left-out",
         where=f"{reader.url}, {reader.title}",
         found=f"{len(names)}: {', '.join(names[:_MOST_NAMED])}{more}",
         hint=f"--section {prefix[:-1]} for that section alone, --section {EVERYTHING} for"
@@ -269,7 +266,6 @@ def _prefix(reader: CheckpointReader, section: str | None) -> str:
     sections = sorted({n.partition(".")[0] for n in every if "." in n})
     raise NotFoundError(
         f"the checkpoint has no section {prefix[:-1]!r}",
-        kind="no-section",
         where=f"{reader.url}, {reader.title}",
         found=f"sections {', '.join(sections[:_MOST_NAMED])}" if sections else "no section",
         hint=f"--section NAME, or --section {EVERYTHING} for everything",
@@ -287,16 +283,14 @@ def _renamer(rules: Sequence[Rename]) -> Callable[[str], str]:
     try:
         compiled = [(re.compile(old), new) for old, new in rules]
     except re.error as error:
-        raise UsageError("not a regular expression", kind="bad-argument", found=error) from None
+        raise UsageError("not a regular expression", found=error) from None
 
     def apply(name: str) -> str:
         for old, new in compiled:
             try:
                 name = old.sub(new, name)
             except (re.error, IndexError) as error:
-                raise UsageError(
-                    "not a replacement", kind="bad-argument", where=new, found=error
-                ) from None
+                raise UsageError("not a replacement", where=new, found=error) from None
         return name
 
     return apply
@@ -325,20 +319,15 @@ def _check(reader: CheckpointReader, items: list[Item]) -> None:
     seen: set[str] = set()
     for name in (n for item in items for n in (item.name, *item.aliases)):
         if not name or name in seen:
-            raise UsageError(
-                "two tensors would have one name", kind="duplicate-name", where=repr(name)
-            )
+            raise UsageError("two tensors would have one name", where=repr(name))
         seen.add(name)
     odd = [f"{i.name} ({i.dtype.name})" for i in items if i.dtype.safetensors is None]
     if odd:
-        raise UsageError(
-            "safetensors has no such type", kind="dtype", where=", ".join(odd[:_MOST_NAMED])
-        )
+        raise UsageError("safetensors has no such type", where=", ".join(odd[:_MOST_NAMED]))
     absent = [i.tensor for i in items if reader.absent_elements(i.tensor)]
     if absent:
         raise MismatchError(
             "the checkpoint leaves out parts of what is to be exported",
-            kind="absent",
             where=", ".join(absent[:_MOST_NAMED]),
             found=f"{len(absent)} tensors with absent chunks",
         )
@@ -382,7 +371,7 @@ def run_export(
     RefusedError
         Kind ``exists``: a model is there already. Nothing was changed.
     UsageError
-        Kind ``overflow``: a value does not fit the type it is cast to; nothing was replaced.
+        A value does not fit the type it is cast to; nothing was replaced.
     CorruptError, StoreError
         Reading or writing failed; nothing was replaced.
     """
@@ -481,7 +470,6 @@ def _cast(values: Array, item: Item) -> Array:
     if np.any(np.isinf(cast) & ~np.isinf(values)):
         raise UsageError(
             "a value does not fit the type it is cast to",
-            kind="overflow",
             where=item.name,
             wanted=f"values of {item.dtype.name}",
             found=f"up to {np.nanmax(np.abs(values[np.isfinite(values)].astype(np.float64))):.6g}",

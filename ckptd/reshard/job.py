@@ -85,9 +85,7 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     except NotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise CorruptError(
-            "a part is not one", kind="bad-record", where=key, found=str(error)[:200]
-        ) from None
+        raise CorruptError("a part is not one", where=key, found=str(error)[:200]) from None
     return part if size == part.file.data_start + part.file.data_bytes else None
 
 
@@ -180,8 +178,7 @@ def commit_parts(catalogue: Catalogue, place: OwnPlace, target: Target) -> Commi
     Raises
     ------
     ConflictError
-        Kind ``superseded``: a newer generation was claimed. Kind ``committed``: another attempt
-        committed this step.
+        Kind ``superseded``: a newer generation was claimed. Another attempt committed this step.
     CorruptError
         A part is not what was written.
     """
@@ -384,7 +381,7 @@ class ReshardJob:
             Kind ``behind``: the target has this step, or a later one, and it is another one. Kind
             ``exists``: a foreign checkpoint is there.
         ConflictError
-            Kind ``at-work``: another process is at work on this share, or on one of another count.
+            Another process is at work on this share, or on one of another count.
         """
         begun = time.monotonic()
         begin_root(self._catalogue)
@@ -460,7 +457,5 @@ def check_share(text: str) -> ReshardShare:
     number, slash, count = text.partition("/")
     good = slash and number.isdecimal() and count.isdecimal()
     if not good or not 1 <= int(number) <= int(count) <= 1 << 20:
-        raise UsageError(
-            "not a shard", kind="bad-argument", where="--shard", wanted="1/16 to 16/16", found=text
-        )
+        raise UsageError("not a shard", where="--shard", wanted="1/16 to 16/16", found=text)
     return ReshardShare(int(number), int(count))

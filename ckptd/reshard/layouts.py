@@ -161,7 +161,7 @@ class _Both:
                 at = np.unravel_index(cell, rules[1].shape)
                 return MismatchError(
                     "the program given for the source contradicts the one that it keeps",
-                    kind="lay-kept",
+                    kind="lay-fit",
                     where=f"{name}[{', '.join(map(str, at))}]",
                     wanted=_said(a, rules[0]),
                     found=_said(b, rules[1]),

@@ -295,7 +295,7 @@ class RoundPlanner:
         Raises
         ------
         MismatchError
-            kind ``absent``: the source leaves out what the target wants.
+            The source leaves out what the target wants.
         """
         turns: dict[int, list[PlannedCopy]] = {}
         fills: list[tuple[int, DType, Fill]] = []
@@ -374,7 +374,6 @@ class RoundPlanner:
         source, target = self._source.manifest.tensors[tensor], self._target.tensors[chunk.tensor]
         return MismatchError(
             "the source leaves out what the target wants",
-            kind="absent",
             where=f"{target.name}, from {source.name}",
             wanted="pieces that some file holds",
             hint="drop it in the target layout",

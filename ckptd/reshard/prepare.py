@@ -140,7 +140,7 @@ def _read_kept(text: str, step: int, world: int, *, own: bool) -> LayoutProgram:
         # Whoever wrote it was one of these ranks; more of them are only work to count.
         raise MismatchError(
             "the kept program is for more ranks than wrote the checkpoint",
-            kind="lay-kept",
+            kind="lay-fit",
             where=f"the program of step {step}",
             wanted=f"at most {world} ranks",
             found=f"{mesh.world}",
@@ -183,11 +183,10 @@ def prepare(
     UsageError, MismatchError
         A program is wrong, does not fit the source, or the two do not fit each other.
     MismatchError
-        kind ``lay-kept``: the source's program contradicts the one that the source keeps.
+        kind ``lay-fit``: the source's program contradicts the one that the source keeps.
     RefusedError
-        kind ``lossy``: values would change, or something would be left out. Kind
-        ``unreadable-format``: the source has tensors of kinds that are not read, and its layout
-        does not drop them.
+        Values would change, or something would be left out. Kind ``unreadable-format``: the source
+        has tensors of kinds that are not read, and its layout does not drop them.
     """
     if trust:
         known = {k: v for k, v in stock.metadata.items() if k != UNORDERED}
@@ -375,7 +374,6 @@ def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return RefusedError(
         "values would change, or be left out",
-        kind="lossy",
         where=", ".join(names[:4]) + more,
         wanted="a reshard that can be undone",
         found="casts to narrower types, averages, scales or drops",

@@ -541,7 +541,7 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
         f"{at}{n}" for at in found for n in store.children(at) if re.fullmatch(last, n, re.ASCII)
     ]
     if len(keys) > _MAX_FILES:
-        raise UsageError("too many files", kind="too-many-files", where=store.url, found=len(keys))
+        raise UsageError("too many files", where=store.url, found=len(keys))
     if not keys:
         raise NotFoundError(
             "no file of a rank is here",
@@ -628,7 +628,6 @@ def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str])
     more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     raise CorruptError(
         "the file of a rank is missing",
-        kind="missing-file",
         where=name,
         wanted=f"rank {rank}",
         found=", ".join(paths[:4]) + more,

@@ -294,7 +294,7 @@ class Reading:
         Raises
         ------
         CorruptError
-            kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``.
+            kinds ``digest`` or ``truncated`` among others.
         """
         fetcher = self._fetcher
         used = {f for _, runs in plan.turns for f in self._line.files_of(runs)}

@@ -222,14 +222,13 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
     Raises
     ------
     NotFoundError
-        kind ``no-section``: there is no such tensor.
+        There is no such tensor.
     UsageError
-        kind ``bad-argument``: pieces are in files of ranks, whose layout says names.
+        Pieces are in files of ranks, whose layout says names.
     """
     if stock.locate is not None:
         raise UsageError(
             "names in files of ranks are what the layout says",
-            kind="bad-argument",
             where=f"--section {section}",
             hint="-e 'from: stored \"SECTION.{name}\"'",
         )
@@ -250,7 +249,6 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
         tops = dict.fromkeys(n.partition(".")[0] for n in said if "." in n)
         raise NotFoundError(
             f"the source has no section {section!r}",
-            kind="no-section",
             found=f"sections {', '.join(list(tops)[:_MOST_NAMED])}" if tops else "no section",
         )
     new = {o: n for n, o in old.items()}

@@ -102,7 +102,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         Numbers that follow fused parameters disagree, groups or per-rank objects do not fit, or
         what the source's program does not speak of.
     UsageError
-        kind ``duplicate-name``: what the source's program does not speak of has another's name.
+        What the source's program does not speak of has another's name.
     """
     form = composed.composition.target
     layout = form.bound.layout
@@ -267,7 +267,6 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
             if one in known:
                 raise UsageError(
                     "a tensor that the layout does not speak of has the name of another one",
-                    kind="duplicate-name",
                     where=one,
                     hint="leave one of them out: -e 'from: NAME = drop'",
                 )
@@ -416,8 +415,8 @@ def carry_objects(
     Raises
     ------
     MismatchError
-        kind ``per-rank``: an object says that another world is an error. kind ``lay-fit``:
-        parameters of different groups become one tensor.
+        An object says that another world is an error. kind ``lay-fit``: parameters of different
+        groups become one tensor.
     """
     entries: list[ObjectEntry] = []
     copied: list[tuple[ObjectEntry, StockTensor]] = []
@@ -453,7 +452,6 @@ def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> li
     if on_change == "error":
         raise MismatchError(
             "a per-rank value does not fit another number of ranks",
-            kind="per-rank",
             where=entry.name,
             wanted=f"{stock.world} ranks, as saved",
             found=f"{world} ranks",
@@ -478,5 +476,5 @@ def _decoded(raw: bytes, where: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptError(
-            "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
+            "an encoded object is not JSON", where=where, found=str(error)[:200]
         ) from None

@@ -128,7 +128,7 @@ class FileSamples:
         Raises
         ------
         CorruptError
-            kind ``witness``: a value is not where the source's witness wants it.
+            A value is not where the source's witness wants it.
         """
         what, values = _gathered(self._own, lo, data)
         self._slots.append(what)
@@ -159,7 +159,6 @@ class FileSamples:
         names = [self.names[s] for s in dict.fromkeys(sources.tolist())]
         return CorruptError(
             "values are not at the positions where they were saved",
-            kind="witness",
             where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else ""),
             wanted="the source's witness",
             found=f"{len(wrong)} of {checked} values differ in this part of a file",

@@ -119,7 +119,6 @@ def _rule(text: str) -> Rename:
     if not equals or not old:
         raise UsageError(
             "not a rule for names",
-            kind="bad-argument",
             where="--rename",
             wanted="OLD=NEW, such as '^transformer\\.=model.'",
             found=text,

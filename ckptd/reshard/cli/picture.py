@@ -89,7 +89,7 @@ def picture(form: StoredForm, name: str) -> Picture:
     Raises
     ------
     NotFoundError
-        kind ``no-tensor``.
+        No tensor has that name, or matches that pattern.
     UsageError
         It has too many cells to draw.
     """
@@ -98,7 +98,6 @@ def picture(form: StoredForm, name: str) -> Picture:
         near = get_close_matches(name, form.by_name, n=3)
         raise NotFoundError(
             "the layout stores no such tensor",
-            kind="no-tensor",
             where=name,
             hint=f"near: {', '.join(near)}" if near else None,
         )

@@ -64,7 +64,7 @@ def open_stock(
                 yield own if section is None else section_of(own, section)
                 return
     except NotFoundError as error:
-        if ranks is None or error.kind not in ("not-a-root", "no-root"):
+        if ranks is None or error.kind != "no-root":
             raise
     with spec_of(source).open() as store:
         stock = open_ranks(store, ranks, step)
@@ -84,7 +84,7 @@ def shapes_of_ranks(source: str, layout: Resolved) -> RankShapes | None:
         with opened(CheckpointAddress.of(source).root, 0, foreign=False):
             return None
     except NotFoundError as error:
-        if error.kind not in ("not-a-root", "no-root"):
+        if error.kind != "no-root":
             raise
     with spec_of(source).open() as store:
         try:

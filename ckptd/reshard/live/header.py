@@ -45,14 +45,13 @@ def check_prefix(
     Raises
     ------
     CkptdError
-        kind ``transport``: the two ends have different layouts, budgets or plans.
+        The two ends have different layouts, budgets or plans.
     """
     wanted = prefix(segments, message_bytes)
     if found != wanted:
         theirs, mine = _PREFIX.unpack(found), _PREFIX.unpack(wanted)
         raise CkptdError(
             "two ranks have different plans",
-            kind="transport",
             where=f"from rank {peer}",
             wanted=f"{mine[2]} tensors in messages of {mine[1]} bytes",
             found=f"{theirs[2]} tensors in messages of {theirs[1]} bytes"
@@ -106,7 +105,7 @@ class StreamTable:
         Raises
         ------
         CkptdError
-            kind ``transport``: these are no types.
+            These are no types.
         """
         raw = data.tobytes()
         dtypes: list[DType | None] = []
@@ -139,5 +138,5 @@ def _dtype(code: int) -> DType | None:
     if code == 0:
         return None
     if code not in _NAMES:
-        raise CkptdError("not a type", kind="transport", found=code)
+        raise CkptdError("not a type", found=code)
     return DTYPES[_NAMES[code]]

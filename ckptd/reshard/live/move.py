@@ -214,7 +214,7 @@ class SendLane:
 
     def _wait(self, turn: int) -> None:
         if self._stop.is_set():
-            raise CkptdError("the move has ended on this rank", kind="transport")
+            raise CkptdError("the move has ended on this rank")
         pending = self._pending[turn]
         if pending is not None:
             self._watch.through(*pending, "sending")
@@ -398,7 +398,6 @@ class Arrivals:
             if self.room < 0:
                 raise UsageError(
                     "values of several ranks are combined in more memory than the budget allows",
-                    kind="budget",
                     where=incoming.tensor.name,
                     hint="give a larger budget_bytes, or write `any` to take one rank's",
                 )
@@ -486,13 +485,12 @@ def message_bytes(budget_bytes: int, transport: Transport) -> int:
     Raises
     ------
     UsageError
-        kind ``budget``: the budget is too small.
+        The budget is too small.
     """
     size = budget_bytes // 2 // (BUFFERS + transport.buffers) // _LEAST * _LEAST
     if size < _LEAST:
         raise UsageError(
             "the budget is too small to move anything",
-            kind="budget",
             wanted=f"at least {2 * _LEAST * (BUFFERS + transport.buffers)} bytes",
             found=f"{budget_bytes} bytes",
         )
@@ -735,7 +733,7 @@ class Mover:
         Raises
         ------
         CorruptError
-            kind ``witness``: names the tensors.
+            Names the tensors.
         """
         wrong: dict[str, int] = {}
         for incoming, dtype, at, value in self._samples:
@@ -759,7 +757,6 @@ class Mover:
             shown = [f"{n} ({k} values)" for n, k in sorted(wrong.items())]
             raise CorruptError(
                 "values arrived at the wrong places",
-                kind="witness",
                 where=", ".join(shown[:8]) + (" ..." if len(shown) > 8 else ""),
                 hint="the plan of the move is wrong, or a tensor changed during it",
             )

@@ -70,8 +70,8 @@ def coordinates_of(
     Raises
     ------
     UsageError
-        kind ``experts``: it has another number of coordinates, leaves experts out, has some twice,
-        or some that are not there.
+        It has another number of coordinates, leaves experts out, has some twice, or some that are
+        not there.
     """
     if len(table) != extent:
         raise _wrong(
@@ -115,7 +115,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def _wrong(
     message: str, where: str | None, wanted: str, found: str, hint: str | None = None
 ) -> UsageError:
-    return UsageError(message, kind="experts", where=where, wanted=wanted, found=found, hint=hint)
+    return UsageError(message, where=where, wanted=wanted, found=found, hint=hint)
 
 
 # --- what a layout says of them -------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _cuts(name: Name, dims: Iterable[Dim], experts: str) -> Iterator[ExpertCut]:
     Raises
     ------
     UsageError
-        kind ``experts``: the experts are cut in two places, or together with something else.
+        The experts are cut in two places, or together with something else.
     """
     for part in name.parts:
         if isinstance(part, NameIndex) and part.axis == experts and part.splits:
@@ -205,7 +205,7 @@ def tables_of(bound: Bound, experts: str) -> dict[tuple[int, int | None], Coordi
     Raises
     ------
     UsageError
-        kind ``experts``: no rule cuts them, or one does it in another way than a table could.
+        No rule cuts them, or one does it in another way than a table could.
     """
     scope = scope_of(bound)
     out: dict[tuple[int, int | None], Coordinates] = {}
@@ -256,7 +256,7 @@ def expert_forms(bound: Bound, experts: str) -> StoredForm:
     Raises
     ------
     UsageError
-        kind ``experts``: states of experts lie in buffers, with those of others.
+        States of experts lie in buffers, with those of others.
     """
     layout = bound.layout
     numbers = {number for number, _ in tables_of(bound, experts)}
@@ -312,7 +312,7 @@ def place_experts(
     Raises
     ------
     UsageError
-        kind ``experts``: the placement or the rules are not of the kind that fit each other.
+        The placement or the rules are not of the kind that fit each other.
     """
     mesh = program.resolve().mesh
     changer = _Changer(placement, experts, mesh, count)

@@ -27,7 +27,7 @@ class PendingMessage(Protocol):
         Raises
         ------
         CkptdError
-            kind ``rank-died``: the other rank is gone. Kind ``transport``: anything else.
+            kind ``rank-died``: the other rank is gone. Anything else.
         """
 
 

@@ -86,7 +86,7 @@ def placed(layout: LayoutSpec, placement: ExpertPlacement, *, experts: str = "e"
     Raises
     ------
     UsageError
-        kind ``experts``: it leaves experts out or has some twice, or no rule cuts them.
+        It leaves experts out or has some twice, or no rule cuts them.
     """
     return place_experts(read_layout(layout), placement, experts).text
 
@@ -318,9 +318,9 @@ class ExpertMove:
     Raises
     ------
     UsageError
-        kind ``experts``: the placement leaves experts out or has some twice; what it asks for
-        cannot be made in place; gradients are there. kind ``stale``: the experts do not lie where
-        the layout says. kind ``budget``: the largest tensor does not fit it.
+        The placement leaves experts out or has some twice; what it asks for cannot be made in
+        place; gradients are there. The experts do not lie where the layout says. The largest
+        tensor does not fit it.
     CkptdError
         kind ``rank-died`` names a rank that is gone. Nothing was moved when this is raised here.
     """
@@ -380,7 +380,6 @@ class ExpertMove:
             if nbytes > room:
                 raise UsageError(
                     "the budget is too small for the experts of one layer",
-                    kind="budget",
                     where=f"{', '.join(unit.key[0])} {list(unit.key[1])}",
                     wanted=f"at least {2 * nbytes} bytes",
                     found=f"{self._budget_bytes} bytes",
@@ -403,10 +402,10 @@ class ExpertMove:
         Raises
         ------
         UsageError
-            kind ``stale``: the state is not what was planned with, or the move has run.
+            The state is not what was planned with, or the move has run.
         MismatchError
             kind ``lay-fit``: experts that become one tensor took different numbers of steps. As
-            with ``stale``, nothing has moved.
+            where it is a `UsageError`, nothing has moved.
         CkptdError
             As `ckptd.relayout`: the same on every rank, the first failure of any (`poisoned`). Its
             hint says how much of this rank's state lies in the new place; the rest is untouched.
@@ -583,7 +582,6 @@ def _compared(reports: list[bytes]) -> bytes:
 def _stale(message: str, wanted: str, found: str, where: str | None = None) -> UsageError:
     return UsageError(
         message,
-        kind="stale",
         where=where,
         wanted=wanted,
         found=found,
@@ -801,7 +799,8 @@ class _Plan:
         Raises
         ------
         UsageError
-            kind ``stale``; kind ``experts``: there are gradients.
+            Experts do not lie where the layout says, or the state is not what the move was planned
+            with;: there are gradients.
         """
         live = by_name(look(state))
         for name, home in self.homes.items():
@@ -823,7 +822,6 @@ class _Plan:
             if home.origin.grad is not None:
                 raise UsageError(
                     "experts that have gradients are not moved: those would stay behind",
-                    kind="experts",
                     where=name,
                     wanted="no gradients",
                     found="a gradient",
@@ -834,7 +832,6 @@ class _Plan:
                 raise UsageError(
                     "a parameter cannot get another number of experts while something holds the "
                     "node of its gradient, which keeps the old shape",
-                    kind="experts",
                     where=staged.name,
                     wanted="no graph of an earlier step, and no hook of a wrapper such as DDP",
                     found="a node that is held",
@@ -910,7 +907,7 @@ def _states_of(
 
 
 def _check_names(before: RelayoutSide, after: RelayoutSide, rank: int) -> None:
-    """Raise `UsageError` (kind ``experts``) where modules would have to come or go."""
+    """Raise `UsageError` where modules would have to come or go."""
     old, new = (
         {side.names[t.name] for t in local_tensors(side.form, rank) if not t.state}
         for side in (before, after)
@@ -918,7 +915,6 @@ def _check_names(before: RelayoutSide, after: RelayoutSide, rank: int) -> None:
     if old != new:
         raise UsageError(
             "this placement needs other modules than the rank has",
-            kind="experts",
             where=", ".join(sorted(old ^ new)[:4]),
             wanted=f"{len(new)} tensors of experts",
             found=f"{len(old)}, or others",
@@ -931,7 +927,7 @@ def _check_names(before: RelayoutSide, after: RelayoutSide, rank: int) -> None:
 def _check_leaves(
     before: RelayoutSide, after: RelayoutSide, leaves: Mapping[str, TensorLeaf], rank: int
 ) -> None:
-    """Raise `UsageError` (kind ``experts``) for tensors that cannot get another shape."""
+    """Raise `UsageError` for tensors that cannot get another shape."""
     shapes = {before.names[t.name]: t.shape for t in local_tensors(before.form, rank)}
     for tensor in local_tensors(after.form, rank):
         name = after.names[tensor.name]
@@ -943,7 +939,6 @@ def _check_leaves(
         if is_dtensor(leaf.origin) or leaf.kind == "ndarray" or not alone:
             raise UsageError(
                 "a tensor cannot get another number of experts in place",
-                kind="experts",
                 where=name,
                 wanted="a plain tensor with memory of its own",
                 found="a DTensor" if is_dtensor(leaf.origin) else "a part of other memory",

@@ -47,13 +47,12 @@ def memory_of(tensor: torch.Tensor, name: str) -> TensorMemory:
     Raises
     ------
     UsageError
-        kind ``not-bytes``: it is not contiguous.
+        It is not contiguous.
     """
     lazy = tensor.is_conj() or tensor.is_neg()
     if not tensor.is_contiguous() or lazy:
         raise UsageError(
             "a tensor that is not contiguous cannot be moved",
-            kind="not-bytes",
             where=name,
             found=f"strides {tensor.stride()} of {tuple(tensor.shape)}",
             hint="move its contiguous() copy, and copy that back",
@@ -103,7 +102,7 @@ class TorchMemory:
 
 
 def check_apart(sources: dict[str, TensorMemory], targets: dict[str, TensorMemory]) -> None:
-    """Raise `UsageError` (kind ``overlap``) when something is both taken from and put into."""
+    """Raise `UsageError` when something is both taken from and put into."""
     found = [(*m.region(), 0, n) for n, m in sources.items() if m.numel]
     found += [(*m.region(), 1, n) for n, m in targets.items() if m.numel]
     found.sort(key=lambda r: (str(r[0]), r[1]))
@@ -113,7 +112,6 @@ def check_apart(sources: dict[str, TensorMemory], targets: dict[str, TensorMemor
         if other is not None and other[0] > start:
             raise UsageError(
                 "a tensor is both moved and filled",
-                kind="overlap",
                 where=f"{name}, {other[1]}",
                 hint="give the new tensors memory of their own; free the old ones after the move",
             )
@@ -282,16 +280,14 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
 def check_filled(side: RelayoutSide, state: Mapping[str, Any], leaves: Leaves) -> None:
     """Raise `UsageError` where this rank's tensors cannot be filled by a live move.
 
-    Kind ``overlap``: two of them lie over one another, so that one memory would have two values.
-    ``module-state``: they have extra state beside them, which would stay as it is: a layout names
-    tensors alone.
+    Two of them lie over one another, so that one memory would have two values; or
+    they have extra state beside them, which would stay as it is: a layout names tensors alone.
     """
     names = tuple(side.names.values())
     found = {x.name: x for n in names if (x := leaves.tensor(n))}
     for group in overlapping(found.values()):
         raise UsageError(
             "tensors that are filled lie over one another",
-            kind="overlap",
             where=", ".join(x.name for x in group[:8]),
             hint="give each of them memory of its own: tensor.clone()",
         )
@@ -301,7 +297,6 @@ def check_filled(side: RelayoutSide, state: Mapping[str, Any], leaves: Leaves) -
         if not empty and any(n.startswith(name.removesuffix(EXTRA)) for n in names):
             raise UsageError(
                 "a module has extra state beside the tensors that a live move fills",
-                kind="module-state",
                 where=name,
                 hint="save and load it; or move dict(module.named_parameters()), if it may stay "
                 "as it is",
@@ -391,7 +386,7 @@ def relayout(
     MismatchError
         The layouts do not fit the states, or each other.
     CorruptError
-        kind ``witness``: sampled elements are not where they must be.
+        Sampled elements are not where they must be.
     CkptdError
         kind ``rank-died`` names a rank that is gone. When one fails all raise (`poisoned`).
     """
@@ -422,7 +417,7 @@ class LoneTransport:
 
     def send(self, peer: int, data: Any) -> Any:
         """See `ckptd.reshard.live.transport.Transport`."""
-        raise UsageError("there is no other rank", kind="transport", found=peer)
+        raise UsageError("there is no other rank", found=peer)
 
     receive = send
 

@@ -48,7 +48,6 @@ class TorchTransport:
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
                 "torch.distributed is not initialised",
-                kind="no-process-group",
                 hint="call torch.distributed.init_process_group first",
             )
         own = digest_hex(repr(ranks).encode())[:12]
@@ -67,7 +66,6 @@ class TorchTransport:
         except RuntimeError as error:
             raise CkptdError(
                 "ranks could not be connected",
-                kind="transport",
                 found=str(error).splitlines()[0][:300],
                 hint="every rank of the group makes a transport at the same time",
             ) from error
@@ -140,4 +138,4 @@ def _failed(peer: int, error: RuntimeError) -> CkptdError:
     text = str(error).splitlines()[0][:300]
     if "losed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return gone(peer, text)
-    return CkptdError("a message was lost", kind="transport", where=f"rank {peer}", found=text)
+    return CkptdError("a message was lost", where=f"rank {peer}", found=text)

@@ -107,7 +107,7 @@ class DcpPlace:
     Raises
     ------
     UsageError
-        kind ``duplicate-name``: two tensors, or further names of them, are called alike.
+        Two tensors, or further names of them, are called alike.
     """
 
     def __init__(

@@ -167,7 +167,7 @@ class ChosenTensors:
         Raises
         ------
         UsageError
-            kind ``duplicate-name``.
+            Two values of the state would have the same name.
         """
         for one in (name, *aliases):
             self.reserve(one)
@@ -190,13 +190,9 @@ class ChosenTensors:
         self._entries.append(entry)
 
     def reserve(self, name: str) -> None:
-        """Refuse a name that something has already; kind ``duplicate-name``."""
+        """Refuse a name that something has already;."""
         if name in self._names:
-            raise UsageError(
-                "two tensors or objects would have one name",
-                kind="duplicate-name",
-                where=repr(name),
-            )
+            raise UsageError("two tensors or objects would have one name", where=repr(name))
         self._names.add(name)
 
     def target(self, files: int) -> Target:
@@ -212,9 +208,9 @@ class ChosenTensors:
 
 
 def check_safetensors(dtype: str, where: str) -> None:
-    """Refuse a type that safetensors has no code for; kind ``dtype``."""
+    """Refuse a type that safetensors has no code for;."""
     if DTYPES[dtype].safetensors is None:
-        raise UsageError("safetensors has no such type", kind="dtype", where=where, found=dtype)
+        raise UsageError("safetensors has no such type", where=where, found=dtype)
 
 
 def whole_tensor(assembled: Assembled, number: int, what: str) -> Grid:
@@ -289,10 +285,7 @@ class _Job:
             return None
         except msgspec.MsgspecError as error:
             raise CorruptError(
-                "a record of a reshard is none",
-                kind="bad-record",
-                where=self.finishing,
-                found=str(error)[:200],
+                "a record of a reshard is none", where=self.finishing, found=str(error)[:200]
             ) from None
 
     def sweep(self, store: LocalStore, catalogue: Catalogue) -> None:
@@ -376,10 +369,10 @@ class FolderJob:
             Kind ``exists``: a checkpoint, or another job that is not finished, is there already.
             Nothing was changed.
         UsageError
-            Kind ``same-root``: the job would replace what it reads. Nothing was changed.
+            The job would replace what it reads. Nothing was changed.
         ConflictError
-            Kind ``at-work``: another process is at work on this share, or on another job in the
-            folder. Kind ``superseded``: another job replaced this one.
+            Another process is at work on this share, or on another job in the folder. Kind
+            ``superseded``: another job replaced this one.
         CorruptError
             The source is damaged, or its witness does not agree. The folder is no checkpoint.
         """
@@ -465,7 +458,6 @@ class FolderJob:
         if found:
             raise UsageError(
                 "the checkpoint would replace its own source",
-                kind="same-root",
                 where=str(self._folder),
                 found=str(found[0]),
                 hint="name another folder",
@@ -494,7 +486,6 @@ class FolderJob:
                 for lease in at_work(Catalogue(leases)).values():
                     raise ConflictError(
                         "another reshard is at work in this folder",
-                        kind="at-work",
                         where=str(self._folder / name),
                         found=lease.holder,
                         hint="wait for it, or name another folder",

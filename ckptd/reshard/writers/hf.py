@@ -69,8 +69,8 @@ class HfPlace:
     Raises
     ------
     UsageError
-        ``lay-rule``: the layout cuts a tensor, or takes a state for a parameter.
-        ``duplicate-name``. ``dtype``: safetensors lacks it.
+        ``lay-rule``: the layout cuts a tensor, or takes a state for a parameter. Or
+        two tensors have one name, or safetensors lacks a type.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class RanksPlace:
     ------
     UsageError
         kind ``lay-rule``: the layout does not say which file is whose, or ranks of one file hold
-        different parts of a tensor. kind ``dtype``: safetensors lacks a type.
+        different parts of a tensor. Safetensors lacks a type.
     MismatchError
         kind ``lay-fit``, ``lay-cover``: a buffer would hold several types, or tensors that the
         source lacks.

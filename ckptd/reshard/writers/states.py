@@ -85,7 +85,7 @@ def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        kind ``duplicate-name``: something would be both a value and a dict.
+        Something would be both a value and a dict.
     """
     out: dict[str, Any] = {}
     for path, value in values.items():
@@ -95,9 +95,7 @@ def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
         if not isinstance(here, dict) or path[-1] in here:
             name = ".".join(map(str, path))
             raise UsageError(
-                "a name is a value and the beginning of another name",
-                kind="duplicate-name",
-                where=repr(name),
+                "a name is a value and the beginning of another name", where=repr(name)
             )
         here[path[-1]] = value
     return {k: _listed(v) for k, v in out.items()}
@@ -145,9 +143,9 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
     Raises
     ------
     CorruptError
-        kind ``bad-object``: an encoded value of the source is damaged.
+        An encoded value of the source is damaged.
     UsageError
-        kind ``duplicate-name``: two objects would have one name.
+        Two objects would have one name.
     """
     values: dict[KeyPath, Any] = {}
     left_out: list[str] = []
@@ -178,9 +176,7 @@ def objects_of(assembled: Assembled, states: str) -> StateObjects:
 
 
 def _twice(path: KeyPath) -> UsageError:
-    return UsageError(
-        "two objects would have one name", kind="duplicate-name", where=".".join(map(str, path))
-    )
+    return UsageError("two objects would have one name", where=".".join(map(str, path)))
 
 
 def _with_tuples(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
@@ -284,5 +280,5 @@ def _decoded(raw: bytes, where: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptError(
-            "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
+            "an encoded object is not JSON", where=where, found=str(error)[:200]
         ) from None

@@ -42,7 +42,7 @@ class TorchDistPlace(DcpPlace):
     Raises
     ------
     UsageError
-        kind ``duplicate-name``.
+        Two values of the state would have the same name.
     """
 
     def __init__(self, assembled: Assembled, expected: Mapping[int, Expected]) -> None:

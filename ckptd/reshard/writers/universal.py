@@ -56,7 +56,7 @@ class UniversalPlace:
     ------
     UsageError
         kind ``lay-rule``: the layout cuts a tensor. kind ``bad-key``: a name is none of a folder.
-        kind ``duplicate-name``.
+        Two values of the state would have the same name.
     """
 
     def __init__(self, assembled: Assembled, expected: Mapping[int, Expected]) -> None:

@@ -141,7 +141,7 @@ class LaidSource:
         Raises
         ------
         MismatchError
-            kind ``lay-kept``: they take an element for two different ones.
+            kind ``lay-fit``: they take an element for two different ones.
         """
         manifest = self.saved.manifest
         if not manifest.lay or about_foreign(manifest):

@@ -43,7 +43,7 @@ def check_laid_witness(
     Raises
     ------
     CorruptError
-        kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
+        Names the tensors; the live state is wrong (`poisoned`).
     """
     checked = 0
     wrong: list[str] = []
@@ -60,7 +60,6 @@ def check_laid_witness(
     if wrong:
         error = CorruptError(
             "values arrived at the wrong places",
-            kind="witness",
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
             hint="one of the two layouts is not that of the tensors, or the plan is wrong",
         )
