@@ -138,7 +138,7 @@ class SeenFiles:
         Raises
         ------
         CorruptError
-            kind ``missing-file``.
+            A commit refers to a manifest or data file that is gone.
         """
         if key not in self._infos:
             self._infos[key] = self._stat(key)
@@ -156,13 +156,12 @@ class SeenFiles:
         Raises
         ------
         CorruptError
-            kinds ``bad-size``, ``replaced``, ``missing-file``.
+            kind ``replaced`` among others.
         """
         before, now = self.look(key), self._stat(key)
         if now.size != before.size:
             raise CorruptError(
                 "a file has changed while it was read",
-                kind="bad-size",
                 where=key,
                 wanted=f"{before.size} bytes",
                 found=f"{now.size} bytes",
@@ -249,11 +248,7 @@ class Listing:
         found = list(self._only) or self.store.children(self.prefix)
         if len(found) > MAX_NAMES:
             raise CorruptError(
-                "too many files",
-                kind="limits",
-                where=self.where,
-                wanted=f"at most {MAX_NAMES}",
-                found=len(found),
+                "too many files", where=self.where, wanted=f"at most {MAX_NAMES}", found=len(found)
             )
         return found
 
@@ -280,7 +275,7 @@ class Listing:
         return self.prefix + name
 
     def size(self, name: str) -> int:
-        """Return the length of a file; `CorruptError`, kind ``missing-file``, for none."""
+        """Return the length of a file; `CorruptError`, for none."""
         return self.seen.look(self.key(name)).size
 
     def reads(self, name: str) -> ReadRange:
@@ -289,12 +284,11 @@ class Listing:
         return lambda start, end: self.seen.get(key, start, end)
 
     def read(self, name: str, most: int) -> bytes:
-        """Return a small file; `CorruptError`, kind ``limits``, for one above `most` bytes."""
+        """Return a small file; `CorruptError`, for one above `most` bytes."""
         size = self.size(name)
         if size > most:
             raise CorruptError(
                 "a file is too large",
-                kind="limits",
                 where=self.key(name),
                 wanted=f"at most {most} bytes",
                 found=size,
@@ -307,7 +301,7 @@ class Listing:
         Raises
         ------
         CorruptError
-            kind ``bad-header``, ``truncated``, ``missing-file``.
+            kind ``truncated`` among others.
         """
         size, read, key = self.size(name), self.reads(name), self.key(name)
         length = header_bytes(read(0, min(8, size)), key, size)
@@ -360,15 +354,13 @@ def time_text(modified: float) -> str:
 
 def missing(path: str, hint: str | None = None) -> CorruptError:
     """Return the error for a file that the checkpoint needs and the folder lacks."""
-    return CorruptError(
-        "a file of the checkpoint is missing", kind="missing-file", where=path, hint=hint
-    )
+    return CorruptError("a file of the checkpoint is missing", where=path, hint=hint)
 
 
-def damaged(what: str, where: str, error: object, kind: str = "bad-pickle") -> CorruptError:
+def damaged(what: str, where: str, error: object) -> CorruptError:
     """Return the error for metadata whose reading raised another one."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
-    return CorruptError(what, kind=kind, where=where, found=text[:200])
+    return CorruptError(what, where=where, found=text[:200])
 
 
 class KeptValues:

@@ -61,7 +61,7 @@ def read_items(names: Listing, is_object: Callable[[str], bool] = lambda name: T
     Raises
     ------
     CorruptError
-        kind ``missing-file``, ``truncated``, ``missing-chunk``, ``bad-size``, ``bad-pickle``.
+        kind ``truncated`` among others.
     RefusedError
         kind ``unreadable-format``: items are compressed; kind ``unsafe-pickle``.
     """
@@ -111,7 +111,6 @@ class _Items:
     def _bad(self, found: str, name: str = "") -> CorruptError:
         return CorruptError(
             "not the metadata of a distributed checkpoint",
-            kind="bad-pickle",
             where=f"{self._where}: {name}" if name else self._where,
             found=found[:200],
         )
@@ -169,7 +168,6 @@ class _Items:
         if info is None:
             raise CorruptError(
                 "the metadata does not say where a part of a tensor lies",
-                kind="missing-chunk",
                 where=f"{self._where}: {name}",
                 wanted=f"an item at {offset}",
             )
@@ -252,7 +250,7 @@ class _Item:
             # Before its length is judged: a subclass may take less room than what it stands for.
             check_read(tensor, where)
             if not isinstance(tensor, PickledTensor):
-                raise CorruptError("an item is no tensor", kind="bad-size", where=where)
+                raise CorruptError("an item is no tensor", where=where)
             found, extent = (tensor.dtype, tensor.shape), extent_of(file, tensor, where)
         else:
             chunk, start = self._chunk(where)
@@ -270,7 +268,6 @@ class _Item:
         if found != (self._dtype, self._shape):
             raise CorruptError(
                 "an item holds another tensor than the metadata says",
-                kind="bad-size",
                 where=where,
                 wanted=f"{self._dtype} {self._shape}",
                 found=f"{found[0]} {found[1]}",
@@ -284,7 +281,7 @@ class _Item:
             chunks, _, length = self._names.header(self._file)
             header = self._headers[self._file] = chunks, length
         if self._name not in header[0]:
-            raise CorruptError("a file lacks a tensor", kind="missing-tensor", where=where)
+            raise CorruptError("a file lacks a tensor", where=where)
         return header[0][self._name], header[1]
 
 

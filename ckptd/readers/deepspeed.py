@@ -204,7 +204,6 @@ def _check_step(wanted: Any, found: Any, where: str) -> None:
 def _other_step(wanted: Any, found: Any, where: str) -> MismatchError:
     return MismatchError(
         "files are of different steps",
-        kind="bad-pieces",
         where=where,
         wanted=short_text(wanted),
         found=short_text(found),
@@ -285,7 +284,6 @@ def _check_layers(names: Listing, sets: Sequence[_Model], files: Sequence[Foreig
         if number > there[shape]:
             raise CorruptError(
                 "files of layers are missing",
-                kind="missing-file",
                 where=names.where,
                 wanted=f"{number} tensors of shape {shape}, which the optimizers train",
                 found=f"{there[shape]} in all files layer_*",
@@ -296,7 +294,6 @@ def _check_layers(names: Listing, sets: Sequence[_Model], files: Sequence[Foreig
 def _other_file(where: str, wanted: str, found: str) -> MismatchError:
     return MismatchError(
         "a file holds what belongs into another one",
-        kind="bad-pieces",
         where=where,
         wanted=wanted,
         found=short_text(found),
@@ -384,11 +381,7 @@ def _universal(
 
 def _other_shape(where: str, wanted: Sequence[int], found: Sequence[int]) -> MismatchError:
     return MismatchError(
-        "a file and the shapes of parameters disagree",
-        kind="bad-pieces",
-        where=where,
-        wanted=wanted,
-        found=found,
+        "a file and the shapes of parameters disagree", where=where, wanted=wanted, found=found
     )
 
 
@@ -560,7 +553,6 @@ def _flat(names: Listing, model: _Model) -> tuple[_Named | None, list[ForeignPie
         if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
             raise CorruptError(
                 "files of ranks are missing, or of another number of ranks",
-                kind="missing-file",
                 where=names.where,
                 wanted=f"{r.world} ranks, as {r.key} says",
                 found=f"{len(ranks)} files",
@@ -794,7 +786,6 @@ def _agrees(r: _Rank, index: int, shift: int, line: _Line, size: int) -> bool:
 def _short(r: _Rank, name: str, wanted: str = "", found: str = "") -> CorruptError:
     return CorruptError(
         "the buffers of a rank and the shapes of parameters disagree",
-        kind="bad-size",
         where=f"{r.key}: {name}"[:200],
         wanted=wanted or None,
         found=found or None,
@@ -891,9 +882,7 @@ def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
             flat = isinstance(part, PickledTensor) and part.strides == (1,)
             if not isinstance(part, PickledTensor) or not flat or part.shape != (share,):
                 raise MismatchError(
-                    "a rank's share of a frozen parameter is not there",
-                    kind="bad-pieces",
-                    where=f"{key}: {name}",
+                    "a rank's share of a frozen parameter is not there", where=f"{key}: {name}"
                 )
             part = PickledTensor(part.storage, part.offset, (high - low,), (1,), part.dtype)
             at, box = TensorAt(found, part, f"{key}: {name}"), Box.whole(shape)
@@ -923,8 +912,4 @@ def _table(value: Any, name: str, where: str) -> Mapping[Any, Any]:
 
 
 def _no_table(name: str, where: str) -> CorruptError:
-    return CorruptError(
-        "a value of a model's file is no table of names",
-        kind="bad-pickle",
-        where=f"{where}: {name}",
-    )
+    return CorruptError("a value of a model's file is no table of names", where=f"{where}: {name}")

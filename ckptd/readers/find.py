@@ -64,7 +64,7 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
     Raises
     ------
     MismatchError
-        kind ``ambiguous-format``: there are checkpoints of several formats, or in several folders.
+        There are checkpoints of several formats, or in several folders.
     CorruptError, RefusedError
         It is damaged, or of a kind that is not read.
     """
@@ -94,7 +94,7 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
     CorruptError, RefusedError
         A file is missing or damaged.
     NotFoundError
-        kind ``no-tensors``.
+        There is nothing to convert.
     """
     store = follow_cache(store)
     here = Listing(store)
@@ -159,7 +159,6 @@ def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return MismatchError(
         what,
-        kind="ambiguous-format",
         where=names.where,
         wanted="one",
         found=", ".join(found[:_MOST_NAMED]) + more,

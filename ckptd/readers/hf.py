@@ -72,7 +72,7 @@ def read_header_of(names: Listing, file: str) -> _Header:
     Raises
     ------
     CorruptError
-        kind ``bad-header``, ``truncated``, ``missing-file``.
+        kind ``truncated`` among others.
     """
     chunks, metadata, length = names.header(file)
     for name, tied in metadata.items():
@@ -87,7 +87,7 @@ def read_header_of(names: Listing, file: str) -> _Header:
             raise ValueError("an offset that is no count")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{_SHARDING} of a header is damaged"
-        raise damaged(what, names.key(file), error, "bad-header") from None
+        raise damaged(what, names.key(file), error) from None
     return chunks, length, offsets
 
 
@@ -132,7 +132,6 @@ def _check_index(
             elsewhere = next((f for f, (chunks, _, _) in headers.items() if name in chunks), None)
             raise CorruptError(
                 "an index names a tensor that its file has not",
-                kind="missing-tensor",
                 where=f"{names.key(where)}: {name}",
                 wanted=f"in {file}",
                 found=f"in {elsewhere}" if elsewhere else "in no file",
@@ -149,7 +148,6 @@ def _pieces(names: Listing, headers: Mapping[str, _Header]) -> Iterator[ForeignP
             if boxes and (offset is None or None in boxes or offset in boxes) and chunk.numel:
                 raise CorruptError(
                     "two files have one tensor, or the same part of one",
-                    kind="bad-header",
                     where=f"{names.key(file)}: {name}",
                     found=next(iter(boxes.values())),
                 )
@@ -159,7 +157,6 @@ def _pieces(names: Listing, headers: Mapping[str, _Header]) -> Iterator[ForeignP
             if len(offset) != len(chunk.shape) or len(shapes.get(name, offset)) != len(offset):
                 raise CorruptError(
                     f"{_SHARDING} and shapes disagree",
-                    kind="bad-header",
                     where=f"{names.key(file)}: {name}",
                     found=offset,
                 )

@@ -80,7 +80,7 @@ class MegatronReader:
             backend = about["sharded_backend"]
         except (ValueError, KeyError, TypeError) as error:
             what = "not the metadata of a checkpoint of Megatron"
-            raise damaged(what, names.key(_METADATA), error, "bad-json") from None
+            raise damaged(what, names.key(_METADATA), error) from None
         if backend != "torch_dist":
             raise RefusedError(
                 "a checkpoint of Megatron in a form that is not read",
@@ -118,7 +118,7 @@ def open_buckets(names: Listing) -> Foreign | None:
     Raises
     ------
     CorruptError
-        As `MegatronReader.open`; kind ``bad-size``: the table of lengths is damaged.
+        As `MegatronReader.open`;: the table of lengths is damaged.
     RefusedError
         kind ``unreadable-format``: there are several optimizers, or types in one buffer.
     """
@@ -179,7 +179,7 @@ def _lengths(names: Listing, objects: Mapping[str, Any], group: str, buffer: str
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = "the optimizer does not say how long its buckets are"
         where = names.key(f"{METADATA}: {group}{_LENGTHS}")
-        raise damaged(what, where, error, "bad-size") from None
+        raise damaged(what, where, error) from None
 
 
 def _model_sizes(shapes: Mapping[str, tuple[int, ...]], common: object) -> dict[str, int]:
@@ -211,7 +211,7 @@ def _command(names: Listing, folders: Sequence[str]) -> str:
     Raises
     ------
     CorruptError
-        kind ``missing-file``: there is no folder for one of the ranks.
+        There is no folder for one of the ranks.
     """
     places = [tuple(map(int, f.rstrip("/").split("_")[2:])) for f in folders]
     sizes = [max(numbers) + 1 for numbers in zip(*places, strict=False)]

@@ -156,12 +156,11 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
     RefusedError
         kind ``unsafe-pickle``: names the global.
     CorruptError
-        kind ``bad-pickle``, or ``limits``.
+        A pickle does not decode, or its values are not what the format has; or a file asks for
+        more memory than its size justifies.
     """
     if len(raw) > MAX_PICKLE_BYTES:
-        raise CorruptError(
-            "a pickle is too large", kind="limits", where=where, wanted=MAX_PICKLE_BYTES
-        )
+        raise CorruptError("a pickle is too large", where=where, wanted=MAX_PICKLE_BYTES)
     machine = _Machine(raw, where, storages)
     try:
         return machine.run()
@@ -179,7 +178,6 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
     ) as error:
         raise CorruptError(
             "not a pickle",
-            kind="bad-pickle",
             where=f"{where}, byte {machine.at}",
             found=f"{type(error).__name__}: {error}"[:200],
         ) from None
@@ -191,7 +189,7 @@ def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
     Raises
     ------
     MismatchError
-        kind ``bad-pieces``: two values have one name, as ``{0: ...}`` and ``{"0": ...}`` have.
+        Two values have one name, as ``{0: ...}`` and ``{"0": ...}`` have.
     CorruptError
         As of `walk_values`.
     """
@@ -200,7 +198,6 @@ def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         if name in seen:
             raise MismatchError(
                 "two values of one file have one name",
-                kind="bad-pieces",
                 where=f"{where}: {name}"[:400],
                 hint="rename the keys, or drop one of both, before the file is saved",
             )
@@ -216,7 +213,7 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
     Raises
     ------
     CorruptError
-        kind ``limits``: nested too deeply, too many values, or names that are too long.
+        Nested too deeply, too many values, or names that are too long.
     """
     left, chars = MAX_VALUES, _MAX_CHARS
     stack: list[tuple[str, Any, int]] = [(path, value, 0)]
@@ -235,7 +232,6 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
         if depth > _MAX_DEPTH or min(left, chars) < 0 or max(lengths, default=0) > _MAX_PATH:
             raise CorruptError(
                 "a pickle is nested too deeply, holds too many values, or names that are too long",
-                kind="limits",
                 where=path[:200],
                 wanted=f"{_MAX_DEPTH} levels, {MAX_VALUES} values, {_MAX_PATH} characters of name",
             )
@@ -599,7 +595,7 @@ class _Machine:
 
     def limits(self, what: str) -> CorruptError:
         """Return the error for a pickle that costs more than its length justifies."""
-        return CorruptError("a pickle costs too much", kind="limits", where=self.where, found=what)
+        return CorruptError("a pickle costs too much", where=self.where, found=what)
 
     def spend(self, n: int) -> None:
         """Count elements that are copied, and containers that are made."""

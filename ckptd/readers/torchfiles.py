@@ -197,7 +197,7 @@ def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
     Raises
     ------
     CorruptError
-        kind ``bad-json``, ``limits``, or ``missing-file`` for a file that it names.
+        What is there breaks a rule of the format for a file that it names.
     """
     found = names.ending(end + _INDEX)
     if len(found) != 1:
@@ -207,7 +207,7 @@ def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
         weights = {str(k): str(v) for k, v in document["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = "not the index of a sharded model"
-        raise damaged(what, names.key(found[0]), error, "bad-json") from None
+        raise damaged(what, names.key(found[0]), error) from None
     there = set(names.names)
     for file in sorted(set(weights.values())):
         if file not in there:
@@ -225,7 +225,7 @@ def _chosen(names: Listing) -> tuple[list[str], list[str]]:
 
 
 def check_shards(names: Listing, files: Sequence[str]) -> None:
-    """Check that all of ``...-00001-of-00003...`` are there; kind ``missing-file``.
+    """Check that all of ``...-00001-of-00003...`` are there;.
 
     A shard that a user names is read alone.
     """
@@ -255,7 +255,6 @@ def _check_ranks(ranks: Mapping[str, int], names: Listing) -> None:
         if gone or max(found) >= size:
             raise CorruptError(
                 "files of ranks are missing, or of another number of ranks",
-                kind="missing-file",
                 where=f"{names.where}: {name}",
                 wanted=f"ranks 0 to {size - 1}",
                 found=f"{len(found)} files; the first that is missing is rank {gone[:1]}",
@@ -282,7 +281,6 @@ def _parts(
         if box.shape != local.shape:
             raise MismatchError(
                 "a rank's part has another shape than its placements say",
-                kind="bad-pieces",
                 where=where,
                 wanted=box.shape,
                 found=local.shape,
@@ -390,7 +388,6 @@ def _twice(
 ) -> MismatchError:
     return MismatchError(
         f"two files hold {what}, and nothing says which one counts",
-        kind="bad-pieces",
         where=f"{first.file} and {piece.file}: {piece.name}"[:400],
         wanted=wanted,
         found=f"{piece.shape} in both",
@@ -437,7 +434,6 @@ def _check_rank(said: int, rank: int | None, where: str) -> None:
     if rank is not None and said != rank:
         raise MismatchError(
             "a file was renamed, or is of another job: its tensors are another rank's",
-            kind="bad-pieces",
             where=where,
             wanted=f"rank {rank}, as its name says",
             found=f"rank {said}",

@@ -87,7 +87,6 @@ class _Tensor:
         if (piece.dtype, piece.shape) != (self.dtype, self.shape):
             raise MismatchError(
                 "files disagree about a tensor",
-                kind="bad-pieces",
                 where=f"{piece.file}: {self.name}",
                 wanted=f"{self.dtype} {self.shape}",
                 found=f"{piece.dtype} {piece.shape}",
@@ -110,7 +109,6 @@ class _Tensor:
     def _bad(self, what: str, found: object, wanted: object = None) -> MismatchError:
         return MismatchError(
             what,
-            kind="bad-pieces",
             where=f"{self.name} {self.shape}",
             wanted=wanted,
             found=str(found)[:200],
@@ -215,9 +213,9 @@ class ForeignRoot(ForeignStore):
     Raises
     ------
     CorruptError
-        kind ``missing-file``, ``truncated`` or ``limits``.
+        kind ``truncated`` among others.
     MismatchError
-        kind ``bad-pieces``: the parts of a tensor overlap, leave holes, or are no grid.
+        The parts of a tensor overlap, leave holes, or are no grid.
     RefusedError
         kind ``unreadable-format``: all of its tensors are of kinds that are not read.
     """
@@ -255,9 +253,7 @@ class ForeignRoot(ForeignStore):
         if not tensors and foreign.unread_tensors:
             raise unread_tensors(foreign.unread_tensors, self.url)
         if not tensors:
-            raise NotFoundError(
-                "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
-            )
+            raise NotFoundError("the files of the checkpoint hold no tensor", where=self.url)
         step = foreign.step if foreign.step is not None else step
         named = [_text(n[:200]) for n in foreign.left_out[:_MOST_NAMED]]
         self.left_out = len(foreign.left_out), named
@@ -524,7 +520,6 @@ class ForeignRoot(ForeignStore):
             if max(count, piece.numel) * item > _MAX_SPAN:
                 raise UsageError(
                     "a tensor that is no contiguous part of its file is too large to be gathered",
-                    kind="limits",
                     where=f"{piece.file}: {piece.name}",
                     wanted=f"at most {_MAX_SPAN} bytes",
                     found=f"{count * item} bytes, strides {strides}",

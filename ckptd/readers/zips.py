@@ -97,7 +97,7 @@ class TorchZip:
     def _bytes(self, name: str) -> bytes:
         first, size = self.locate(name)
         if size > MAX_PICKLE_BYTES:
-            raise CorruptError("a pickle is too large", kind="limits", where=self._where)
+            raise CorruptError("a pickle is too large", where=self._where)
         return self._read(first, first + size)
 
     def checksum(self, key: str) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def extent_of(file: TorchZip, tensor: PickledTensor, where: str) -> Extent:
     Raises
     ------
     CorruptError
-        kind ``bad-size``: its storage is shorter.
+        Its storage is shorter.
     """
     first, size = file.locate(f"data/{tensor.storage.key}")
     item = DTYPES[tensor.dtype].itemsize
@@ -154,7 +154,6 @@ def extent_of(file: TorchZip, tensor: PickledTensor, where: str) -> Extent:
     if end > min(size, stated):
         raise CorruptError(
             "a tensor lies outside of its storage",
-            kind="bad-size",
             where=where,
             wanted=f"{end} bytes",
             found=f"{size} bytes of storage {tensor.storage.key[:80]}, which states {stated}",
