@@ -36,11 +36,11 @@ def dial(
     Raises
     ------
     UsageError
-        kind ``bad-url``: it is no address.
+        It is no address.
     TransientStoreError
         Kinds of `Connection`: nothing answers there, or what answers is no controller.
     StoreError
-        kind ``permission``: it has another secret. Kind ``link-version``: another protocol.
+        kind ``permission``: it has another secret. Another protocol.
     RefusedError
         kind ``not-the-controller``: it is another job's.
     """
@@ -76,7 +76,7 @@ def await_greeting(address: str, timeout_s: float) -> None:
     Raises
     ------
     UsageError
-        kind ``bad-url``: it is no address.
+        It is no address.
     TransientStoreError
         Kind ``link-late``: no greeting within `timeout_s`. Kinds of `Connection`: nothing listens
         there, or what does is no server of ours.

@@ -107,7 +107,7 @@ class LeaderRecord:
         Raises
         ------
         CorruptError
-            kind ``bad-seat``: the record is damaged.
+            The record is damaged.
         StoreError
             The store cannot be read.
         """
@@ -130,7 +130,6 @@ class LeaderRecord:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(
                 "this does not say where a controller is",
-                kind="bad-seat",
                 where=self._where(key),
                 found=str(error)[:200],
             ) from error
@@ -141,7 +140,7 @@ class LeaderRecord:
         Raises
         ------
         ConflictError
-            kind ``seat-taken``: another one was faster.
+            Another one was faster.
         StoreError
             The store cannot be written.
         """
@@ -197,7 +196,6 @@ def seat_taken(where: str) -> ConflictError:
     """Return the error of a controller that came second."""
     return ConflictError(
         "another controller was faster",
-        kind="seat-taken",
         where=where,
         hint="this one ends; nodes find the other one by themselves",
     )

@@ -41,7 +41,7 @@ class MembershipLog:
         Raises
         ------
         CorruptError
-            kind ``bad-log``: a record is damaged, missing between others, or goes backwards.
+            A record is damaged, missing between others, or goes backwards.
         StoreError
             The store cannot be read.
         """
@@ -56,7 +56,6 @@ class MembershipLog:
                 # The log is never cut: without its newest record a generation would be begun twice.
                 raise CorruptError(
                     "a record of the membership log cannot be read",
-                    kind="bad-log",
                     where=where + name,
                     wanted=f"at most {_MOST_ENTRY_BYTES} bytes, and never deleted",
                     found=f"{info.size} bytes when it was listed",
@@ -66,7 +65,6 @@ class MembershipLog:
             missing = next(n for n in range(len(found)) if n not in found)
             raise CorruptError(
                 "a record of the membership log is missing",
-                kind="bad-log",
                 where=where,
                 wanted=entry_key(missing),
                 found=f"{len(found)} records",
@@ -81,8 +79,7 @@ class MembershipLog:
         Raises
         ------
         ConflictError
-            kind ``log-taken``: another controller has written that record; this one decides
-            nothing any more.
+            Another controller has written that record; this one decides nothing any more.
         StoreError
             The store cannot be written; the record may be there or not, and the same call may be
             made again.
@@ -93,7 +90,6 @@ class MembershipLog:
         except ConflictError as error:
             raise ConflictError(
                 "another controller has decided",
-                kind="log-taken",
                 where=f"{self._store.url.rstrip('/')}/{key}",
                 hint="this controller ends; the other one goes on",
             ) from error

@@ -118,16 +118,13 @@ def decode_record(raw: bytes, where: str) -> Record:
     Raises
     ------
     CorruptError
-        kind ``bad-log``: it is none, or its members are not the ranks of its shape.
+        It is none, or its members are not the ranks of its shape.
     """
     try:
         record = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(
-            "this is no record of a membership log",
-            kind="bad-log",
-            where=where,
-            found=str(error)[:200],
+            "this is no record of a membership log", where=where, found=str(error)[:200]
         ) from error
     shape = record.shape
     places = [(m.pp, m.dp, m.tp) for m in record.members]
@@ -141,7 +138,6 @@ def decode_record(raw: bytes, where: str) -> Record:
     if not same or len({(m.node, m.slot) for m in record.members}) != len(places):
         raise CorruptError(
             "the members of a generation are not the ranks of its layout",
-            kind="bad-log",
             where=where,
             wanted=f"{shape}, each rank once",
             found=f"{len(places)} members",
@@ -157,7 +153,7 @@ def check_log(records: Sequence[Record], where: str) -> None:
     Raises
     ------
     CorruptError
-        kind ``bad-log``.
+        A record of a membership log is none, or the log goes backwards.
     """
     for before, after in pairwise(records):
         again = after.generation == before.generation and after.members == before.members
@@ -165,7 +161,6 @@ def check_log(records: Sequence[Record], where: str) -> None:
         if not rises or after.step < before.step:
             raise CorruptError(
                 "a membership log goes backwards",
-                kind="bad-log",
                 where=where,
                 wanted=f"a generation after {before.generation}, from step {before.step} or later",
                 found=f"generation {after.generation} from step {after.step}",

@@ -393,13 +393,10 @@ class Refuse(Action, frozen=True, kw_only=True, tag=True):
 
     Attributes
     ----------
-    kind
-        ``lost-log``: nodes know of generations, and the log is empty.
     text
         What was found, what to do.
     """
 
-    kind: str
     text: str
 
 

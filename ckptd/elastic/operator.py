@@ -68,7 +68,7 @@ class OperatorLink:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none answers in time.
+            None answers in time.
         """
         answer = self._call(lambda number: Ask(number=number))
         if not isinstance(answer, Status):
@@ -84,7 +84,7 @@ class OperatorLink:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none answers in time; the order may have arrived.
+            None answers in time; the order may have arrived.
         """
         return self._do(order)
 
@@ -104,7 +104,7 @@ class OperatorLink:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none answered for `timeout_s`. The iterator has ended then.
+            None answered for `timeout_s`. The iterator has ended then.
         """
         received_at = time.monotonic()
         while True:
@@ -211,7 +211,6 @@ class OperatorLink:
             address = self._addresses()
         return NotFoundError(
             "no controller answers",
-            kind="no-controller",
             where=address or f"job {self._job}",
             found=str(found)[:300],
             hint="has the job ended? if it runs, CKPTD_SECRET is to be what the job has; "

@@ -47,7 +47,7 @@ def open_places(job: str, url: str | None = None) -> JobPlaces:
     Raises
     ------
     UsageError
-        kind ``bad-url``: nothing opens it.
+        Nothing opens it.
     """
     local, url = not url, url or own_log(job)
     store = open_store(url)

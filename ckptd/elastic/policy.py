@@ -97,7 +97,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not good or self.planned.dp > self.microbatches or self.least > self.planned.world:
             raise UsageError(
                 "this is no job",
-                kind="bad-argument",
                 wanted="sizes of at least 1, no more replicas than micro-batches, and "
                 "at least as many ranks planned as asked for",
                 found=f"{self.planned}, {self.microbatches} micro-batches, at least {self.least} "
@@ -178,9 +177,9 @@ def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None
     Raises
     ------
     RefusedError
-        kind ``no-layout``: nothing fits; the reasons are in ``found``.
+        Nothing fits; the reasons are in ``found``.
     UsageError
-        kind ``bad-argument``: two slots had one place, or a place that the shape does not have.
+        Two slots had one place, or a place that the shape does not have.
     """
     current = current or job.planned
     _check(slots, current)
@@ -190,7 +189,6 @@ def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None
         reasons = "; ".join(f"{c.shape}: {c.refused}" for c in candidates)
         raise RefusedError(
             "no layout of this job fits what is left",
-            kind="no-layout",
             wanted=f"{_least(job)} slots at least, those of a tensor-parallel group on one node",
             found=f"{len(slots)} slots on {len({s.node for s in slots})} nodes; {reasons}",
             hint="add nodes; or allow smaller pipelines or tensor-parallel groups",
@@ -214,7 +212,6 @@ def _check(slots: Sequence[NodeSlot], current: Shape) -> None:
     ):
         raise UsageError(
             "slots hold places that cannot be",
-            kind="bad-argument",
             wanted=f"each place of {current} once at most",
             found=", ".join(str(tuple(c)) for c in held)[:500],
         )

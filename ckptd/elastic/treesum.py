@@ -61,7 +61,7 @@ class TreeSum(Generic[T]):
         Raises
         ------
         UsageError
-            kind ``bad-argument``: there is no such node, or it has been put before.
+            There is no such node, or it has been put before.
         """
         if node.place < 0 or node.leaves.start >= self._leaves or node.level > self.root.level:
             raise self._refused("there is no such leaf or node", node)
@@ -84,7 +84,7 @@ class TreeSum(Generic[T]):
         Raises
         ------
         UsageError
-            kind ``bad-argument``: not all leaves were put.
+            Not all leaves were put.
         """
         if set(self.nodes) != {self.root}:
             raise self._refused("leaves are missing", *sorted(self.nodes))
@@ -94,7 +94,6 @@ class TreeSum(Generic[T]):
         found = ", ".join(f"{n.leaves.start} to {n.leaves.stop - 1}" for n in nodes)
         return UsageError(
             what,
-            kind="bad-argument",
             wanted=f"each of {self._leaves} leaves once",
             found=f"leaves {found}" if found else "no leaf",
         )

@@ -37,7 +37,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class ApiError(StoreError):
-    """The API server refused, with kind ``scheduler``.
+    """The API server refused, with.
 
     Attributes
     ----------
@@ -52,7 +52,6 @@ class ApiError(StoreError):
         }.get(status)
         super().__init__(
             "the Kubernetes API refused",
-            kind="scheduler",
             where=where,
             found=f"{status} {found}"[:2000],
             hint=hint,
@@ -77,7 +76,7 @@ class Api:
     Raises
     ------
     UsageError
-        kind ``bad-url``: another scheme, or http to another machine.
+        Another scheme, or http to another machine.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Api:
         if not plain and (parts.scheme != "https" or not parts.hostname):
             raise UsageError(
                 "this is no address of a Kubernetes API",
-                kind="bad-url",
                 where=url,
                 wanted="https://HOST:PORT, or http:// on this machine",
             )
@@ -101,8 +99,6 @@ class Api:
         self._http = HttpClient(
             url,
             "the Kubernetes API",
-            kind="scheduler",
-            large_kind="scheduler",
             most_bytes=_MOST_BYTES,
             ca_file=ca_file,
         )
@@ -134,7 +130,7 @@ class Api:
         ApiError
             It refused.
         DeadlineError
-            kind ``scheduler-time-out``: no answer in `timeout_s` seconds.
+            No answer in `timeout_s` seconds.
         """
         end = time.monotonic() + timeout_s
         pause, why = _FIRST_PAUSE_S, "no answer"
@@ -158,7 +154,6 @@ class Api:
             time.sleep(max(0.0, min(wait * (1 + random.random() / 4), end - time.monotonic())))
         raise DeadlineError(
             "the Kubernetes API did not answer in time",
-            kind="scheduler-time-out",
             where=f"{self.url}{path}",
             wanted=f"an answer within {timeout_s:.3g} s",
             found=why,
@@ -197,7 +192,7 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
     Raises
     ------
     UsageError
-        kind ``no-cluster``: this is no pod, or it has no service account.
+        This is no pod, or it has no service account.
     """
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS") or os.environ.get(
@@ -211,7 +206,6 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
     if not (host and namespace and there):
         raise UsageError(
             "this process is in no pod with a service account",
-            kind="no-cluster",
             where=str(folder),
             wanted="KUBERNETES_SERVICE_HOST, and token, ca.crt and namespace in that folder",
             hint="automountServiceAccountToken: true, and serviceAccountName as in"
@@ -232,7 +226,6 @@ def _decoded(raw: bytes, where: str) -> Json:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(
             "the Kubernetes API answers something else than an object of JSON",
-            kind="scheduler",
             where=where,
             found=raw[:200].decode("utf-8", "replace"),
         ) from error

@@ -181,9 +181,7 @@ class KubernetesPods(Launcher):
                 return
             if time.monotonic() >= end:
                 raise DeadlineError(
-                    "pods are not gone in time",
-                    kind="scheduler-time-out",
-                    found=", ".join(p.name for p in held)[:500],
+                    "pods are not gone in time", found=", ".join(p.name for p in held)[:500]
                 )
             time.sleep(_POLL_S)
 
@@ -224,7 +222,7 @@ class Kubernetes(KubernetesPods):
     Raises
     ------
     UsageError
-        kind ``bad-argument``: a name that Kubernetes does not take.
+        A name that Kubernetes does not take.
     """
 
     def __init__(
@@ -373,6 +371,4 @@ def _left(end: float) -> float:
 def _as_error(error: Exception) -> CkptdError:
     if isinstance(error, CkptdError):
         return error
-    return DeadlineError(
-        "the Kubernetes API cannot be followed", kind="scheduler-time-out", found=str(error)[:500]
-    )
+    return DeadlineError("the Kubernetes API cannot be followed", found=str(error)[:500])

@@ -23,12 +23,11 @@ def check_name(name: str) -> str:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it cannot.
+        It cannot.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
             "Kubernetes takes no such name",
-            kind="bad-argument",
             wanted="1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
             found=name[:100],
         )
@@ -59,13 +58,13 @@ def pod_of(
     Raises
     ------
     StoreError
-        kind ``scheduler``: the template has no container.
+        The template has no container.
     """
     made = copy.deepcopy(template)
     meta, spec = made.setdefault("metadata", {}), made.setdefault("spec", {})
     containers = spec.get("containers") or []
     if not containers:
-        raise StoreError("the pod template has no container", kind="scheduler", where=job)
+        raise StoreError("the pod template has no container", where=job)
     chosen = next((c for c in containers if c.get("name") == _CONTAINER), containers[0])
     chosen["command"] = list(command)
     chosen.pop("args", None)

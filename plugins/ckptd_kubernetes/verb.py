@@ -95,15 +95,10 @@ def kubernetes(
     if (template is None) == (selector is None) or (selector is not None and words):
         raise UsageError(
             "it must be known whose pods these are",
-            kind="bad-argument",
             wanted="--template NAME with what ckptd run is to start, or --selector LABELS alone",
         )
     if not secret:
-        raise UsageError(
-            "the job has no secret",
-            kind="bad-argument",
-            wanted=f"{SECRET_VARIABLE}, as in all pods",
-        )
+        raise UsageError("the job has no secret", wanted=f"{SECRET_VARIABLE}, as in all pods")
     api = in_cluster()
     launcher = _launcher(api, name, template, nodes, selector, words)
     found = _kept(launcher, name, controller, secret.encode(), wait)

@@ -80,9 +80,9 @@ class SlurmLauncher(Launcher):
     Raises
     ------
     UsageError
-        kind ``no-allocation``: this process runs in no allocation.
+        This process runs in no allocation.
     RefusedError
-        kind ``heterogeneous-job``: a job of several components.
+        A job of several components.
     """
 
     def __init__(
@@ -98,14 +98,12 @@ class SlurmLauncher(Launcher):
         if not self.job or not nodelist:
             raise UsageError(
                 "not in a Slurm allocation",
-                kind="no-allocation",
                 where="SLURM_JOB_ID, SLURM_JOB_NODELIST",
                 hint="run this in a batch script (sbatch) or below salloc",
             )
         if env.get("SLURM_HET_SIZE"):
             raise RefusedError(
                 "a job of several components has no one list of nodes",
-                kind="heterogeneous-job",
                 where="SLURM_HET_SIZE",
                 hint="submit a job of one component; its nodes may differ",
             )
@@ -219,9 +217,7 @@ class SlurmLauncher(Launcher):
             # Its own group: a Ctrl-C is for the batch step, which says goodbye in good order.
             process = subprocess.Popen(argv, env=self.environ, start_new_session=True)
         except OSError as error:
-            raise StoreError(
-                "srun could not be started", kind="scheduler", where=node, found=error
-            ) from error
+            raise StoreError("srun could not be started", where=node, found=error) from error
         self._codes.pop(node, None)
         return name, process
 
@@ -266,8 +262,5 @@ def _is_dropped(name: str) -> bool:
 
 def _late(what: str, timeout_s: float) -> DeadlineError:
     return DeadlineError(
-        "steps were not started or stopped in time",
-        kind="scheduler-time-out",
-        where=what,
-        wanted=f"within {timeout_s:g} s",
+        "steps were not started or stopped in time", where=what, wanted=f"within {timeout_s:g} s"
     )

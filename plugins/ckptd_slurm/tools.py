@@ -80,7 +80,7 @@ def parse_nodes(text: str) -> dict[str, NodeSaid]:
     Raises
     ------
     StoreError
-        kind ``scheduler``: a line is none of its lines.
+        A line is none of its lines.
     """
     found: dict[str, NodeSaid] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -191,14 +191,12 @@ class Slurm:
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(
                 "the scheduler did not answer in time",
-                kind="scheduler-time-out",
                 where=" ".join(argv)[:200],
                 wanted=f"within {timeout_s:g} s",
             ) from error
         except OSError as error:
             raise StoreError(
                 "a command of Slurm could not be run",
-                kind="scheduler",
                 where=argv[0],
                 found=error,
                 hint="is Slurm installed on this node, and in PATH?",
@@ -212,4 +210,4 @@ def _job(job: str) -> str:
 
 
 def _refused(where: str, found: str) -> StoreError:
-    return StoreError("Slurm said no", kind="scheduler", where=where, found=found)
+    return StoreError("Slurm said no", where=where, found=found)

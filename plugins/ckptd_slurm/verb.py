@@ -181,7 +181,7 @@ def plan_of(
     Raises
     ------
     UsageError
-        kind ``bad-argument``: an option belongs to each node, or is given here.
+        An option belongs to each node, or is given here.
     """
     from ckptd.elastic.cli import separated
 
@@ -189,9 +189,7 @@ def plan_of(
     given = {word.partition("=")[0] for word in words[: words.index("--")]}
     if wrong := sorted(given & _OURS):
         raise UsageError(
-            "this option is for one node, and is filled in here",
-            kind="bad-argument",
-            where=", ".join(wrong),
+            "this option is for one node, and is filled in here", where=", ".join(wrong)
         )
     number = environ["SLURM_JOB_ID"]
     folder = Path.cwd() / f"ckptd-{number}"
@@ -271,7 +269,7 @@ def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
     Raises
     ------
     RefusedError
-        kind ``not-ours``: as of `ckptd.base.net.signing.secret_of`.
+        As of `ckptd.base.net.signing.secret_of`.
     """
     folder = plan.folder
     if folder is not None:

@@ -47,7 +47,7 @@ def create(parameters: RendezvousParameters) -> CkptdRendezvous:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: a setting makes no sense.
+        A setting makes no sense.
     """
     settings = SideSettings.read(
         parameters.endpoint,

@@ -195,7 +195,7 @@ class TorchrunNode:
         JobOver
             There is nothing to do any more.
         NotFoundError
-            kind ``no-controller``: none answers for `within_s`.
+            None answers for `within_s`.
         """
         self._come_in()
         while True:
@@ -283,7 +283,6 @@ class TorchrunNode:
         if min(time.monotonic() - since, silent_s) > within_s:
             raise NotFoundError(
                 "no controller answers",
-                kind="no-controller",
                 wanted=f"within {within_s:.0f} s",
                 hint="is --rdzv-endpoint the machine on which an agent or `ckptd controller` runs?",
             )

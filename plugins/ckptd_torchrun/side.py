@@ -91,13 +91,13 @@ class SideSettings:
         Raises
         ------
         UsageError
-            kind ``bad-argument``.
+            A duration, size or rule on the command line cannot be read, or a plugin is called in a
+            way that it does not serve.
         """
         host, port = parse_address(
             endpoint,
             "a rendezvous endpoint",
             where="--rdzv-endpoint",
-            kind="bad-argument",
             default_port=_PORT,
         )
         is_host = str(conf.get("is_host", "")).lower()
@@ -128,7 +128,6 @@ def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
     if not 0.0 < value < 1e9:
         raise UsageError(
             "this is no number of seconds",
-            kind="bad-argument",
             where=f"--rdzv-conf {key}",
             found=str(conf.get(key))[:100],
         )

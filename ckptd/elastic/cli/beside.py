@@ -26,7 +26,7 @@ class Watch(Protocol):
     """What makes a watch."""
 
     def check_floors(self, floors: tuple[str, ...]) -> None:
-        """Refuse what ``--floor`` does not take: `UsageError`, kind ``bad-argument``."""
+        """Refuse what ``--floor`` does not take: `UsageError`."""
 
     def environment(self, folder: Path, base: Mapping[str, str]) -> Mapping[str, str]:
         """Return the variables that make ranks record themselves; raises `OSError`."""

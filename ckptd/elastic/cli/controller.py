@@ -265,9 +265,7 @@ def _settings(assignments: tuple[str, ...]) -> ControllerSettings:
 
 
 def _bad(where: str, found: str, wanted: str) -> UsageError:
-    return UsageError(
-        "this option cannot be read", kind="bad-argument", where=where, wanted=wanted, found=found
-    )
+    return UsageError("this option cannot be read", where=where, wanted=wanted, found=found)
 
 
 def _address(sock: socket.socket, host: str | None) -> str:

@@ -82,7 +82,7 @@ class Where:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none is named, and not exactly one has a controller here.
+            None is named, and not exactly one has a controller here.
         """
         named = self.job or os.environ.get("CKPTD_JOB")
         if named or self.controller or self.log:
@@ -92,7 +92,6 @@ class Where:
             return posts[0].job
         raise NotFoundError(
             "several jobs have a controller here" if posts else "no controller runs here",
-            kind="no-controller",
             found=", ".join(sorted({post.job for post in posts})) or None,
             hint="--job NAME says which" if posts else "--controller HOST:PORT says where it is",
         )
@@ -177,7 +176,6 @@ def _link(where: Where) -> OperatorLink:
         if newest is None:
             raise NotFoundError(
                 "no controller of this job was ever there",
-                kind="no-controller",
                 where=f"job {where.name}",
                 hint="--controller HOST:PORT or --log URL says where to look",
             )
@@ -209,7 +207,6 @@ def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> Reply:
         if how.wait and now.state == "aborted" and kind is not OrderKind.STOP:
             raise RefusedError(
                 f"the job has ended before the order to {kind} was carried out",
-                kind="ended",
                 found=f"{now.ended}: {now.reason}",
             )
     finally:

@@ -264,15 +264,11 @@ def run(
     """
     if not command:
         raise UsageError(
-            "say what is to be run",
-            kind="bad-argument",
-            wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]...",
+            "say what is to be run", wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]..."
         )
     torchrun, own = torchrun or TorchrunOptions(), own or JobOptions()
     if torchrun.module and torchrun.no_python:
-        raise UsageError(
-            "-m and --no-python exclude each other", kind="bad-argument", found="-m --no-python"
-        )
+        raise UsageError("-m and --no-python exclude each other", found="-m --no-python")
     options = _options(command, torchrun, own, json)
     if own.floor:
         _beside().check_floors(own.floor)
@@ -341,7 +337,8 @@ def slots_of(text: str) -> int:
     Raises
     ------
     UsageError
-        kind ``bad-argument``.
+        A duration, size or rule on the command line cannot be read, or a plugin is called in a way
+        that it does not serve.
     """
     found = 0
     if text.isascii() and text.isdecimal():
@@ -355,7 +352,6 @@ def slots_of(text: str) -> int:
     if found < 1:
         raise UsageError(
             "there is no such number of ranks",
-            kind="bad-argument",
             where="--nproc-per-node",
             wanted="1 or more, auto, cpu, or gpu where there is one",
             found=text[:100],
@@ -386,13 +382,13 @@ def ranks_filter(text: str) -> frozenset[int]:
     Raises
     ------
     UsageError
-        kind ``bad-argument``.
+        A duration, size or rule on the command line cannot be read, or a plugin is called in a way
+        that it does not serve.
     """
     words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise UsageError(
             "these are no local ranks",
-            kind="bad-argument",
             where="--local-ranks-filter",
             wanted="numbers with commas between them",
             found=text[:100],
@@ -416,7 +412,6 @@ def _options(
     if high > 1 and not endpoint and own.log is None:
         raise UsageError(
             "nodes of one job have to find each other",
-            kind="bad-argument",
             wanted="--rdzv-endpoint HOST:PORT, or --log URL",
             found=f"--nnodes {torchrun.nnodes}",
         )
@@ -449,7 +444,8 @@ def _interrupt_s(given: float | None) -> float:
     Raises
     ------
     UsageError
-        kind ``bad-argument``.
+        A duration, size or rule on the command line cannot be read, or a plugin is called in a way
+        that it does not serve.
     """
     from ckptd.base.runtime.accelerators import accelerators_here
     from ckptd.elastic.messages import DEVICE_INTERRUPT_S, INTERRUPT_S
@@ -459,7 +455,6 @@ def _interrupt_s(given: float | None) -> float:
     if not 0.0 < given <= _MOST_INTERRUPT_S:
         raise UsageError(
             "a session cannot leave its generation in this time",
-            kind="bad-argument",
             where="--interrupt",
             wanted=f"more than 0 seconds, {_MOST_INTERRUPT_S:.0f} at most",
             found=f"{given:g}",
@@ -475,7 +470,6 @@ def _range(text: str) -> tuple[int, int]:
             return least, most
     raise UsageError(
         "there is no such number of nodes",
-        kind="bad-argument",
         where="--nnodes",
         wanted="N, or MIN:MAX",
         found=text[:100],
@@ -511,7 +505,7 @@ def controller_settings(
     Raises
     ------
     UsageError
-        kind ``bad-argument``: of `no_restart_on`.
+        Of `no_restart_on`.
     """
     from ckptd.elastic.control.states import ControllerSettings, ExitCodes
 

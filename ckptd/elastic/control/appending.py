@@ -46,7 +46,7 @@ class Appender:
         Raises
         ------
         ConflictError
-            kind ``log-taken``: another controller has appended a record.
+            Another controller has appended a record.
         StoreError
             The log could not be read in time.
         """
@@ -58,7 +58,7 @@ class Appender:
         Raises
         ------
         ConflictError
-            kind ``log-taken``: another controller has written that record.
+            Another controller has written that record.
         StoreError
             The log could not be written in time.
         """
@@ -84,9 +84,7 @@ class Appender:
     def _check(self) -> None:
         if len(self._log.read()) > self.number:
             raise ConflictError(
-                "another controller has decided",
-                kind="log-taken",
-                hint="this controller ends; the other one goes on",
+                "another controller has decided", hint="this controller ends; the other one goes on"
             )
 
     def _append(self, record: Record) -> None:

@@ -247,7 +247,6 @@ class Controller:
         if claimed > most:
             raise RefusedError(
                 "a node knows of a generation that cannot be",
-                kind="no-generation",
                 wanted=f"at most {most}",
                 found=str(claimed),
             )
@@ -340,7 +339,7 @@ class Controller:
         """Tell nodes where the daemon is, unless they could not reach it."""
         if _is_local(said.url) and not _is_local(f"//{self._status().address}"):
             text = f"{said.url} is reached from its own machine alone: nodes are not told of it"
-            peer.send(Answer(number=said.number, ok=False, kind="loopback", text=text))
+            peer.send(Answer(number=said.number, ok=False, kind="refused", text=text))
             return
         if said.url != self.daemon:
             self.daemon, self._dirty = said.url, True
@@ -353,7 +352,7 @@ class Controller:
         number = do.number
         try:
             if self.ending is not None:
-                raise RefusedError("the job has ended", kind="ended", found=self.ending.text)
+                raise RefusedError("the job has ended", found=self.ending.text)
             self._check(do.event)
         except CkptdError as error:
             peer.send(Answer(number=number, ok=False, kind=error.kind, text=str(error)[:4000]))
@@ -365,9 +364,7 @@ class Controller:
         named: tuple[str, ...] = getattr(event, "nodes", None) or ()
         kinds = (OrderKind.EXCLUDE, OrderKind.DRAIN, OrderKind.ADD)
         if isinstance(event, Order) and event.kind in kinds and not named:
-            raise RefusedError(
-                f"which nodes to {event.kind} is not said", kind="no-node", wanted="names of nodes"
-            )
+            raise RefusedError(f"which nodes to {event.kind} is not said", wanted="names of nodes")
         known = {node.name for node in self.machine.nodes if node.life}
         record = self.machine.record
         known |= record.nodes if record is not None else frozenset()
@@ -375,7 +372,6 @@ class Controller:
         if strangers:
             raise RefusedError(
                 f"no node of that name was heard of: {', '.join(strangers)}",
-                kind="no-node",
                 wanted=", ".join(sorted(known)[:20]) or "a node; none has come yet",
                 found=", ".join(strangers[:20]),
             )
@@ -393,7 +389,7 @@ class Controller:
         Raises
         ------
         ConflictError
-            kind ``log-taken``: another controller has decided; this one has said nothing since.
+            Another controller has decided; this one has said nothing since.
         StoreError
             The log, or the seat, could not be written for too long.
         RefusedError
@@ -480,7 +476,6 @@ class Controller:
         elif isinstance(action, Refuse):
             raise RefusedError(
                 "the membership log does not know what nodes know",
-                kind="lost-log",
                 found=action.text,
                 hint="start the controller with the job's log: --log",
             )
@@ -572,9 +567,7 @@ def _is_local(url: str) -> bool:
 
 
 def _not_its_own(name: str, said: str) -> RefusedError:
-    return RefusedError(
-        "a node speaks for another one", kind="not-its-own", wanted=name, found=said[:256]
-    )
+    return RefusedError("a node speaks for another one", wanted=name, found=said[:256])
 
 
 def _words(event: JobEvent) -> str:

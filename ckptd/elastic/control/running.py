@@ -89,11 +89,12 @@ def run_controller(setup: Setup, announce: Callable[[], None]) -> ControllerEndi
     Raises
     ------
     ConflictError
-        kind ``seat-taken``, ``log-taken``: another controller is there.
+        Another controller is there.
     CorruptError
-        kind ``bad-log``, ``bad-seat``.
+        A record of a membership log is none, or the log goes backwards; or what says where a job's
+        controller is cannot be read.
     RefusedError
-        kind ``lost-log``: nodes know of generations that the log does not.
+        Nodes know of generations that the log does not.
     StoreError
         The log can be neither read nor written.
     """
@@ -248,7 +249,7 @@ class _Run:
         Raises
         ------
         ConflictError
-            kind ``seat-taken``.
+            Another controller of this job was faster, or has taken over.
         """
         hears, knows = machine.hears(time.monotonic(), _HEARD_S)
         end = time.monotonic() + _OTHERS_S
@@ -258,7 +259,6 @@ class _Run:
             if outlook.silent() > hears:
                 raise ConflictError(
                     "more nodes live than this controller hears: one of them starts the next one",
-                    kind="seat-taken",
                     where=self._setup.places.url,
                     wanted=f"{knows} nodes",
                     found=f"{hears} that it hears, {outlook.silent()} that hear none",

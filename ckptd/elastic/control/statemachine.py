@@ -110,7 +110,7 @@ class StateMachine:
     Raises
     ------
     CorruptError
-        kind ``bad-log``: the log goes backwards.
+        The log goes backwards.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class StateMachine:
             "and start it as a new one: its checkpoints are not touched"
         )
         self._become(State.ABORTED, text, now)
-        self._out.append(Refuse(kind="lost-log", text=text))
+        self._out.append(Refuse(text=text))
 
     def _left(self, event: Left, now: float) -> None:
         node = self.nodes[event.node]

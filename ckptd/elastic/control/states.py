@@ -115,7 +115,8 @@ class ExitCodes:
     Raises
     ------
     UsageError
-        kind ``bad-argument``.
+        A duration, size or rule on the command line cannot be read, or a plugin is called in a way
+        that it does not serve.
     """
 
     def __init__(self, text: str) -> None:
@@ -137,7 +138,6 @@ def _codes(word: str, text: str) -> tuple[int, int]:
         return int(low), int(last)
     raise UsageError(
         "these are no exit codes",
-        kind="bad-argument",
         where="--no-restart-on",
         wanted="codes from 1 to 255 and ranges, such as 2,64-78; repeat; or none",
         found=text[:200],

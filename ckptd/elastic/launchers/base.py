@@ -90,9 +90,9 @@ class Launcher(ABC):
         UsageError
             kind ``unknown-node``: the job has no node of this name.
         DeadlineError
-            kind ``scheduler-time-out``: not done in time; some may have been started.
+            Not done in time; some may have been started.
         StoreError
-            kind ``scheduler``: it refused.
+            It refused.
         """
 
     @abstractmethod

@@ -139,9 +139,7 @@ class LocalLauncher(Launcher):
                     start_new_session=True,
                 )
         except OSError as error:
-            raise StoreError(
-                "a launcher could not be started", kind="scheduler", where=node, found=error
-            ) from error
+            raise StoreError("a launcher could not be started", where=node, found=error) from error
 
 
 def _kill_tree(process: subprocess.Popen[bytes], end: float, timeout_s: float) -> None:
@@ -176,7 +174,6 @@ def _lives(process: psutil.Process) -> bool:
 def _late(what: str, timeout_s: float) -> DeadlineError:
     return DeadlineError(
         "launchers were not started or stopped in time",
-        kind="scheduler-time-out",
         where=what,
         wanted=f"within {timeout_s:g} s",
     )

@@ -29,7 +29,7 @@ def claim_name(job: str, given: str) -> tuple[str, int]:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: too many launchers of the job run on this machine.
+        Too many launchers of the job run on this machine.
     """
     for number in range(1, _MOST_NAMES + 1):
         name = given if number == 1 else f"{given}-{number}"
@@ -41,6 +41,4 @@ def claim_name(job: str, given: str) -> tuple[str, int]:
             os.close(fd)
             continue
         return name, fd
-    raise UsageError(
-        "too many launchers of this job run on this machine", kind="bad-argument", where=given
-    )
+    raise UsageError("too many launchers of this job run on this machine", where=given)

@@ -35,7 +35,8 @@ def parse_streams(text: str, flag: str) -> dict[int, int] | int:
     Raises
     ------
     UsageError
-        kind ``bad-argument``.
+        A duration, size or rule on the command line cannot be read, or a plugin is called in a way
+        that it does not serve.
     """
     try:
         if text.isdecimal() and int(text) <= _OUT | _ERR:
@@ -48,7 +49,6 @@ def parse_streams(text: str, flag: str) -> dict[int, int] | int:
         pass
     raise UsageError(
         "streams cannot be understood",
-        kind="bad-argument",
         where=flag,
         wanted="0 to 3, or RANK:BITS,... with 1 for standard output and 2 for standard error",
         found=text[:200],
@@ -74,7 +74,7 @@ class Output:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: no folder can be made there.
+        No folder can be made there.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Output:
         except OSError as error:
             raise UsageError(
                 "files of workers cannot be made there",
-                kind="bad-argument",
                 where=str(base),
                 wanted="--log-dir names a folder that can be written",
                 found=error.strerror or str(error),

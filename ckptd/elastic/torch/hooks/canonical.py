@@ -53,7 +53,7 @@ class CanonicalGradients:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: a parameter is sharded, or there are more ranks than micro-batches.
+        A parameter is sharded, or there are more ranks than micro-batches.
     """
 
     def __init__(
@@ -73,14 +73,12 @@ class CanonicalGradients:
         if found:
             raise UsageError(
                 "gradients of sharded parameters cannot be summed in a fixed order",
-                kind="bad-argument",
                 wanted="parameters that are whole on each rank",
                 found=", ".join(sorted(found)),
             )
         if self._world > microbatches:
             raise UsageError(
                 "some ranks would have no micro-batch",
-                kind="bad-argument",
                 wanted=f"at most {microbatches} ranks",
                 found=str(self._world),
             )
@@ -105,13 +103,12 @@ class CanonicalGradients:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: it was added before, there is no such micro-batch, or it comes
-            with more or fewer numbers than the one before.
+            It was added before, there is no such micro-batch, or it comes with more or fewer
+            numbers than the one before.
         """
         if self._numbers not in (None, len(numbers)):
             raise UsageError(
                 "this micro-batch comes with another count of numbers than the one before",
-                kind="bad-argument",
                 wanted=f"{self._numbers} numbers beside the gradients",
                 found=str(len(numbers)),
             )
@@ -131,13 +128,12 @@ class CanonicalGradients:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: this rank has not added all its micro-batches.
+            This rank has not added all its micro-batches.
         """
         mine = self._shares[self._rank]
         if set(mine) != set(self._tree.nodes):
             raise UsageError(
                 "not all micro-batches of this rank were added",
-                kind="bad-argument",
                 wanted=f"micro-batches {_leaves_of(mine)}",
                 found=f"{_leaves_of(sorted(self._tree.nodes))}",
             )

@@ -109,16 +109,13 @@ class KeptGradients:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: `steps` is below 1.
+        `steps` is below 1.
     """
 
     def __init__(self, *, steps: int = 2) -> None:
         if steps < 1:
             raise UsageError(
-                "sums of no step would be kept",
-                kind="bad-argument",
-                wanted="steps of at least 1",
-                found=str(steps),
+                "sums of no step would be kept", wanted="steps of at least 1", found=str(steps)
             )
         self.found = 0
         self.refused = False

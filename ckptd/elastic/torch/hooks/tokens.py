@@ -29,7 +29,7 @@ def global_tokens(mine: int, group: dist.ProcessGroup | None = None) -> int:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: no rank has any.
+        No rank has any.
     """
     total = torch.tensor([mine], dtype=torch.int64)
     if dist.is_available() and dist.is_initialized():
@@ -39,7 +39,6 @@ def global_tokens(mine: int, group: dist.ProcessGroup | None = None) -> int:
     if count < 1 or mine < 0:
         raise UsageError(
             "no rank has a token in this step",
-            kind="bad-argument",
             wanted="at least one on all ranks together",
             found=str(count),
         )

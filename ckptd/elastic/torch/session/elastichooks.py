@@ -105,14 +105,13 @@ class ElasticHooks(Job):
         abandonable(checkpointer)
 
     def begins(self, root: Store) -> None:
-        """Take in that there is nothing to load; ``lost-step`` where the controller knows one."""
+        """Take in that there is nothing to load; RefusedError where the controller knows one."""
         promised = os.environ.get("CKPTD_STEP", "")
         known = int(promised) if promised.isdecimal() else 0
         asked = self._link is not None and self._tells and known > 0 and not self._new_run
         if asked and Index(root).generations():
             raise RefusedError(
                 f"step {known} was committed, and nothing of this job is found any more",
-                kind="lost-step",
                 where=root.url,
                 wanted=f"a snapshot or a checkpoint; step {known} was the newest",
                 found="none, neither at the root nor in the near tiers of the nodes that are here",

@@ -56,14 +56,13 @@ class Interrupter:
     Raises
     ------
     UsageError
-        kind ``main-thread``: made in another thread than the main one.
+        Made in another thread than the main one.
     """
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "only the main thread can be interrupted",
-                kind="main-thread",
                 where=threading.current_thread().name,
                 wanted="ckptd.elastic.session() in the main thread",
             )

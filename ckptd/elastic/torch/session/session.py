@@ -88,7 +88,8 @@ def session(
     BaseException
         What `train` raised, if no change of ranks was the cause of it within five seconds.
     UsageError
-        kind ``main-thread``; kind ``session``: a session runs in this process already.
+        ``preemption`` or a session in another thread than the main one, which alone can handle
+        signals;: a session runs in this process already.
     """
     link = WorkerLink.current()
     if link is None:
@@ -99,7 +100,7 @@ def session(
 class _Session:
     def __init__(self, link: WorkerLink) -> None:
         if launched.current is not None:
-            raise UsageError("a session runs in this process already", kind="session")
+            raise UsageError("a session runs in this process already")
         self._link = link
         self._changed = threading.Condition()
         self._go: Go | None = None

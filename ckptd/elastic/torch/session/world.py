@@ -48,7 +48,7 @@ class World:
         Raises
         ------
         UsageError
-            kind ``bad-world``: they contradict one another.
+            They contradict one another.
         """
         world_size = _number(environ, "WORLD_SIZE", 1)
         rank = _number(environ, "RANK", 0)
@@ -100,7 +100,6 @@ def _three(environ: Mapping[str, str], name: str) -> tuple[int, int, int] | None
 def _bad(name: str, found: str) -> UsageError:
     return UsageError(
         "the environment describes no rank of a job",
-        kind="bad-world",
         where=name,
         found=found[:200],
         hint="ckptd run sets these variables",
