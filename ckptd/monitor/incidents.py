@@ -407,9 +407,9 @@ class IncidentTracker:
         return tuple(c.verdict for c in (*self._open, *self._maybe))
 
     def get(self, ident: str) -> Incident:
-        """Return an incident; NotFoundError, kind ``no-incident``."""
+        """Return an incident; NotFoundError."""
         if ident not in self._incidents:
-            raise NotFoundError("there is no such incident", kind="no-incident", where=ident)
+            raise NotFoundError("there is no such incident", where=ident)
         return self._incidents[ident]
 
     def change(self, ident: str, **fields: Any) -> Incident:

@@ -171,9 +171,9 @@ class JobRecording:
     Raises
     ------
     NotFoundError
-        kind ``no-recording``: there is no such file.
+        There is no such file.
     CorruptError
-        kind ``bad-recording``: it is none, or its header is damaged.
+        It is none, or its header is damaged.
     StoreError
         kind ``store``: it cannot be read.
     """
@@ -191,9 +191,7 @@ class JobRecording:
         try:
             return _File(self.path)
         except FileNotFoundError as error:
-            raise NotFoundError(
-                "there is no such recording", kind="no-recording", where=str(self.path)
-            ) from error
+            raise NotFoundError("there is no such recording", where=str(self.path)) from error
         except OSError as error:
             raise _unusable(self.path, error) from error
 
@@ -212,7 +210,6 @@ class JobRecording:
     def _bad(self, found: str) -> CorruptError:
         return CorruptError(
             "this is not a recording",
-            kind="bad-recording",
             where=str(self.path),
             wanted="the header of a recording of this version",
             found=found,

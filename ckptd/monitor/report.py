@@ -445,15 +445,12 @@ STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
 def bad(wanted: str, found: object) -> CorruptError:
     """Return the error of a message that is not what it should be."""
     return CorruptError(
-        "not a valid message between agent and daemon",
-        kind="bad-sheet",
-        wanted=wanted,
-        found=str(found)[:200],
+        "not a valid message between agent and daemon", wanted=wanted, found=str(found)[:200]
     )
 
 
 def check_report(report: NodeReport, limits: ReportLimits) -> None:
-    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `report` is usable."""
+    """Raise `CorruptError`, unless all of `report` is usable."""
     _check_version(report)
     nodes, agents = report.nodes, report.agents
     _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
@@ -578,7 +575,7 @@ def unpack_report(data: bytes, limits: ReportLimits | None = None) -> NodeReport
     Raises
     ------
     CorruptError
-        kind ``bad-sheet``: these bytes are not a report, or it claims more than `limits`.
+        These bytes are not a report, or it claims more than `limits`.
     """
     limits = limits or ReportLimits()
     report = _decoded(data, _reports, limits)

@@ -317,7 +317,7 @@ class RingWriter:
     StoreError
         kind ``no-space``: the file system has no room, or cannot reserve it.
     UsageError
-        kind ``bad-ring``: the shape is out of bounds, or this machine is big-endian.
+        The shape is out of bounds, or this machine is big-endian.
     """
 
     def __init__(self, path: Path, identity: RingIdentity, shape: RingShape | None = None) -> None:
@@ -327,7 +327,6 @@ class RingWriter:
         if sys.byteorder != "little" or not self.shape.fits():
             raise UsageError(
                 "a ring cannot be made like this",
-                kind="bad-ring",
                 where=str(path),
                 wanted="a little-endian machine, and a shape within its limits",
                 found=f"{sys.byteorder}-endian, {self.shape}",
@@ -611,9 +610,9 @@ class RankFile:
     Raises
     ------
     NotFoundError
-        kind ``no-ring``: there is no such file.
+        There is no such file.
     CorruptError
-        kind ``bad-ring``: it is not such a file, or damaged, or of another version.
+        It is not such a file, or damaged, or of another version.
     StoreError
         kind ``store``: it cannot be opened or read.
     """
@@ -626,9 +625,7 @@ class RankFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise NotFoundError(
-                f"there is no {self.WHAT}", kind="no-ring", where=str(path)
-            ) from error
+            raise NotFoundError(f"there is no {self.WHAT}", where=str(path)) from error
         except OSError as error:
             raise self._unreadable(error) from error
         try:
@@ -676,11 +673,7 @@ class RankFile:
 
     def _corrupt(self, wanted: str, found: str) -> CorruptError:
         return CorruptError(
-            f"this is not a {self.WHAT}",
-            kind="bad-ring",
-            where=str(self.path),
-            wanted=wanted,
-            found=found,
+            f"this is not a {self.WHAT}", where=str(self.path), wanted=wanted, found=found
         )
 
     def _unreadable(self, error: OSError) -> StoreError:
@@ -747,10 +740,9 @@ class RingReader(RankFile):
     Raises
     ------
     NotFoundError
-        kind ``no-ring``: there is no such file.
+        There is no such file.
     CorruptError
-        kind ``bad-ring``: not a regular file, of another size than it says, damaged, or of another
-        version.
+        Not a regular file, of another size than it says, damaged, or of another version.
     StoreError
         kind ``store``: it cannot be opened or read.
     """

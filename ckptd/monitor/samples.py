@@ -88,14 +88,13 @@ class SampleWriter:
     StoreError
         kind ``no-space``: the file system has no room.
     UsageError
-        kind ``bad-ring``: there cannot be so many slots.
+        There cannot be so many slots.
     """
 
     def __init__(self, path: Path, identity: RingIdentity, slots: int = 1024) -> None:
         if not 0 < slots <= _MOST_SLOTS:
             raise UsageError(
                 "samples cannot be kept like this",
-                kind="bad-ring",
                 where=str(path),
                 wanted=f"1 to {_MOST_SLOTS} slots",
                 found=str(slots),
@@ -150,9 +149,9 @@ class SampleReader(RankFile):
     Raises
     ------
     NotFoundError
-        kind ``no-ring``: there is no such file.
+        There is no such file.
     CorruptError
-        kind ``bad-ring``: it is not such a file, or damaged, or of another version.
+        It is not such a file, or damaged, or of another version.
     StoreError
         It cannot be opened or read.
     """

@@ -115,7 +115,7 @@ def changed(settings: WatchSettings, assignment: str) -> WatchSettings:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: there is no such setting, or that is no value of it.
+        There is no such setting, or that is no value of it.
     """
     name, _, text = assignment.partition("=")
     group, _, rest = name.partition(".")
@@ -164,7 +164,6 @@ def _number(assignment: str, text: str, before: float) -> Any:
 def _bad(assignment: str, wanted: str) -> UsageError:
     return UsageError(
         "a setting cannot be changed so",
-        kind="bad-argument",
         wanted=wanted,
         found=assignment,
         hint=f"settings are {', '.join(setting_names())}",

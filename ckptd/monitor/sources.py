@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ckptd.errors import RefusedError
+from ckptd.errors import ConflictError
 from ckptd.monitor.report import REPORT_RANK, AgentState, GroupInfo, NodeReport
 from ckptd.monitor.settings import WatchSettings
 
@@ -95,7 +95,7 @@ class ReportSources:
         return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * self._ranks)
 
     def take(self, report: NodeReport, now: float) -> None:
-        """Take a report; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
+        """Take a report; ConflictError unless it is newer than the last one."""
         before = self.by_name.get(report.source)
         if before is None:
             self._make_room(report, now)
@@ -212,11 +212,10 @@ def _count(report: NodeReport) -> int:
     return len(report.ranks) // REPORT_RANK.itemsize
 
 
-def old(source: str, taken: int, number: int) -> RefusedError:
+def old(source: str, taken: int, number: int) -> ConflictError:
     """Return the error of a message that is not newer than what was taken."""
-    return RefusedError(
+    return ConflictError(
         "this report, or a newer one of its source, was taken before",
-        kind="old-sheet",
         where=source,
         wanted=f"a number above {taken}",
         found=str(number),

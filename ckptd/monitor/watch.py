@@ -113,8 +113,7 @@ class JobWatch:
         Raises
         ------
         RefusedError
-            kind ``other-job``: it is of another job; kind ``old-sheet``: its source has sent it,
-            or a newer one, before.
+            It is of another job;: its source has sent it, or a newer one, before.
         """
         self._check_job(report.job)
         self.sources.take(report, now)
@@ -161,9 +160,7 @@ class JobWatch:
 
     def _check_job(self, job: str) -> None:
         if job != self.name:
-            raise RefusedError(
-                "this message is of another job", kind="other-job", wanted=self.name, found=job
-            )
+            raise RefusedError("this message is of another job", wanted=self.name, found=job)
 
     # --- a round --------------------------------------------------------------------------------
 
@@ -338,11 +335,11 @@ class JobWatch:
         )
 
     def acknowledge(self, ident: str, note: str, now: float) -> Incident:
-        """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
+        """Note that a person has seen an incident; NotFoundError."""
         return self._cases.change(ident, acknowledged_at=now + self.epoch, note=note)
 
     def answered(self, ident: str, done: bool, words: str) -> Incident:
-        """Note what was done about an incident; NotFoundError, kind ``no-incident``."""
+        """Note what was done about an incident; NotFoundError."""
         enforced = done or self._cases.get(ident).enforced
         return self._cases.change(ident, enforced=enforced, response=words)
 

@@ -172,13 +172,12 @@ def parse_fault(text: str) -> PlantedAt:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it names none.
+        It names none.
     """
     found = re.fullmatch(r"([a-z]+):(\d{1,7})(?:@(\d{1,5}(?:\.\d{1,3})?))?", text)
     if found is None or found[1] not in _KINDS:
         raise UsageError(
             "not a fault",
-            kind="bad-argument",
             where="--fault",
             wanted=f"KIND:RANK or KIND:RANK@SECONDS, with one of {', '.join(_KINDS)}",
             found=text,
@@ -192,15 +191,11 @@ def mesh_for(ranks: int) -> Mesh:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: there are none, or too many.
+        There are none, or too many.
     """
     if not 1 <= ranks <= 1 << 16:
         raise UsageError(
-            "no job of that size",
-            kind="bad-argument",
-            where="--simulate",
-            wanted="1 to 65536 ranks",
-            found=ranks,
+            "no job of that size", where="--simulate", wanted="1 to 65536 ranks", found=ranks
         )
     node = _SMALL_NODE if ranks <= _SMALL else _NODE
     for pp, tp in ((8, 8), (4, 8), (2, 4), (2, 2), (1, 2)):
@@ -562,7 +557,7 @@ def simulate(
     Raises
     ------
     UsageError
-        kind ``bad-argument``: no such fault, or no job of that size.
+        No such fault, or no job of that size.
     """
     mesh = mesh_for(ranks)
     per_sheet = 1 if mesh.nodes <= _NODE_SHEETS else _JOINED_NODES

@@ -126,7 +126,7 @@ def read_folder(folder: Path) -> FlightRecords:
     Raises
     ------
     NotFoundError
-        kind ``no-flight-record``: there is no such folder, or no dump in it.
+        There is no such folder, or no dump in it.
     """
     try:
         files = sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] != ".")
@@ -138,7 +138,7 @@ def read_folder(folder: Path) -> FlightRecords:
         rank = _rank_of(path)
         try:
             if rank is None:
-                raise CorruptError("no number of a rank in its name", kind="bad-flight-record")
+                raise CorruptError("no number of a rank in its name")
             dump, at = read(path)
         except CkptdError as error:
             out.unread[path.name] = error.found or error.message
@@ -154,7 +154,6 @@ def read_folder(folder: Path) -> FlightRecords:
 def _none(folder: Path, found: str) -> NotFoundError:
     return NotFoundError(
         "no dump of a flight recorder is there",
-        kind="no-flight-record",
         where=str(folder),
         found=found,
         hint="TORCH_FR_BUFFER_SIZE=2000 keeps one; a file a rank, with its number in the name",
@@ -172,7 +171,7 @@ def read(path: Path) -> tuple[_Dump, float]:
     Raises
     ------
     CorruptError
-        kind ``bad-flight-record``: it is too large, or no dump.
+        It is too large, or no dump.
     """
     try:
         with path.open("rb") as file:
@@ -191,12 +190,7 @@ def read(path: Path) -> tuple[_Dump, float]:
 
 
 def _bad(path: Path, found: str) -> CorruptError:
-    return CorruptError(
-        "this is not a dump of a flight recorder",
-        kind="bad-flight-record",
-        where=str(path),
-        found=found,
-    )
+    return CorruptError("this is not a dump of a flight recorder", where=str(path), found=found)
 
 
 # --- views --------------------------------------------------------------------------------------

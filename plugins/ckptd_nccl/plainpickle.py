@@ -49,7 +49,7 @@ def loads(data: bytes, where: str) -> Any:
     Raises
     ------
     CorruptError
-        kind ``bad-flight-record``: it is no pickle, or holds anything but plain data.
+        It is no pickle, or holds anything but plain data.
     """
     machine = _Machine()
     try:
@@ -65,7 +65,6 @@ def loads(data: bytes, where: str) -> Any:
 def _bad(where: str, found: str) -> CorruptError:
     return CorruptError(
         "this is not a dump of a flight recorder",
-        kind="bad-flight-record",
         where=where,
         wanted="pickled dicts, lists, tuples, texts and numbers",
         found=found,

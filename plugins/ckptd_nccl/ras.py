@@ -83,7 +83,7 @@ def parse(data: bytes) -> RasReport:
     Raises
     ------
     CorruptError
-        kind ``bad-ras-report``: it is too large, or no answer in JSON.
+        It is too large, or no answer in JSON.
     """
     try:
         if len(data) > REPORT_BYTES:
@@ -92,7 +92,6 @@ def parse(data: bytes) -> RasReport:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(
             "this is not an answer of NCCL's RAS",
-            kind="bad-ras-report",
             wanted="what ncclras -f json prints, of NCCL 2.28.7 or later",
             found=str(error)[:200],
         ) from error

@@ -160,7 +160,7 @@ def take_part(
     Raises
     ------
     DeadlineError
-        Kind ``no-rendezvous``: the coordinator cannot be reached.
+        The coordinator cannot be reached.
     StoreError
         Kind ``permission``: it has another secret.
     TransientStoreError
@@ -210,7 +210,6 @@ def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[C
             if time.monotonic() > end:
                 raise DeadlineError(
                     "the coordinator cannot be reached",
-                    kind="no-rendezvous",
                     where=peer,
                     wanted=f"a connection within {join_s:.0f} s",
                     found=error,

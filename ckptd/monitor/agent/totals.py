@@ -381,9 +381,9 @@ class RingSamples:
         try:
             info = os.stat(path, follow_symlinks=False)
         except OSError as error:
-            raise NotFoundError("no samples here", kind="no-ring", where=str(path)) from error
+            raise NotFoundError("no samples here", where=str(path)) from error
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            raise NotFoundError("not our samples", kind="no-ring", where=str(path))
+            raise NotFoundError("not our samples", where=str(path))
         reader = SampleReader(path)
         self._readers[ring] = reader
         return reader

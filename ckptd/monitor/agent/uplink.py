@@ -51,7 +51,7 @@ class Uplink:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: this is no such URL.
+        This is no such URL.
     """
 
     def __init__(self, url: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:

@@ -42,14 +42,13 @@ def floors_of(words: Mapping[str, float] | None) -> HangLimits:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: there is no such phase, or a time is not above 0.
+        There is no such phase, or a time is not above 0.
     """
     limits = HangLimits()
     for name, seconds in (words or {}).items():
         if name.upper() not in Phase.__members__ or not 0 < seconds < 1e9:
             raise UsageError(
                 "not the floor of a phase",
-                kind="bad-argument",
                 where="--floor",
                 wanted=f"PHASE=SECONDS, of {', '.join(p.lower() for p in Phase.__members__)}",
                 found=f"{name}={seconds}",
@@ -89,9 +88,9 @@ def watching(
     Raises
     ------
     UsageError
-        kind ``bad-argument``: not a URL. Kind ``bad-secret``: as of `job_secret`.
+        Not a URL. As of `job_secret`.
     RefusedError
-        kind ``not-ours``: as of `job_secret` and `run_folder`.
+        As of `job_secret` and `run_folder`.
     """
     job = job[:_MOST_JOB]
     folder = run_folder(run_dir)

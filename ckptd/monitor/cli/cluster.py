@@ -214,7 +214,6 @@ def _secret() -> bytes:
     if not os.environ.get(SECRET_VARIABLE):
         raise UsageError(
             "nodes must know that they belong together",
-            kind="bad-secret",
             where=SECRET_VARIABLE,
             wanted="the same random text on all nodes, at least 16 characters",
             hint="openssl rand -hex 32",

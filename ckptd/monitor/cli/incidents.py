@@ -66,9 +66,9 @@ def incidents(
     Without a daemon, --history reads the file that it left. The exit code is 0 whatever is found.
     """
     if history is not None and (daemon or follow or ack is not None):
-        raise UsageError("--history reads a file: nobody is asked", kind="bad-argument")
+        raise UsageError("--history reads a file: nobody is asked")
     if state not in (None, "open", "closed"):
-        raise UsageError("no such state", kind="bad-argument", wanted="open or closed", found=state)
+        raise UsageError("no such state", wanted="open or closed", found=state)
     if follow:
         return _follow(daemon, job, json)
     source, found = _found(ident, daemon, job, history, state, limit, ack)
@@ -92,7 +92,7 @@ def _found(
     client = connect(daemon, job)
     if ident is None:
         if ack is not None:
-            raise UsageError("say which incident was seen", kind="bad-argument", where="--ack")
+            raise UsageError("say which incident was seen", where="--ack")
         body = client.get("/incidents", state=state, limit=limit)
         return client.url, body["incidents"]
     place = f"/incidents/{_safe(ident)}"
@@ -110,12 +110,12 @@ def _of_file(
     from ckptd.monitor.daemon.history import from_stored, read_incidents
 
     if not history.exists():
-        raise NotFoundError("no such history", kind="no-history", where=str(history))
+        raise NotFoundError("no such history", where=str(history))
     most = limit if ident is None else 1 << 30
     stored = (from_stored(data) for data in read_incidents(history, state, None, most))
     found = [i for i in stored if i is not None and ident in (None, i.id)]
     if ident is not None and not found:
-        raise NotFoundError("no incident has that id", kind="no-incident", where=ident)
+        raise NotFoundError("no incident has that id", where=ident)
     documents = [IncidentDocument.of(i, evidence=ident is not None) for i in found]
     return [msgspec.to_builtins(document, str_keys=True) for document in documents]
 

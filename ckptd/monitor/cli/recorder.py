@@ -54,7 +54,6 @@ def build(*, json: Json = False) -> Reply:
         lines = done.stderr.strip().splitlines()
         raise CkptdError(
             "the native recorder could not be built",
-            kind="build",
             where=" ".join(command),
             found="\n".join(lines[-12:])[-2000:],
             hint="the recorder in Python is used until then",

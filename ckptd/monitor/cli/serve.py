@@ -145,7 +145,7 @@ def serve(
     _need_packages()
     simulated = simulated or SimulatedJob()
     if simulated.fault and simulated.simulate is None:
-        raise UsageError("--fault needs --simulate", kind="bad-argument", where="--fault")
+        raise UsageError("--fault needs --simulate", where="--fault")
     job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulated.simulate else "default")
     need_secret(bind, "the daemon")
     secret = job_secret(job, run_folder())
@@ -334,7 +334,7 @@ def _access(
 
 
 def _controller(job: str, said: str | None) -> Callable[[], str] | None:
-    """Return what says where the controller is; UsageError, kind ``bad-url``, if that is none."""
+    """Return what says where the controller is; UsageError, if that is none."""
     from ckptd.base.net.address import parse_address
     from ckptd.elastic.places import open_places
 

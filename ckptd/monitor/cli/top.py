@@ -58,9 +58,9 @@ def top(
     from ckptd.monitor.daemon.client import connect
 
     if not every >= 0.1:
-        raise UsageError("--every is too short", kind="bad-argument", wanted="0.1 s", found=every)
+        raise UsageError("--every is too short", wanted="0.1 s", found=every)
     if limit is not None and limit < 0:
-        raise UsageError("--limit is negative", kind="bad-argument", found=limit)
+        raise UsageError("--limit is negative", found=limit)
     client = connect(daemon, job)
     if json or once or not sys.stdout.isatty():
         return Reply(_asked(client), lambda d: _print_once(d, 20 if limit is None else limit))

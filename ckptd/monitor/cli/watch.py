@@ -80,7 +80,6 @@ def watch(
     if not command or shutil.which(command[0]) is None:
         raise UsageError(
             "there is no such command" if command else "say what is to be run",
-            kind="bad-argument",
             wanted="ckptd watch -- COMMAND...",
             found=command[0] if command else None,
         )

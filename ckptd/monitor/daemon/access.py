@@ -98,7 +98,7 @@ class Access:
         Raises
         ------
         RefusedError
-            kind ``bad-host``, ``bad-origin`` or ``no-token``.
+            kinds ``bad-host`` or ``no-token`` among others.
         """
         host = request.headers.get("host", "")
         # Agents call the daemon what they like: a page that is led here cannot sign.
@@ -111,9 +111,7 @@ class Access:
             )
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            raise RefusedError(
-                "another site sent the request", kind="bad-origin", found=origin[:100]
-            )
+            raise RefusedError("another site sent the request", found=origin[:100])
         shown = self._shown(request, acts=request.method != "GET")
         if shown:
             connection_of(request).proved = True

@@ -120,7 +120,7 @@ class DaemonApi:
     def _rank_document(self, rank: int) -> RankDocument:
         found = RankDocument.of(self._service.rounds.last, rank, self._service.names)
         if found is None:
-            raise NotFoundError("no such rank reports", kind="no-such-rank", where=str(rank))
+            raise NotFoundError("no such rank reports", where=str(rank))
         return found
 
     async def _links(self, request: Request) -> Response:
@@ -287,13 +287,12 @@ def make_app(service: Service, access: Access) -> ASGIApp:
 
 async def _plain_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    kind = {404: "not-found", 405: "no-method"}.get(status, "http")
     messages = {
         404: f"no such endpoint: {request.url.path}",
         405: f"{request.url.path} does not accept {request.method}",
     }
     fields = {
-        "kind": kind,
+        "kind": "not-found" if status == 404 else "bad-argument",
         "message": messages.get(status, "the request failed"),
         "hint": f"{V1}/job; docs/reference/api.md lists all endpoints",
     }
@@ -339,10 +338,4 @@ def _number(
 
 
 def _bad(where: str, wanted: str, found: str) -> UsageError:
-    return UsageError(
-        "the request is not valid",
-        kind="bad-request",
-        where=where,
-        wanted=wanted,
-        found=found[:100],
-    )
+    return UsageError("the request is not valid", where=where, wanted=wanted, found=found[:100])

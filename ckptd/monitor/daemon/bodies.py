@@ -25,20 +25,7 @@ from ckptd.errors import (
 READ_S = 20.0
 """A body must be there within so many seconds."""
 
-_BY_KIND = {
-    "bad-host": 421,
-    "bad-origin": 403,
-    "no-token": 401,
-    "stale-mac": 401,
-    "bad-mac": 403,
-    "other-job": 403,
-    "old-sheet": 409,
-    "limits": 503,
-    "too-large": 413,
-    "bad-sheet": 400,
-    "busy": 503,
-    "late": 408,
-}
+_BY_KIND = {"bad-host": 421, "no-token": 401, "stale-mac": 401, "too-large": 413}
 _BY_CLASS: tuple[tuple[type[CkptdError], int], ...] = (
     (NotFoundError, 404),
     (UsageError, 400),
@@ -194,7 +181,7 @@ async def read_body(
     RefusedError
         kind ``too-large``.
     DeadlineError
-        kind ``late``: it did not come within `READ_S`.
+        It did not come within `READ_S`.
     TransientStoreError
         kind ``busy``: see `BodyBudget`.
     """
@@ -217,9 +204,9 @@ async def read_body(
     except TimeoutError as error:
         if body.ended:
             raise body.busy() from error
-        raise DeadlineError("the body did not arrive in time", kind="late") from error
+        raise DeadlineError("the body did not arrive in time") from error
     except ClientDisconnect as error:
-        raise UsageError("the body was not sent whole", kind="bad-request") from error
+        raise UsageError("the body was not sent whole") from error
     finally:
         if hold is not None:
             hold.drop(body)

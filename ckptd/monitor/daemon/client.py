@@ -29,13 +29,11 @@ class DaemonClient:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it is no such URL.
+        It is no such URL.
     """
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 30.0) -> None:
-        self._http = HttpClient(
-            url, "the daemon", where="--daemon", kind="daemon-away", timeout_s=timeout_s
-        )
+        self._http = HttpClient(url, "the daemon", where="--daemon", timeout_s=timeout_s)
         self.url = self._http.url
         given = urllib.parse.parse_qs(self._http.query).get("token", [""])[0]
         self._headers = {"Authorization": f"Bearer {given or token}"} if given or token else {}
@@ -46,7 +44,7 @@ class DaemonClient:
         Raises
         ------
         TransientStoreError
-            kind ``daemon-away``: it does not answer.
+            It does not answer.
         CkptdError
             What the daemon answers.
         """
@@ -80,9 +78,7 @@ class DaemonClient:
         try:
             return msgspec.json.decode(data)
         except msgspec.MsgspecError as error:
-            raise StoreError(
-                "the answer is not a daemon's", kind="not-a-daemon", where=self.url
-            ) from error
+            raise StoreError("the answer is not a daemon's", where=self.url) from error
 
     @contextlib.contextmanager
     def _asked(
@@ -102,7 +98,7 @@ def connect(url: str | None = None, job: str | None = None) -> DaemonClient:
     Raises
     ------
     NotFoundError
-        kind ``no-daemon``: none is named, and none or several run here.
+        None is named, and none or several run here.
     """
     if url is not None:
         return DaemonClient(url)
@@ -116,10 +112,7 @@ def _error(answer: HttpStream, url: str) -> CkptdError:
         error = CkptdError.from_dict({"class": "StoreError", **given})
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return StoreError(
-            "the answer is not a daemon's",
-            kind="not-a-daemon",
-            where=url,
-            found=f"status {answer.status}",
+            "the answer is not a daemon's", where=url, found=f"status {answer.status}"
         )
     if error.kind == "no-token":
         return RefusedError(

@@ -99,7 +99,7 @@ class ControllerLink:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: no answer came in time; the order may have arrived.
+            No answer came in time; the order may have arrived.
         """
         return self._calls.order(order)
 
@@ -184,7 +184,7 @@ def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
     Raises
     ------
     UsageError
-        kind ``bad-request``: it is not an order.
+        It is not an order.
     """
     try:
         asked = _order_body(body)
@@ -203,9 +203,5 @@ def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
 
 def _bad(wanted: str, found: str) -> UsageError:
     return UsageError(
-        "the body is not an order",
-        kind="bad-request",
-        where="the body",
-        wanted=wanted,
-        found=found[:200],
+        "the body is not an order", where="the body", wanted=wanted, found=found[:200]
     )

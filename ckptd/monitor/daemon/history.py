@@ -75,7 +75,7 @@ class History:
     Raises
     ------
     StoreError
-        kind ``history``: no file can be made there.
+        No file can be made there.
     """
 
     def __init__(self, path: Path, most_bytes: int = 256 << 20) -> None:
@@ -101,7 +101,6 @@ class History:
         except sqlite3.Error as error:
             raise StoreError(
                 "no history can be kept there",
-                kind="history",
                 where=str(self.path),
                 found=str(error),
                 hint="ckptd serve --history FILE",
@@ -258,7 +257,7 @@ def read_incidents(
     Raises
     ------
     UsageError
-        kind ``bad-history``: it is not a history, or damaged.
+        It is not a history, or damaged.
     """
     try:
         with contextlib.closing(
@@ -270,7 +269,6 @@ def read_incidents(
     except (sqlite3.Error, RefusedError) as error:
         raise UsageError(
             "this is not a history of incidents, or a damaged one",
-            kind="bad-history",
             where=str(path),
             found=str(error).partition("\n")[0],
         ) from error

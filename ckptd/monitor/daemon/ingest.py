@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckptd.base.net.signing import MAC_HEADER, check_request, new_challenge, sign_answer
-from ckptd.errors import CkptdError, RefusedError
+from ckptd.errors import CkptdError, ConflictError, RefusedError
 from ckptd.monitor.daemon.bodies import BodyBudget, connection_of, document, read_body, refusal
 from ckptd.monitor.daemon.tape import MessageBuffer
 from ckptd.monitor.recording import RecordedFrame
@@ -148,16 +148,12 @@ class Ingest:
     def _check_new(self, kind: str, message: NodeReport | EvidenceReport) -> None:
         if message.job != self._job:
             raise RefusedError(
-                "this message is of another job",
-                kind="other-job",
-                wanted=self._job,
-                found=message.job,
+                "this message is of another job", wanted=self._job, found=message.job
             )
         newest = self._newest.get((kind, message.source), -1)
         if message.number <= newest:
-            raise RefusedError(
+            raise ConflictError(
                 "this message was taken before",
-                kind="old-sheet",
                 where=message.source,
                 wanted=f"a number above {newest}",
                 found=message.number,

@@ -76,7 +76,7 @@ class DaemonPlace:
         Raises
         ------
         ConflictError
-            kind ``daemon-runs``: another process is.
+            Another process is.
         """
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -85,7 +85,6 @@ class DaemonPlace:
             except BlockingIOError:
                 raise ConflictError(
                     "a daemon of this job runs on this machine already",
-                    kind="daemon-runs",
                     where=str(self.address),
                     hint="ckptd serve --job NAME for another job",
                 ) from None
@@ -148,7 +147,7 @@ def find_daemon(job: str | None = None, folder: Path | None = None) -> DaemonAdd
     Raises
     ------
     NotFoundError
-        kind ``no-daemon``: none runs here, or it is not clear which is meant.
+        None runs here, or it is not clear which is meant.
     """
     job = job or os.environ.get("CKPTD_JOB")
     found = daemons(folder)
@@ -158,7 +157,6 @@ def find_daemon(job: str | None = None, folder: Path | None = None) -> DaemonAdd
         return found[0]
     raise NotFoundError(
         "no daemon runs here" if not found else "several daemons run here",
-        kind="no-daemon",
         wanted=f"the daemon of {job}" if job else "one daemon",
         found=", ".join(a.job for a in found) or None,
         hint="ckptd serve starts one; --job NAME or --daemon URL says which"

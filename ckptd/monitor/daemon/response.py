@@ -336,15 +336,14 @@ class Responder:
         Raises
         ------
         ConflictError
-            kind ``no-response``: there is none, or it was carried out.
+            There is none, or it was carried out.
         NotFoundError
-            kind ``no-controller``: no controller answers.
+            No controller answers.
         """
         chosen = self._response(incident, others)
         if chosen is None or not self._take(incident.id):
             raise ConflictError(
                 "nothing is to be done about this incident now",
-                kind="no-response",
                 where=incident.id,
                 hint="it is closed, was answered, or its class has no response; ckptd ctl sends"
                 " any other order",

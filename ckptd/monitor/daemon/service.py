@@ -195,7 +195,7 @@ class Service:
         return take
 
     def acknowledge(self, ident: str, note: str) -> Future[Incident]:
-        """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
+        """Note that a person has seen an incident; NotFoundError."""
 
         def work(watch: JobWatch, now: float) -> Incident:
             incident = watch.acknowledge(ident, note, now)
@@ -218,7 +218,7 @@ class Service:
         self._noted(watch, incident)
 
     def order(self, order: Order) -> Answer:
-        """Hand an order to the controller; NotFoundError, kind ``no-controller``."""
+        """Hand an order to the controller; NotFoundError."""
         return self._controlled().controller.order(order)
 
     def enforce(self, ident: str) -> Answer:
@@ -227,9 +227,10 @@ class Service:
         Raises
         ------
         NotFoundError
-            kind ``no-incident`` or ``no-controller``.
+            No incident has that id; or no controller of this job answers, or nobody says where it
+            is.
         ConflictError
-            kind ``no-response``: nothing is to be done about it now.
+            Nothing is to be done about it now.
         """
         elastic = self._controlled()
         return elastic.enforce(self.incident(ident), self.rounds.last.incidents)
@@ -238,7 +239,6 @@ class Service:
         if self.responder is None:
             raise NotFoundError(
                 "this daemon knows of no controller",
-                kind="no-controller",
                 where=f"job {self.setup.job}",
                 hint="ckptd serve --controller HOST:PORT",
             )
@@ -369,7 +369,7 @@ class Service:
         return sorted(chosen, key=lambda i: (i.opened_at, i.id), reverse=True)[:limit]
 
     def incident(self, ident: str) -> Incident:
-        """Return one incident; NotFoundError, kind ``no-incident``."""
+        """Return one incident; NotFoundError."""
         for incident in self.rounds.last.incidents:
             if incident.id == ident:
                 return incident
@@ -377,10 +377,7 @@ class Service:
         found = None if data is None else from_stored(data)
         if found is None:
             raise NotFoundError(
-                "no incident has that id",
-                kind="no-incident",
-                where=ident[:100],
-                hint="ckptd incidents lists them",
+                "no incident has that id", where=ident[:100], hint="ckptd incidents lists them"
             )
         return found
 

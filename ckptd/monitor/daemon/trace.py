@@ -25,7 +25,7 @@ def parse_ranks(text: str) -> Array:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it names none, or more than 4,096.
+        It names none, or more than 4,096.
     """
     out: list[int] = []
     for part in text.split(",")[:_MOST_RANKS]:
@@ -34,7 +34,6 @@ def parse_ranks(text: str) -> Array:
         if found is None or last < first or last - first + len(out) >= _MOST_RANKS:
             raise UsageError(
                 "the list of ranks cannot be parsed",
-                kind="bad-argument",
                 where="ranks",
                 wanted="such as 0-7,12: at most 4096",
                 found=text[:100],

@@ -47,7 +47,7 @@ class Webhook:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it is no such URL.
+        It is no such URL.
     """
 
     def __init__(self, url: str, key: bytes, first_wait_s: float = _FIRST_WAIT_S) -> None:

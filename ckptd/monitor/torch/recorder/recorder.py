@@ -294,8 +294,8 @@ def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = No
     Raises
     ------
     UsageError
-        kind ``no-rank``: there is no process group yet, and ``RANK`` and ``WORLD_SIZE`` do not say
-        who this is. Or ``CKPTD_RECORDER`` says what there is not.
+        There is no process group yet, and ``RANK`` and ``WORLD_SIZE`` do not say who this is. Or
+        ``CKPTD_RECORDER`` says what there is not.
     StoreError
         kind ``no-space``: no room for the ring.
     """
@@ -397,7 +397,6 @@ def _identity(job: str) -> RingIdentity:
         if not all(re.fullmatch(r"\d{1,8}", text) for text in said) or int(said[0]) >= int(said[1]):
             raise UsageError(
                 "the rank of this process is unknown",
-                kind="no-rank",
                 wanted="a process group, or RANK and WORLD_SIZE",
                 found=f"RANK={said[0]!r}, WORLD_SIZE={said[1]!r}",
                 hint="call attach() after init_process_group(), or start it with torchrun",
