@@ -42,7 +42,7 @@ def tensor_bytes(slot: SlotBytes, tensor: PublishedTensor) -> U8:
     Raises
     ------
     UsageError
-        kind ``transport``: it is not inside the slot.
+        It is not inside the slot.
     """
     size = tensor.numel * dtype_of(tensor.dtype).itemsize
     if tensor.start + size > slot.nbytes:
@@ -56,7 +56,7 @@ def read_bytes(tensors: Sequence[PublishedTensor], blocks: Sequence[BlockRead]) 
     Raises
     ------
     UsageError
-        kind ``transport``: a part is not inside its tensor, or they are too many bytes.
+        A part is not inside its tensor, or they are too many bytes.
     """
     total = looked_at = 0
     for block in blocks:
@@ -100,13 +100,12 @@ def _tiled_bytes(block: BlockRead, count: int) -> int:
 
 
 def _no_part(block: BlockRead) -> UsageError:
-    return UsageError("no such part", kind="transport", found=str(block)[:200])
+    return UsageError("no such part", found=str(block)[:200])
 
 
 def _too_much(found: int) -> UsageError:
     return UsageError(
         "too much is asked for at once",
-        kind="transport",
         wanted=f"at most {MOST_READ_BYTES} bytes",
         found=f"{found} bytes",
     )
@@ -272,9 +271,5 @@ def incoming_digest(
 
 def _outside(tensor: PublishedTensor, wanted: str, found: object) -> UsageError:
     return UsageError(
-        "a part is not inside its tensor",
-        kind="transport",
-        where=tensor.name,
-        wanted=wanted,
-        found=found,
+        "a part is not inside its tensor", where=tensor.name, wanted=wanted, found=found
     )

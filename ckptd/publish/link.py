@@ -222,7 +222,6 @@ class ServerLink:
         if incoming_digest(self.places, blocks, into) != found.digest:
             raise CorruptError(
                 "bytes changed on their way from a publisher",
-                kind="transport",
                 where=self._connection.peer,
                 hint="nothing was written to the tensors; update() again",
             )
@@ -319,7 +318,6 @@ class MappedVersion:
         if size < CONTROL_BYTES + nbytes:
             raise CorruptError(
                 "a slot is smaller than its server says",
-                kind="transport",
                 wanted=f"{CONTROL_BYTES + nbytes} bytes",
                 found=f"{size} bytes",
             )

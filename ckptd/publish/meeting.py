@@ -57,9 +57,9 @@ class MeetingPlace:
         Raises
         ------
         UsageError
-            kind ``bad-url``: neither. Kind ``bad-secret``: there is none, or it is too short.
+            Neither. There is none, or it is too short.
         RefusedError
-            kind ``not-ours``: others may write into the folder, and no secret is given.
+            Others may write into the folder, and no secret is given.
         """
         given = given_secret()
         if secret is not None:
@@ -71,7 +71,6 @@ class MeetingPlace:
             if given is None:
                 raise UsageError(
                     "a publisher at an address needs a secret",
-                    kind="bad-secret",
                     where=text,
                     hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes, "
                     "or give secret=",
@@ -80,7 +79,6 @@ class MeetingPlace:
         if "://" in text:
             raise UsageError(
                 "not a place where a publisher is found",
-                kind="bad-url",
                 wanted="a folder that all see, or tcp://HOST:PORT",
                 found=text[:200],
             )

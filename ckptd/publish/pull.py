@@ -291,7 +291,7 @@ class PullPlan:
         CkptdError
             A server is gone, or does not have what is needed.
         UsageError
-            kind ``budget``.
+            A live move cannot be made within so few bytes.
         """
         staged = StagedPull(self._takings.fills, step)
         quantized = self._quantized
@@ -323,7 +323,6 @@ class PullPlan:
                 raise UsageError(
                     "what is pulled over sockets does not fit the budget, and is applied whole or "
                     "not at all",
-                    kind="budget",
                     wanted=f"budget_bytes of at least {needed}",
                     found=f"{budget_bytes} bytes",
                     hint="in_place=True writes it as it comes: until update() returns the tensors "
@@ -459,9 +458,7 @@ class StagedPull:
                     put_fills(fills, _SCRATCH_BYTES)
             if not all(m.intact for m in self.mapped):
                 raise CkptdError(
-                    "a version was overwritten while it was applied",
-                    kind="transport",
-                    hint="update() again",
+                    "a version was overwritten while it was applied", hint="update() again"
                 )
         except CkptdError as error:
             error.poisoned = True
@@ -514,7 +511,7 @@ class _Share:
 
 
 def _try(part: _Part) -> None:
-    """Raise `UsageError` (``overflow``) where a value is too large: now, and not half applied."""
+    """Raise `UsageError` where a value is too large: now, and not half applied."""
     incoming, target = part.incoming, place_of(part.incoming)
     narrow = target.dtype.name in _NARROW or target.dtype.numpy.kind in "iu"
     if not narrow or part.quantized is not None:
@@ -571,7 +568,7 @@ class _Giver:
         self._numbers = {n: i for i, n in enumerate(names)}
         found = link.ask(AskTensors(names), TensorPlaces).places
         if len(found) != len(names):
-            raise CkptdError("not an answer to what was asked", kind="transport")
+            raise CkptdError("not an answer to what was asked")
         self._places: dict[str, PublishedTensor] = dict(zip(names, found, strict=True))
         missing = [n for n, p in self._places.items() if not p.dtype]
         if missing:
@@ -620,14 +617,14 @@ class _Giver:
             return
         self.compared = True
         if len(found.bits) != len(self._numbers) or not found.block_bytes:
-            raise CkptdError("not an answer to what was asked", kind="transport")
+            raise CkptdError("not an answer to what was asked")
         for at, incoming in enumerate(self._incoming):
             source = incoming.segment.source
             size = self._dtype(incoming).itemsize
             bits = np.frombuffer(found.bits[self._numbers[source]], np.uint8)
             blocks = -(-self._places[source].numel * size // found.block_bytes)
             if len(bits) != -(-blocks // 8):
-                raise CkptdError("not an answer to what was asked", kind="transport", where=source)
+                raise CkptdError("not an answer to what was asked", where=source)
             changed = np.unpackbits(bits).view(np.bool_)
             kept = list(_touched(incoming.segment.pieces, changed, found.block_bytes, size))
             if kept:
@@ -778,7 +775,7 @@ class _Giver:
         place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
         end = place.start + place.numel * dtype.itemsize
         if end > len(mapped.data):
-            raise CkptdError("a tensor is not inside its slot", kind="transport")
+            raise CkptdError("a tensor is not inside its slot")
         return ArrayMemory(mapped.data[place.start : end], dtype)
 
     def _map(self, number: int, share: _Share) -> None:

@@ -178,12 +178,11 @@ class QuantizedTensor:
         Raises
         ------
         UsageError
-            kind ``overflow``: a value is not finite, so its block has no scale.
+            A value is not finite, so its block has no scale.
         """
         if not np.isfinite(maxima).all():
             raise UsageError(
                 "a value does not fit the type it is cast to",
-                kind="overflow",
                 where=self._name,
                 wanted="finite values, which have a scale",
             )

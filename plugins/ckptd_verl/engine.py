@@ -137,7 +137,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
     def _publish(self) -> None:
         publisher = self._publisher
         if publisher is None:
-            raise UsageError("there are no weights to publish", kind="bad-state")
+            raise UsageError("there are no weights to publish")
         done = publisher.publish(self._step, {"model": self._shares}, wait_s=self._wait_s)
         if done.skipped:
             raise DeadlineError(

@@ -78,13 +78,12 @@ class CkptdTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         Raises
         ------
         UsageError
-            kind ``bad-state``: `source` is neither.
+            `source` is neither.
         """
         state = {"model": source} if isinstance(source, nn.Module) else source
         if not isinstance(state, Mapping):
             raise UsageError(
                 "ranks publish what they hold, so the source is a module or a state",
-                kind="bad-state",
                 wanted='the model, or {"model": model, "optim": optimizer}',
                 found=type(source).__name__,
             )

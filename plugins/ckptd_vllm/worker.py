@@ -123,7 +123,6 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
         if config.enable_expert_parallel and config.data_parallel_size > 1:
             raise UsageError(
                 "experts lie on ranks of several data parallel engines",
-                kind="unsupported",
                 wanted="expert parallelism inside of one engine",
                 found=f"data_parallel_size {config.data_parallel_size}",
             )
@@ -217,7 +216,7 @@ def _unprocessed(
     Raises
     ------
     UsageError
-        kind ``bad-option``: vLLM has processed some of them.
+        VLLM has processed some of them.
     """
     live = {n: p.data for n, p in model.named_parameters()}
     other = [
@@ -228,7 +227,6 @@ def _unprocessed(
     if other:
         raise UsageError(
             "parameters cannot be written in place: vLLM does not keep them as it loads them",
-            kind="bad-option",
             where=", ".join(other[:4]) + (" ..." if len(other) > 4 else ""),
             hint="in_place=False",
         )

@@ -49,7 +49,7 @@ _reads = msgpack_decoder(_GroupRead)
 def _explained(error: Exception) -> bytes:
     """Return what a worker raises for an error here."""
     if not isinstance(error, CkptdError):
-        error = UsageError("a request is none", kind="transport", found=repr(error)[:500])
+        error = UsageError("a request is none", found=repr(error)[:500])
     raw = msgspec.json.encode(error.to_dict())
     if len(raw) <= _MOST_ERROR_BYTES:
         return raw
@@ -119,7 +119,7 @@ class GroupCarrier:
         request = self._transport.receive(peer, length.view(np.uint8), patient=True)
         self._through(request, patient=True)
         if not 0 < length[0] <= _MOST_REQUEST_BYTES:
-            raise CkptdError("a request is too long", kind="transport", found=int(length[0]))
+            raise CkptdError("a request is too long", found=int(length[0]))
         raw = np.empty(int(length[0]), np.uint8)
         self._through(self._transport.receive(peer, raw))
         try:
@@ -219,7 +219,6 @@ class GroupCarrier:
         if digest(into.data) != head[1:].tobytes():
             raise CorruptError(
                 "bytes changed on their way from a publisher",
-                kind="transport",
                 where=f"rank {peer}",
                 hint="nothing was written to the tensors; update() again",
             )

@@ -190,7 +190,7 @@ class Publisher(OfOneProcess):
     Raises
     ------
     UsageError
-        The layout, the place or the secret is none. Kind ``bad-option``: fewer than two slots.
+        The layout, the place or the secret is none. Fewer than two slots.
     """
 
     inert = frozenset({"close", "abandon", "before_mutation", "__exit__"})
@@ -210,9 +210,7 @@ class Publisher(OfOneProcess):
         timeout_s: float = 300.0,
     ) -> None:
         if slots < 2:
-            raise UsageError(
-                "a publisher needs two slots", kind="bad-option", wanted="at least 2", found=slots
-            )
+            raise UsageError("a publisher needs two slots", wanted="at least 2", found=slots)
         self._layout = layout
         self._slot_count = slots
         self._budget_bytes = budget_bytes
@@ -261,7 +259,6 @@ class Publisher(OfOneProcess):
             if not is_here(address.host):
                 raise UsageError(
                     "the publisher's address is not one of rank 0's machine",
-                    kind="bad-url",
                     where=f"tcp://{address}",
                 )
             bind, port = address.host, address.port
@@ -328,7 +325,6 @@ class Publisher(OfOneProcess):
         if self._budget_bytes is not None and at * self._slot_count > self._budget_bytes:
             raise UsageError(
                 "what this rank publishes does not fit its budget",
-                kind="budget",
                 wanted=f"{self._slot_count} slots of {at} bytes",
                 found=f"{self._budget_bytes} bytes",
             )
@@ -387,7 +383,6 @@ class Publisher(OfOneProcess):
             if self._shape is not None and _looks(leaves, self._shape.names) != self._shape.looks:
                 raise UsageError(
                     "the state has other tensors than at the first publish",
-                    kind="bad-state",
                     hint="make another publisher",
                 )
         except CkptdError as error:
