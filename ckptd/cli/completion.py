@@ -48,11 +48,8 @@ def _confirm(shell: Shell | None) -> None:
     if not sys.stdin.isatty():
         raise RefusedError(
             f"{whose} would be changed, and nobody is there to confirm it",
-            kind="unconfirmed",
             hint="--yes changes it without asking; --no-startup only writes the script",
         )
     print(f"write a script for tab completion, and load it in {whose}? [y/N] ", end="", flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise RefusedError(
-            "nothing was changed", kind="unconfirmed", hint="--no-startup only writes the script"
-        )
+        raise RefusedError("nothing was changed", hint="--no-startup only writes the script")

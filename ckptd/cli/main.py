@@ -227,7 +227,6 @@ def _usage(error: CycloptsError) -> UsageError:
 def _defect(error: Exception) -> CkptdError:
     wrapped = CkptdError(
         "a defect of ckptd: please report it",
-        kind="internal",
         found=repr(error),
         hint="CKPTD_DEBUG=1 shows the traceback",
     )

@@ -40,9 +40,7 @@ def size_of(text: str, where: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
     unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
     if not found or unit is None or float(found[1]) * unit < 1:
-        raise UsageError(
-            "not a size", kind="bad-argument", where=where, wanted="5GB, 500MB, 2GiB", found=text
-        )
+        raise UsageError("not a size", where=where, wanted="5GB, 500MB, 2GiB", found=text)
     return int(float(found[1]) * unit)
 
 
@@ -56,7 +54,5 @@ def duration_s(text: str, where: str) -> float:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
     if not found:
-        raise UsageError(
-            "not a duration", kind="bad-argument", where=where, wanted="30m, 6h, 7d", found=text
-        )
+        raise UsageError("not a duration", where=where, wanted="30m, 6h, 7d", found=text)
     return float(found[1]) * _SECONDS[found[2]]

@@ -137,7 +137,6 @@ def _report(files: RankFiles, result: RankResult) -> None:
         result = RankResult(
             error=CkptdError(
                 f"the {what} of a rank cannot be sent back",
-                kind="rank-result",
                 wanted="something that pickle can carry",
                 found=f"{result.value if result.returned else result.error!r}: {error}",
             ),

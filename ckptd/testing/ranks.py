@@ -124,7 +124,7 @@ def run_ranks(
     CkptdError
         Kind ``rank-died``: a rank exited or was killed by a signal before the function returned.
     DeadlineError
-        Kind ``rank-deadline``: ranks were still running; their stacks are notes.
+        Ranks were still running; their stacks are notes.
     """
     outcomes = rank_outcomes(
         nproc, function, *args, deadline_s=deadline_s, grace_s=grace_s, env=env
@@ -354,7 +354,6 @@ def _explain(failed: list[RankOutcome[Any]], nproc: int, deadline_s: float) -> B
     if first.ended_by_harness:
         error: BaseException = DeadlineError(
             f"{len(failed)} of {nproc} ranks were still running",
-            kind="rank-deadline",
             where=", ".join(f"rank {o.rank}" for o in failed),
             wanted=f"all ranks ended within {deadline_s:g} s",
         )

@@ -77,7 +77,7 @@ def _through(pending: PendingMessage) -> None:
     end = time.monotonic() + _PATIENCE_S
     while not pending.wait(0.05):
         if time.monotonic() > end:
-            raise CkptdError("a message did not get through", kind="transport")
+            raise CkptdError("a message did not get through")
 
 
 def _exchange(make: Make) -> bool:

@@ -78,7 +78,6 @@ def read_corpus(folder: Path | None = None, limit_bytes: int = CORPUS_BYTES) -> 
     if not text:
         raise NotFoundError(
             "no Python sources to train on",
-            kind="no-corpus",
             where=str(folder),
             hint="use a Python that ships its standard library as .py files",
         )

@@ -192,7 +192,7 @@ class _Teller:
         (self._folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         self.nodes.start("n0")
         if not self.nodes.wait(self._deadline_s) or any(self.nodes.codes().values()):
-            raise self._failed(CkptdError("the uninterrupted run failed", kind="demo-run"))
+            raise self._failed(CkptdError("the uninterrupted run failed"))
 
     def _stop(self) -> Deed:
         victim = next(row for row in reversed(self._newest()) if row.node != "n0")
@@ -256,7 +256,7 @@ class _Teller:
             if time.monotonic() > end:
                 raise self._failed(DeadlineError(f"the elastic job: no sign of {what}"))
             if self.nodes.processes and not self.nodes.alive():
-                raise self._failed(CkptdError("the elastic job ended", kind="demo-run"))
+                raise self._failed(CkptdError("the elastic job ended"))
             self.nodes.look()
             time.sleep(_POLL_S)
         return found

@@ -83,9 +83,7 @@ class _Group:
         codes = [p.exitcode for p in self.processes]
         for rank, code in enumerate(codes):
             if code:
-                raise self.failed(
-                    rank, CkptdError(f"{self.name} failed", kind="demo-run", found=code)
-                )
+                raise self.failed(rank, CkptdError(f"{self.name} failed", found=code))
         return None not in codes
 
     def failed(self, rank: int, error: CkptdError) -> CkptdError:

@@ -66,7 +66,6 @@ def run_ckptd(
     if done.returncode not in fine or not done.stdout:
         raise CkptdError(
             f"ckptd {arguments[0]} failed",
-            kind="demo-run",
             where=" ".join(arguments[1:3]),
             found=done.stderr.decode(errors="replace"),
         )
@@ -159,9 +158,7 @@ class Life:
         """Wait for the planned end; anything else is an error that shows the logs."""
         code = self.wait(deadline_s)
         if code != 0:
-            raise self.failed(
-                CkptdError(f"{self.name} failed", kind="demo-run", wanted="exit code 0", found=code)
-            )
+            raise self.failed(CkptdError(f"{self.name} failed", wanted="exit code 0", found=code))
 
     def failed(self, error: CkptdError) -> CkptdError:
         """Return `error` with the end of the logs and where they are."""

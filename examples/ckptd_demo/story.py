@@ -228,7 +228,7 @@ def pace_of(spec: RunSpec) -> Pace:
     plain, saving = step_seconds(read_rows(spec.files.steps, StepRow), spec.pace)
     ended = read_rows(spec.files.snapshots, SnapshotRow)
     if not (plain and saving and ended):
-        raise CkptdError("the run has not reported", kind="demo-run", where=spec.folder)
+        raise CkptdError("the run has not reported", where=spec.folder)
     return Pace(
         ranks=spec.cut.ranks,
         layout=str(spec.cut),
@@ -303,7 +303,7 @@ def last_look(kill: Kill, root: Path) -> Kill:
 
 def _look(life: Life, root: Path, step: int, previous: int, rank: int) -> _Target | None:
     if life.process.poll() is not None:
-        raise life.failed(CkptdError(f"{life.name} ended early", kind="demo-run"))
+        raise life.failed(CkptdError(f"{life.name} ended early"))
     process, worker = life.ranks().get(rank), life.workers().get(rank)
     found = _data_file(root, step, rank)
     if process is None or worker is None or found is None or not _data_bytes(found[1]):
@@ -516,7 +516,7 @@ class _Teller:
         """Resume from the newest checkpoint on another layout and train up to `until`."""
         newest = max((name.step for name in self._seen), default=None)
         if newest is None:
-            raise CkptdError("nothing was committed before the kill", kind="demo-run")
+            raise CkptdError("nothing was committed before the kill")
         self._say(f"resuming from step {newest} on {cut.ranks} ranks ({cut})")
         spec = self._spec(
             number, cut, until, check_root=str(self._folder.copies / f"life-{number}")

@@ -55,7 +55,7 @@ def demo(
     if find_spec("torch") is None:
         raise UsageError(
             "the demo needs PyTorch, which is not installed",
-            kind="no-torch",
+            kind="missing-package",
             hint="pip install 'ckptd[train,plot,monitor]'",
         )
     report: dict[str, Any] | None = None
@@ -141,9 +141,7 @@ def _error(event: dict[str, Any]) -> CkptdError:
 
 
 def _ended_early(process: subprocess.Popen[str]) -> CkptdError:
-    return CkptdError(
-        "the demo ended without a report", kind="demo-run", found=f"exit code {process.returncode}"
-    )
+    return CkptdError("the demo ended without a report", found=f"exit code {process.returncode}")
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -149,7 +149,7 @@ class _Teller:
             if time.monotonic() > end:
                 raise self._job.failed(DeadlineError(f"the watched job: no sign of {what}"))
             if self._job.process.poll() is not None:
-                raise self._job.failed(CkptdError("the watched job ended", kind="demo-run"))
+                raise self._job.failed(CkptdError("the watched job ended"))
             time.sleep(_POLL_S)
         return found
 
