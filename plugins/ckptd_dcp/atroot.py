@@ -51,12 +51,11 @@ class AtRoot:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: it is no number.
+            It is no number.
         """
         if checkpoint_id is not None and not self.validate_checkpoint_id(checkpoint_id):
             raise UsageError(
                 "a checkpoint_id is no step",
-                kind="bad-argument",
                 where="checkpoint_id",
                 wanted="a number; the root's URL is the first argument of the writer or reader",
                 found=repr(str(checkpoint_id)[:200]),

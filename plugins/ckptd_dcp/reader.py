@@ -161,5 +161,5 @@ class CkptdReader(AtRoot, dcp.StorageReader):
 def _dtype(info: Any) -> torch.dtype:
     dtype = getattr(torch, info.dtype.name, None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError("this PyTorch lacks a dtype", kind="dtype", where=info.name)
+        raise UsageError("this PyTorch lacks a dtype", where=info.name)
     return dtype

@@ -125,7 +125,6 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
 def _unusable(found: str, wanted: str) -> UsageError:
     return UsageError(
         "DCP asks for what a checkpoint of ckptd cannot be saved with",
-        kind="bad-argument",
         where="CkptdWriter",
         wanted=wanted,
         found=found,

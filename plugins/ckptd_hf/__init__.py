@@ -88,7 +88,6 @@ class CkptdCallback(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             raise UsageError(
                 "DeepSpeed's engine loads its own state",
-                kind="bad-argument",
                 where="CkptdCallback",
                 wanted="a Trainer without DeepSpeed",
             )
@@ -114,7 +113,6 @@ class CkptdCallback(TrainerCallback):
         if self._trainer is None:
             raise UsageError(
                 "the callback does not know its trainer",
-                kind="bad-argument",
                 where="CkptdCallback",
                 wanted="trainer.train(resume_from_checkpoint=callback.resume(trainer))",
             )

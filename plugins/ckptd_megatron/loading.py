@@ -212,7 +212,6 @@ class _Planner(dcp.DefaultLoadPlanner):
         if self.missing and self._strict:
             raise NotFoundError(
                 "the checkpoint lacks a part of the state",
-                kind="no-tensor",
                 found=f"no {', '.join(sorted(self.missing)[:4])} ({len(self.missing)} in all)",
                 hint="load with strict=False, or a state of what is there: ckptd inspect",
             )

@@ -72,7 +72,6 @@ class CkptdManager(BaseCheckpointManager):
         if config.last_save_in_hf:
             raise UsageError(
                 "a checkpoint of ckptd is no Hugging Face model",
-                kind="bad-argument",
                 where="checkpoint.last_save_in_hf",
                 wanted=False,
                 hint="ckptd export makes one of any checkpoint",
@@ -124,7 +123,6 @@ class CkptdManager(BaseCheckpointManager):
         if unknown:
             raise UsageError(
                 "nothing of this name is loaded",
-                kind="bad-argument",
                 where="checkpoint.exclude_from_loading",
                 wanted=", ".join(self._state),
                 found=", ".join(unknown),

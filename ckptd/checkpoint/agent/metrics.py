@@ -29,8 +29,7 @@ def serve_metrics(address: str, where: str) -> Iterator[str]:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: it is no address. Kind ``missing-package``: the extra ``metrics``
-        is not installed.
+        It is no address. Kind ``missing-package``: the extra ``metrics`` is not installed.
     StoreError
         kind ``listen``: the address cannot be had.
     """
@@ -42,9 +41,7 @@ def serve_metrics(address: str, where: str) -> Iterator[str]:
             kind="missing-package",
             hint="pip install 'ckptd[metrics]'",
         ) from error
-    host, port = parse_address(
-        address, "an address", where=where, kind="bad-argument", any_port=True
-    )
+    host, port = parse_address(address, "an address", where=where, any_port=True)
     metrics = Metrics()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)

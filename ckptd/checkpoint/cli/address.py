@@ -68,7 +68,6 @@ class CheckpointAddress:
         if latest is None:
             raise NotFoundError(
                 "no checkpoint counts here",
-                kind="no-commit",
                 where=self.root,
                 hint=f"ckptd ls {self.root} --all shows abandoned lines",
             )

@@ -151,7 +151,6 @@ def _refuse_second(place: AgentPlace) -> None:
         sock.close()
         raise ConflictError(
             "an agent of this job runs on this node already",
-            kind="agent-runs",
             where=str(place.socket),
             hint="ckptd agent status shows it; ckptd agent stop ends it",
         )
@@ -223,7 +222,6 @@ def _ask(place: AgentPlace, message: AskStatus | AskEnd) -> AgentContents:
     if sock is None:
         raise NotFoundError(
             "no agent of this job runs on this node",
-            kind="no-agent",
             where=str(place.socket),
             wanted=f"job {place.job}, node {place.node}",
             hint="ckptd agent status lists those that there are; CKPTD_RUN_DIR, CKPTD_JOB and"

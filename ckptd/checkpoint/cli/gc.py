@@ -146,7 +146,6 @@ def _check_metric(catalogue: Catalogue, metric: str, root: str) -> None:
         )
         raise UsageError(
             f"no checkpoint of the line has the metric {metric!r}",
-            kind="bad-argument",
             where=root,
             wanted="a number in the metadata of checkpoints",
             found=f"numbers {', '.join(known[:16])}" if known else "no numbers",
@@ -171,7 +170,6 @@ def _best(text: str) -> Best:
             return metric, "max", int(count)
     raise UsageError(
         "not a rule for the best",
-        kind="bad-argument",
         where="--keep-best",
         wanted="METRIC:min:N or METRIC:max:N",
         found=text,
@@ -185,13 +183,12 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
     if not ask or not sys.stdin.isatty():
         raise RefusedError(
             f"{len(plan.items)} things would be deleted, and nobody is there to confirm it",
-            kind="unconfirmed",
             where=root,
             hint="--yes deletes without asking; --dry-run only shows the plan",
         )
     print(f"delete {len(plan.items)} things, {size_text(plan.nbytes)}? [y/N] ", end="", flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise RefusedError("nothing was deleted", kind="unconfirmed", where=root)
+        raise RefusedError("nothing was deleted", where=root)
 
 
 def _document(url: str, plan: GcPlan, report: GcReport, *, dry_run: bool) -> GcDocument:

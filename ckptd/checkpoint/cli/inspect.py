@@ -177,7 +177,6 @@ def no_tensor(pattern: str, names: Sequence[str], where: str) -> NotFoundError:
     near = difflib.get_close_matches(pattern, names, _MOST_NEAR, 0.3) or list(names[:_MOST_NEAR])
     return NotFoundError(
         "no tensor matches",
-        kind="no-tensor",
         where=where,
         wanted=pattern,
         found=f"{len(names)} tensors, such as {', '.join(near)}" if near else "no tensor at all",
@@ -201,7 +200,7 @@ def describe(
     Raises
     ------
     NotFoundError
-        Kind ``no-tensor``.
+        No tensor has that name, or matches that pattern.
     UsageError
         There are too many chunks to list.
     """

@@ -123,7 +123,6 @@ def _pinned(catalogue: Catalogue, address: CheckpointAddress) -> CommitName:
     if not found:
         raise NotFoundError(
             f"step {address.step} is not pinned",
-            kind="no-pin",
             where=address.root,
             hint=f"ckptd pins {address.root}",
         )

@@ -36,16 +36,13 @@ class Permutation:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: the size is out of range.
+        The size is out of range.
     """
 
     def __init__(self, size: int, *key: int) -> None:
         if not 1 <= size <= MOST:
             raise UsageError(
-                "a permutation cannot have this size",
-                kind="bad-argument",
-                wanted=f"from 1 to {MOST}",
-                found=str(size),
+                "a permutation cannot have this size", wanted=f"from 1 to {MOST}", found=str(size)
             )
         self.size = size
         self._left = math.isqrt(size - 1) + 1  # rounded up
@@ -58,13 +55,12 @@ class Permutation:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: a place is not below the size.
+            A place is not below the size.
         """
         wanted = np.asarray(places, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self.size):
             raise UsageError(
                 "there is no such place in the permutation",
-                kind="bad-argument",
                 wanted=f"from 0 to {self.size - 1}",
                 found=f"{wanted.min()} to {wanted.max()}",
             )

@@ -24,12 +24,11 @@ def share(count: int, parts: int, part: int) -> range:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: there is no such part.
+        There is no such part.
     """
     if not 0 <= part < parts or count < 0:
         raise UsageError(
             "there is no such part",
-            kind="bad-argument",
             wanted="0 <= part < parts, 0 <= count",
             found=f"part {part} of {parts}, count {count}",
         )
@@ -61,7 +60,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     UsageError
-        kind ``bad-argument``: a number below 1.
+        A number below 1.
     """
 
     size: int
@@ -75,7 +74,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         if min(self.size, self.microbatch, self.microbatches) < 1:
             raise UsageError(
                 "a schedule needs samples",
-                kind="bad-argument",
                 wanted="size, microbatch and microbatches of at least 1",
                 found=f"{self.size}, {self.microbatch}, {self.microbatches}",
             )
@@ -91,14 +89,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         UsageError
-            kind ``bad-argument``: a negative number.
+            A negative number.
         """
         if begin < 0 or count < 0:
-            raise UsageError(
-                "samples are counted from 0",
-                kind="bad-argument",
-                found=f"{count} from number {begin}",
-            )
+            raise UsageError("samples are counted from 0", found=f"{count} from number {begin}")
         parts = [np.zeros(0, np.int64)]
         while count:
             epoch, place = divmod(begin, self.size)
@@ -116,12 +110,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         UsageError
-            kind ``bad-argument``: there is no such rank, or not a micro-batch for each rank.
+            There is no such rank, or not a micro-batch for each rank.
         """
         if world > self.microbatches:
             raise UsageError(
                 "some ranks would have nothing to compute",
-                kind="bad-argument",
                 wanted=f"at most {self.microbatches} ranks, one a micro-batch",
                 found=f"{world} ranks",
                 hint="more and smaller micro-batches, or park the surplus as spares",

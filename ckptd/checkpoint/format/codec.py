@@ -90,7 +90,7 @@ def register(
             )
     taken = next((t for t, (n, _) in _by_type.items() if n == name), None)
     if taken is not None and taken is not cls:
-        raise UsageError("name is registered for another type", kind="registered", where=name)
+        raise UsageError("name is registered for another type", where=name)
     _by_type[cls] = (name, encode)
     _by_tag[name] = decode
     return cls
@@ -333,14 +333,14 @@ def decode(raw: Any, where: str = "value") -> Any:
     CorruptError
         Unknown tag, wrong lengths, nesting beyond 64 levels.
     UsageError
-        kind ``unregistered``: the type's name is not registered in this process.
+        The type's name is not registered in this process.
     """
     return _decode(raw, where, 0, {})
 
 
 def _decode(raw: Any, where: str, depth: int, met: dict[int, Any]) -> Any:
     if depth > MAX_DEPTH + 2:
-        raise CorruptError("object nested too deeply", kind="bad-object", where=where)
+        raise CorruptError("object nested too deeply", where=where)
     if isinstance(raw, list):
         return [_decode(v, where, depth + 1, met) for v in raw]
     if not isinstance(raw, dict):
@@ -350,9 +350,7 @@ def _decode(raw: Any, where: str, depth: int, met: dict[int, Any]) -> Any:
     try:
         return _decode_tagged(raw, where, depth, met)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CorruptError(
-            "object does not decode", kind="bad-object", where=where, found=repr(error)[:200]
-        ) from None
+        raise CorruptError("object does not decode", where=where, found=repr(error)[:200]) from None
 
 
 def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, Any]) -> Any:
@@ -413,7 +411,6 @@ def _decode_type(name: str, v: Any, where: str, inner: Callable[[Any], Any]) -> 
     if function is None:
         raise UsageError(
             "the checkpoint holds a value of a type that this program did not register",
-            kind="unregistered",
             where=where,
             found=str(name)[:200],
             hint="import the module that defines it and call ckptd.register(cls) before load",
@@ -648,13 +645,11 @@ def checked_metadata(metadata: Mapping[str, Any], *, numbers: bool = True) -> di
     Raises
     ------
     UsageError
-        kind ``bad-metadata``: names the key whose value is no JSON, or the largest when all of it
-        is too large.
+        Names the key whose value is no JSON, or the largest when all of it is too large.
     """
     if not isinstance(metadata, Mapping):
         raise UsageError(
             "the metadata is no dict",
-            kind="bad-metadata",
             where="metadata",
             wanted="a dict with text as keys",
             found=type(metadata).__name__,
@@ -722,4 +717,4 @@ def _number(value: Any, numbers: bool) -> object:
 
 def _bad(what: str, key: object, wanted: str, found: str, hint: str | None) -> UsageError:
     where = f"metadata[{str(key)[:80]!r}]" if isinstance(key, str) else f"metadata[{key!r}]"[:100]
-    return UsageError(what, kind="bad-metadata", where=where, wanted=wanted, found=found, hint=hint)
+    return UsageError(what, where=where, wanted=wanted, found=found, hint=hint)

@@ -82,7 +82,7 @@ def build_header(
     for name, dtype, shape in chunks:
         end = offset + math.prod(shape) * dtype.itemsize
         if name in header:
-            raise UsageError("two chunks have one name", kind="duplicate-chunk", where=name)
+            raise UsageError("two chunks have one name", where=name)
         header[name] = {
             "dtype": dtype.stored_code,
             "shape": dtype.stored_shape(shape),
@@ -94,7 +94,6 @@ def build_header(
     if padded > MAX_HEADER_BYTES:
         raise UsageError(
             "too many chunks for one file",
-            kind="header-too-large",
             wanted=f"a header of at most {MAX_HEADER_BYTES} bytes",
             found=f"{padded} bytes for {len(header) - 1} chunks",
         )
@@ -128,7 +127,6 @@ def header_bytes(prefix: bytes, where: str, file_bytes: int) -> int:
     if len(prefix) < 8 or length > MAX_HEADER_BYTES or 8 + length > file_bytes or length < 2:
         raise CorruptError(
             "not a safetensors file: impossible header length",
-            kind="bad-header",
             where=where,
             wanted=f"at most {min(MAX_HEADER_BYTES, max(0, file_bytes - 8))}",
             found=str(length) if len(prefix) >= 8 else "a file shorter than 8 bytes",
@@ -175,7 +173,7 @@ def parse_header(
     if position != data_bytes:
         raise CorruptError(
             "data section has the wrong length",
-            kind="truncated" if data_bytes < position else "bad-header",
+            kind="truncated" if data_bytes < position else None,
             where=where,
             wanted=f"{position} bytes",
             found=f"{data_bytes} bytes",
@@ -184,7 +182,7 @@ def parse_header(
 
 
 def _bad(where: str, what: str) -> CorruptError:
-    return CorruptError(what, kind="bad-header", where=where)
+    return CorruptError(what, where=where)
 
 
 def _natural(value: object) -> bool:
@@ -329,7 +327,7 @@ class FileMap:
             )
         except (ValueError, OverflowError) as error:
             raise CorruptError(
-                "manifest breaks a rule", kind="bad-manifest", where=where, found=str(error)[:300]
+                "manifest breaks a rule", where=where, found=str(error)[:300]
             ) from None
 
     def grid_of(self, tensor: int) -> Grid:

@@ -67,8 +67,7 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
     Raises
     ------
     CorruptError
-        kind ``bad-manifest`` (the tables), ``bad-name``, ``bad-file``, ``bad-tensor``,
-        ``bad-object``, ``bad-witness`` or ``limits``.
+        What is there breaks a rule of the format.
     """
     _check_identity(manifest, where)
     _check_file_table(manifest.files, where, digested=UNDIGESTED not in manifest.requires)
@@ -86,11 +85,9 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
     return filemap
 
 
-def _bad(
-    kind: str, what: str, where: str, wanted: object = None, found: object = None
-) -> CkptdError:
+def _bad(what: str, where: str, wanted: object = None, found: object = None) -> CkptdError:
     text = None if found is None else str(found)[:200]
-    return CorruptError(what, kind=kind, where=where, wanted=wanted, found=text)
+    return CorruptError(what, where=where, wanted=wanted, found=text)
 
 
 def _check_identity(m: Manifest, where: str) -> None:
@@ -101,23 +98,22 @@ def _check_identity(m: Manifest, where: str) -> None:
         and 1 <= m.world_size <= MAX_RANK + 1
     )
     if not good:
-        raise _bad("bad-manifest", "step, generation, attempt or world size out of range", where)
+        raise _bad("step, generation, attempt or world size out of range", where)
 
 
 def _check_file_table(files: Sequence[FileEntry], where: str, *, digested: bool) -> None:
     for number, file in enumerate(files):
         if not is_data_path(file.path):
             raise _bad(
-                "bad-file",
                 "a data file must lie directly in a folder below data/",
                 f"{where}: files[{number}]",
                 "data/<step>-g<generation>-<attempt>/<name>.safetensors",
                 repr(file.path[:200]),
             )
         if not _is_plausible(file, digested):
-            raise _bad("bad-file", "impossible sizes, rank or digest", f"{where}: {file.path}")
+            raise _bad("impossible sizes, rank or digest", f"{where}: {file.path}")
     if len({f.path for f in files}) != len(files):
-        raise _bad("bad-file", "two entries name one file", where)
+        raise _bad("two entries name one file", where)
 
 
 def _is_plausible(file: FileEntry, digested: bool) -> bool:
@@ -138,7 +134,6 @@ def _check_dims(grids: Sequence[GridEntry], where: str) -> None:
     for number, grid in enumerate(grids):
         if len(grid.axes) > MAX_DIMS:
             raise _bad(
-                "limits",
                 "too many dimensions",
                 f"{where}: grids[{number}]",
                 f"at most {MAX_DIMS}",
@@ -151,7 +146,7 @@ def _check_names(names: Iterable[str], where: str, what: str) -> None:
     for name in names:
         check_name(name, where)
         if name in seen:
-            raise _bad("bad-name", f"two {what} have one name", where, found=repr(name[:80]))
+            raise _bad(f"two {what} have one name", where, found=repr(name[:80]))
         seen.add(name)
 
 
@@ -162,10 +157,9 @@ def _check_numbers(manifest: Manifest, where: str) -> None:
     for t in manifest.tensors:
         place = f"{where}: {t.name[:200]}"
         if t.dtype not in DTYPES:
-            raise _bad("bad-tensor", "unknown dtype", place, f"one of {', '.join(DTYPES)}", t.dtype)
+            raise _bad("unknown dtype", place, f"one of {', '.join(DTYPES)}", t.dtype)
         if t.grid not in grids or t.owners not in owners or not 0 <= t.base <= files:
             raise _bad(
-                "bad-tensor",
                 "grid, owners or base out of range",
                 place,
                 f"below {len(grids)}, below {len(owners)}, at most {files}",
@@ -180,12 +174,11 @@ def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
         grid, owners = filemap.grids[t.grid], filemap.owners[t.owners]
         place = f"{where}: {t.name[:200]}"
         if t.shape != grid.shape:
-            raise _bad("bad-tensor", "not the shape of its grid", place, grid.shape, t.shape)
+            raise _bad("not the shape of its grid", place, grid.shape, t.shape)
         if math.prod(n or 1 for n in t.shape) * dtype.itemsize >= MAX_BYTES:
-            raise _bad("bad-tensor", "too large", place, f"below {MAX_BYTES} bytes", t.shape)
+            raise _bad("too large", place, f"below {MAX_BYTES} bytes", t.shape)
         if owners.npieces != grid.npieces:
             raise _bad(
-                "bad-tensor",
                 "not one owner for each piece",
                 place,
                 f"{grid.npieces} pieces",
@@ -193,7 +186,7 @@ def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
             )
         if highest[t.owners] != ABSENT and highest[t.owners] + t.base >= files:
             found = highest[t.owners] + t.base
-            raise _bad("bad-tensor", "an owner that is no file", place, f"below {files}", found)
+            raise _bad("an owner that is no file", place, f"below {files}", found)
 
 
 def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_bytes: int) -> None:
@@ -202,7 +195,7 @@ def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_byt
     distinct = {(t.grid, t.owners, t.base) for t in manifest.tensors}
     total = sum(filemap.grids[grid].npieces for grid, _, _ in distinct)
     if total > limit:
-        raise _bad("limits", "more pieces than its length justifies", where, limit, total)
+        raise _bad("more pieces than its length justifies", where, limit, total)
 
 
 def check_chunks(filemap: FileMap, header_bytes: int, where: str) -> None:
@@ -223,12 +216,12 @@ def check_chunks(filemap: FileMap, header_bytes: int, where: str) -> None:
     Raises
     ------
     CorruptError
-        kind ``limits``.
+        A file asks for more memory than its size justifies.
     """
     limit = FREE_CHUNKS + header_bytes // CHUNK_BYTES
     if filemap.total_chunks > limit:
         text = "more chunks than the headers of its files can name"
-        raise _bad("limits", text, where, f"at most {limit}", filemap.total_chunks)
+        raise _bad(text, where, f"at most {limit}", filemap.total_chunks)
 
 
 def _check_objects(manifest: Manifest, grids: Sequence[Grid], where: str) -> None:
@@ -236,37 +229,37 @@ def _check_objects(manifest: Manifest, grids: Sequence[Grid], where: str) -> Non
     for o in manifest.objects:
         place = f"{where}: {o.name[:200]}"
         if o.per_rank not in PER_RANK or o.kind not in OBJECT_KINDS:
-            raise _bad("bad-object", "unknown per_rank or kind", place, found=(o.per_rank, o.kind))
+            raise _bad("unknown per_rank or kind", place, found=(o.per_rank, o.kind))
         if not o.tensor:
             if o.per_rank:
-                raise _bad("bad-object", "a per-rank object must lie in a tensor", place)
+                raise _bad("a per-rank object must lie in a tensor", place)
             continue
         tensor = tensors.get(o.tensor)
         if tensor is None or tensor.dtype != "uint8" or len(tensor.shape) != 1:
-            raise _bad("bad-object", "not in a 1-d uint8 tensor", place, found=o.tensor)
+            raise _bad("not in a 1-d uint8 tensor", place, found=o.tensor)
         if o.value is not None:
-            raise _bad("bad-object", "both a value and a tensor", place)
+            raise _bad("both a value and a tensor", place)
         if o.per_rank and (
             grids[tensor.grid].flat or grids[tensor.grid].ncells > manifest.world_size
         ):
-            raise _bad("bad-object", "its cells are not one a rank", place)
+            raise _bad("its cells are not one a rank", place)
 
 
 def _check_extras(manifest: Manifest, where: str) -> None:
     for mesh in manifest.meshes:
         if not _is_mesh(mesh, manifest.world_size):
-            raise _bad("bad-manifest", "a mesh breaks a rule", where, found=mesh.names)
+            raise _bad("a mesh breaks a rule", where, found=mesh.names)
     w = manifest.witness
     if w is not None and (w.kind not in KINDS or not is_digest(w.digest)):
-        raise _bad("bad-witness", "unknown kind of witness, or no digest", where, found=w.kind)
+        raise _bad("unknown kind of witness, or no digest", where, found=w.kind)
     if len(manifest.lay) > MAX_LAY_CHARS:
-        raise _bad("limits", "layout program too long", where, MAX_LAY_CHARS, len(manifest.lay))
+        raise _bad("layout program too long", where, MAX_LAY_CHARS, len(manifest.lay))
     try:
         length = len(msgspec.json.encode(manifest.metadata))
     except (RecursionError, ValueError, msgspec.MsgspecError) as error:
-        raise _bad("bad-manifest", "metadata is not JSON", where, found=error) from None
+        raise _bad("metadata is not JSON", where, found=error) from None
     if length > MAX_METADATA_BYTES:
-        raise _bad("limits", "metadata too large", where, MAX_METADATA_BYTES, length)
+        raise _bad("metadata too large", where, MAX_METADATA_BYTES, length)
 
 
 def _is_mesh(mesh: MeshEntry, world: int) -> bool:
@@ -290,7 +283,7 @@ def check_files(manifest: Manifest, filemap: FileMap, where: str = "manifest") -
     Raises
     ------
     CorruptError
-        kind ``bad-file``: names the first file and both lengths.
+        Names the first file and both lengths.
     """
     folder = manifest.folder
     stated = np.array([f.data_bytes for f in manifest.files], dtype=np.int64)
@@ -300,7 +293,6 @@ def check_files(manifest: Manifest, filemap: FileMap, where: str = "manifest") -
     if len(wrong):
         i = int(wrong[0])
         raise _bad(
-            "bad-file",
             f"{len(wrong)} files have another length than their chunks, the first is",
             f"{where}: {manifest.files[i].path}",
             f"{implied[i]} bytes of data",
@@ -377,18 +369,12 @@ def check_index(
     Raises
     ------
     CorruptError
-        kind ``bad-index``.
+        A digest index does not belong to its data file, or does not decode.
     """
     where = where or file.path
     if index.data_bytes != file.data_bytes:
         raise _bad(
-            "bad-index",
-            "digest index of a file of another length",
-            where,
-            file.data_bytes,
-            index.data_bytes,
+            "digest index of a file of another length", where, file.data_bytes, index.data_bytes
         )
     if index.nchunks > MAX_CHUNKS or (nchunks is not None and index.nchunks != nchunks):
-        raise _bad(
-            "bad-index", "digest index of other chunks", where, nchunks, f"{index.nchunks} chunks"
-        )
+        raise _bad("digest index of other chunks", where, nchunks, f"{index.nchunks} chunks")

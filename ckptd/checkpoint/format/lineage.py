@@ -59,8 +59,6 @@ def _newest_first(
             return
         if parent.generation >= generation:
             raise CorruptError(
-                "a generation's parent is not older than itself",
-                kind="bad-record",
-                where=f"generation {generation}",
+                "a generation's parent is not older than itself", where=f"generation {generation}"
             )
         generation, limit = parent.generation, parent.step

@@ -246,7 +246,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     if where.endswith(".zst"):
         raw = _decompress(raw, where)
     if len(raw) > MAX_MANIFEST_BYTES:
-        raise CorruptError("manifest too large", kind="limits", where=where)
+        raise CorruptError("manifest too large", where=where)
     document = decode_json(raw, where)
     _check_version(document, where)
     return convert(document, Manifest, where)
@@ -258,17 +258,14 @@ def decode_json(raw: bytes, where: str) -> dict[str, Any]:
     Raises
     ------
     CorruptError
-        kind ``bad-json``: something else, a repeated key, NaN, infinity, a lone surrogate, or
-        nesting without end.
+        Something else, a repeated key, NaN, infinity, a lone surrogate, or nesting without end.
     """
     try:
         document = parse_json(raw)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            "not JSON", kind="bad-json", where=where, found=str(error)[:200]
-        ) from None
+        raise CorruptError("not JSON", where=where, found=str(error)[:200]) from None
     if not isinstance(document, dict):
-        raise CorruptError("not a JSON object", kind="bad-json", where=where)
+        raise CorruptError("not a JSON object", where=where)
     return document
 
 
@@ -278,15 +275,13 @@ def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
         found: T = CONVERTERS[kind](document)
         return found
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise CorruptError(
-            f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]
-        ) from None
+        raise CorruptError(f"not a {kind.__name__}", where=where, found=str(error)[:300]) from None
 
 
 def _check_version(document: dict[str, Any], where: str) -> None:
     version = document.get("version")
     if document.get("format") != FORMAT or type(version) is not int or version < 1:
-        raise CorruptError("not a ckptd manifest", kind="bad-record", where=where)
+        raise CorruptError("not a ckptd manifest", where=where)
     requires = document.get("requires", [])
     unknown = (
         sorted(str(r)[:80] for r in requires if not isinstance(r, str) or r not in SUPPORTED)
@@ -315,7 +310,7 @@ def _content_size(raw: bytes, where: str) -> int:
     except zstandard.ZstdError as error:
         raise _not_zstd(where, error) from None
     if size == zstandard.CONTENTSIZE_UNKNOWN or size > _justified(len(raw)):
-        raise CorruptError("manifest decompresses to too much", kind="limits", where=where)
+        raise CorruptError("manifest decompresses to too much", where=where)
     return size
 
 
@@ -330,7 +325,7 @@ def _decompress(raw: bytes, where: str) -> bytes:
 
 
 def _not_zstd(where: str, error: Exception) -> CorruptError:
-    return CorruptError("not zstd", kind="bad-record", where=where, found=str(error)[:200])
+    return CorruptError("not zstd", where=where, found=str(error)[:200])
 
 
 def about_foreign(manifest: Manifest) -> dict[str, Any]:

@@ -67,9 +67,7 @@ def check_step(step: int) -> int:
             step = operator.index(step)
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         step = given
-        raise UsageError(
-            "not a step", kind="bad-step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step)
-        )
+        raise UsageError("not a step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step))
     return step
 
 
@@ -201,7 +199,7 @@ def unescape_fqn(name: str) -> str:
     Raises
     ------
     CorruptError
-        kind ``bad-name``: `escape_fqn` never gives this.
+        `escape_fqn` never gives this.
     """
     return _unescaped(name, escape_fqn)
 
@@ -241,7 +239,7 @@ def unescape_key(segment: str) -> str | int:
     Raises
     ------
     CorruptError
-        kind ``bad-name``: `escape_key` never gives this.
+        `escape_key` never gives this.
     """
     if segment.isidentifier():
         return segment
@@ -271,7 +269,7 @@ def _unescaped(text: str, escape: Callable[[str], str]) -> str:
     except UnicodeDecodeError:
         found = ""
     if not found or escape(found) != text:
-        raise CorruptError("not an escaped name", kind="bad-name", where=text[:200])
+        raise CorruptError("not an escaped name", where=text[:200])
     return found
 
 
@@ -323,7 +321,7 @@ def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None
     Raises
     ------
     CorruptError
-        kind ``bad-name``: this is no chunk's name.
+        This is no chunk's name.
     """
     base, at, rest = name.partition("@")
     m = _CHUNK_PLACE.fullmatch(rest)
@@ -338,7 +336,7 @@ def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None
             return tensor, offset, int(m[3]) if m[3] else None
     except ValueError:
         pass
-    raise CorruptError("not a chunk name", kind="bad-name", where=name[:200])
+    raise CorruptError("not a chunk name", where=name[:200])
 
 
 def check_name(name: str, where: str) -> str:
@@ -346,7 +344,6 @@ def check_name(name: str, where: str) -> str:
     if not name or len(name) > MAX_NAME_CHARS or "\x00" in name or not name.isprintable():
         raise CorruptError(
             "not a legal name",
-            kind="bad-name",
             where=where,
             wanted=f"1 to {MAX_NAME_CHARS} printable characters",
             found=repr(name[:80]),

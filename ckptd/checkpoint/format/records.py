@@ -140,7 +140,7 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
         ``digest``: it is not what was written.
     """
     if len(raw) > MAX_RECORD_BYTES:
-        raise CorruptError("record too large", kind="limits", where=where)
+        raise CorruptError("record too large", where=where)
     document = decode_json(raw, where)
     # First, because a newer version may have other fields.
     version = document.get("version")
@@ -186,7 +186,7 @@ def _looks_like_digest(field: str, value: object) -> bool:
 
 
 def check_record(record: object, where: str) -> None:
-    """Raise `CorruptError`, kind ``bad-record``, unless a record keeps the rules of its kind."""
+    """Raise `CorruptError`, unless a record keeps the rules of its kind."""
     step, generation = getattr(record, "step", 0), getattr(record, "generation", 1)
     parent = getattr(record, "parent", None)
     good = 0 <= step <= MAX_STEP and 0 <= generation <= MAX_GENERATION
@@ -198,7 +198,7 @@ def check_record(record: object, where: str) -> None:
     if isinstance(record, Lease):
         good = good and 0 <= record.expires <= MAX_EXPIRES
     if not good:
-        raise CorruptError("record breaks a rule", kind="bad-record", where=where)
+        raise CorruptError("record breaks a rule", where=where)
 
 
 def _is_commit(record: Commit) -> bool:

@@ -186,7 +186,7 @@ def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:
         The item size is not one of the format's.
     """
     if itemsize not in _WORDS:
-        raise UsageError("not an item size", kind="bad-region", found=itemsize)
+        raise UsageError("not an item size", found=itemsize)
     words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
     return words.reshape(-1, 2) if itemsize == 16 else words
 
@@ -231,13 +231,12 @@ def check_elements(elements: I64, count: int) -> None:
     Raises
     ------
     UsageError
-        kind ``bad-region``.
+        A region handed to the witness does not lie in its buffer.
     """
     # As unsigned numbers those below 0 are the largest.
     if len(elements) and int(elements.view(np.uint64).max()) >= count:
         raise UsageError(
             "a region does not lie in its buffer",
-            kind="bad-region",
             wanted=f"elements below {count}",
             found=f"{elements.min()} to {elements.max()}",
         )
@@ -280,17 +279,14 @@ class Witness:
         Raises
         ------
         CorruptError
-            kind ``bad-header``: not a safetensors file. Kind ``bad-witness``: not the tensors,
-            shapes or values that the plan asks for.
+            Not a safetensors file. Not the tensors, shapes or values that the plan asks for.
         """
         shapes = {"values": ("U8", (plan.total, VALUE_BYTES)), "present": ("U8", (plan.total,))}
         parts = read_parts(raw, where, SAMPLE, shapes)
         values, present = parts["values"].reshape(-1, VALUE_BYTES), parts["present"]
         if present.size and (int(present.max()) > 1 or values[present == 0].any()):
             raise CorruptError(
-                "presence marks are not 0 and 1, or an absent value is not zero",
-                kind="bad-witness",
-                where=where,
+                "presence marks are not 0 and 1, or an absent value is not zero", where=where
             )
         return Witness(values.copy(), present.copy())
 
@@ -364,7 +360,6 @@ def read_parts(
     if metadata != {"kind": kind} or found != shapes:
         raise CorruptError(
             "not the witness of this manifest",
-            kind="bad-witness",
             where=where,
             wanted=json.dumps({"kind": kind, **shapes})[:300],
             found=json.dumps({**metadata, **found})[:300],

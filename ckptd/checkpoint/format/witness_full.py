@@ -67,7 +67,7 @@ def partial_sum(
     Raises
     ------
     UsageError
-        kind ``bad-region``: a region does not lie in the buffer.
+        A region does not lie in the buffer.
     """
     words = words_of(buffer, itemsize)
     seed, strides = seed_of(name), strides_of(shape)
@@ -77,7 +77,6 @@ def partial_sum(
         if lo < 0 or hi > len(words):
             raise UsageError(
                 "a region does not lie in its buffer",
-                kind="bad-region",
                 wanted=f"elements below {len(words)}",
                 found=f"{lo} to {hi}",
             )
@@ -176,14 +175,12 @@ class FullWitness:
         Raises
         ------
         CorruptError
-            kind ``bad-header`` or ``bad-witness``: not what the plan asks for.
+            Not what the plan asks for.
         """
         shape = (len(plan.names),)
         parts = read_parts(raw, where, FULL, {"sums": ("U64", shape), "counts": ("U64", shape)})
         if (parts["counts"] > plan.numels.astype(np.uint64)).any():
-            raise CorruptError(
-                "a sum over more elements than its tensor has", kind="bad-witness", where=where
-            )
+            raise CorruptError("a sum over more elements than its tensor has", where=where)
         return FullWitness(parts["sums"].copy(), parts["counts"].copy())
 
 

@@ -101,8 +101,7 @@ class DirectReader:
         Raises
         ------
         CorruptError
-            kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``,
-            ``replaced``.
+            kinds ``digest``, ``truncated`` or ``replaced`` among others.
         UsageError
             kind ``closed``.
         """

@@ -124,7 +124,6 @@ class PieceLocations:
         if not 0 <= file < len(self.files):
             raise CorruptError(
                 "an owner map names a file that does not exist",
-                kind="bad-manifest",
                 where=self.filemap.tensors[tensor].name,
                 found=f"file {file} of {len(self.files)}",
             )
@@ -133,7 +132,6 @@ class PieceLocations:
         if own and implied != entry.data_bytes:
             raise CorruptError(
                 "the manifest's tables and its file size disagree",
-                kind="bad-manifest",
                 where=entry.path,
                 wanted=f"{implied} bytes",
                 found=f"{entry.data_bytes} bytes",
@@ -149,7 +147,6 @@ class PieceLocations:
         if chunk is None or (chunk.code, chunk.shape) != wanted:
             raise CorruptError(
                 "a file of an older checkpoint does not hold the chunk referred to",
-                kind="missing-chunk",
                 where=f"chunk {name} of {self.files[file].path}",
                 wanted=f"{wanted[0]} {wanted[1]}",
                 found="nothing" if chunk is None else f"{chunk.code} {chunk.shape}",
@@ -217,7 +214,6 @@ def missing_file(path: str, rank: int, what: str = "data file") -> CorruptError:
     """Return the error for a file that the manifest names and the store does not have."""
     error = CorruptError(
         f"a {what} of the checkpoint is missing",
-        kind="missing-file",
         where=f"{path}, written by rank {rank}",
         hint="ckptd verify lists everything that is bad; load an older step or another tier",
     )
@@ -230,7 +226,7 @@ def check_size(store: Store, entry: FileEntry) -> None:
     Raises
     ------
     CorruptError
-        kind ``missing-file``, ``truncated``, or ``bad-size`` for a file that is too long.
+        kind ``truncated`` for a file that is too long.
     """
     _check_length(store, entry.path, entry.rank, "data file", entry.data_start + entry.data_bytes)
 
@@ -244,7 +240,7 @@ def _check_length(store: Store, key: str, rank: int, what: str, least: int, slac
     if not least <= found <= least + slack:
         error = CorruptError(
             f"a {what} has the wrong size",
-            kind="truncated" if found < least else "bad-size",
+            kind="truncated" if found < least else None,
             where=f"{key}, written by rank {rank}",
             wanted=f"{'at least ' if slack else ''}{least} bytes",
             found=f"{found} bytes",
@@ -261,7 +257,7 @@ def check_headers(store: Store, manifest: Manifest, filemap: FileMap) -> None:
     Raises
     ------
     CorruptError
-        kind ``limits``: no header that is there can name so many.
+        No header that is there can name so many.
     """
     if filemap.total_chunks <= FREE_CHUNKS:
         return
@@ -298,10 +294,7 @@ def read_header(
         check_size(store, entry)
     if not 8 < entry.data_start <= MAX_HEADER_BYTES + 8:
         raise CorruptError(
-            "impossible header length in the manifest",
-            kind="bad-manifest",
-            where=entry.path,
-            found=entry.data_start,
+            "impossible header length in the manifest", where=entry.path, found=entry.data_start
         )
     try:
         raw = store.get(entry.path, ByteRange(0, entry.data_start))
@@ -311,7 +304,6 @@ def read_header(
     if length != entry.data_start:
         raise CorruptError(
             "the header's length is not what the manifest says",
-            kind="bad-header",
             where=entry.path,
             wanted=entry.data_start,
             found=length,
@@ -325,7 +317,7 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
     Raises
     ------
     CorruptError
-        kind ``missing-file``, ``truncated`` or ``bad-size``.
+        kind ``truncated`` among others.
     """
     least = _INDEX_HEADER_BYTES + block_count(entry.data_bytes) * DIGEST_BYTES
     most = MAX_CHUNKS * DIGEST_BYTES
@@ -340,8 +332,7 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     Raises
     ------
     CorruptError
-        kind ``missing-file``, ``truncated`` or ``bad-size`` (before anything is allocated),
-        ``digest``, or ``bad-index``.
+        kinds ``truncated`` or ``digest`` among others.
     """
     if not entry.index:
         return None
@@ -465,7 +456,7 @@ class LocalFiles:
         Raises
         ------
         CorruptError
-            kind ``missing-file``: it is not there, or no plain file.
+            It is not there, or no plain file.
         """
         with self._hold(file) as held:
             yield held.fd

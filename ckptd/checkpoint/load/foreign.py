@@ -59,7 +59,7 @@ class ForeignStore(ReadOnlyStore):
 class ForeignFormats(Protocol):
     """The formats of other programs. They raise `CorruptError` and `RefusedError` for what is bad.
 
-    `MismatchError`, kind ``ambiguous-format``: there are checkpoints of several formats.
+    `MismatchError`: there are checkpoints of several formats.
     """
 
     def names(self) -> Sequence[str]:

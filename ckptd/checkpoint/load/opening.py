@@ -46,7 +46,7 @@ def open_catalogue(
     catalogue = Catalogue(store)
     try:
         if file:
-            raise NotFoundError("no root", kind="not-a-root", where=url)
+            raise NotFoundError("no root", kind="no-root", where=url)
         catalogue.open()
     except NotFoundError as error:
         if not foreign:

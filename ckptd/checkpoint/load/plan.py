@@ -59,13 +59,13 @@ class BlockLine:
     Raises
     ------
     CorruptError
-        kind ``limits``: the sizes add up to more than a line can hold.
+        The sizes add up to more than a line can hold.
     """
 
     def __init__(self, data_bytes: Sequence[int]) -> None:
         widths = [-(-n // BLOCK_BYTES) + _SPACER for n in data_bytes]
         if sum(widths) > _MAX_POSITION or any(n < 0 for n in data_bytes):
-            raise CorruptError("impossible file sizes in the manifest", kind="limits")
+            raise CorruptError("impossible file sizes in the manifest")
         self._first = np.concatenate(([0], np.cumsum(np.array(widths, dtype=np.int64))))
         self._data_bytes = list(data_bytes)
 
@@ -566,8 +566,8 @@ def read_plan(
     Raises
     ------
     MismatchError
-        kind ``absent``: names every wanted piece that the checkpoint does not hold; a region does
-        not lie inside its tensor.
+        Names every wanted piece that the checkpoint does not hold; a region does not lie inside
+        its tensor.
     UsageError
         A target is not a writable flat buffer of the right size.
     CorruptError
@@ -635,7 +635,6 @@ def _absent_error(filemap: FileMap, absent: list[tuple[int, Box]]) -> MismatchEr
     more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
     return MismatchError(
         "the checkpoint leaves out what the state wants",
-        kind="absent",
         where="; ".join(named) + more,
         wanted="pieces that some file holds",
         found=f"{len(absent)} absent pieces",

@@ -132,7 +132,7 @@ class Fetcher:
         Raises
         ------
         CorruptError
-            kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``.
+            kinds ``truncated`` or ``digest`` among others.
         """
 
         def work(file: int) -> None:
@@ -153,7 +153,7 @@ class Fetcher:
         Raises
         ------
         CorruptError
-            kinds ``replaced``, ``missing-file``, ``truncated``, ``bad-size``.
+            kinds ``replaced`` or ``truncated`` among others.
         """
         places = self._places
         loose = [file for file in sorted(places.sized) if not places.is_digested(file)]
@@ -236,8 +236,7 @@ class Fetcher:
         Raises
         ------
         CorruptError
-            kinds ``digest``, ``truncated``, ``missing-file``: names tensors, chunks, file, rank
-            and block.
+            kinds ``digest`` or ``truncated``: names tensors, chunks, file, rank and block.
         """
         if buffer is None:
             size, gap = LOCAL_WINDOW_BLOCKS, 0
@@ -310,7 +309,7 @@ class Fetcher:
         Raises
         ------
         CorruptError
-            kinds ``truncated``, ``missing-file``.
+            kind ``truncated`` among others.
         """
         self._bring(file, start, view, lambda: None)
 
@@ -610,8 +609,8 @@ def execute(
     Raises
     ------
     CorruptError
-        kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``. With
-        ``poisoned`` False no buffer of any rank was touched; with True some were.
+        kinds ``truncated`` or ``digest`` among others. With ``poisoned`` False no buffer of any
+        rank was touched; with True some were.
     StoreError, TransientStoreError, DeadlineError
         Likewise, `poisoned` included. When one rank fails all ranks raise.
     """

@@ -109,7 +109,7 @@ class CkptdReader(CheckpointReader):
         Raises
         ------
         NotFoundError
-            kind ``no-tensor``.
+            No tensor has that name, or matches that pattern.
         """
         return self._numbers[name] if name in self._numbers else self._numbers[self.info(name).name]
 
@@ -192,7 +192,7 @@ class CkptdReader(CheckpointReader):
             return entry.value
         tensor = self._entry(entry.tensor)
         if self.nbytes(entry.tensor) > MAX_OBJECT_BYTES:
-            raise CorruptError("an object is too large", kind="limits", where=entry.name)
+            raise CorruptError("an object is too large", where=entry.name)
         if not entry.per_rank:
             return _parse(self.read([(entry.tensor, Box.whole(tensor.shape))])[0], entry.name)
         grid = self.grid(entry.tensor)
@@ -210,5 +210,5 @@ def _parse(raw: Array, where: str) -> Any:
         return msgspec.json.decode(raw.tobytes())
     except (msgspec.DecodeError, RecursionError) as error:
         raise CorruptError(
-            "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
+            "an encoded object is not JSON", where=where, found=str(error)[:200]
         ) from None

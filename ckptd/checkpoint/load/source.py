@@ -101,7 +101,8 @@ class CheckpointReader(ABC):
         Raises
         ------
         MismatchError
-            kind ``absent``, unless `allow_absent`: then absent pieces are zeros.
+            The checkpoint leaves out, on purpose, what is wanted, unless `allow_absent`: then
+            absent pieces are zeros.
         CorruptError
             The data is not what was written, or not there.
         """
@@ -172,12 +173,10 @@ class CheckpointReader(ABC):
         Raises
         ------
         NotFoundError
-            kind ``no-tensor``.
+            No tensor has that name, or matches that pattern.
         """
         if name not in self._known:
-            raise NotFoundError(
-                "the checkpoint has no such tensor", kind="no-tensor", where=name[:200]
-            )
+            raise NotFoundError("the checkpoint has no such tensor", where=name[:200])
         return self._known[name]
 
     def tensor(self, name: str, *, allow_absent: bool = False) -> Array:
@@ -213,9 +212,9 @@ class CheckpointReader(ABC):
         Raises
         ------
         UsageError
-            kind ``unregistered``: this program has not registered a type that is used.
+            This program has not registered a type that is used.
         CorruptError
-            kind ``bad-object``.
+            A stored object does not decode.
         """
         raw = self.raw_object(entry)
         if isinstance(raw, PerRankValues):
@@ -240,7 +239,7 @@ class SectionReader(CheckpointReader):
     Raises
     ------
     NotFoundError
-        kind ``no-section``: there is nothing.
+        There is nothing.
     """
 
     def __init__(self, whole: CheckpointReader, section: str) -> None:
@@ -255,9 +254,7 @@ class SectionReader(CheckpointReader):
         self.unread, self.wrapped = unread, wrapped
         if not (self.entries or self.infos or unread):
             raise NotFoundError(
-                f"the checkpoint has no section {section!r}",
-                kind="no-section",
-                where=f"{self.url}, {self.title}",
+                f"the checkpoint has no section {section!r}", where=f"{self.url}, {self.title}"
             )
 
     def _inside(self, *names: str) -> list[str]:

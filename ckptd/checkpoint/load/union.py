@@ -77,7 +77,7 @@ class UnionStore(ReadOnlyStore):
     Raises
     ------
     UsageError
-        No sources; or, kind ``read-only``, something is written.
+        No sources; or something is written.
     """
 
     def __init__(self, sources: Sequence[Store | UnionSource], *, aside_s: float = ASIDE_S) -> None:

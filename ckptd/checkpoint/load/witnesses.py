@@ -39,9 +39,7 @@ class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     kind
-        Stable code, as of errors: ``missing-file``, ``truncated``, ``bad-size``, ``digest``,
-        ``bad-header``, ``bad-index``, ``witness``, ``lost`` (a chunk in a missing or truncated
-        file), or the kind of the error that a record or the store gave.
+        Stable code: the kind of the error, or ``lost`` (a chunk in a missing or truncated file).
     message
         One sentence.
     file, rank
@@ -168,7 +166,7 @@ def read_witness(
     Raises
     ------
     CorruptError
-        kinds ``missing-file``, ``digest``, ``limits``, ``bad-header``, ``bad-witness``.
+        kind ``digest`` among others.
     """
     entry = manifest.witness
     if entry is None:
@@ -177,10 +175,10 @@ def read_witness(
     try:
         size = store.stat(key).size
         if size > MAX_WITNESS_BYTES:
-            raise CorruptError("the witness is too large", kind="limits", where=key, found=size)
+            raise CorruptError("the witness is too large", where=key, found=size)
         raw = store.get(key)
     except NotFoundError:
-        raise CorruptError("the witness is missing", kind="missing-file", where=key) from None
+        raise CorruptError("the witness is missing", where=key) from None
     found = digest_hex(raw)
     if found != entry.digest:
         raise CorruptError(
@@ -282,7 +280,7 @@ class WitnessCheck:
         for d in wrong:
             if d.tensor not in explained:
                 self._findings.note(
-                    "witness",
+                    "corrupt",
                     "values are not at the positions where they were saved",
                     tensor=d.tensor,
                     wanted="the witness's values",

@@ -56,8 +56,7 @@ class Auto:
     Raises
     ------
     UsageError
-        Kind ``bad-policy``: a number that is not positive and finite, or two that exclude each
-        other.
+        A number that is not positive and finite, or two that exclude each other.
     """
 
     mtbf_hours: float | None = None
@@ -72,7 +71,6 @@ class Auto:
             if self.nodes is not None:
                 raise UsageError(
                     "mtbf_hours is the whole job's, so nodes do not matter",
-                    kind="bad-policy",
                     wanted="mtbf_hours, or nodes with node_mtbf_hours",
                     found=repr(self),
                 )
@@ -84,7 +82,6 @@ class Auto:
         if self.beyond_near > 1:
             raise UsageError(
                 "beyond_near is a share",
-                kind="bad-policy",
                 wanted="above 0, and at most 1",
                 found=repr(self.beyond_near),
             )

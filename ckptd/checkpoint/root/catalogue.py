@@ -96,7 +96,7 @@ class Catalogue(Index):
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``: the parent does not exist, or its generation was never claimed.
+            The parent does not exist, or its generation was never claimed.
         RefusedError
             Kind ``behind``: a parent whose step is not later than its generation's own parent.
         ConflictError
@@ -140,7 +140,6 @@ class Catalogue(Index):
         except NotFoundError:
             raise NotFoundError(
                 f"{parent} cannot be continued: its generation was never claimed here",
-                kind="no-commit",
                 where=self.where(generation_key(parent.generation)),
             ) from None
         if floor is not None and parent.step <= floor.step:
@@ -232,7 +231,7 @@ class Catalogue(Index):
         Raises
         ------
         ConflictError
-            Kind ``claim-lost``: its record is gone, or is another life's.
+            Its record is gone, or is another life's.
         """
         key = generation_key(generation)
         found = "nothing"
@@ -241,7 +240,6 @@ class Catalogue(Index):
         if found != claim_id:
             raise ConflictError(
                 f"generation {generation} is not this job's any more",
-                kind="claim-lost",
                 where=self.where(key),
                 wanted=f"claim {claim_id}",
                 found=found,
@@ -346,15 +344,15 @@ class Catalogue(Index):
         ------
         ConflictError
             Kind ``superseded``: a newer generation was claimed, before or meanwhile; in the second
-            case the commit exists, and counts only if that generation continues from it. Kind
-            ``committed``: another attempt committed this step in this generation; names it.
+            case the commit exists, and counts only if that generation continues from it. Another
+            attempt committed this step in this generation; names it.
         RefusedError
             Kind ``behind``: the step is not later than the one the generation began from.
         CorruptError
-            Kind ``missing-file``: the manifest or a folder it refers to is not there.
+            The manifest or a folder it refers to is not there.
         StoreError, ConflictError
-            Kinds ``root-gone``, ``other-root``, ``claim-lost``: this is not the root, or not the
-            claim, that the commit names.
+            Kinds ``root-gone`` or ``other-root``: this is not the root, or not the claim, that the
+            commit names.
         """
         self._check_publishable(commit)
         key, raw = commit_key(commit.name), encode_record(commit)
@@ -370,7 +368,6 @@ class Catalogue(Index):
                 # A generation has one run, so it was this one, or what is left of it.
                 raise ConflictError(
                     f"{commit.name} was committed by this run already, in an earlier save",
-                    kind="committed",
                     where=self.where(key),
                     wanted=f"attempt {commit.attempt}, write id {commit.write_id}",
                     found=f"attempt {won.attempt}, write id {won.write_id}, at {won.created}",
@@ -428,7 +425,6 @@ class Catalogue(Index):
     def _missing(self, commit: Commit, key: str) -> CorruptError:
         return CorruptError(
             f"{commit.name} refers to something that is not there",
-            kind="missing-file",
             where=self.where(key),
             hint="ckptd gc removes attempts of older generations, and those that took too long",
         )
@@ -441,7 +437,7 @@ class Catalogue(Index):
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``; also when it was deleted at this very moment.
+            No commit of this step and generation; also when it was deleted at this very moment.
         """
         record = Pin(name.step, name.generation, created=stamp(), reason=reason)
         self.check_root()
@@ -476,7 +472,7 @@ def write_witness(
     Raises
     ------
     CorruptError
-        kind ``bad-record``: a part is not what the plan asks for.
+        A part is not what the plan asks for.
     """
     if not plan.total:
         return None
@@ -485,7 +481,7 @@ def write_witness(
         slots = np.frombuffer(raw_slots, dtype="<u4").astype(np.int64)
         rows = np.frombuffer(raw_values, dtype=np.uint8)
         if len(rows) != 8 * len(slots) or (len(slots) and int(slots.max()) >= plan.total):
-            raise CorruptError("a part's witness is malformed", kind="bad-record", where=where)
+            raise CorruptError("a part's witness is malformed", where=where)
         witness.put(slots, rows.reshape(-1, 8))
     raw = witness.encode()
     store.put(folder + WITNESS, raw)

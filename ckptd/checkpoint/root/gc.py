@@ -570,7 +570,7 @@ def run_gc(store: Store, plan: GcPlan) -> GcReport:
     ------
     ConflictError
         Kind ``stale-plan``: a generation was claimed since the plan; no checkpoint was deleted.
-        Kinds ``other-root``, ``claim-lost``: another root was made here since.
+        Kind ``other-root``: another root was made here since.
     StoreError
         Kind ``root-gone``: this is no root any more.
     """

@@ -58,7 +58,7 @@ def seconds_of(text: str, where: str) -> float:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise CorruptError(
-            "not a time", kind="bad-record", where=where, wanted="ISO 8601", found=repr(text[:80])
+            "not a time", where=where, wanted="ISO 8601", found=repr(text[:80])
         ) from None
 
 
@@ -205,7 +205,7 @@ class Index:
             It is not such a record; names it.
         """
         if self.store.stat(key).size > MAX_RECORD_BYTES:
-            raise CorruptError("record too large", kind="limits", where=self.where(key))
+            raise CorruptError("record too large", where=self.where(key))
         return decode_record(self.store.get(key), kind, self.where(key))
 
     def size(self, key: str) -> int | None:
@@ -221,8 +221,7 @@ class Index:
         Raises
         ------
         RefusedError
-            Kind ``no-marker``: commits or generations lie here without ``ckptd.json``. Kind
-            ``no-create-only``.
+            Commits or generations lie here without ``ckptd.json``. Kind ``no-create-only``.
         CorruptError
             Kind ``version``: a newer ckptd made this root.
         """
@@ -240,7 +239,7 @@ class Index:
         Raises
         ------
         NotFoundError
-            Kind ``no-root``: nothing is here. Kind ``not-a-root``: other things are.
+            Kind ``no-root``: nothing is here, or other things are.
         CorruptError
             Kind ``version``: a newer ckptd made this root.
         """
@@ -258,7 +257,7 @@ class Index:
             )
         raise NotFoundError(
             "not a checkpoint root of ckptd",
-            kind="not-a-root",
+            kind="no-root",
             where=self.store.url,
             wanted=ROOT_MARKER,
             found=", ".join(names[:6]) + (" ..." if len(names) > 6 else ""),
@@ -279,7 +278,6 @@ class Index:
             if self.store.children(folder):
                 raise RefusedError(
                     f"this folder has {folder} but no {ROOT_MARKER}",
-                    kind="no-marker",
                     where=self.store.url,
                     hint=f"give another folder, or put {ROOT_MARKER} back",
                 )
@@ -457,7 +455,7 @@ class Index:
         Raises
         ------
         NotFoundError
-            Kind ``no-step``: names the steps nearest to it, and says where else it exists.
+            Names the steps nearest to it, and says where else it exists.
         """
         check_step(step)
         # A caller that names the generation too asks for one commit, whatever counts: also in a
@@ -483,7 +481,6 @@ class Index:
             hint = f"it exists on an abandoned line ({elsewhere[-1]}): {hint} --all"
         return NotFoundError(
             f"no checkpoint of step {step}",
-            kind="no-step",
             where=self.store.url,
             found=f"steps {', '.join(map(str, sorted(near)))}" if near else "no checkpoint",
             hint=hint,
@@ -497,17 +494,15 @@ class Index:
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``.
+            No commit of this step and generation.
         CorruptError
-            The record is damaged, or names anything outside its own root. Kind ``other-life``:
-            see `foreign`.
+            The record is damaged, or names anything outside its own root. See `foreign`.
         """
         record = self._read_commit(name)
         foreign = self.foreign(record)
         if foreign is not None:
             raise CorruptError(
                 f"{name} was written by another life of the job, and does not count",
-                kind="other-life",
                 where=self.where(commit_key(name)),
                 wanted="what this root, and the claim of its generation, have written",
                 found=foreign,
@@ -545,7 +540,6 @@ class Index:
         except NotFoundError:
             raise NotFoundError(
                 f"{name} is not committed",
-                kind="no-commit",
                 where=self.where(key),
                 hint=f"ckptd ls {self.store.url} --all",
             ) from None
@@ -585,9 +579,7 @@ class Index:
             return None
 
     def _misnamed(self, key: str, found: str) -> CorruptError:
-        return CorruptError(
-            "the record is another one's", kind="bad-record", where=self.where(key), found=found
-        )
+        return CorruptError("the record is another one's", where=self.where(key), found=found)
 
     def manifest(self, name: CommitName) -> Manifest:
         """Return a checkpoint's manifest; size and digest are checked before it is decoded."""
@@ -602,9 +594,7 @@ class Index:
             # The size is compared first: no terabyte is read to find that out.
             raw = self.store.get(key) if size == commit.manifest_bytes else b""
         except NotFoundError:
-            raise CorruptError(
-                f"the manifest of {commit.name} is gone", kind="missing-file", where=where
-            ) from None
+            raise CorruptError(f"the manifest of {commit.name} is gone", where=where) from None
         if size != commit.manifest_bytes or digest_hex(raw) != commit.manifest_digest:
             raise CorruptError(
                 "the manifest is not what was committed",
@@ -619,7 +609,6 @@ class Index:
         if found != (commit.step, commit.generation, commit.attempt):
             raise CorruptError(
                 "the manifest is another checkpoint's",
-                kind="bad-manifest",
                 where=where,
                 wanted=f"{commit.name}, attempt {commit.attempt}",
                 found=f"step {found[0]} of generation {found[1]}, attempt {found[2]}",

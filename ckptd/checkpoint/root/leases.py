@@ -65,7 +65,7 @@ class Hold(OfOneProcess):
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``: it had run out, and the checkpoint was deleted.
+            It had run out, and the checkpoint was deleted.
         """
         _write(self.index.store, self.commit.name, self.lease_id, self.holder, self.seconds)
         relied_on(self.index, self.commit.name)
@@ -96,7 +96,7 @@ def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: st
     Raises
     ------
     NotFoundError
-        Kind ``no-commit``: there is no such checkpoint, or it was deleted at this very moment.
+        There is no such checkpoint, or it was deleted at this very moment.
     """
     lease_id = uuid.uuid4().hex
     holder = f"{holder or 'reader'} {socket.gethostname()}:{os.getpid()}"
@@ -165,7 +165,7 @@ def hold_or_read(index: Index, name: CommitName, *, holder: str = "") -> Hold | 
     Raises
     ------
     NotFoundError
-        Kind ``no-commit``.
+        No commit of this step and generation.
     StoreError
         Its record cannot be read either.
     """
@@ -205,13 +205,12 @@ def relied_on(index: Index, name: CommitName) -> Commit:
     Raises
     ------
     NotFoundError
-        Kind ``no-commit``: there is no such checkpoint, or it is being deleted.
+        There is no such checkpoint, or it is being deleted.
     """
     commit = index.commit(name)
     if not unmarked(index.store, commit.folders, commit.folder):
         raise NotFoundError(
             f"{name} is being deleted",
-            kind="no-commit",
             where=index.where(commit_key(name)),
             hint=f"ckptd ls {index.store.url} --all",
         )

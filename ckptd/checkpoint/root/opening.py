@@ -32,7 +32,7 @@ def root_spec(
     Raises
     ------
     UsageError
-        kind ``bad-url``: this is no URL and no path.
+        This is no URL and no path.
     """
     url = checked_url(url)
     wrappers: tuple[WrapperSpec, ...] = (PackSpec(level=compress),)

@@ -19,13 +19,11 @@ Best = tuple[str, Literal["min", "max"], int]
 
 
 def check_positive(name: str, value: object, kinds: tuple[type[int | float], ...]) -> None:
-    """Raise `UsageError` (kind ``bad-policy``) unless `value` is a positive, finite number."""
+    """Raise `UsageError` unless `value` is a positive, finite number."""
     # An int may be above every float, and be less than infinity all the same.
     number = isinstance(value, kinds) and 0 < value <= sys.float_info.max
     if not number or isinstance(value, bool):
-        raise UsageError(
-            f"{name} must be positive", kind="bad-policy", where=name, found=repr(value)
-        )
+        raise UsageError(f"{name} must be positive", where=name, found=repr(value))
 
 
 def plain_int(value: Any) -> Any:
@@ -54,9 +52,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
-            raise UsageError(
-                "Every needs steps or minutes", kind="bad-policy", wanted="Every(steps=100)"
-            )
+            raise UsageError("Every needs steps or minutes", wanted="Every(steps=100)")
         if self.steps is not None:
             check_positive("steps", self.steps, (int,))
         if self.minutes is not None:
@@ -121,9 +117,7 @@ class Keep:
             check_positive("every_steps", self.every_steps, (int,))
         if self.every is not None:
             if not isinstance(self.every, timedelta):
-                raise UsageError(
-                    "every must be a timedelta", kind="bad-policy", found=repr(self.every)
-                )
+                raise UsageError("every must be a timedelta", found=repr(self.every))
             check_positive("every", self.every.total_seconds(), (float,))
         if self.best is not None:
             self._check_best(self.best)
@@ -135,10 +129,7 @@ class Keep:
                 check_positive("best", count, (int,))
             case _:
                 raise UsageError(
-                    "best is not a rule",
-                    kind="bad-policy",
-                    wanted='("loss", "min", 3)',
-                    found=repr(best),
+                    "best is not a rule", wanted='("loss", "min", 3)', found=repr(best)
                 )
 
     @staticmethod

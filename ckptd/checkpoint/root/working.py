@@ -56,7 +56,7 @@ class Working(OfOneProcess):
         Raises
         ------
         ConflictError
-            Kind ``at-work``: another process is at work in the newest generation.
+            Another process is at work in the newest generation.
         """
         newest = catalogue.newest_generation()
         record = catalogue.generation(newest) if newest else None
@@ -77,7 +77,7 @@ class Working(OfOneProcess):
         Raises
         ------
         ConflictError
-            Kind ``at-work``.
+            Another process does this very work here, or another reshard writes into the folder.
         """
         rivals = rivals or self._reason.__eq__
         self._refuse(rivals)
@@ -105,7 +105,6 @@ class Working(OfOneProcess):
                 continue
             raise ConflictError(
                 "another one is at work here",
-                kind="at-work",
                 where=self._catalogue.where(key),
                 found=f"{lease.holder}, generation {self.generation}",
                 hint="wait for it; if its machine is gone, remove that lease",

@@ -211,8 +211,8 @@ class Slot:
         Raises
         ------
         SaveError
-            kind ``half-staged``: the trainer died, or stopped for `timeout_s`, in mid-copy; what
-            is staged is no consistent state and must not be written.
+            The trainer died, or stopped for `timeout_s`, in mid-copy; what is staged is no
+            consistent state and must not be written.
         """
         end = time.monotonic() + timeout_s
         while not self._has(job, nbytes):
@@ -253,7 +253,6 @@ def half_staged(wanted: str, staged: int) -> SaveError:
     """Return the error for a snapshot that will never be complete."""
     return SaveError(
         "the trainer died before its state was copied",
-        kind="half-staged",
         wanted=wanted,
         found=f"{staged} bytes staged",
     )
@@ -379,8 +378,7 @@ class Slots:
         Raises
         ------
         SaveError
-            kind ``draining``: earlier saves did not leave a slot within `timeout_s`; kind
-            ``no-memory``.
+            Earlier saves did not leave a slot within `timeout_s`; kind ``no-memory``.
         CkptdError
             What `fail` was given.
         """
@@ -391,7 +389,6 @@ class Slots:
             if not free:
                 raise SaveError(
                     "earlier saves still occupy the arena",
-                    kind="draining",
                     wanted=f"a free slot within {timeout_s:.0f} s",
                     found=f"{len(self._taken)} saves under way",
                     hint="save less often, or give the store more bandwidth",

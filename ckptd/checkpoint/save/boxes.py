@@ -89,7 +89,7 @@ class BoxTensor:
         Raises
         ------
         UsageError
-            kind ``placement``: boxes overlap, leave a hole, or are no boxes of this tensor.
+            Boxes overlap, leave a hole, or are no boxes of this tensor.
         """
         ranks: dict[Box, int] = {}
         for rank, box in self.boxes:
@@ -131,7 +131,6 @@ class BoxTensor:
 def _misplaced(name: str, wanted: str, found: str) -> UsageError:
     return UsageError(
         "the boxes of a tensor do not make a whole",
-        kind="placement",
         where=name,
         wanted=wanted,
         found=found,
@@ -219,7 +218,7 @@ class BoxRoot:
         Raises
         ------
         UsageError
-            kinds ``placement``, ``dtype``, ``bad-name``: a tensor cannot be saved so.
+            A tensor cannot be saved so.
         RefusedError
             kind ``behind``: the step is not later than what was loaded or committed, or earlier
             than one that was begun; one that was not committed may be begun again. kind
@@ -292,7 +291,7 @@ class BoxRoot:
         Raises
         ------
         UsageError
-            kinds ``unsavable``, ``bad-name``: an object cannot be saved.
+            kind ``unsavable``: an object cannot be saved.
         StoreError
             As the store says; what was written is removed as far as that is possible. kind
             ``root-gone``: the save's root is gone.
@@ -407,9 +406,7 @@ class BoxRoot:
             else hold_or_read(catalogue, catalogue.find(check_step(step)))
         )
         if lease is None:
-            raise NotFoundError(
-                "the root has no checkpoint", kind="no-commit", where=self._store.url
-            )
+            raise NotFoundError("the root has no checkpoint", where=self._store.url)
         with reading(lease, _log.warning) as commit:
             yield CkptdReader(catalogue, commit)
 
@@ -445,9 +442,9 @@ class _Plans:
         cuts: dict[_Cut, tuple[GridEntry, Runs3, int]] = {}
         tables, entries = ManifestTables(), []
         for name, tensor in tensors.items():
-            with _usage("bad-name"):
+            with _usage():
                 check_name(name, repr(name[:80]))
-            with _usage("dtype"):
+            with _usage():
                 dtype_of(tensor.dtype, name)
             shape = tuple(tensor.shape)
             cut = (world, shape, tuple(tensor.boxes))
@@ -476,13 +473,13 @@ def _entries(name: str, tensor: BoxTensor, world: int) -> tuple[GridEntry, Runs3
 
 
 @contextmanager
-def _usage(kind: str) -> Iterator[None]:
+def _usage() -> Iterator[None]:
     """Raise what is wrong with an argument as such: no file has it yet."""
     try:
         yield
     except CorruptError as error:
         raise UsageError(
-            error.message, kind=kind, where=error.where, wanted=error.wanted, found=error.found
+            error.message, where=error.where, wanted=error.wanted, found=error.found
         ) from None
 
 
@@ -492,7 +489,7 @@ def _encoded(
     """Return the objects for the manifest, and those that get a chunk."""
     entries, bodies = [], []
     for name in sorted(objects):
-        with _usage("bad-name"):
+        with _usage():
             check_name(name, repr(name[:80]))
         raw = codec.encode(objects[name], name)
         body = msgspec.json.encode(raw)

@@ -679,7 +679,7 @@ class WriterClient(OfOneProcess):
                     self._check_outcome(number, job)
                 self._check_near(number, job)
             if now > job.deadline:
-                error = SaveError("the save did not finish in time", kind="overdue")
+                error = SaveError("the save did not finish in time")
                 self._fail_all(number, error)
         late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
         silent_s = now - self._last_message_at

@@ -163,8 +163,8 @@ def leased(catalogue: Catalogue, parts: Sequence[RankPart]) -> Iterator[None]:
     Raises
     ------
     SaveError
-        kind ``base-gone``: it was deleted meanwhile. kind ``structure``: ranks refer to different
-        checkpoints, or to files that theirs does not keep.
+        It was deleted meanwhile. kind ``structure``: ranks refer to different checkpoints, or to
+        files that theirs does not keep.
     """
     bases = {p.base for p in parts if p.base is not None}
     if len(bases) > 1:
@@ -207,7 +207,6 @@ def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
 def _gone(base: Base, found: str) -> SaveError:
     return SaveError(
         "the checkpoint that this save refers to was deleted meanwhile",
-        kind="base-gone",
         wanted=f"{base.name}, attempt {base.attempt}",
         found=found,
         hint="the next save writes everything",
@@ -451,7 +450,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
     Raises
     ------
     CorruptError
-        kind ``bad-record``: not a plan. kind ``digest``: not the one that its digest names.
+        Not a plan. kind ``digest``: not the one that its digest names.
     """
     plan = decoded(_plans, raw, "a plan", where)
     found = plan.stamped().digest
@@ -494,14 +493,14 @@ def commit_attempt(
     Raises
     ------
     SaveError
-        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``). kind
-        ``base-gone``: what ranks refer to was deleted.
+        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``). What ranks
+        refer to was deleted.
     DeadlineError
-        kind ``parts``: names the ranks that did not report.
+        Names the ranks that did not report.
     ConflictError
-        kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``:
-        a newer generation runs; what this one writes is not on its line. kinds ``other-root``,
-        ``claim-lost``: the root, or the generation's record, is another life's by now.
+        kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``: a
+        newer generation runs; what this one writes is not on its line. kind ``other-root``: the
+        root, or the generation's record, is another life's by now.
     StoreError
         kind ``root-gone``: the folder is no root any more.
     """
@@ -539,7 +538,7 @@ def finish_attempt(
     SaveError
         kinds ``structure``, ``replicas-differ``: ranks disagree.
     CorruptError
-        kind ``bad-record``: a part's witness is not what the plan asks for.
+        A part's witness is not what the plan asks for.
     """
     check_plans(parts, plan)
     _check_replicas(source, save.folder, parts)
@@ -648,7 +647,6 @@ def _missing(
     missing = [r for r in range(world) if r not in found]
     return DeadlineError(
         "ranks did not write their part in time",
-        kind="parts",
         where=folder,
         wanted=f"{world} parts within {timeout_s:.0f} s",
         found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",

@@ -257,7 +257,7 @@ def drain(
     with saving(store, save.name, save.attempt, rank_plan.rank):
         try:
             if len(data) < total:
-                raise SaveError("the slot is too small", kind="internal", wanted=total)
+                raise SaveError("the slot is too small", wanted=total)
             search = None
             if unchanged is not None:
                 search = unchanged.begin(save, rank_plan, lambda: wait(0, left()))
@@ -494,7 +494,7 @@ class StagedShard:
         return self.slot.fd >= 0 and self.slot.sealed == self.save.job
 
     def check_whole(self) -> None:
-        """Raise `SaveError`, kind ``half-staged``, where another snapshot has the slot."""
+        """Raise `SaveError`, where another snapshot has the slot."""
         if not self.is_whole:
             raise half_staged(f"the snapshot of step {self.save.step}", self.slot.staged)
 
@@ -562,7 +562,7 @@ def put_shard(
     Raises
     ------
     SaveError
-        kind ``half-staged``: the slot was taken for another snapshot meanwhile.
+        The slot was taken for another snapshot meanwhile.
     StoreError, TransientStoreError
         As the store says. What was written of it is removed as far as that is possible.
     """

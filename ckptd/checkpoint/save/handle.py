@@ -174,8 +174,8 @@ class SaveHandle:
         Raises
         ------
         UsageError
-            kind ``bad-tier``: this save does not go there. Kind ``under-way``: a signal handler
-            calls it within a call of a checkpointer.
+            This save does not go there. Kind ``under-way``: a signal handler calls it within a
+            call of a checkpointer.
         """
         not_below("Checkpointer", "durable")
         if not self:
@@ -189,7 +189,6 @@ class SaveHandle:
         if tier not in self._tiers:
             raise UsageError(
                 f"step {self.step} does not go to the tier {tier!r}",
-                kind="bad-tier",
                 wanted=", ".join(self._tiers) or "no near tier",
                 found=tier,
             )
@@ -197,7 +196,6 @@ class SaveHandle:
             if not self._changed.wait_for(lambda: self._tiers[tier] != "pending", timeout):
                 raise DeadlineError(
                     f"step {self.step} is not yet complete on the tier {tier}",
-                    kind="timeout",
                     wanted=f"within {timeout} s",
                 )
             state = self._tiers[tier]
@@ -210,7 +208,6 @@ class SaveHandle:
             if not self._changed.wait_for(lambda: self._phase in wanted, timeout):
                 raise DeadlineError(
                     f"step {self.step} is still {self._phase}",
-                    kind="timeout",
                     wanted=f"{phases[-1]} within {timeout} s",
                     found=f"{self._done} of {self.total_bytes} bytes written",
                 )

@@ -111,7 +111,7 @@ def visit(
     WorkerError
         It went away, or is of another version.
     DeadlineError
-        kind ``agent``: it does not answer within `timeout_s`.
+        It does not answer within `timeout_s`.
     """
     channel = SocketChannel(sock, AgentContents)
     try:
@@ -122,9 +122,7 @@ def visit(
     finally:
         channel.close()
     if item is None:
-        raise DeadlineError(
-            "the agent does not answer", kind="agent", wanted=f"within {timeout_s:.0f} s"
-        )
+        raise DeadlineError("the agent does not answer", wanted=f"within {timeout_s:.0f} s")
     status: AgentContents = item[0]
     return status
 
@@ -160,12 +158,11 @@ def check_protocol(protocol: int, sender: str) -> None:
     Raises
     ------
     WorkerError
-        kind ``other-version``: it is another one.
+        It is another one.
     """
     if protocol != PROTOCOL:
         raise WorkerError(
             f"{sender} is of another version of ckptd",
-            kind="other-version",
             wanted=f"protocol {PROTOCOL}",
             found=f"protocol {protocol}",
             hint="end the agent of that version: ckptd agent stop --now",
@@ -474,9 +471,7 @@ def decoded(
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise CorruptError(
-            f"not {what}", kind="bad-record", where=where, found=str(error)[:200]
-        ) from None
+        raise CorruptError(f"not {what}", where=where, found=str(error)[:200]) from None
 
 
 class RankPart(msgspec.Struct, frozen=True):

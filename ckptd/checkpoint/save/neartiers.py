@@ -126,14 +126,14 @@ class NodeTiers:
         Raises
         ------
         StoreError
-            kind ``no-tier``: this node has no folder. kind ``no-peer``: no other node is known.
+            This node has no folder. kind ``no-peer``: no other node is known.
         """
         with self._lock:
             found = {"memory": self.memory, "local": self._local, "peer": self._peer}[tier]
         if found is not None:
             return found
         if tier == "local":
-            raise StoreError("this node's agent was given no folder", kind="no-tier")
+            raise StoreError("this node's agent was given no folder")
         raise StoreError(
             "no other node keeps this one's snapshots",
             kind="no-peer",
@@ -285,7 +285,7 @@ class NodeTiers:
         Raises
         ------
         UsageError
-            kind ``bad-option``: the key is none.
+            The key is none.
         """
         from ckptd.store.net import new_secret
 

@@ -109,9 +109,7 @@ def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list
 def _root_of(parts: Sequence[RankPart], folder: str) -> str:
     roots = {part.root for part in parts}
     if len(roots) > 1:
-        raise CorruptError(
-            "parts of several roots", kind="bad-record", where=folder, found=", ".join(roots)
-        )
+        raise CorruptError("parts of several roots", where=folder, found=", ".join(roots))
     return roots.pop()
 
 
@@ -119,9 +117,7 @@ def _plan(union: UnionStore, folder: str, sizes: Mapping[str, int]) -> SavePlan 
     """Return the plan of an attempt whose parts are all there, and none too large to be one."""
     big = [name for name, size in sizes.items() if size > MAX_MANIFEST_BYTES]
     if big:
-        raise CorruptError(
-            "too large for a part", kind="limits", where=folder + PARTS + big[0], found=big[0]
-        )
+        raise CorruptError("too large for a part", where=folder + PARTS + big[0], found=big[0])
     ranks = sum(name[:1] == "r" for name in sizes)
     plan = _read(union, plan_key(folder), decode_plan)
     if plan.world > ranks:
@@ -148,7 +144,7 @@ def _parts(
     Raises
     ------
     CorruptError
-        kind ``bad-record``: a part is another rank's, tells of a failure, or is of another plan.
+        A part is another rank's, tells of a failure, or is of another plan.
     NotFoundError, StoreError
         It cannot be read.
     """
@@ -166,16 +162,10 @@ def _checked(part: RankPart, rank: int, plan: SavePlan, where: str) -> RankPart:
     """Check that a part is one of the snapshot; another tier may have a good one instead."""
     if part.error is not None:
         cause = CkptdError.from_dict(part.error)
-        raise CorruptError(
-            "a rank's share of a snapshot failed",
-            kind="bad-record",
-            where=where,
-            found=cause.message,
-        )
+        raise CorruptError("a rank's share of a snapshot failed", where=where, found=cause.message)
     if (part.rank, part.plan) != (rank, plan.digest):
         raise CorruptError(
             "not a part of the snapshot",
-            kind="bad-record",
             where=where,
             wanted=f"rank {rank} by plan {plan.digest}",
             found=f"rank {part.rank} by plan {part.plan}",
@@ -211,7 +201,6 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):
             raise CorruptError(
                 "the plan of a snapshot is another one",
-                kind="bad-record",
                 where=plan_key(save.folder),
                 wanted=snapshot.plan,
                 found=plan.digest,
@@ -219,9 +208,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         with ThreadPoolExecutor(union.capabilities.parallel) as pool:
             parts = _parts(union, pool, save.folder, plan)
     except NotFoundError as error:
-        raise CorruptError(
-            "a part of a snapshot is gone", kind="missing-file", where=error.where
-        ) from None
+        raise CorruptError("a part of a snapshot is gone", where=error.where) from None
     manifest = finish_attempt(union, scratch, plan, save, parts)
     write_manifest(scratch, manifest)
     return manifest
@@ -313,7 +300,7 @@ def find_candidates(
     Raises
     ------
     NotFoundError
-        Kinds ``no-root``, ``not-a-root``; ``no-step``: there is nothing of that step.
+        Kind ``no-root``; or there is nothing of that step.
     StoreError
         The root fails, and nothing else was asked for or is there.
     """

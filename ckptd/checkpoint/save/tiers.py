@@ -135,15 +135,13 @@ def tier_specs(tiers: Iterable[Tier]) -> tuple[TierSpec, ...]:
     Raises
     ------
     UsageError
-        Kind ``bad-tier``: something else than a tier, or two of one kind.
+        Something else than a tier, or two of one kind.
     """
     found: dict[str, TierSpec] = {}
     for tier in tiers:
         spec = _spec(tier)
         if spec.name in found:
-            raise UsageError(
-                f"two {spec.name} tiers", kind="bad-tier", where="tiers", wanted="one of each kind"
-            )
+            raise UsageError(f"two {spec.name} tiers", where="tiers", wanted="one of each kind")
         found[spec.name] = spec
     return tuple(found[name] for name in NEAR if name in found)
 
@@ -159,7 +157,6 @@ def _spec(tier: object) -> TierSpec:
             return TierSpec(tier.name, tier.keep, store)
     raise UsageError(
         "not a tier",
-        kind="bad-tier",
         where="tiers",
         wanted="Memory(), Peer() or Local(folder); the url is the root, the last tier",
         found=repr(tier)[:200],

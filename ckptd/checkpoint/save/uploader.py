@@ -211,5 +211,5 @@ def as_document(error: Exception) -> dict[str, str | None]:
         return error.to_dict()
     where = "".join(traceback.format_exception(error)[-3:])
     return WorkerError(
-        "the writing process failed unexpectedly", kind="internal", where=where, found=repr(error)
+        "the writing process failed unexpectedly", where=where, found=repr(error)
     ).to_dict()

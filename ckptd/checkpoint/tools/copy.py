@@ -209,7 +209,6 @@ class FileCopy:
             if sorted(said) != sorted(wanted):
                 raise CorruptError(
                     "a data file's header and the manifest disagree",
-                    kind="bad-header",
                     where=f"{entry.path}, written by rank {entry.rank}",
                     wanted=f"{len(wanted)} chunks",
                     found=f"{len(said)} chunks, {len(set(said) - set(wanted))} of them others",
@@ -241,7 +240,7 @@ class FileCopy:
         try:
             raw = self._source.get(key)
         except NotFoundError:
-            raise CorruptError("the witness is gone", kind="missing-file", where=key) from None
+            raise CorruptError("the witness is gone", where=key) from None
         if digest_hex(raw) != manifest.witness.digest:
             raise CorruptError("the witness is not what was written", kind="digest", where=key)
         self._target.store.put(data_folder(self._name, self._attempt) + WITNESS, raw)
@@ -317,7 +316,8 @@ class Transfer:
     Raises
     ------
     UsageError
-        Kind ``same-root``.
+        A checkpoint is to be copied into the root it lies in, or a reshard would replace the files
+        that it reads.
     RefusedError
         Kind ``no-create-only``: the target cannot keep checkpoints. Kind ``exists``: a foreign
         checkpoint is there.
@@ -339,7 +339,6 @@ class Transfer:
         if source.open().root_id == begin_root(target).root_id:
             raise UsageError(
                 "source and target are one root",
-                kind="same-root",
                 where=source.store.url,
                 hint="ckptd rollback goes back to an older step; ckptd pin keeps one",
             )
@@ -356,8 +355,8 @@ class Transfer:
             Kind ``behind``: the target has that step, or a later one, and it is another one. Kind
             ``unreadable-format``: the original has tensors of kinds that are not read.
         ConflictError
-            Kind ``at-work``: another copy into this root is at work. Kind ``superseded``: a job
-            claimed a generation of the target meanwhile.
+            Another copy into this root is at work. Kind ``superseded``: a job claimed a generation
+            of the target meanwhile.
         """
         original = CkptdReader(self._source, commit)
         original.refuse_unread()

@@ -348,7 +348,7 @@ def verify(
     Raises
     ------
     NotFoundError
-        kind ``no-commit``: there is no such checkpoint. Whatever else is wrong is a finding.
+        There is no such checkpoint. Whatever else is wrong is a finding.
     DeadlineError
         kind ``stalled``: the store does not answer.
     """
@@ -442,7 +442,7 @@ class _Verification:
         unnamed = sorted(used - set(record.folders))
         if unnamed:
             self._findings.note(
-                "bad-record",
+                "corrupt",
                 "the commit record does not name a folder that is needed: gc would delete it",
                 commit_key(record.name),
                 wanted=", ".join(unnamed[:4]),
@@ -450,7 +450,7 @@ class _Verification:
             )
         if record.world_size != manifest.world_size:
             self._findings.note(
-                "bad-record",
+                "corrupt",
                 "commit record and manifest disagree on the number of ranks",
                 commit_key(record.name),
                 wanted=str(manifest.world_size),
@@ -486,7 +486,7 @@ class _Verification:
             short = size < wanted
             error = CorruptError(
                 "a data file has the wrong size",
-                kind="truncated" if short else "bad-size",
+                kind="truncated" if short else None,
                 wanted=f"{wanted} bytes",
                 found=f"{size} bytes",
             )
@@ -556,7 +556,7 @@ class _Verification:
             if chunk != wanted and wrong < _MOST_CHUNKS:
                 wrong += 1
                 self._findings.note(
-                    "bad-header" if own else "missing-chunk",
+                    "corrupt",
                     "the header and the manifest disagree on a chunk",
                     entry,
                     tensor=self._filemap.tensors[c.tensor].name,
@@ -584,9 +584,7 @@ class _Verification:
 
 
 def _header_error(wanted: str, found: str) -> CorruptError:
-    return CorruptError(
-        "the header and the manifest disagree", kind="bad-header", wanted=wanted, found=found
-    )
+    return CorruptError("the header and the manifest disagree", wanted=wanted, found=found)
 
 
 def _chunk_text(chunk: Chunk) -> str:

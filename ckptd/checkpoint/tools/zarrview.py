@@ -510,7 +510,6 @@ def _held(
     if held is None:
         raise NotFoundError(
             "no checkpoint counts here",
-            kind="no-commit",
             where=url,
             hint=f"ckptd ls {url} --all shows abandoned lines",
         )

@@ -461,7 +461,7 @@ class Checkpointer(OfOneProcess):
         NotFoundError
             There is no checkpoint, or not this one.
         MismatchError
-            Names, shapes or dtypes differ: one error lists all of them. Or kind ``lay-kept``.
+            Names, shapes or dtypes differ: one error lists all of them. Or kind ``lay-fit``.
         CorruptError
             Verification failed; `state` is untouched unless the error says otherwise.
         """

@@ -441,7 +441,7 @@ class Snapshot:
     @property
     def _live(self) -> CopySources:
         if self._sources is None:
-            raise SaveError("this snapshot has been copied already", kind="internal")
+            raise SaveError("this snapshot has been copied already")
         return self._sources
 
     # -- in save ---------------------------------------------------------------------------------
@@ -524,8 +524,8 @@ class Snapshot:
         ------
         SaveError
             kind ``mutated``: something changed before it was copied; the snapshot is worth
-            nothing. Names what. Kind ``draining``: a device hangs. Kind ``aborted``: collectives
-            of a device were cut off meanwhile.
+            nothing. Names what. A device hangs. Kind ``aborted``: collectives of a device were cut
+            off meanwhile.
         """
         if self._feed is None:
             self._feed = self._feed_of(self._host_groups(), ())

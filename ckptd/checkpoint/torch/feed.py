@@ -167,8 +167,8 @@ class CopyFeed:
         Raises
         ------
         SaveError
-            kind ``draining``: nothing came into place for `timeout_s`. What is under way may still
-            arrive: `stuck` tells.
+            Nothing came into place for `timeout_s`. What is under way may still arrive: `stuck`
+            tells.
         Exception
             What a lane raised. Nothing is under way any more.
         """
@@ -186,7 +186,6 @@ class CopyFeed:
                 raise self._fail(
                     SaveError(
                         "the device does not finish copying",
-                        kind="draining",
                         wanted=f"a copy within {timeout_s:.0f} s",
                     )
                 )

@@ -206,14 +206,13 @@ class Gate(OfOneProcess):
         Raises
         ------
         SaveError
-            kind ``draining``.
+            The previous save still holds the memory.
         """
         self.wait()
         hung = self._hung is not None and not self._hung.done()
         if hung or any(snapshot.stuck for snapshot in self._earlier):
             raise SaveError(
                 "the copying of an earlier save still hangs",
-                kind="draining",
                 hint="make another checkpointer, or restart the job",
             )
 

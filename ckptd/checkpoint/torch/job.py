@@ -57,8 +57,8 @@ class Job:
         Raises
         ------
         RefusedError
-            kind ``lost-step``: the controller knows of a committed step. Training that began
-            again without a word would be taken for training that goes on.
+            The controller knows of a committed step. Training that began again without a word
+            would be taken for training that goes on.
         """
 
     def loaded(self, step: int) -> None:

@@ -174,7 +174,7 @@ class LayoutLoad:
         Raises
         ------
         CorruptError
-            kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
+            Names the tensors; the live state is wrong (`poisoned`).
         """
 
 

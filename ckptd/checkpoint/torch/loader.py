@@ -164,7 +164,6 @@ class LoadSources:
         if not found.items:
             raise NotFoundError(
                 "there is no checkpoint on the line",
-                kind="no-commit",
                 where=self.catalogue.store.url,
                 hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
             )
@@ -412,7 +411,7 @@ def check_witness(
     Raises
     ------
     CorruptError
-        kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
+        Names the tensors; the live state is wrong (`poisoned`).
     """
     words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
@@ -435,7 +434,6 @@ def check_witness(
                 wrong.append(f"{entry.name} ({int((~own).sum())} of {len(own)} values)")
         error = CorruptError(
             "values arrived at the wrong places",
-            kind="witness",
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
             hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
         )
@@ -858,7 +856,6 @@ class Loader:
         if not self._agreement.all_reports("found", own, max):
             raise MismatchError(
                 "the checkpoint has nothing of the state",
-                kind="mismatch",
                 wanted=", ".join(matching.missing[:4]),
                 found=", ".join(matching.unexpected[:4]),
                 hint="rename= maps names",
@@ -895,7 +892,6 @@ class Loader:
                 if count:
                     raise MismatchError(
                         "one tensor of the state has two values in the checkpoint",
-                        kind="mismatch",
                         where=f"{name}, {alias}",
                         wanted="equal values: these are names of one tensor",
                         found=f"{count} bytes of {held.local.numel() * itemsize} differ",
@@ -943,7 +939,7 @@ def _read_encoded(tried: _Tried, tensor: str, rank: int | None) -> Any:
         files = filemap.owners[entry.owners].array(entry.base)
         cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
         if not cells:
-            raise NotFoundError(f"rank {rank} saved no value", kind="no-value", where=tensor)
+            raise NotFoundError(f"rank {rank} saved no value", where=tensor)
         box = grid.piece(cells[0]).box
     target = np.empty(box.numel, dtype=np.uint8)
     tried.read([Want(number, (box_region(box),), target)])
@@ -951,7 +947,7 @@ def _read_encoded(tried: _Tried, tensor: str, rank: int | None) -> Any:
         return parse_json(target.tobytes())
     except (ValueError, RecursionError) as error:
         raise CorruptError(
-            "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
+            "an encoded object is not JSON", where=tensor, found=str(error)
         ) from None
 
 
@@ -976,7 +972,6 @@ def _compare_overlaps(tried: _Tried) -> None:
                 names = ", ".join(other.name for other in group[:8])
                 raise MismatchError(
                     "tensors of the state lie over one another, and were apart when saved",
-                    kind="mismatch",
                     where=names + (" ..." if len(group) > 8 else ""),
                     wanted="equal values where they have memory in common",
                     found=f"{differ} bytes of {leaf.name} differ from what another has there",
@@ -1038,7 +1033,6 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
             if name in there and bare.setdefault(name, own) != own:
                 raise MismatchError(
                     "two parts of the state have the names of the checkpoint's tensors",
-                    kind="mismatch",
                     where=name,
                     found=f"{bare[name]} and {own}",
                     hint="only= selects one of them, rename= says which is which",
@@ -1061,7 +1055,6 @@ def _doubtful(
     other = next(n for n in chain(*mine) if n in there)
     return MismatchError(
         "the names of the checkpoint fit the state with and without a section, and neither in full",
-        kind="mismatch",
         where=name,
         wanted="all names with the section, or all without",
         found=f"{section}.{name} without {section!r}; {other} with it",

@@ -393,14 +393,13 @@ def near_tiers(tiers: Sequence[Tier], store: Store, agreement: Agreement) -> Nea
     Raises
     ------
     UsageError
-        kind ``bad-tier``: no other process can open the root.
+        No other process can open the root.
     """
     if not tiers:
         return None
     if not store.capabilities.shared:
         raise UsageError(
             "a root in this process's memory has no near tiers",
-            kind="bad-tier",
             where=store.url,
             wanted="a root that another process can open",
         )

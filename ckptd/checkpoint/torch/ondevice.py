@@ -594,7 +594,6 @@ def captured(call: Literal["save", "load", "publish"]) -> UsageError:
     """Return the refusal of a call whose copies would become part of a graph."""
     return UsageError(
         f"a {call} cannot be part of a graph: a replay would copy, and {call} nothing",
-        kind="capturing",
         wanted=f"{call}() outside the capture of a graph, as torch.cuda.graph() makes it",
         hint=f"{call} between replays"
         + (", and call before_mutation() before the next one" if call == "save" else ""),

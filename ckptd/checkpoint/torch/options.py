@@ -62,7 +62,8 @@ class CopyOptions(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     UsageError
-        Kind ``bad-policy``.
+        ``Every``, ``Auto``, ``Keep``, ``CopyOptions`` or ``Preemption`` with values that make no
+        policy.
     """
 
     lazy: Lazy = "auto"
@@ -92,7 +93,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     UsageError
-        Kind ``bad-policy``: `grace_s` is not positive. Signals are checked where they are handled.
+        `grace_s` is not positive. Signals are checked where they are handled.
     """
 
     signals: Iterable[int] | int = (signal.SIGTERM,)
@@ -108,7 +109,7 @@ def given(name: str, value: object, kind: type[T]) -> T:
     Raises
     ------
     UsageError
-        Kind ``bad-argument``: it is something else.
+        It is something else.
     """
     if value is None:
         return kind()
@@ -116,7 +117,6 @@ def given(name: str, value: object, kind: type[T]) -> T:
         return value
     raise UsageError(
         f"{name} is no {kind.__name__}",
-        kind="bad-argument",
         where=name,
         wanted=f"ckptd.{kind.__name__}(...)",
         found=repr(value),
@@ -137,12 +137,8 @@ def preemption_of(value: object) -> Preemption:
 
 
 def one_of(name: str, value: object, names: tuple[str, ...]) -> None:
-    """Raise `UsageError` (kind ``bad-policy``) where an option is none of its values."""
+    """Raise `UsageError` where an option is none of its values."""
     if value not in names:
         raise UsageError(
-            f"{name} is none of its values",
-            kind="bad-policy",
-            where=name,
-            wanted=", ".join(names),
-            found=repr(value),
+            f"{name} is none of its values", where=name, wanted=", ".join(names), found=repr(value)
         )

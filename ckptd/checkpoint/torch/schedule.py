@@ -64,8 +64,7 @@ class SignalWatch:
     Raises
     ------
     UsageError
-        Kind ``bad-policy``: no signal, or one that cannot be handled. Kind ``main-thread``: Python
-        lets only the main thread handle signals.
+        No signal, or one that cannot be handled. Python lets only the main thread handle signals.
     """
 
     def __init__(self, signals: Iterable[int] | int) -> None:
@@ -198,7 +197,6 @@ def _checked(signals: Iterable[int] | int) -> list[int]:
     if numbers and threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "only the main thread can handle signals",
-            kind="main-thread",
             where=threading.current_thread().name,
             wanted=f"a Checkpointer that handles {[_n(n) for n in numbers]} in the main thread",
             hint="make the Checkpointer there, or without preemption",
@@ -210,7 +208,6 @@ def _number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in _ANSWERED:
         raise UsageError(
             "preemption wants signals that a program can answer",
-            kind="bad-policy",
             where="preemption",
             wanted="Preemption(signals=(signal.SIGTERM, signal.SIGUSR1))",
             found=repr(value),
@@ -654,7 +651,7 @@ def rule_of(value: object) -> Every | Auto | None:
     Raises
     ------
     UsageError
-        Kind ``bad-policy``: no rule.
+        No rule.
     """
     if value is None or isinstance(value, Every | Auto):
         return value
@@ -662,7 +659,6 @@ def rule_of(value: object) -> Every | Auto | None:
         return Every.of(plain_int(value))
     raise UsageError(
         "every is not a rule",
-        kind="bad-policy",
         where="every",
         wanted="a number of steps, Every(...) or Auto(...)",
         found=repr(value),

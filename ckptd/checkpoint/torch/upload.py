@@ -310,14 +310,13 @@ def _failures() -> Iterator[None]:
     Raises
     ------
     CkptdError
-        kind ``device-failed``.
+        A device raised an error, or had no memory, while values were copied to it.
     """
     try:
         yield
     except RuntimeError as error:
         raise CkptdError(
             "a device failed while a checkpoint was copied to it",
-            kind="device-failed",
             found=f"{type(error).__name__}: {error}",
             hint="after a lack of memory load again with more of it free; otherwise start the"
             " process anew: most errors of a device stay until it ends",

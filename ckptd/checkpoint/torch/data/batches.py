@@ -121,7 +121,7 @@ class Batches(OfOneProcess):
     Raises
     ------
     UsageError
-        kind ``bad-argument``: neither a function nor an iterable, or an iterator.
+        Neither a function nor an iterable, or an iterator.
     """
 
     def __init__(
@@ -133,10 +133,7 @@ class Batches(OfOneProcess):
     ) -> None:
         if type(ahead) is not int or ahead < 0:
             raise UsageError(
-                "batches ahead are a number",
-                kind="bad-argument",
-                wanted="an int, at least 0",
-                found=repr(ahead),
+                "batches ahead are a number", wanted="an int, at least 0", found=repr(ahead)
             )
         self.source = source
         self._kind = _kind_of(source)
@@ -181,7 +178,7 @@ class Batches(OfOneProcess):
         StopIteration
             An epoch has no batch.
         MismatchError
-            kind ``data-position``: no batch comes where the data was when it was saved.
+            No batch comes where the data was when it was saved.
         """
         return self._next()
 
@@ -232,7 +229,6 @@ class Batches(OfOneProcess):
         elif turn is not self._turn:
             raise UsageError(
                 "this loop over the batches has been left: a later one was begun",
-                kind="bad-argument",
                 hint="make another Batches for a second loop over the same data",
             )
         with self._drawing():
@@ -395,10 +391,9 @@ class Batches(OfOneProcess):
         Raises
         ------
         MismatchError
-            kind ``data-position``: it is the position in another kind of data, or one that the
-            data does not have.
+            It is the position in another kind of data, or one that the data does not have.
         CorruptError
-            kind ``bad-object``: `state` was not made by `state_dict`.
+            `state` was not made by `state_dict`.
         """
         at = _position_of(state, self._kind)
         self._changed = self._compare(at, state.get("facts") or {})
@@ -431,7 +426,7 @@ class Batches(OfOneProcess):
         Raises
         ------
         MismatchError
-            kind ``data-position``: it has no such position.
+            It has no such position.
         """
         if self._kind == "function":
             return False
@@ -448,7 +443,6 @@ class Batches(OfOneProcess):
         if at.inner is not None and _workers_fixed(self.source, saved):
             raise MismatchError(
                 "the loader's own state is that of another number of workers",
-                kind="data-position",
                 wanted=f"num_workers={saved['workers']}, as saved",
                 found="; ".join(found),
                 hint=_AS_SAVED,
@@ -492,7 +486,7 @@ class Batches(OfOneProcess):
         Raises
         ------
         MismatchError
-            kind ``per-rank``: nobody can tell what this rank's share is.
+            Nobody can tell what this rank's share is.
         """
         rank, world = _rank_and_world()
         for state in states:
@@ -592,7 +586,6 @@ _AS_SAVED = (
 def _ended(found: str, epoch: int, wanted: str = "a batch there") -> MismatchError:
     return MismatchError(
         "the data ends before the batch that was saved",
-        kind="data-position",
         wanted=f"{wanted} in epoch {epoch}",
         found=found,
         hint=_AS_SAVED,
@@ -606,14 +599,13 @@ def _workers_fixed(loader: Any, saved: dict[str, Any]) -> bool:
 
 
 def _no_function() -> Any:
-    raise UsageError("this is no function that makes a batch", kind="bad-argument")
+    raise UsageError("this is no function that makes a batch")
 
 
 def _kind_of(source: Any) -> _Kind:
     if isinstance(source, Iterator):
         raise UsageError(
             "an iterator cannot be begun anew, so nothing leads it back to a position",
-            kind="bad-argument",
             wanted="a loader, or a function that returns a batch",
             found=type(source).__name__,
             hint="give ckptd.Batches what the iterator was made from",
@@ -623,7 +615,6 @@ def _kind_of(source: Any) -> _Kind:
             return "function"
         raise UsageError(
             "no batches can be taken from this",
-            kind="bad-argument",
             wanted="a loader, or a function that returns a batch",
             found=type(source).__name__,
         )
@@ -709,13 +700,10 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             last=str(state["last"]),
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise CorruptError(
-            "this is no position in the data", kind="bad-object", found=repr(error)[:200]
-        ) from error
+        raise CorruptError("this is no position in the data", found=repr(error)[:200]) from error
     if saved != kind:
         raise MismatchError(
             "the position is that in another kind of data",
-            kind="data-position",
             wanted=str(saved)[:40],
             found=kind,
             hint=_AS_SAVED,
@@ -732,7 +720,6 @@ def _rank_and_world() -> tuple[int, int]:
 def _no_share(saved: int, world: int, found: str) -> MismatchError:
     return MismatchError(
         "the position in the data cannot be shared out anew",
-        kind="per-rank",
         wanted=f"{saved} ranks, as saved",
         found=f"{world} ranks; {found}",
         hint="ckptd.elastic.ElasticSampler goes on exactly on any number of ranks; "

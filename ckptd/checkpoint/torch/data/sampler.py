@@ -41,7 +41,7 @@ class ElasticSampler:
     Raises
     ------
     UsageError
-        kind ``bad-argument``: there is no such rank, or not a micro-batch for each rank.
+        There is no such rank, or not a micro-batch for each rank.
     """
 
     def __init__(
@@ -68,12 +68,11 @@ class ElasticSampler:
         Raises
         ------
         UsageError
-            kind ``bad-argument``: a step has no such micro-batch.
+            A step has no such micro-batch.
         """
         if not all(0 <= index < self.schedule.microbatches for index in indices):
             raise UsageError(
                 "a step has no such micro-batch",
-                kind="bad-argument",
                 wanted=f"numbers from 0 to {self.schedule.microbatches - 1}",
                 found=str(list(indices)),
             )
@@ -123,13 +122,12 @@ class ElasticSampler:
         Raises
         ------
         CorruptError
-            kind ``bad-object``: `state` was not made by `state_dict`.
+            `state` was not made by `state_dict`.
         """
         consumed = state.get("consumed") if isinstance(state, dict) else None
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
             raise CorruptError(
                 "this is no position in the data",
-                kind="bad-object",
                 wanted='{"consumed": N}, N at least 0',
                 found=repr(state)[:200],
             )

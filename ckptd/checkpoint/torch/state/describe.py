@@ -82,7 +82,7 @@ class Describer:
         Raises
         ------
         UsageError
-            kind ``placement``: the local tensor has not the shape that its placements imply.
+            The local tensor has not the shape that its placements imply.
         """
         if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
@@ -96,7 +96,6 @@ class Describer:
         if tuple(local.shape) != wanted:
             raise UsageError(
                 "a local tensor has not the shape that its placements imply",
-                kind="placement",
                 where=name,
                 wanted=wanted,
                 found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
@@ -118,7 +117,7 @@ class Describer:
         me = torch.distributed.get_rank()
         where = (mesh.mesh == me).nonzero()
         if not len(where):
-            raise UsageError("this rank is not on the tensor's mesh", kind="placement", where=name)
+            raise UsageError("this rank is not on the tensor's mesh", where=name)
         return entry, tuple(int(c) for c in where[0]), tuple(placements)
 
     def _mesh(
@@ -144,7 +143,6 @@ class Describer:
             except KeyError as error:
                 raise UsageError(
                     "the tensor's mesh reaches outside the checkpointer's process group",
-                    kind="process-group",
                     where=name,
                     found=f"global rank {error}",
                     hint="Checkpointer(..., process_group=a group that holds the whole mesh)",
@@ -173,7 +171,6 @@ def _check_order(name: str, tensor: DTensor, turned: Sequence[int]) -> None:
     if turned or (not strided and any(o != tuple(sorted(o)) for o in orders)):
         raise UsageError(
             "the parts of this tensor lie in another order than its mesh says",
-            kind="placement",
             where=name,
             wanted="a mesh whose ranks ascend along each axis that cuts, from left to right",
             found=f"{tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()}",
@@ -195,7 +192,6 @@ def _check_readable(
     if crowded and ambiguous(shape, mesh.shape, placements):
         raise UsageError(
             "placements of this tensor can be read in two ways",
-            kind="placement",
             where=name,
             wanted="at most two cuts of one dimension, or sizes that divide evenly",
             found=f"{list(shape)} by {list(placements)}",
@@ -217,7 +213,6 @@ def _placement(name: str, placement: Any, ndim: int) -> Placement:
         return ("shard", placement.dim % ndim)
     raise UsageError(
         "a tensor with this placement cannot be saved",
-        kind="placement",
         where=name,
         wanted="Shard, Replicate or strided placements",
         found=str(placement),

@@ -367,9 +367,7 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
     Raises
     ------
     UsageError
-        The state cannot be saved as it is; kinds ``bad-state``, ``bad-name``, ``duplicate-name``,
-        ``cycle``, ``unsavable``, ``dtype``, ``unowned-parameter``, ``optimizer-ids``,
-        ``optimizer-state``, ``optimizer-container``, ``module-state``, ``fsdp1``.
+        The state cannot be saved as it is; kind ``unsavable`` among others.
     """
     return Flattener().flatten(state)
 
@@ -421,7 +419,6 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
     if isinstance(value, nn.Module | torch.optim.Optimizer | PerRank):
         raise UsageError(
             "modules and optimizers are not per-rank values",
-            kind="per-rank",
             where=place.name,
             found=f"PerRank of {type(value).__name__} at {place.path}",
             hint="put it into the state as it is; shards are found from its DTensors",

@@ -65,8 +65,7 @@ class PerRank:
     Raises
     ------
     UsageError
-        kind ``per-rank``: unknown `on_change`, `reduce` missing or superfluous, or a value that
-        cannot be reseeded.
+        Unknown `on_change`, `reduce` missing or superfluous, or a value that cannot be reseeded.
     """
 
     def __init__(
@@ -78,21 +77,16 @@ class PerRank:
     ) -> None:
         if on_change not in get_args(OnChange):
             raise UsageError(
-                "unknown on_change",
-                kind="per-rank",
-                wanted=" | ".join(get_args(OnChange)),
-                found=repr(on_change),
+                "unknown on_change", wanted=" | ".join(get_args(OnChange)), found=repr(on_change)
             )
         if (on_change == "reduce") != (reduce is not None):
             raise UsageError(
                 'reduce= and on_change="reduce" belong together',
-                kind="per-rank",
                 found=f"on_change={on_change!r}, reduce={reduce!r}",
             )
         if on_change == "reseed" and not can_reseed(value):
             raise UsageError(
                 "a value of this type cannot be reseeded",
-                kind="per-rank",
                 wanted="an int, a torch.Generator, ckptd.Rng, or an object with reseed(seed)",
                 found=type(value).__name__,
             )
@@ -148,7 +142,6 @@ def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -
     if reduce is None:
         raise MismatchError(
             "the values of several ranks are to be reduced, and nothing says how",
-            kind="per-rank",
             where=name,
             wanted='PerRank(value, on_change="reduce", reduce=...)',
         )
@@ -328,7 +321,7 @@ class PerRankLeaf:
         Raises
         ------
         MismatchError
-            kind ``per-rank``: the world changed and the declaration says that this is an error.
+            The world changed and the declaration says that this is an error.
         """
         if saved_world == world:
             return _settled(self.name, self.reduce, read(rank))
@@ -337,7 +330,6 @@ class PerRankLeaf:
         if self.on_change == "error":
             raise MismatchError(
                 "a per-rank value does not fit another number of ranks",
-                kind="per-rank",
                 where=self.name,
                 wanted=f"{saved_world} ranks, as saved",
                 found=f"{world} ranks",
@@ -510,12 +502,11 @@ def encode(value: Any, name: str, *, shared: bool = True) -> Any:
 
 
 def check_name(place: StatePlace) -> None:
-    """Raise `UsageError` (kind ``bad-name``) for names that no reader would accept."""
+    """Raise `UsageError` for names that no reader would accept."""
     name = place.name
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise UsageError(
             "this cannot be a name in a checkpoint",
-            kind="bad-name",
             where=place.path[:200],
             wanted=f"1 to {MAX_NAME_CHARS} printable characters",
             found=f"{name[:80]!r}, {len(name)} characters",
@@ -622,7 +613,7 @@ class Sink:
         UsageError
             As `add_tensor`; kind ``unsavable``: the context of a wrapper is not plain.
         MismatchError
-            kind ``subclass``: the checkpoint has a tensor of another class or context there.
+            The checkpoint has a tensor of another class or context there.
         """
         record = record_of(tensor, place.name) if is_wrapped(tensor) else None
         saved = None if self.saved is None else self.saved.wrapped.get(place.name)
@@ -632,7 +623,6 @@ class Sink:
         if other and (found := difference(record, saved)) is not None:
             raise MismatchError(
                 "a tensor is of one class here and of another in the checkpoint",
-                kind="subclass",
                 where=place.name,
                 wanted=f"{found[0]}, as the live one is",
                 found=found[1],
@@ -759,7 +749,6 @@ def twice(name: str, one: str, other: str) -> UsageError:
     """Return the error of two values that have one name."""
     return UsageError(
         "two values of the state have one name",
-        kind="duplicate-name",
         where=name,
         found=f"{one} and {other}",
         hint="give one of them another key",

@@ -62,7 +62,7 @@ def materialise(
     Raises
     ------
     UsageError
-        kind ``meta``: somebody holds a weak reference to the tensor, which forbids the swap.
+        Somebody holds a weak reference to the tensor, which forbids the swap.
     """
     held = {
         id(parameter.sharded_param): parameter
@@ -80,7 +80,7 @@ def materialise(
 
 
 def check_buffers(module: nn.Module, place: StatePlace) -> None:
-    """Raise `UsageError` (kind ``meta-buffer``) for meta buffers that no checkpoint holds."""
+    """Raise `UsageError` for meta buffers that no checkpoint holds."""
     names = [
         prefix + key
         for (_, prefix, inner), _ in _named_modules(module, "", place)
@@ -90,7 +90,6 @@ def check_buffers(module: nn.Module, place: StatePlace) -> None:
     if names:
         raise UsageError(
             "non-persistent buffers are on the meta device, and no checkpoint holds them",
-            kind="meta-buffer",
             where=place.name,
             found=", ".join(names[:16]) + (f", ... {len(names)} in all" if names[16:] else ""),
             hint="compute them on a real device before the load",
@@ -101,7 +100,6 @@ def _make(leaf: TensorLeaf, device: torch.device | None) -> torch.Tensor:
     if weakref.getweakrefs(leaf.origin):
         raise UsageError(
             "a meta tensor cannot be replaced while a weak reference to it exists",
-            kind="meta",
             where=leaf.name,
             hint="call module.to_empty(device=...) before the load",
         )
@@ -120,7 +118,6 @@ def _swap(leaf: TensorLeaf, new: torch.Tensor, held: Any) -> None:
     except RuntimeError as error:
         raise UsageError(
             "a meta tensor cannot be replaced",
-            kind="meta",
             where=leaf.name,
             found=str(error)[:300],
             hint="drop graphs and views of it, or call module.to_empty(device=...) before the load",
@@ -200,7 +197,8 @@ def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTenso
     Raises
     ------
     UsageError
-        Kind ``fsdp1`` for modules whose state is not in their parameters.
+        A module is wrapped in ``FullyShardedDataParallel``, which flattens parameters for modules
+        whose state is not in their parameters.
     """
     return _tensors(_named_modules(module, "", place), place)
 
@@ -229,7 +227,7 @@ def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
     Raises
     ------
     UsageError
-        kind ``module-state``: what the module itself says of its state cannot be saved.
+        What the module itself says of its state cannot be saved.
     """
     reshard(module)
     named = list(_named_modules(module, "", place))
@@ -383,9 +381,7 @@ def _named_modules(
     A prefix is empty or ends in a dot.
     """
     if any(module is m for m in around):
-        raise UsageError(
-            "a module contains itself", kind="cycle", where=place.child(prefix, "").name
-        )
+        raise UsageError("a module contains itself", where=place.child(prefix, "").name)
     if isinstance(module, DistributedDataParallel):
         wrapper = _Wrapper(module)
     yield ModulePlace(raw, prefix, module), wrapper
@@ -402,7 +398,6 @@ def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:
     if is_fsdp1(module):
         raise UsageError(
             "FullyShardedDataParallel (FSDP1) flattens parameters, and their names and shapes go",
-            kind="fsdp1",
             where=place.child(prefix.removesuffix("."), "").name,
             hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
         )

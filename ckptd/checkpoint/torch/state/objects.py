@@ -56,8 +56,8 @@ def call_with(function: Callable[..., Any], name: str, *value: Any) -> Any:
     Raises
     ------
     UsageError
-        kind ``load-state-dict``, or ``unsavable`` of what is to be saved: the function raised;
-        what it raised is the cause.
+        kind ``unsavable`` of what is to be saved: the function raised; what it raised is the
+        cause.
     """
     try:
         return function(*value)
@@ -66,7 +66,7 @@ def call_with(function: Callable[..., Any], name: str, *value: Any) -> Any:
     except Exception as error:
         raise UsageError(
             f"an object did not {'take its saved' if value else 'say its'} state",
-            kind="load-state-dict" if value else "unsavable",
+            kind=None if value else "unsavable",
             where=name,
             found=f"{getattr(function, '__qualname__', function)} raised {error!r}"[:500],
         ) from error
@@ -76,7 +76,7 @@ def _torch_named(kind: type) -> Callable[[str], Any]:
     def decode(name: str) -> Any:
         value = getattr(torch, str(name), None)
         if not isinstance(value, kind):
-            raise CorruptError(f"not a torch {kind.__name__}", kind="bad-object", found=repr(name))
+            raise CorruptError(f"not a torch {kind.__name__}", found=repr(name))
         return value
 
     return decode

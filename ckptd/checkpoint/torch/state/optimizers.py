@@ -217,7 +217,7 @@ class ParameterOwners:
         Raises
         ------
         UsageError
-            kind ``unowned-parameter``: the state has no module that owns it.
+            The state has no module that owns it.
         """
         if place.name not in self._names:
             self._names[place.name] = self._find(optimizer, place)
@@ -233,7 +233,6 @@ class ParameterOwners:
         if missing := sum(i not in self._full for i in ids.values()):
             raise UsageError(
                 "an optimizer holds parameters that no module of the state owns",
-                kind="unowned-parameter",
                 where=place.name,
                 found=f"{missing} of {len(ids)} parameters, in {place.path}",
                 hint="put the module into the same state; build the optimizer after fully_shard, "
@@ -283,7 +282,6 @@ def add_optimizer(
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise UsageError(
             "an optimizer has no groups of parameters",
-            kind="optimizer-state",
             where=place.name,
             found=f"{type(optimizer).__name__} without param_groups",
             hint="put the optimizer that it is around into the state",
@@ -431,14 +429,13 @@ class _Said:
         Raises
         ------
         UsageError
-            kind ``optimizer-state``: it raised, or what it says does not tell what is whose.
+            It raised, or what it says does not tell what is whose.
         """
         asked = optimizer if speaker is None else speaker
 
         def wrong(found: str) -> UsageError:
             return UsageError(
                 "an optimizer's own state_dict() does not say what belongs to which parameter",
-                kind="optimizer-state",
                 where=place.name,
                 wanted="state and param_groups, with the numbers of parameters, as torch has them",
                 found=f"{type(asked).__name__}: {found}"[:500],
@@ -708,7 +705,6 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
     if speaking := [o for o in inside if has_own_words(o)]:
         raise UsageError(
             "an optimizer inside another says its state itself, and is not asked there",
-            kind="optimizer-container",
             where=place.name,
             found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
         )
@@ -719,7 +715,6 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
     if loose:
         raise UsageError(
             "an optimizer has state that belongs to none of its parameters",
-            kind="optimizer-state",
             where=place.name,
             found=f"{len(loose)} entries, the first for {loose[0]!r}"[:200],
             hint="state must be keyed by parameters of the optimizer's groups",
@@ -728,7 +723,6 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
         if not isinstance(entry, Mapping) and entry is not None:
             raise UsageError(
                 "an optimizer's state of a parameter is no dictionary",
-                kind="optimizer-state",
                 where=place.name,
                 found=type(entry).__name__,
                 hint='keep it under a key: optimizer.state[parameter]["name"]',
@@ -836,9 +830,7 @@ def _match_groups(
     try:
         left = [(tuple(sorted(group["params"])), group) for group in saved]
     except (KeyError, TypeError) as error:
-        raise MismatchError(
-            "not optimizer groups", kind="groups", where=where, found=repr(error)
-        ) from error
+        raise MismatchError("not optimizer groups", where=where, found=repr(error)) from error
     wanted, found = Counter(k for k, _ in live), Counter(k for k, _ in left)
     if wanted != found:
         around = [[g for k, g in left if key and {*key} <= {*k}] for key, _ in live]
@@ -846,7 +838,6 @@ def _match_groups(
             return [(own, groups[0]) for (_, own), groups in zip(live, around, strict=True)]
         raise MismatchError(
             "the optimizer's groups and the checkpoint's hold different parameters",
-            kind="groups",
             where=where,
             wanted=_listing((wanted - found).elements(), "only in the live optimizer"),
             found=_listing((found - wanted).elements(), "only in the checkpoint"),

@@ -393,7 +393,7 @@ def prepare(
     Raises
     ------
     UsageError
-        As `flatten`; also kinds ``meta`` and ``meta-buffer``.
+        As `flatten`; also.
     """
     target = None if device is None else torch.device(device)
     sink = Sink(saved, target)
@@ -438,8 +438,8 @@ def apply_objects(
     MismatchError
         A value has no leaf or does not fit; nothing was changed.
     UsageError
-        kind ``load-state-dict``: an object's ``load_state_dict`` or ``set_extra_state`` raised;
-        kind ``meta``: a meta tensor could not be replaced. The state is then partly loaded.
+        An object's ``load_state_dict`` or ``set_extra_state`` raised;: a meta tensor could not be
+        replaced. The state is then partly loaded.
     """
     chosen = per_rank or {}
     check_objects(leaves, values, chosen)
@@ -491,7 +491,7 @@ def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[s
             check(value)
     for name, value in per_rank.items():
         if isinstance(value, Reseed) and leaves.per_rank[name].reseed is None:
-            raise MismatchError("a value cannot be reseeded", kind="per-rank", where=name)
+            raise MismatchError("a value cannot be reseeded", where=name)
 
 
 def _put_per_rank(leaf: PerRankLeaf, value: Any) -> None:

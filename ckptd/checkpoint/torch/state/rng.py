@@ -132,7 +132,7 @@ class RngStreams:
                 torch.Generator(kind.type).set_state(at)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptError(
-                "not the state of random streams", kind="bad-object", found=repr(error)[:200]
+                "not the state of random streams", found=repr(error)[:200]
             ) from error
         return streams
 

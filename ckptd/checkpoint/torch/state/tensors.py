@@ -82,12 +82,11 @@ def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
     Raises
     ------
     UsageError
-        kind ``dtype``: the format has no such type (quantized and sub-byte integer types).
+        The format has no such type (quantized and sub-byte integer types).
     """
     if (name := _NAMES.get(dtype)) is None:
         raise UsageError(
             "a tensor of this dtype cannot be saved",
-            kind="dtype",
             where=where,
             wanted=f"one of {', '.join(DTYPES)}",
             found=str(dtype).removeprefix("torch."),
@@ -104,13 +103,12 @@ def torch_dtype(name: str, where: str | None = None) -> torch.dtype:
     CorruptError
         The format has no such name.
     UsageError
-        kind ``dtype``: the installed torch lacks the type.
+        The installed torch lacks the type.
     """
     dtype = getattr(torch, dtype_of(name, where).name, None)
     if not isinstance(dtype, torch.dtype):
         raise UsageError(
             "this PyTorch lacks a dtype of the checkpoint",
-            kind="dtype",
             where=where,
             wanted=name,
             found=f"torch {torch.__version__}",
@@ -166,15 +164,14 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     Raises
     ------
     UsageError
-        kind ``not-bytes``: not on the CPU, not contiguous, a lazily conjugated or negated view, or
-        a subclass that wraps tensors and has no memory of its own.
+        Not on the CPU, not contiguous, a lazily conjugated or negated view, or a subclass that
+        wraps tensors and has no memory of its own.
     """
     plain = local_tensor(tensor).detach()
     lazy = plain.is_conj() or plain.is_neg()
     if plain.device.type != "cpu" or not plain.is_contiguous() or lazy:
         raise UsageError(
             "the memory of this tensor is not its bytes",
-            kind="not-bytes",
             wanted="a contiguous CPU tensor",
             found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
         )
@@ -184,7 +181,6 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     if not plain.data_ptr():
         raise UsageError(
             "this tensor has no memory of its own",
-            kind="not-bytes",
             wanted="a plain tensor, or a DTensor",
             found=f"{type(plain).__name__}, {nbytes} bytes",
             hint="save the tensors that it wraps, or register(...) a type for it",

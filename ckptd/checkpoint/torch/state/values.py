@@ -303,8 +303,8 @@ def mapped(
     Raises
     ------
     UsageError
-        kind ``cycle``: a container contains itself; kind ``unsavable``: nested too deeply; kind
-        ``optimizer-ids``, where there are places.
+        A container contains itself; kind ``unsavable``: nested too deeply;, where there are
+        places.
     """
     made: dict[int, Any] = {}
     around: dict[int, str] = {}
@@ -316,7 +316,7 @@ def mapped(
         if id(value) in around:
             message = "a container of the state contains itself"
             found = f"also at {around[id(value)]}"
-            raise UsageError(message, kind="cycle", where=path, found=found)
+            raise UsageError(message, where=path, found=found)
         if len(around) > codec.MAX_DEPTH:
             raise UsageError("nested too deeply", kind="unsavable", where=path)
         if id(value) not in made:
@@ -401,7 +401,7 @@ def _filled(
     Raises
     ------
     CorruptError
-        kind ``bad-object``: a form is none.
+        A form is none.
     """
 
     def key(ref: TensorRef) -> tuple[int, str]:
@@ -420,7 +420,7 @@ def _filled(
         made = {k: _in_form(tensors[r.name], r.form, memory) for k, r in refs.items()}
     except (LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         message, found = "a tensor inside a value has no such form", repr(error)[:200]
-        raise CorruptError(message, kind="bad-object", found=found) from None
+        raise CorruptError(message, found=found) from None
     return _with_tensors(value, lambda r: tensors[r.name] if r.name in live else made[key(r)])
 
 
@@ -477,7 +477,7 @@ def _decode_tensor(raw: dict[str, Any]) -> Any:
     dtype = torch_dtype(raw["dtype"])
     shape, data = [int(n) for n in raw["shape"]], raw["data"]
     if any(n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(data):
-        raise CorruptError("length and shape of a tensor disagree", kind="bad-object")
+        raise CorruptError("length and shape of a tensor disagree")
     tensor = torch.empty(shape, dtype=dtype)
     if data:  # torch has no view of no bytes as a wider type
         flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy())

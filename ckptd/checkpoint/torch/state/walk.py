@@ -66,7 +66,7 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> tuple[Any, Any]:
     Raises
     ------
     UsageError
-        kind ``optimizer-container``: it holds others whose state would be lost.
+        It holds others whose state would be lost.
     """
     known = {id(o) for o in others}
     seen, speaker = [value], None
@@ -204,7 +204,6 @@ def _speaks(wrapper: Any, inner: _Inner, where: str) -> bool:
     if own:
         raise UsageError(
             "a wrapper of an optimizer has state or words of its own beside the optimizer's",
-            kind="optimizer-container",
             where=where,
             found=f"{type(wrapper).__name__} with {', '.join(own[:6])}, around "
             f"{type(inner.value).__name__} in {inner.at.removeprefix('.')}",
@@ -241,7 +240,6 @@ def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
     ways = [f"optimizer{i.at}" for i in inner]
     return UsageError(
         "an optimizer holds others whose state would be lost",
-        kind="optimizer-container",
         where=where,
         found=f"{type(value).__name__} with {', '.join(type(i.value).__name__ for i in inner[:6])}",
         hint="put the optimizers that it holds into the state, each by itself: "
@@ -276,24 +274,19 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
     Raises
     ------
     UsageError
-        Kinds ``bad-state`` (not a mapping with string keys, or keys that cannot be names),
-        ``cycle``, ``optimizer-ids`` (an `Optimizer.state_dict()` whose ids mean nothing later),
-        ``optimizer-container`` (an optimizer around others, of which something would be lost).
+        Kind ``unsavable``; or names that are none, an `Optimizer.state_dict()` whose ids mean
+        nothing later, or an optimizer around others, of which something would be lost.
     """
     given: object = state
     if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
         raise UsageError(
             "a state is a mapping with string keys",
-            kind="bad-state",
             wanted='{"model": model, "optim": optimizer, ...}',
             found=type(state).__name__,
         )
     if saved is not None and not isinstance(state, MutableMapping):
         raise UsageError(
-            "values of this state cannot be replaced",
-            kind="bad-state",
-            wanted="a dict",
-            found=type(state).__name__,
+            "values of this state cannot be replaced", wanted="a dict", found=type(state).__name__
         )
     walker = _Walker(saved)
     walker.enter(state, "state")
@@ -341,7 +334,7 @@ def is_state_dict(value: dict[Any, Any]) -> bool:
 
 
 def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
-    """Raise `UsageError` (kind ``optimizer-ids``) for what `Optimizer.state_dict()` returns."""
+    """Raise `UsageError` for what `Optimizer.state_dict()` returns."""
     groups = value.get("param_groups")
     if "state" not in value or not isinstance(groups, list):
         return
@@ -349,7 +342,6 @@ def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
     if any(isinstance(i, list) and any(isinstance(x, int) for x in i) for i in ids):
         raise UsageError(
             "an optimizer's state_dict() numbers the parameters, and numbers mean nothing later",
-            kind="optimizer-ids",
             where=place.name,
             found=place.path,
             hint="put the optimizer itself into the state",
@@ -366,7 +358,6 @@ class _Walker:
         if id(container) in self._open:
             raise UsageError(
                 "a container of the state contains itself",
-                kind="cycle",
                 where=path,
                 found=f"also at {self._open[id(container)]}",
             )
@@ -401,7 +392,6 @@ class _Walker:
             if self._holds_live(value, place.path):
                 raise UsageError(
                     "a key cannot be a name in a checkpoint",
-                    kind="bad-state",
                     where=place.path,
                     wanted="str or int",
                     found=", ".join(repr(k)[:40] for k in value if type(k) not in (str, int)),

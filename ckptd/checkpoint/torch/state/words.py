@@ -161,7 +161,7 @@ def ask(place: StatePlace, top: nn.Module) -> Mapping[str, Any]:
     Raises
     ------
     UsageError
-        kind ``module-state``: it raised, or is no mapping of names.
+        It raised, or is no mapping of names.
     """
     try:
         said: object = top.state_dict()
@@ -180,7 +180,6 @@ def _refused(place: StatePlace, by: ModulePlace, message: str, found: str) -> Us
     kind = type(by.module).__name__
     return UsageError(
         message,
-        kind="module-state",
         where=place.child(escape_fqn(by.prefix.removesuffix(".")), "").name,
         found=f"{kind}: {found}" if found else kind,
         hint="module.load_state_dict(module.state_dict()) must take it; or give the module "
@@ -510,7 +509,6 @@ class LoadPath:
             if name in names and not is_same_memory(word, tensor):
                 raise UsageError(
                     "a module says of a tensor another value than lies in its memory",
-                    kind="module-state",
                     where=name,
                     found=type(self._module).__name__,
                     hint="a live move takes the memory: save and load, or publish; or move "
@@ -637,7 +635,7 @@ class LoadPath:
         Raises
         ------
         UsageError
-            kind ``load-state-dict``: it raised.
+            It raised.
         """
         start = len(self._start)
         unsaid = {n for note in self._notes.values() for n in note.get("unsaid", ())}

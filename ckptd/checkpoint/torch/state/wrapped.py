@@ -186,7 +186,7 @@ def make_wrapped(
     Raises
     ------
     MismatchError
-        kind ``subclass``: its class is not loaded here, or takes no such context.
+        Its class is not loaded here, or takes no such context.
     """
     try:
         cls = loaded_class(str(record["class"]), torch.Tensor)
@@ -207,7 +207,6 @@ def make_wrapped(
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
         raise MismatchError(
             "a tensor of a wrapper subclass cannot be made here",
-            kind="subclass",
             where=where,
             wanted=_words(_compared(record), None),
             found=f"{type(error).__name__}: {error}"[:_MOST_SHOWN],
