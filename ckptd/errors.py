@@ -15,8 +15,9 @@ The tree is cut by what the caller can do next, not by where the error arose::
     │   └── WorkerError   the process that writes died or stopped answering
     └── DeadlineError     a wait ended without its event
 
-Each error carries a stable ``kind`` (append-only, see ``docs/reference/errors.md``), what was
-wanted, what was found, where, and a hint that names the next command or call.
+Each error carries a ``kind``, what was wanted, what was found, where, and a hint that names the
+next command or call. The kind is the class's own unless programs or people do something else at
+some of its errors: those have a kind of `KINDS` (append-only, see ``docs/reference/errors.md``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 __all__ = [
+    "KINDS",
     "CkptdError",
     "ConflictError",
     "CorruptError",
@@ -47,7 +49,7 @@ class CkptdError(Exception):
     message
         One sentence: what happened.
     kind
-        Stable machine-readable code; defaults to the class's own.
+        Stable machine-readable code of `KINDS`; defaults to the class's own.
     where
         The object concerned: a path, a key, a tensor name.
     wanted, found
@@ -134,7 +136,7 @@ class CkptdError(Exception):
 class UsageError(CkptdError):
     """The call or its arguments are wrong."""
 
-    default_kind = "usage"
+    default_kind = "bad-argument"
     exit_code = 2
 
 
@@ -203,20 +205,25 @@ class DeadlineError(CkptdError):
     default_kind = "deadline"
 
 
-_BY_NAME: dict[str, type[CkptdError]] = {
-    c.__name__: c
-    for c in (
-        CkptdError,
-        ConflictError,
-        CorruptError,
-        DeadlineError,
-        MismatchError,
-        NotFoundError,
-        RefusedError,
-        SaveError,
-        StoreError,
-        TransientStoreError,
-        UsageError,
-        WorkerError,
-    )
+KINDS: dict[type[CkptdError], frozenset[str]] = {
+    cls: frozenset(kinds.split())
+    for cls, kinds in {
+        CkptdError: "board-lost crashed no-version rank-died",
+        UsageError: "bad-key closed forked lay-rule lay-syntax lay-use missing-package size"
+        " structure under-way unknown-node unsavable",
+        MismatchError: "lay-cover lay-fit",
+        NotFoundError: "no-root no-spare no-version",
+        CorruptError: "bad-zip digest missing-record replaced replicas-differ truncated version",
+        ConflictError: "busy exists other-root stale-plan superseded",
+        RefusedError: "bad-host bad-mac behind exists name-taken no-create-only no-token"
+        " not-loaded not-the-controller stale-mac too-large unreadable-format unsafe-pickle",
+        StoreError: "listen no-peer no-space permission root-gone",
+        TransientStoreError: "busy link-busy link-late link-lost link-protocol no-version stalled",
+        SaveError: "aborted mutated no-memory replicas-differ structure",
+        WorkerError: "",
+        DeadlineError: "board grace no-version stalled",
+    }.items()
 }
+"""Kinds that an error of a class may have besides the class's own: those that code, programs or
+people branch on."""
+_BY_NAME: dict[str, type[CkptdError]] = {cls.__name__: cls for cls in KINDS}

@@ -71,8 +71,7 @@ def load_entry(group: str, package: str, where: str) -> Any:
     Raises
     ------
     UsageError
-        kind ``missing-package``: no installed package has one; kind ``broken-plugin``: it does not
-        load.
+        kind ``missing-package``: no installed package has one;: it does not load.
     """
     found = entries(group)
     if not found:
@@ -86,7 +85,7 @@ def load_entry(group: str, package: str, where: str) -> Any:
 
 
 def load_plugin(entry: EntryPoint, why: str) -> Any:
-    """Return what an entry point stands for; `UsageError`, kind ``broken-plugin``, for none.
+    """Return what an entry point stands for; `UsageError`, for none.
 
     Parameters
     ----------
@@ -98,7 +97,6 @@ def load_plugin(entry: EntryPoint, why: str) -> Any:
     except Exception as error:
         raise UsageError(
             "an installed package does not load",
-            kind="broken-plugin",
             where=origin(entry),
             found=repr(error),
             hint=f"repair or remove it: {why}",
