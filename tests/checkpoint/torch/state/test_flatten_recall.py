@@ -188,6 +188,13 @@ def refilled(s: State) -> None:
     )
 
 
+def metadata(s: State) -> None:
+    """Write beside the version of a child without words of its own."""
+    s["model"].register_state_dict_post_hook(
+        lambda own, said, prefix, meta: said._metadata[prefix + "0"].update(n=s["tokens"])
+    )
+
+
 def sibling(s: State) -> None:
     """Let a child change what another one has said."""
     first = "0.weight"
@@ -227,6 +234,7 @@ WORDS: dict[str, Callable[[State], Any]] = {
     "untaken": untaken,
     "refilled": refilled,
     "sibling": sibling,
+    "metadata": metadata,
     "extra": lambda s: s["model"].append(Extra()) if len(s["model"]) < 6 else None,
     "extra value": lambda s: [setattr(m, "number", 5) for m in s["model"] if type(m) is Extra],
     "held tensor": lambda s: s.update(held={"a": [torch.ones(2)]}),

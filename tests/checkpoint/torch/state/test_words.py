@@ -607,6 +607,20 @@ def test_the_same_names_may_say_something_else(tmp_path: Path) -> None:
             assert fresh.n == step
 
 
+def test_metadata_of_a_part_is_that_of_each_save() -> None:
+    said: list[Any] = []
+    module, fresh = noted_by_parent(), noted_by_parent()
+    module.register_state_dict_post_hook(
+        lambda own, found, prefix, meta: found._metadata[prefix + "0"].update(n=len(said))
+    )
+    with ckptd.Checkpointer("memory://metadata-of-parts") as ck:
+        for step in (1, 2, 3):
+            said.append(step)
+            ck.save(step, {"m": module}).durable()
+            ck.load({"m": fresh})
+            assert (fresh[0].heard["n"], fresh[1].heard) == (step, {})
+
+
 # --- versions -------------------------------------------------------------------------------------
 
 
