@@ -200,8 +200,8 @@ def calls_text(
 def _line(call: np.void, texts: Mapping[int, str], names: Mapping[int, GroupInfo]) -> str:
     op = texts.get(int(call["op"]), f"{int(call['op']):08x}")
     info = names.get(int(call["group"]))
-    told = (info.kind or info.name) if info is not None else ""
-    group = told or f"{int(call['group']):016x}"
+    kind, name = info.told() if info is not None else ("", "")
+    group = kind or name or f"{int(call['group']):016x}"
     spent = call["end"] - call["start"]
     flags = CallFlag(int(call["flags"]))
     if CallFlag.UNSEEN in flags:

@@ -184,6 +184,9 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     age_s: _Seconds = 0.0
 
 
+_SHOWN_RANKS = 8
+
+
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Name and members of a group.
 
@@ -222,6 +225,22 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         if self.stride:
             return range(self.first, self.first + self.size * self.stride, self.stride)
         return tuple(np.frombuffer(self.listed, "<u4").tolist())
+
+    def told(self) -> tuple[str, str]:
+        """Return kind and name as people know them: PyTorch says words of its own where none are."""
+        if self.kind == "default_pg":
+            return "", "default group"
+        if self.kind != "undefined":
+            return self.kind, self.name
+        ranks = self.ranks()
+        if isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2:
+            shown = f"{ranks[0]}-{ranks[-1]}"
+        else:
+            shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+            if len(ranks) > _SHOWN_RANKS:
+                shown += f", ..., {ranks[-1]}"
+        # The number stays: a program may have several groups of the same ranks.
+        return "", f"group {self.name}" + (f" of ranks {shown}" if shown else "")
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -219,7 +219,7 @@ class JobWatch:
         job, rows = gathered(reports, self.sources.members, views, silent.keys(), self._fenced)
         named = self.sources.names
         if len(self._names) != len(named):
-            self._names = {g: f"{info.kind} {info.name}".strip() for g, info in named.items()}
+            self._names = {g: " ".join(info.told()).strip() for g, info in named.items()}
             self._timeouts = {g: info.timeout_s for g, info in named.items()}
         self._job = replace(
             job,

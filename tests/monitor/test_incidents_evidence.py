@@ -68,4 +68,6 @@ def test_calls_are_told_as_text() -> None:
     assert list(text) == [rank]
     assert "tp #" in text[rank]
     assert "all_reduce" in text[rank]
+    names = {group: GroupInfo.of((0, 1), "1", "undefined")}
+    assert "group 1 of ranks 0, 1 #" in calls_text(JOB, [rank], {}, names)[rank]
     assert calls_text(JOB, [rank], {}, {})[rank].count("\n") == text[rank].count("\n")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -104,6 +105,22 @@ def test_members_of_a_group_are_told_whole(ranks: tuple[int, ...]) -> None:
     info = GroupInfo.of(ranks, "dp", "data")
     sent = NodeReport(job="j", source="s", number=0, members={9: info})
     assert tuple(unpack_report(pack(sent)).members[9].ranks()) == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [
+        ((), ""),
+        ((3, 5), " of ranks 3, 5"),
+        (range(8, 16), " of ranks 8-15"),
+        (range(0, 4096, 8), " of ranks 0, 8, 16, 24, 32, 40, 48, 56, ..., 4088"),
+    ],
+)
+def test_a_group_that_the_program_did_not_name_is_known_by_its_ranks(
+    ranks: Sequence[int], shown: str
+) -> None:
+    assert GroupInfo.of(ranks, "1", "undefined").told() == ("", f"group 1{shown}")
+    assert GroupInfo.of(ranks, "1", "mesh_dp").told() == ("mesh_dp", "1")
 
 
 def test_ages_and_not_times_are_sent() -> None:

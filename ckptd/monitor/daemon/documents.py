@@ -31,7 +31,7 @@ AXES = ("pp", "dp", "dp_replicate", "dp_shard", "fsdp", "cp", "ep", "tp")
 """Kinds of groups that are axes of a mesh, the slowest first."""
 _MOST_KINDS = 32
 _PREFIX = "mesh_"
-_KNOWN = {"default_pg": "world", "": "group"}
+_KNOWN = {"default_pg": "world", "undefined": "group", "": "group"}
 _SHOWN_CALLS = 64
 
 
@@ -56,7 +56,7 @@ class Names:
     def group(self, number: int) -> str:
         """Return the name of a group."""
         info = self.groups.get(number)
-        return (info.name if info else "") or f"{number:016x}"
+        return (info.told()[1] if info else "") or f"{number:016x}"
 
     def site(self, number: int) -> str:
         """Return where a call was made; empty if that is unknown."""

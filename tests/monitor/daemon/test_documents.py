@@ -150,4 +150,13 @@ def test_kinds_are_few() -> None:
     assert len({names.kind(k) for k in infos}) == 33
     assert Names({}, {}).kind(999) == "group"
     assert Names({1: GroupInfo(kind="default_pg")}, {}).kind(1) == "world"
+    assert Names({1: GroupInfo(kind="undefined")}, {}).kind(1) == "group"
     assert Names({1: GroupInfo(kind="a\nb")}, {}).kind(1) == "other"
+
+
+def test_a_group_without_a_name_is_shown_with_its_ranks() -> None:
+    first, second = (GroupInfo.of((0, 2), name, "undefined") for name in ("1", "2"))
+    names = Names({1: first, 2: second, 3: GroupInfo.of(range(4), "0", "default_pg")}, {})
+    assert names.group(1) == "group 1 of ranks 0, 2"
+    assert names.group(2) != names.group(1)  # the same ranks, and calls of its own
+    assert names.group(3) == "default group"
