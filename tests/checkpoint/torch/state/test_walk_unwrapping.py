@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
 
 import ckptd
 from ckptd.checkpoint.torch.state.flatten import flatten
@@ -519,3 +520,33 @@ def test_zero_redundancy(tmp_path: Path) -> None:
         assert said.startswith("an optimizer holds others whose state would be lost")
         assert "optimizer.optim" in said
         assert loaded == "True"
+
+
+def reload_sharded(root: str) -> list[Any]:
+    """Save a sharded model and a wrapped optimizer, load both into fresh ones, step again."""
+    found = []
+    for number, kind in enumerate((Derives, InGroups, Counts, own_inside(Derives))):
+
+        def made(rate: float, kind: Any = kind) -> tuple[nn.Module, Any]:
+            model = fully_shard(net())
+            return model, kind(optim.AdamW(model.parameters(), lr=rate))
+
+        pairs = made(0.01), made(0.5)
+        for _ in range(2):
+            train(*pairs[0])
+        with ckptd.Checkpointer(f"{root}{number}", timeout_s=60.0) as ck:
+            ck.save(1, dict(zip(("model", "optim"), pairs[0], strict=True))).durable(60.0)
+            ck.load(dict(zip(("model", "optim"), pairs[1], strict=True)))
+        same = pairs[0][1].n == pairs[1][1].n or kind not in (InGroups, Counts)
+        for pair in pairs:
+            train(*pair)
+        weights = [[p.full_tensor() for p in model.parameters()] for model, _ in pairs]
+        same = same and all(map(torch.equal, *weights))
+        found.append((same, pairs[1][1].base))
+    return found
+
+
+@pytest.mark.dist
+def test_wrappers_over_sharded_parameters(tmp_path: Path) -> None:
+    for found in run_ranks(2, reload_sharded, str(tmp_path / "r"), deadline_s=150.0):
+        assert found == [(True, [0.01])] * 4
