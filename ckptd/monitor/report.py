@@ -227,7 +227,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(np.frombuffer(self.listed, "<u4").tolist())
 
     def told(self) -> tuple[str, str]:
-        """Return kind and name as people know them: PyTorch says words of its own where none are."""
+        """Return kind and name as people know them; PyTorch has words where none are."""
         if self.kind == "default_pg":
             return "", "default group"
         if self.kind != "undefined":

@@ -30,14 +30,14 @@ from ckptd.store.base import (
     parse_options,
 )
 from ckptd.store.s3_client import S3Client, S3Options, check_installed
-from ckptd.store.s3_errors import Answer, PreconditionError, s3_errors
+from ckptd.store.s3_errors import PreconditionError, S3Answer, s3_errors
 from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
 
 _LEAST_PART = 5 << 20
 _LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
 _T = TypeVar("_T")
-_Uploads = list[Answer]
+_Uploads = list[S3Answer]
 
 
 def open_s3(url: str, options: dict[str, Any]) -> S3Store:
@@ -189,7 +189,7 @@ class S3Store(Store):
             names |= {item["Prefix"][len(full) :] for item in page.parts("CommonPrefixes")}
         return sorted(n for n in names if is_segment(n.removesuffix("/")))
 
-    def _pages(self, prefix: str, **params: str) -> Iterator[Answer]:
+    def _pages(self, prefix: str, **params: str) -> Iterator[S3Answer]:
         where = self._where(prefix)
         params |= {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         while True:

@@ -22,7 +22,7 @@ import msgspec
 
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import TransientStoreError, UsageError
-from ckptd.store.s3_errors import Answer, s3_errors, unread_answers
+from ckptd.store.s3_errors import S3Answer, s3_errors, unread_answers
 
 _T = TypeVar("_T")
 _GRACE_S = 5.0
@@ -102,7 +102,7 @@ class S3Client:
 
     # -- from any thread -----------------------------------------------------------------------
 
-    def call(self, operation: str, where: str, **params: Any) -> Answer:
+    def call(self, operation: str, where: str, **params: Any) -> S3Answer:
         """Do one small request and return its answer."""
         with s3_errors(where):
             return self.wait(self.start(lambda: self.request(operation, **params)))
@@ -141,17 +141,17 @@ class S3Client:
 
     # -- in the loop's thread ------------------------------------------------------------------
 
-    async def request(self, operation: str, **params: Any) -> Answer:
+    async def request(self, operation: str, **params: Any) -> S3Answer:
         """Do one request within its deadline."""
         return await asyncio.wait_for(
             self._send(operation, params), self._options.request_timeout_s
         )
 
-    async def _send(self, operation: str, params: dict[str, Any]) -> Answer:
+    async def _send(self, operation: str, params: dict[str, Any]) -> S3Answer:
         client = self._client or await self._open()
         where = f"{params.get('Bucket')}/{params.get('Key', '')}"
         with unread_answers(where):
-            return Answer(await getattr(client, operation)(**params), where)
+            return S3Answer(await getattr(client, operation)(**params), where)
 
     async def _open(self) -> Any:
         """Return the client; the first call makes it."""

@@ -53,7 +53,7 @@ class PreconditionError(CkptdError):
     """A create-only put found the key taken, maybe by its own first try. Stays inside the store."""
 
 
-class Answer(dict[str, Any]):
+class S3Answer(dict[str, Any]):
     """An answer, or a part of one: of a field that the store has left out it says so by name."""
 
     def __init__(self, fields: dict[str, Any], where: str) -> None:
@@ -63,9 +63,9 @@ class Answer(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise StoreError(f"the answer of the store has no {name}", where=self._where)
 
-    def parts(self, name: str) -> list[Answer]:
+    def parts(self, name: str) -> list[S3Answer]:
         """Return the entries of a list, none when it is left out."""
-        return [Answer(entry, self._where) for entry in self.get(name, ())]
+        return [S3Answer(entry, self._where) for entry in self.get(name, ())]
 
 
 @contextmanager
