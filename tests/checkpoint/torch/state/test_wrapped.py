@@ -368,7 +368,7 @@ def spreads(root: str) -> dict[str, Any]:
 @pytest.mark.dist
 def test_parts_of_dtensors_come_back_to_their_ranks(tmp_path: Path) -> None:
     found = run_ranks(2, spreads, str(tmp_path / "root"))
-    wanted = {"same": True, "columns": "subclass", "plain": "subclass", "uneven": "unsavable"}
+    wanted = {"same": True, "columns": "mismatch", "plain": "mismatch", "uneven": "unsavable"}
     assert list(found) == [wanted, wanted]
 
 
