@@ -20,13 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.errors import (
-    CkptdError,
-    NotFoundError,
-    RefusedError,
-    StoreError,
-    TransientStoreError,
-)
+from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError, TransientStoreError
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
@@ -49,14 +43,7 @@ _HEALS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-_NO_LINKS = {
-    errno.EINVAL,
-    errno.EMLINK,
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
-}
+_NO_LINKS = {errno.EINVAL, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 """What ``link`` and ``renameat2`` report where the file system, or a filter, has none of them."""
 _RENAME_NOREPLACE = 1
 _HERE = -100  # AT_FDCWD

@@ -10,13 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ckptd.errors import (
-    CkptdError,
-    ConflictError,
-    NotFoundError,
-    TransientStoreError,
-    UsageError,
-)
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
 from ckptd.store.base import (
     MeterSpec,
     Names,

@@ -23,18 +23,9 @@ agent = App(
     default_parameter=Parameter(negative=()),
 )
 
-MaybeRoot = Annotated[
-    str | None,
-    option("Path or URL of the job's root; need not exist yet."),
-]
-Job = Annotated[
-    str | None,
-    option("What CKPTD_JOB says in the trainers, where it is set."),
-]
-Node = Annotated[
-    str | None,
-    option("What CKPTD_NODE says in the trainers, where it is set."),
-]
+MaybeRoot = Annotated[str | None, option("Path or URL of the job's root; need not exist yet.")]
+Job = Annotated[str | None, option("What CKPTD_JOB says in the trainers, where it is set.")]
+Node = Annotated[str | None, option("What CKPTD_NODE says in the trainers, where it is set.")]
 
 
 class AgentRunDocument(Document, frozen=True, kw_only=True, tag="agent run"):

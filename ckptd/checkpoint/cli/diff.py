@@ -102,8 +102,7 @@ def diff(
     /,
     *,
     tensor: Annotated[
-        str,
-        option("Only names that match this shell pattern, or begin with it."),
+        str, option("Only names that match this shell pattern, or begin with it.")
     ] = "",
     section: Section = None,
     no_values: Annotated[bool, flag("Compare manifests only; read no data.")] = False,

@@ -73,16 +73,13 @@ def doctor(
         bool, flag("Probe the nodes of a job and their links instead; start it once per node.")
     ] = False,
     nodes: Annotated[
-        str | None,
-        option("--cluster: how many nodes, or their names (a,b,c)."),
+        str | None, option("--cluster: how many nodes, or their names (a,b,c).")
     ] = None,
     node_rank: Annotated[
-        int | None,
-        option("--cluster: number of this node; 0 coordinates."),
+        int | None, option("--cluster: number of this node; 0 coordinates.")
     ] = None,
     rendezvous: Annotated[
-        str | None,
-        option("--cluster: HOST:PORT where the coordinator listens."),
+        str | None, option("--cluster: HOST:PORT where the coordinator listens.")
     ] = None,
     wait_s: Annotated[
         float, Parameter(help="--cluster: for all nodes to come, in seconds.")

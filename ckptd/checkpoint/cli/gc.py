@@ -13,15 +13,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
 from ckptd.checkpoint.root.policy import Best, Keep, metric_of
 from ckptd.cli.options import duration_s
-from ckptd.cli.output import (
-    Document,
-    Json,
-    Reply,
-    flag,
-    note,
-    print_rows,
-    size_text,
-)
+from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
 from ckptd.errors import RefusedError, UsageError
 
 
@@ -70,8 +62,7 @@ def gc(
     /,
     *,
     keep: Annotated[
-        int | None,
-        Parameter(help="Keep the newest so many of the line; all without any --keep."),
+        int | None, Parameter(help="Keep the newest so many of the line; all without any --keep.")
     ] = None,
     keep_every_steps: Annotated[
         int | None, Parameter(help="Keep the first at or after each multiple.")

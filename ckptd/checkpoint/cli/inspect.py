@@ -303,8 +303,7 @@ def inspect(
     /,
     *,
     tensor: Annotated[
-        str,
-        option("Only tensors whose name matches this shell pattern, or begins with it."),
+        str, option("Only tensors whose name matches this shell pattern, or begins with it.")
     ] = "",
     section: Section = None,
     depth: Annotated[int | None, option("Levels of names to show.")] = None,

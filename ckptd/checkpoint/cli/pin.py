@@ -48,11 +48,7 @@ class PinsDocument(Document, frozen=True, kw_only=True, tag="pins"):
 
 
 def pin(
-    where: Where,
-    /,
-    *,
-    reason: Annotated[str, option("Why, for people.")] = "",
-    json: Json = False,
+    where: Where, /, *, reason: Annotated[str, option("Why, for people.")] = "", json: Json = False
 ) -> Reply:
     """Keep a checkpoint for ever: no retention and no gc deletes it."""
     address = CheckpointAddress.of(where)

@@ -63,10 +63,7 @@ def trace(
     folder: Annotated[str, Parameter(help="Folder that events were recorded to.")],
     /,
     *,
-    out: Annotated[
-        str | None,
-        option("Write a Chrome trace to this file, for Perfetto."),
-    ] = None,
+    out: Annotated[str | None, option("Write a Chrome trace to this file, for Perfetto.")] = None,
     last: Annotated[int, Parameter(help="Show so many saves, the newest.")] = 20,
     json: Json = False,
 ) -> Reply:

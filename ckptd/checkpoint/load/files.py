@@ -19,14 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.digest import (
-    DIGEST_BYTES,
-    MAX_CHUNKS,
-    DigestIndex,
-    block_count,
-    digest,
-    digest_hex,
-)
+from ckptd.base.digest import DIGEST_BYTES, MAX_CHUNKS, DigestIndex, block_count, digest, digest_hex
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.runtime.host import available_bytes
 from ckptd.checkpoint.format.container import (
@@ -62,12 +55,7 @@ class PieceLocations:
         Its root. May be left out where only pieces in the checkpoint's own files are located.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        filemap: FileMap,
-        store: Store | None = None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, filemap: FileMap, store: Store | None = None) -> None:
         self.manifest = manifest
         self.filemap = filemap
         self.files = manifest.files

@@ -383,13 +383,7 @@ class HostGroup:
     """
 
     def __init__(
-        self,
-        board: Board,
-        key: str,
-        rank: int,
-        members: Sequence[int],
-        *,
-        stall_s: float = STALL_S,
+        self, board: Board, key: str, rank: int, members: Sequence[int], *, stall_s: float = STALL_S
     ) -> None:
         if rank != board.rank or rank not in members or not all(m < board.world for m in members):
             raise UsageError(

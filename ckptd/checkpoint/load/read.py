@@ -173,9 +173,7 @@ class Fetcher:
             self._places.sized.add(file)
         if file not in self._places.indexes:
             self._places.indexes[file] = self._good(
-                digests_key(entry.path),
-                lambda: load_index(self._store, entry),
-                anywhere,
+                digests_key(entry.path), lambda: load_index(self._store, entry), anywhere
             )
 
     def _good(self, key: str, look: Callable[[], T], anywhere: bool = True) -> T:

@@ -47,13 +47,7 @@ from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.save.commit import finish_attempt
 from ckptd.checkpoint.save.drain import data_file, remove_file, share_part, write_file
-from ckptd.checkpoint.save.messages import (
-    INLINE_OBJECT_BYTES,
-    Extra,
-    RankPart,
-    SaveRequest,
-    Sealed,
-)
+from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest, Sealed
 from ckptd.checkpoint.save.structure import RankPlan, SavePlan
 from ckptd.errors import CorruptError, NotFoundError, RefusedError, SaveError, UsageError
 from ckptd.types import Box, dtype_of
@@ -167,10 +161,7 @@ class BoxRoot:
     """
 
     def __init__(
-        self,
-        url: str,
-        store_options: Mapping[str, Any] | None = None,
-        compress: int | None = None,
+        self, url: str, store_options: Mapping[str, Any] | None = None, compress: int | None = None
     ) -> None:
         self._store = root_spec(url, store_options, compress=compress).open()
         self._catalogue = Catalogue(self._store)
@@ -273,11 +264,7 @@ class BoxRoot:
         return self._claimed
 
     def write(
-        self,
-        save: BoxSave,
-        rank: int,
-        values: Callable[[str, Box], U8],
-        objects: Mapping[str, Any],
+        self, save: BoxSave, rank: int, values: Callable[[str, Box], U8], objects: Mapping[str, Any]
     ) -> bytes:
         """Write what the plan gives to a rank, durably; return its part for `commit`.
 
@@ -483,9 +470,7 @@ def _usage() -> Iterator[None]:
         ) from None
 
 
-def _encoded(
-    objects: Mapping[str, Any],
-) -> tuple[tuple[ObjectEntry, ...], list[tuple[str, bytes]]]:
+def _encoded(objects: Mapping[str, Any]) -> tuple[tuple[ObjectEntry, ...], list[tuple[str, bytes]]]:
     """Return the objects for the manifest, and those that get a chunk."""
     entries, bodies = [], []
     for name in sorted(objects):

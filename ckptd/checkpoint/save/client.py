@@ -318,10 +318,7 @@ class WriterClient(OfOneProcess):
         return ours
 
     def _send(
-        self,
-        message: Request,
-        fd: int | None = None,
-        note: Callable[[], object] = lambda: None,
+        self, message: Request, fd: int | None = None, note: Callable[[], object] = lambda: None
     ) -> None:
         """Send from the trainer's thread or the monitor's: a channel takes one at a time.
 

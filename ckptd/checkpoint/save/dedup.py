@@ -135,10 +135,7 @@ def digest_chunks(
 
 
 def same_as(
-    held: ChunkDigests,
-    digests: Digests,
-    sizes: NDArray[np.int64],
-    folders: Collection[str],
+    held: ChunkDigests, digests: Digests, sizes: NDArray[np.int64], folders: Collection[str]
 ) -> NDArray[np.bool_]:
     """Tell for each chunk whether it is referred to.
 

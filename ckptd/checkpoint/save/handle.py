@@ -358,9 +358,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
         self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
 
     def _emit(
-        self,
-        what: type[events.SaveStaged | events.SaveDurable | events.SaveFailed],
-        **fields: Any,
+        self, what: type[events.SaveStaged | events.SaveDurable | events.SaveFailed], **fields: Any
     ) -> None:
         """Emit an event, if the save was begun where `events.about` named it."""
         if what is not events.SaveStaged:

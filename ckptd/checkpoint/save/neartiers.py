@@ -17,9 +17,7 @@ from ckptd.checkpoint.save.peers import KnownNode
 from ckptd.checkpoint.save.tiers import NEAR, TierSpec
 from ckptd.errors import CkptdError, StoreError
 from ckptd.store import StoreSpec
-from ckptd.store.base import (
-    Store,
-)
+from ckptd.store.base import Store
 
 if TYPE_CHECKING:
     from ckptd.store.net import StoreServer

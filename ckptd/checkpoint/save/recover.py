@@ -23,13 +23,7 @@ from ckptd.checkpoint.format.manifest import (
     OfCheckpoint,
     decode_manifest,
 )
-from ckptd.checkpoint.format.names import (
-    DATA,
-    PARTS,
-    CommitName,
-    parse_data_folder,
-    part_key,
-)
+from ckptd.checkpoint.format.names import DATA, PARTS, CommitName, parse_data_folder, part_key
 from ckptd.checkpoint.load.files import blame
 from ckptd.checkpoint.load.union import UnionSource, UnionStore
 from ckptd.checkpoint.root.catalogue import write_manifest

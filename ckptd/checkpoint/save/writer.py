@@ -384,10 +384,7 @@ class SaveWriter:
         def left() -> float:
             return max(1.0, limit - time.monotonic())
 
-        with (
-            events.about(tier="memory"),
-            saving(self._store, save.name, save.attempt, plan.rank),
-        ):
+        with events.about(tier="memory"), saving(self._store, save.name, save.attempt, plan.rank):
             return stage_shard(
                 plan,
                 save,

@@ -18,13 +18,7 @@ from ckptd.base.digest import BLOCK_BYTES, Digester, DigestIndex, digest_hex
 from ckptd.base.runtime.pool import run_all
 from ckptd.checkpoint.format.invariants import check_files, check_index
 from ckptd.checkpoint.format.manifest import UNDIGESTED, FileEntry, Manifest
-from ckptd.checkpoint.format.names import (
-    ROOT_MARKER,
-    WITNESS,
-    CommitName,
-    data_folder,
-    digests_key,
-)
+from ckptd.checkpoint.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.load.files import check_size, load_index, read_header
 from ckptd.checkpoint.load.opening import begin_root

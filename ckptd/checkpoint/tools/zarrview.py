@@ -286,9 +286,7 @@ class CkptdStore(Store):
         return prototype.buffer.from_bytes(_part(raw, byte_range))
 
     async def get_partial_values(
-        self,
-        prototype: BufferPrototype,
-        key_ranges: Iterable[tuple[str, ByteRequest | None]],
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
         """Return what several keys hold, or parts of it; None for a key that is not there."""
         return list(
@@ -406,10 +404,7 @@ class _ChunkGrid:
         if self.regular is not None:
             return {"name": "regular", "configuration": {"chunk_shape": self.regular}}
         runs = [[n if count == 1 else [n, count] for n, count in a.runs] for a in self.axes]
-        return {
-            "name": "rectilinear",
-            "configuration": {"kind": "inline", "chunk_shapes": runs},
-        }
+        return {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": runs}}
 
     def box(self, at: tuple[int, ...]) -> Box:
         """Return what a chunk holds of the tensor."""

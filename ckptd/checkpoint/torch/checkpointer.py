@@ -45,13 +45,7 @@ from ckptd.checkpoint.torch.options import (
     preemption_of,
 )
 from ckptd.checkpoint.torch.saver import Saver
-from ckptd.checkpoint.torch.schedule import (
-    Admission,
-    Cadence,
-    WhenFailed,
-    lost,
-    rule_of,
-)
+from ckptd.checkpoint.torch.schedule import Admission, Cadence, WhenFailed, lost, rule_of
 from ckptd.errors import CkptdError, UsageError
 from ckptd.events.bus import phase
 from ckptd.events.metrics import Metrics

@@ -45,12 +45,7 @@ REPORT_BYTES = 8 << 20
 SMALL_TENSOR_BYTES = 4096
 
 
-def copy_steps(
-    plan: SavePlan,
-    rank: int,
-    laid: LayoutSave,
-    describer: Describer,
-) -> list[CopyStep]:
+def copy_steps(plan: SavePlan, rank: int, laid: LayoutSave, describer: Describer) -> list[CopyStep]:
     """Return the steps for what `rank` writes under `plan`, in file order."""
     leaves = laid.leaves.tensors
     steps: list[CopyStep] = []

@@ -125,11 +125,7 @@ class LayoutLoad:
         return leaves
 
     def match(
-        self,
-        leaves: Leaves,
-        wanted: Callable[[str], bool],
-        filling: Filling,
-        found: Matching,
+        self, leaves: Leaves, wanted: Callable[[str], bool], filling: Filling, found: Matching
     ) -> None:
         """Plan the filling of everything that the layout speaks of.
 

@@ -813,11 +813,7 @@ class Loader:
             raise
 
     def _match(
-        self,
-        state: Mapping[str, Any],
-        saved: SavedState,
-        filemap: FileMap,
-        options: _Options,
+        self, state: Mapping[str, Any], saved: SavedState, filemap: FileMap, options: _Options
     ) -> tuple[Matching, Leaves, Filling, LayoutLoad]:
         """Find what of the checkpoint goes where in this rank's state."""
         laid = options.layouts.load(saved, filemap, self._describer)

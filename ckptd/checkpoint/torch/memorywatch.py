@@ -574,8 +574,7 @@ class Resizes:
 
 
 def _noted(
-    plain: Callable[[torch.UntypedStorage, int], Any],
-    note: Callable[[torch.UntypedStorage], None],
+    plain: Callable[[torch.UntypedStorage, int], Any], note: Callable[[torch.UntypedStorage], None]
 ) -> Callable[[torch.UntypedStorage, int], Any]:
     @functools.wraps(plain)
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -36,13 +36,7 @@ STALL_S = 300.0
 """A device that copies nothing for so long hangs, in seconds."""
 _ALIGN = 64
 _POLL_S = 0.0001
-_WORDS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types that values are copied as, bit by bit."""
 
 _log = logging.getLogger("ckptd")

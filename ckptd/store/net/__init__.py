@@ -7,12 +7,4 @@ from ckptd.store.net.client import NetOptions, NetStore, open_net
 from ckptd.store.net.server import Counts, StoreServer
 from ckptd.store.net.session import Limits
 
-__all__ = [
-    "Counts",
-    "Limits",
-    "NetOptions",
-    "NetStore",
-    "StoreServer",
-    "new_secret",
-    "open_net",
-]
+__all__ = ["Counts", "Limits", "NetOptions", "NetStore", "StoreServer", "new_secret", "open_net"]

@@ -52,10 +52,7 @@ class Rules:
         for name in names:
             if self.allow is not None and not self.allow(operation, name):
                 raise StoreError(
-                    "the server does not allow this",
-                    kind="permission",
-                    where=name,
-                    found=operation,
+                    "the server does not allow this", kind="permission", where=name, found=operation
                 )
 
 

@@ -125,11 +125,7 @@ class Batches(OfOneProcess):
     """
 
     def __init__(
-        self,
-        source: Iterable[Any] | Callable[[], Any],
-        *,
-        ahead: int = 0,
-        refetch: bool = True,
+        self, source: Iterable[Any] | Callable[[], Any], *, ahead: int = 0, refetch: bool = True
     ) -> None:
         if type(ahead) is not int or ahead < 0:
             raise UsageError(

@@ -178,11 +178,7 @@ def _segment(key: Any) -> str:
 
 
 def _adopt(
-    sink: Sink,
-    place: StatePlace,
-    inner: dict[str, tuple[StatePlace, torch.Tensor]],
-    *,
-    fresh: bool,
+    sink: Sink, place: StatePlace, inner: dict[str, tuple[StatePlace, torch.Tensor]], *, fresh: bool
 ) -> dict[str, tuple[StatePlace, torch.Tensor]]:
     """Return the tensors that the checkpoint has below `place`, live ones where they fit."""
     adopted: dict[str, tuple[StatePlace, torch.Tensor]] = {}
