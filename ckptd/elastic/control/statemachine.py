@@ -588,7 +588,10 @@ class StateMachine:
         hopeless = any(n.up and n.fenced < self.generation for n in missing)
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
             return
-        text = f"after its restart the controller misses {[n.name for n in missing[:5]]}"
+        absent = [n.name for n in missing if not n.up]
+        text = f"after its restart the controller misses {absent[:5]}"
+        if not absent:
+            text = f"no rank of generation {self.generation} runs any more"
         if any(n.running == self.generation for n in here):
             self._fault("", text, now, known=False)
         else:

@@ -439,6 +439,18 @@ def test_a_job_that_was_submitted_again_is_given_up_after_some_times() -> None:
     assert ended[0].kind == "no-progress"
 
 
+def test_nodes_that_are_there_are_not_called_missing_when_a_job_is_run_again() -> None:
+    d = Driver(gather_s=1.0)
+    d.up("a", "b", "c")
+    record = d.machine.record
+    assert record is not None
+    for there, said in (("abc", "no rank of generation 1 runs"), ("ab", "misses ['c']")):
+        again = Driver(records=[record], settle_s=1.0, gather_s=1.0)
+        again.up(*there)
+        again.pass_time(6, *there)
+        assert said in again.machine.reason
+
+
 def test_only_faults_count_against_max_restarts() -> None:
     d = Driver(gather_s=1.0, max_restarts=1)
     d.up("a", "b", "c")
