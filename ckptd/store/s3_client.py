@@ -22,7 +22,7 @@ import msgspec
 
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import TransientStoreError, UsageError
-from ckptd.store.s3_errors import S3Answer, s3_errors, unread_answers
+from ckptd.store.s3_errors import S3Answer, s3_errors
 
 _T = TypeVar("_T")
 _GRACE_S = 5.0
@@ -149,9 +149,8 @@ class S3Client:
 
     async def _send(self, operation: str, params: dict[str, Any]) -> S3Answer:
         client = self._client or await self._open()
-        where = f"{params.get('Bucket')}/{params.get('Key', '')}"
-        with unread_answers(where):
-            return S3Answer(await getattr(client, operation)(**params), where)
+        answer = await getattr(client, operation)(**params)
+        return S3Answer(answer, f"{params.get('Bucket')}/{params.get('Key', '')}")
 
     async def _open(self) -> Any:
         """Return the client; the first call makes it."""

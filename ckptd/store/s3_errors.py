@@ -69,26 +69,10 @@ class S3Answer(dict[str, Any]):
 
 
 @contextmanager
-def unread_answers(where: str) -> Iterator[None]:
-    """Turn what botocore raises of an answer that it cannot read into an error of the contract."""
-    from botocore.exceptions import BotoCoreError
-    from botocore.parsers import ResponseParserError
-
-    try:
-        yield
-    except BotoCoreError:
-        raise
-    except (KeyError, ValueError, ResponseParserError) as error:
-        found = _short(repr(error))
-        raise StoreError(
-            "the answer of the store cannot be read", where=where, found=found
-        ) from error
-
-
-@contextmanager
 def s3_errors(where: str, size: int | None = None) -> Iterator[None]:
     """Turn what a request for `where` raises into an error of the store contract."""
     from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
@@ -102,26 +86,23 @@ def s3_errors(where: str, size: int | None = None) -> Iterator[None]:
         raise TransientStoreError("the store did not answer in time", where=where) from error
     except OSError as error:  # aiohttp's connection errors are OSErrors
         if error.errno is not None:
-            found = explain(error, where, "the store failed", size)
-            raise TransientStoreError(found.message, where=where, found=found.found) from error
+            known = explain(error, where, "the store failed", size)
+            raise TransientStoreError(known.message, where=where, found=known.found) from error
         raise TransientStoreError(
             "no connection", where=where, found=_short(repr(error))
         ) from error
     except Exception as error:
-        if _is_transport(error):
-            raise TransientStoreError(
-                "no connection", where=where, found=_short(repr(error))
-            ) from error
+        found = _short(repr(error))
+        if type(error).__module__.partition(".")[0] == "aiohttp":
+            raise TransientStoreError("no connection", where=where, found=found) from error
+        if isinstance(error, (KeyError, ValueError, ResponseParserError)):
+            raise StoreError("the answer cannot be read", where=where, found=found) from error
         raise
 
 
 def _short(text: str) -> str:
     """Return what a server said, no longer than a person reads."""
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
-
-
-def _is_transport(error: Exception) -> bool:
-    return type(error).__module__.partition(".")[0] == "aiohttp"
 
 
 def _from_botocore(error: Exception, where: str) -> CkptdError:

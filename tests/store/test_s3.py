@@ -369,7 +369,7 @@ def test_a_field_that_the_store_leaves_out_is_named(
 def test_an_answer_that_cannot_be_read_is_told(store: S3Store, proxy: Proxy, action: str) -> None:
     store.put("k", b"data")
     proxy.rule = lambda request: action
-    with pytest.raises(StoreError, match="the answer of the store cannot be read"):
+    with pytest.raises(StoreError, match="the answer cannot be read"):
         [*store.list()]
 
 
