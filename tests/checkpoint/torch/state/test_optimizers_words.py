@@ -359,7 +359,7 @@ def test_a_wrapper_with_hooks_of_its_own_is_refused(hooks: str) -> None:
     flatten({"m": model, "o": Around(optimizer)})
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": Around(optimizer, **{f"_optimizer_{hooks}_hooks": {1: print}})})
-    assert "a wrapper of an optimizer has state of its own beside" in caught.value.message
+    assert "a wrapper of an optimizer has state or words of its own beside" in caught.value.message
 
 
 def test_names_of_state_that_are_no_identifiers() -> None:

@@ -402,7 +402,7 @@ def test_state_that_would_be_lost_is_an_error(kind: str) -> None:
     with pytest.raises(UsageError) as caught:
         flatten({"model": model, "optim": wrapper})
     assert caught.value.message in (
-        "a wrapper of an optimizer has state of its own beside the optimizer's",
+        "a wrapper of an optimizer has state or words of its own beside the optimizer's",
         "an optimizer holds others whose state would be lost",
         "an optimizer's state is not where optimizers have theirs",
     )
