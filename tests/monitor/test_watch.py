@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.errors import NotFoundError, RefusedError
+from ckptd.errors import ConflictError, NotFoundError, RefusedError
 from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import (
     AgentState,
@@ -164,7 +164,7 @@ def test_sheets_of_another_job_are_refused() -> None:
 def test_sheets_that_came_before_are_refused(number: int) -> None:
     watch = JobWatch(JOB)
     watch.take(plain(), 0.0)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(ConflictError) as caught:
         watch.take(plain(number=number), 1.0)
     assert "this report, or a newer one of its source" in caught.value.message
     watch.take(plain(number=6), 1.0)
@@ -175,7 +175,7 @@ def test_findings_that_came_before_are_refused() -> None:
     watch = JobWatch(JOB)
     watch.take(plain(), 0.0)
     watch.take_found(EvidenceReport(job=JOB, source="a", number=0), 0.0)
-    with pytest.raises(RefusedError):
+    with pytest.raises(ConflictError):
         watch.take_found(EvidenceReport(job=JOB, source="a", number=0), 0.0)
 
 
