@@ -98,7 +98,7 @@ def rank(folder: str, case: str) -> dict[str, Any]:
             took = []
             for save in (False, True):
                 dist.barrier()
-                begin, used = time.perf_counter(), cpu_s(ck.worker_pid)
+                begin, used = time.perf_counter(), cpu_s(ck.writer_pid)
                 for i in range(BLOCK):
                     loop.step()
                     step += 1
@@ -109,7 +109,7 @@ def rank(folder: str, case: str) -> dict[str, Any]:
                 if not save:
                     steps.append((time.perf_counter() - begin) / BLOCK)
                 ck.wait()
-                took.append(cpu_s(ck.worker_pid) - used)
+                took.append(cpu_s(ck.writer_pid) - used)
             costs.append((took[1] - took[0]) / (BLOCK // EVERY))
             if pair == 0:  # the first saves touch fresh memory
                 costs.clear()

@@ -16,12 +16,12 @@ from ckptd.errors import (
     DeadlineError,
     MismatchError,
     NotFoundError,
+    ProcessError,
     RefusedError,
     SaveError,
     StoreError,
     TransientStoreError,
     UsageError,
-    WorkerError,
 )
 from ckptd.version import __version__
 
@@ -70,6 +70,7 @@ __all__ = [
     "Peer",
     "PerRank",
     "Preemption",
+    "ProcessError",
     "Publisher",
     "RefusedError",
     "Rng",
@@ -80,7 +81,6 @@ __all__ = [
     "Subscriber",
     "TransientStoreError",
     "UsageError",
-    "WorkerError",
     "__version__",
     "move_experts",
     "placed",

@@ -12,7 +12,7 @@ The tree is cut by what the caller can do next, not by where the error arose::
     ├── StoreError        the place where bytes live failed
     │   └── TransientStoreError   the same call may work later
     ├── SaveError         a save did not become durable
-    │   └── WorkerError   the process that writes died or stopped answering
+    │   └── ProcessError  a process beside the program died or stopped answering
     └── DeadlineError     a wait ended without its event
 
 Each error carries a ``kind``, what was wanted, what was found, where, and a hint that names the
@@ -32,12 +32,12 @@ __all__ = [
     "DeadlineError",
     "MismatchError",
     "NotFoundError",
+    "ProcessError",
     "RefusedError",
     "SaveError",
     "StoreError",
     "TransientStoreError",
     "UsageError",
-    "WorkerError",
 ]
 
 
@@ -193,10 +193,10 @@ class SaveError(CkptdError):
     default_kind = "save"
 
 
-class WorkerError(SaveError):
-    """The process that writes died or stopped answering."""
+class ProcessError(SaveError):
+    """A process of ckptd beside the program, the writer above all, died or stopped answering."""
 
-    default_kind = "worker"
+    default_kind = "process"
 
 
 class DeadlineError(CkptdError):
@@ -220,7 +220,7 @@ KINDS: dict[type[CkptdError], frozenset[str]] = {
         StoreError: "listen no-peer no-space permission root-gone",
         TransientStoreError: "busy link-busy link-late link-lost link-protocol no-version stalled",
         SaveError: "aborted mutated no-memory replicas-differ structure",
-        WorkerError: "",
+        ProcessError: "",
         DeadlineError: "board grace no-version stalled",
     }.items()
 }

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 
 _BYTES = 8
 
@@ -25,7 +25,7 @@ class _Moment:
             finally:
                 os.close(fd)
         except (OSError, ValueError) as error:
-            raise WorkerError(
+            raise ProcessError(
                 "the lease of this node cannot be mapped", where=str(path), found=str(error)
             ) from error
         # Not struct: it goes byte by byte where the order of bytes is given.
@@ -42,7 +42,7 @@ class LeaseFile(_Moment):
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot be made.
     """
 
@@ -61,7 +61,7 @@ class WorkerLease(_Moment):
 
     Raises
     ------
-    WorkerError
+    ProcessError
         There is no such file.
     """
 

@@ -35,7 +35,7 @@ from ckptd.elastic.messages import (
     ToWorker,
     Welcome,
 )
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 
 _log = logging.getLogger("ckptd.elastic")
 _POLL_S = 1.0
@@ -255,7 +255,7 @@ class WorkerLink(OfOneProcess):
                 continue
             try:
                 self._channel.send(message)
-            except WorkerError:
+            except ProcessError:
                 return  # the thread that reads tells of it
 
     def _read(self) -> None:
@@ -288,5 +288,5 @@ class WorkerLink(OfOneProcess):
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
     if not text.isdecimal():
-        raise WorkerError("a launcher's variable is no number", where=name, found=text)
+        raise ProcessError("a launcher's variable is no number", where=name, found=text)
     return int(text)

@@ -17,7 +17,7 @@ from ckptd.base.runtime.agentlink import peer_of
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 
 _log = logging.getLogger("ckptd.elastic")
 _BACKLOG = 256
@@ -50,7 +50,7 @@ class WorkerEnd:
         try:
             with self._sending:
                 self._channel.send(message)
-        except WorkerError:
+        except ProcessError:
             return False
         return True
 
@@ -70,7 +70,7 @@ class LauncherEnd(OfOneProcess):
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot listen there.
     """
 
@@ -94,7 +94,7 @@ class LauncherEnd(OfOneProcess):
             self._listener.listen(_BACKLOG)
         except OSError as error:
             self._listener.close()
-            raise WorkerError(
+            raise ProcessError(
                 "the launcher has no place to listen",
                 where=str(path),
                 found=str(error),

@@ -17,7 +17,7 @@ import msgspec
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.errors import CkptdError, WorkerError
+from ckptd.errors import CkptdError, ProcessError
 from ckptd.publish.messages import (
     REPLY,
     AskSlot,
@@ -98,7 +98,7 @@ class PublishClient(OfOneProcess):
 
         Raises
         ------
-        WorkerError
+        ProcessError
             The server is gone.
         """
         with self._sending:
@@ -116,7 +116,7 @@ class PublishClient(OfOneProcess):
         """
         answer = self._next(ServerReady, self._start_s)
         if answer is None:
-            raise WorkerError(
+            raise ProcessError(
                 "the server of a publisher does not answer",
                 where=f"process {self._process.pid}",
                 wanted=f"within {self._start_s:.0f} s",
@@ -156,7 +156,7 @@ class PublishClient(OfOneProcess):
                 return None
             if message is None:
                 self._answers.put(None)  # for the next call
-                raise WorkerError(
+                raise ProcessError(
                     "the server of a publisher is gone",
                     where=f"process {self._process.pid}",
                     found=f"exit code {self._process.poll()}",
@@ -189,7 +189,7 @@ class PublishClient(OfOneProcess):
         if self._ended:
             return
         self._closed = True
-        with contextlib.suppress(WorkerError):  # it is gone already
+        with contextlib.suppress(ProcessError):  # it is gone already
             self.send(ServerStop())
         self._channel.shut()  # its thread is woken
         self._receiver.join(_LEAVE_S)  # it may wait for the board of a job that ends

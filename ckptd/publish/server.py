@@ -35,7 +35,7 @@ from ckptd.base.runtime.host import host_id, many_files
 from ckptd.base.runtime.priority import LAST, LATER, step_back
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, NotFoundError, StoreError, WorkerError
+from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
@@ -246,7 +246,7 @@ class PublishServer:
 
     def _reply(self, message: msgspec.Struct) -> None:
         """Answer the rank; what a rank that is dead has sent before is done all the same."""
-        with contextlib.suppress(WorkerError), self._replying:
+        with contextlib.suppress(ProcessError), self._replying:
             self._channel.send(message)
 
     def _open(self, opening: Opening) -> None:

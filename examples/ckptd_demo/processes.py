@@ -105,7 +105,7 @@ class Life:
         """Return the processes that write for the ranks, by rank, as far as they live."""
         found = {}
         for row in read_rows(self.spec.files.processes, ProcessRow):
-            process = None if row.worker_pid is None else self._identify(row.worker_pid)
+            process = None if row.writer_pid is None else self._identify(row.writer_pid)
             if process is not None:
                 found[row.rank] = process
         return found

@@ -39,7 +39,7 @@ class Kill(msgspec.Struct, frozen=True):
     ----------
     step, generation
         Of the interrupted save.
-    rank, pid, worker_pid
+    rank, pid, writer_pid
         The killed rank, its process, and the process that wrote for it, killed with it.
     file
         The rank's data file, relative to the root.
@@ -57,7 +57,7 @@ class Kill(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     pid: int
-    worker_pid: int
+    writer_pid: int
     file: str
     file_bytes: int
     data_bytes_seen: int

@@ -176,7 +176,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int
-    worker_pid: int | None
+    writer_pid: int | None
 
 
 class SnapshotRow(msgspec.Struct, frozen=True):

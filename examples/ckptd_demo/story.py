@@ -285,7 +285,7 @@ def kill_in_save(
         generation=target.name.generation,
         rank=rank,
         pid=target.rank.pid,
-        worker_pid=target.worker.pid,
+        writer_pid=target.worker.pid,
         file=target.file.relative_to(root).as_posix(),
         file_bytes=size,
         data_bytes_seen=seen,

@@ -124,7 +124,7 @@ def train(spec: RunSpec) -> None:
     with ExitStack() as stack:
         checkpointer = _open(spec, stack)
         if checkpointer is not None:
-            reports.process(checkpointer.worker_pid)
+            reports.process(checkpointer.writer_pid)
             if checkpointer.latest() is not None:
                 checkpointer.load(job.state)
                 job.check_data()
@@ -142,7 +142,7 @@ def train(spec: RunSpec) -> None:
             handle = checkpointer.save(job.state["step"], job.state)
             if not handle:
                 continue
-            reports.process(checkpointer.worker_pid)
+            reports.process(checkpointer.writer_pid)
             handles.append(handle)
             if handle.root:
                 reports.state(job.digest("saved"))
@@ -197,8 +197,8 @@ class _Reports:
             found = [h.tiers["memory"] for h in handles if "memory" in h.tiers]
             _append(self._files.snapshots, SnapshotRow(len(found), found.count("complete")))
 
-    def process(self, worker_pid: int | None) -> None:
-        row = ProcessRow(self._rank, os.getpid(), worker_pid)
+    def process(self, writer_pid: int | None) -> None:
+        row = ProcessRow(self._rank, os.getpid(), writer_pid)
         if row != self._process:
             self._process = row
             _append(self._files.processes, row)

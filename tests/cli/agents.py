@@ -37,7 +37,7 @@ for line in sys.stdin:
     step = int(line)
     state["w"].fill_(step)
     ck.save(step, state).durable()
-    print("saved", step, ck.worker_pid, flush=True)
+    print("saved", step, ck.writer_pid, flush=True)
 ck.close()
 """
 """Saves the steps that it is told to, and dies when it is told to."""

@@ -61,7 +61,7 @@ def _live(folder: str, victims: str) -> None:
         for tier in handle.tiers:
             handle.durable(tier=tier)
     dist.barrier()
-    agent: int = ck.worker_pid  # type: ignore[attr-defined]
+    agent: int = ck.writer_pid  # type: ignore[attr-defined]
     if victims == "agents":
         os.kill(agent, signal.SIGKILL)
         wait_for_end(agent)
@@ -71,7 +71,7 @@ def _live(folder: str, victims: str) -> None:
             found = _saved_nearby(ck, step)
             dist.barrier()
         assert found == {"memory": "complete", "peer": "complete"}
-        assert ck.worker_pid != agent  # type: ignore[attr-defined]
+        assert ck.writer_pid != agent  # type: ignore[attr-defined]
         ck.close()  # type: ignore[attr-defined]
         return
     if victims in ("all", f"node {rank}"):

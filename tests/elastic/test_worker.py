@@ -31,7 +31,7 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 from tests.processes import PATIENCE_S, until
 
 Heard = queue.Queue[tuple[WorkerEnd, FromWorker | None]]
@@ -217,14 +217,14 @@ def test_a_lease(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="cannot be mapped"):
+    with pytest.raises(ProcessError, match="cannot be mapped"):
         WorkerLease(str(tmp_path / "none"))
     (tmp_path / "short").write_bytes(b"1")
-    with pytest.raises(WorkerError, match="cannot be mapped"):
+    with pytest.raises(ProcessError, match="cannot be mapped"):
         WorkerLease(str(tmp_path / "short"))
 
 
 def test_no_place_to_listen(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="no place to listen"):
+    with pytest.raises(ProcessError, match="no place to listen"):
         LauncherEnd(tmp_path / ("x" * 120), lambda *_: None)
     assert not [t for t in threading.enumerate() if t.name == "ckptd-workers"]

@@ -99,7 +99,7 @@ def lost_server(place: str) -> list[str]:
 def test_a_lost_server_is_an_error_on_every_rank(tmp_path: Path) -> None:
     done = run_ranks(2, lost_server, str(tmp_path / "at"), deadline_s=PATIENCE_S)
     assert done[0][0] == ""
-    assert done[0][-1] == done[1][-1] == "worker"
+    assert done[0][-1] == done[1][-1] == "process"
 
 
 def serving(

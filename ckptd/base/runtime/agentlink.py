@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.base.digest import digest_hex
-from ckptd.errors import DeadlineError, RefusedError, WorkerError
+from ckptd.errors import DeadlineError, ProcessError, RefusedError
 
 _BACKLOG = 128
 _LOCK_S = 30.0
@@ -49,7 +49,7 @@ class AgentPlace:
     ------
     RefusedError
         See `run_folder`.
-    WorkerError
+    ProcessError
         The folder's path is too long for a socket in it.
     """
 
@@ -64,7 +64,7 @@ class AgentPlace:
 
 def _short(path: Path) -> Path:
     if len(os.fsencode(path)) > _MOST_PATH_BYTES:
-        raise WorkerError(
+        raise ProcessError(
             "the node's agent has no place to listen",
             where=str(path),
             wanted=f"a path of at most {_MOST_PATH_BYTES} bytes",
@@ -137,7 +137,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot be started.
     """
     with locked(place):
@@ -168,7 +168,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
             threading.Thread(target=process.wait, name="ckptd-agent-wait", daemon=True).start()
         found = reach(place.socket)
         if found is None:
-            raise WorkerError(
+            raise ProcessError(
                 "the node's agent cannot be reached",
                 where=str(place.socket),
                 hint=f"see {place.log}",
@@ -195,7 +195,7 @@ def listen(place: AgentPlace) -> socket.socket:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot be bound.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -205,7 +205,7 @@ def listen(place: AgentPlace) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise WorkerError(
+        raise ProcessError(
             "the node's agent has no place to listen",
             where=str(place.socket),
             found=str(error),

@@ -19,7 +19,7 @@ import msgspec
 
 from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 
 _HEAD = struct.Struct("<IB")
 MAX_MESSAGE_BYTES = 1 << 30
@@ -29,7 +29,7 @@ class Channel(Protocol):
     """One end. `send` is called by one thread at a time, `receive` by one other."""
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
-        """Deliver a message, with a descriptor beside it; `WorkerError` when the peer is gone."""
+        """Deliver a message, with a descriptor beside it; `ProcessError` when the peer is gone."""
 
     def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
         """Return ``(message, descriptor or None)``, or None after `timeout_s`.
@@ -75,7 +75,7 @@ class SocketChannel:
                 frame = frame[sent:]
             self._out.sendall(frame)
         except OSError as error:
-            raise WorkerError("the other process is gone", found=str(error)) from error
+            raise ProcessError("the other process is gone", found=str(error)) from error
         except BaseException:
             self.shut()  # interrupted, perhaps in the middle of a frame
             raise

@@ -29,7 +29,7 @@ from ckptd.checkpoint.save.messages import (
 )
 from ckptd.checkpoint.save.neartiers import NodeTiers
 from ckptd.checkpoint.save.writer import SaveWriter
-from ckptd.errors import CkptdError, DeadlineError, WorkerError
+from ckptd.errors import CkptdError, DeadlineError, ProcessError
 from ckptd.events.event import AnyEvent
 
 _log = logging.getLogger("ckptd")
@@ -239,7 +239,7 @@ class NodeAgent:
     def _answer(self, channel: SocketChannel, asked: AskStatus | AskEnd) -> None:
         if isinstance(asked, AskEnd):
             self.end(now=asked.now)
-        with suppress(WorkerError):  # who asked has gone
+        with suppress(ProcessError):  # who asked has gone
             channel.send(self._status())
 
     def _status(self) -> AgentContents:

@@ -53,7 +53,7 @@ from ckptd.checkpoint.save.messages import (
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.save.tiers import LINGER_S, ROOT, TierSpec
 from ckptd.decoding import json_decoder
-from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
@@ -91,7 +91,7 @@ def join_agent(
 
     Raises
     ------
-    WorkerError
+    ProcessError
         No agent answers.
     """
     hello = msgspec.structs.replace(
@@ -112,7 +112,7 @@ def join_agent(
             time.sleep(_AGAIN_S)
             continue
         return channel, None if item is None else item[0]
-    raise WorkerError("no agent", where=str(agent.place.socket), found=found)
+    raise ProcessError("no agent", where=str(agent.place.socket), found=found)
 
 
 _outcomes = json_decoder(dict[str, str | None])
@@ -238,7 +238,7 @@ class WriterClient(OfOneProcess):
         """Rises by one with each worker that comes in the place of one that died."""
         self._slots = Slots(slots, self._announce, self._withdraw)
         self._counted: deque[str] = deque()
-        self.dead: WorkerError | None = None
+        self.dead: ProcessError | None = None
         """Why the worker is no more."""
         self._near_errors: dict[str, str] = {}
         self._closing = self._ended = False
@@ -273,7 +273,7 @@ class WriterClient(OfOneProcess):
 
         Raises
         ------
-        WorkerError
+        ProcessError
             It is dead, or did not answer within `timeout_s`.
         """
         end = time.monotonic() + timeout_s
@@ -283,7 +283,7 @@ class WriterClient(OfOneProcess):
         if self.dead is not None:
             raise self.dead
         if self._answer is None:
-            raise WorkerError(
+            raise ProcessError(
                 "the writing process is not ready", wanted=f"within {timeout_s:.0f} s"
             )
         return self._answer
@@ -329,7 +329,7 @@ class WriterClient(OfOneProcess):
 
         Raises
         ------
-        WorkerError
+        ProcessError
             The worker takes nothing, or is dead and no other will come.
         """
         if not self._connected.is_set():
@@ -338,7 +338,7 @@ class WriterClient(OfOneProcess):
             note()
             try:
                 self._channel.send(message, fd)
-            except WorkerError as error:
+            except ProcessError as error:
                 if self.dead is not None:
                     raise self.dead from error
                 # One that only takes nothing is not dead: the monitor ends it (see `_check_jobs`).
@@ -500,7 +500,7 @@ class WriterClient(OfOneProcess):
         """Connect to the node's agent and wait until it is ready."""
         try:
             self._channel, first = join_agent(agent, self._hello, lambda: not self._closing)
-        except WorkerError as error:
+        except ProcessError as error:
             self._worker_gone(error.found or "", error)
             return False
         self._connected.set()
@@ -545,7 +545,7 @@ class WriterClient(OfOneProcess):
             return False
         try:
             code = _ended(self._process)
-        except WorkerError as error:
+        except ProcessError as error:
             self._worker_gone(f"{found}; {error.message} ({error.where})")
             return False
         how = found if code is None else f"exit status {code}; {found}"
@@ -556,7 +556,7 @@ class WriterClient(OfOneProcess):
                 channel, first = join_agent(self._agent, self._hello, lambda: not self._closing)
             else:
                 channel, first = self._start_process(), None
-        except (OSError, WorkerError) as error:
+        except (OSError, ProcessError) as error:
             self._worker_gone(f"{how}; no other one can be started: {error}")
             return False
         kept = self._slots.kept
@@ -565,7 +565,7 @@ class WriterClient(OfOneProcess):
             self._channel = channel
             try:
                 self._hand_over(kept)
-            except WorkerError as error:  # the monitor is about to notice that, too
+            except ProcessError as error:  # the monitor is about to notice that, too
                 _log.warning("the next writing process died as well: %s", error)
         if first is not None:
             self._handle(first)
@@ -573,7 +573,7 @@ class WriterClient(OfOneProcess):
         for number, job in list(self._jobs.items()):
             if job.freed and not job.handle.done and job.tries > _MOST_TRIES:
                 why = "the writing process died with this save again and again"
-                self._fail_all(number, WorkerError(why, hint=self._hint()))
+                self._fail_all(number, ProcessError(why, hint=self._hint()))
             self._release(number, job)
         return self.dead is None
 
@@ -827,7 +827,7 @@ class WriterClient(OfOneProcess):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._answer.pid, signal.SIGKILL)
         self._worker_gone(
-            found, WorkerError("the writing process does not answer", where=f"process {self.pid}")
+            found, ProcessError("the writing process does not answer", where=f"process {self.pid}")
         )
 
     def _hint(self) -> str:
@@ -836,7 +836,7 @@ class WriterClient(OfOneProcess):
 
     def _worker_gone(self, found: str, cause: CkptdError | None = None) -> None:
         code = self._process.poll() if self._process else None
-        error = WorkerError(
+        error = ProcessError(
             cause.message if cause else "the writing process died",
             kind=cause.kind if cause else None,
             where=cause.where if cause else f"process {self.pid}",
@@ -859,7 +859,7 @@ def _ended(process: subprocess.Popen[bytes] | None) -> int | None:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It does not end, killed or not: it is held by the kernel, and may still write.
     """
     if process is None:
@@ -870,7 +870,7 @@ def _ended(process: subprocess.Popen[bytes] | None) -> int | None:
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
-        raise WorkerError(
+        raise ProcessError(
             "the writing process does not end",
             where=f"process {process.pid}",
             found="killed, and held by the kernel: a store that hangs?",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptd import events
 from ckptd.base.runtime.ownership import OfOneProcess, not_below
-from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
+from ckptd.errors import CkptdError, DeadlineError, ProcessError, UsageError
 
 _UNSAVED = ("not-due", "skipped")
 _ORDER = ("staging", "writing", "committing", "durable", "failed")
@@ -350,7 +350,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
         """
         with self._changed:
             peer = self._tiers.get("peer")
-            failed = isinstance(peer, CkptdError) and not isinstance(peer, WorkerError)
+            failed = isinstance(peer, CkptdError) and not isinstance(peer, ProcessError)
             return failed and None in self._tiers.values()
 
     def _emit_failed(self, tier: str, error: CkptdError) -> None:

@@ -19,7 +19,7 @@ from ckptd.checkpoint.save.peers import MOST_TOLD, KnownNode
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.save.tiers import TierSpec
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CorruptError, DeadlineError, WorkerError
+from ckptd.errors import CorruptError, DeadlineError, ProcessError
 from ckptd.events.event import AnyEvent
 from ckptd.store import StoreSpec
 
@@ -108,7 +108,7 @@ def visit(
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It went away, or is of another version.
     DeadlineError
         It does not answer within `timeout_s`.
@@ -118,7 +118,7 @@ def visit(
         channel.send(message)
         item = channel.receive(timeout_s)
     except (EOFError, msgspec.MsgspecError) as error:
-        raise WorkerError("the agent gives no answer", found=str(error)) from error
+        raise ProcessError("the agent gives no answer", found=str(error)) from error
     finally:
         channel.close()
     if item is None:
@@ -157,11 +157,11 @@ def check_protocol(protocol: int, sender: str) -> None:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It is another one.
     """
     if protocol != PROTOCOL:
-        raise WorkerError(
+        raise ProcessError(
             f"{sender} is of another version of ckptd",
             wanted=f"protocol {PROTOCOL}",
             found=f"protocol {protocol}",

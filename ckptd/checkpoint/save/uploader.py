@@ -25,7 +25,7 @@ from ckptd.checkpoint.save.drain import StagedShard, put_shard
 from ckptd.checkpoint.save.messages import Freed, Response, Settled, ShardStored
 from ckptd.checkpoint.save.neartiers import NodeTiers, age
 from ckptd.checkpoint.save.tiers import NEAR, ROOT
-from ckptd.errors import CkptdError, WorkerError
+from ckptd.errors import CkptdError, ProcessError
 from ckptd.store.base import Store
 
 _RECENT = 8
@@ -210,6 +210,6 @@ def as_document(error: Exception) -> dict[str, str | None]:
     if isinstance(error, CkptdError):
         return error.to_dict()
     where = "".join(traceback.format_exception(error)[-3:])
-    return WorkerError(
+    return ProcessError(
         "the writing process failed unexpectedly", where=where, found=repr(error)
     ).to_dict()

@@ -59,7 +59,7 @@ from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.tiers import ROOT
 from ckptd.checkpoint.save.uploader import TierUploader, as_document
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, ProcessError, SaveError
 from ckptd.store.base import Store
 
 ORPHAN_COMMIT_S = 60.0
@@ -517,7 +517,7 @@ class SaveWriter:
         with self._send_lock:
             try:
                 self._channel.send(message)
-            except WorkerError:
+            except ProcessError:
                 self._end_waits()
 
 

@@ -555,7 +555,7 @@ class Checkpointer(OfOneProcess):
         return 0 if self._admission is None else self._admission.skipped
 
     @property
-    def worker_pid(self) -> int | None:
+    def writer_pid(self) -> int | None:
         """Process id of the writing process (this process for in-process stores)."""
         return self._client.pid if self._client and self._client.pid > 0 else None
 

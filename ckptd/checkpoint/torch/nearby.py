@@ -228,7 +228,7 @@ class Nearby:
 
         Raises
         ------
-        WorkerError
+        ProcessError
             The node's agent does not answer.
         """
         life = client.life

@@ -42,7 +42,7 @@ from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.decoding import json_decoder
-from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.events.bus import at_step, phase
 
 _groups = json_decoder(dict[str, tuple[int, ...]])
@@ -302,7 +302,7 @@ class Saver:
                     value.follower.saved(step)
         except CkptdError as error:
             post_failure(self._board, key, error, near)
-            if not (goes_on and isinstance(error, WorkerError)):
+            if not (goes_on and isinstance(error, ProcessError)):
                 handle.fail(error)
                 raise
             _log.warning("step %d is not saved: %s", step, error.message)

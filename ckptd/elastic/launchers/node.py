@@ -130,7 +130,7 @@ class NodeLauncher:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         The zygote cannot be started, or there is no place for the socket.
     """
 

@@ -27,9 +27,9 @@ from ckptd.errors import (
     CkptdError,
     ConflictError,
     CorruptError,
+    ProcessError,
     RefusedError,
     UsageError,
-    WorkerError,
 )
 
 CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
@@ -77,7 +77,7 @@ class Sidecar:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot be started.
     """
 
@@ -104,12 +104,12 @@ class Sidecar:
                     preexec_fn=_beside,
                 )
         except OSError as error:
-            raise WorkerError(f"the {name} cannot be started", found=str(error)) from error
+            raise ProcessError(f"the {name} cannot be started", found=str(error)) from error
 
-    def failed(self, found: str) -> WorkerError:
+    def failed(self, found: str) -> ProcessError:
         """Return the error that says that it is of no use, with the end of its log."""
         log = self._log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
-        return WorkerError(f"the {self.name} {found}", found=log or None)
+        return ProcessError(f"the {self.name} {found}", found=log or None)
 
     def error(self) -> CkptdError | None:
         """Return the error that it has printed last, as a verb does with ``--json``, if any."""

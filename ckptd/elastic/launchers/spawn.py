@@ -14,7 +14,7 @@ import msgspec
 
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, Ready, ToZygote
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 
 _READ_S = 1e-4
 _END_S = 5.0
@@ -55,7 +55,7 @@ class Spawner:
 
     Raises
     ------
-    WorkerError
+    ProcessError
         It cannot be started.
     """
 
@@ -75,7 +75,7 @@ class Spawner:
                 )
         except OSError as error:
             ours.close()
-            raise WorkerError("the zygote cannot be started", found=str(error)) from error
+            raise ProcessError("the zygote cannot be started", found=str(error)) from error
         self.began = time.monotonic()
         self._listens = False
         self._sock = ours
@@ -91,7 +91,7 @@ class Spawner:
         Nothing happens when the zygote is gone: `take` tells of that.
         """
         try:
-            with suppress(WorkerError):
+            with suppress(ProcessError):
                 self._channel.send(message, fd)
         finally:
             if fd is not None:

@@ -46,9 +46,9 @@ from ckptd.errors import (
     CkptdError,
     DeadlineError,
     NotFoundError,
+    ProcessError,
     SaveError,
     UsageError,
-    WorkerError,
 )
 from ckptd.lay.bind import bind_sizes, with_globs
 from ckptd.publish.blocks import gather_blocks, read_bytes
@@ -436,7 +436,7 @@ class Publisher(OfOneProcess):
         try:
             self._add_up(number, _DROPPED + 1)
             self._client.send(VersionDropped(number))
-        except WorkerError as error:
+        except ProcessError as error:
             self._far_board.set(_LOST, msgspec.json.encode(error.to_dict()))
 
     def _choose(self, step: int, problem: CkptdError | None, wait_s: float) -> SlotAnswer:
@@ -572,7 +572,7 @@ class Publisher(OfOneProcess):
 
     def _lose(self, number: int) -> None:
         """Have all ranks know that no version will be whole any more."""
-        lost = WorkerError(
+        lost = ProcessError(
             "the server of rank 0, or the one that asks it, does not answer",
             where=f"version {number}",
             hint="make another publisher",

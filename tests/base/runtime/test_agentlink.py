@@ -12,7 +12,7 @@ import pytest
 from ckptd.base.runtime.agentlink import AgentPlace, connect_agent, listen, locked, peer_of, reach
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
-from ckptd.errors import CkptdError, DeadlineError, RefusedError, WorkerError
+from ckptd.errors import CkptdError, DeadlineError, ProcessError, RefusedError
 from ckptd.store import StoreSpec
 from tests.processes import agents_in, lives, until
 
@@ -47,7 +47,7 @@ def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_too_long_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(ProcessError) as caught:
         AgentPlace("job", "node", str(tmp_path / ("x" * 100)))
     assert "CKPTD_RUN_DIR" in (caught.value.hint or "")
 
@@ -79,7 +79,7 @@ def test_nobody_listens_where_nobody_ever_did_or_no_longer_does() -> None:
 def test_a_place_that_cannot_be_bound_is_told() -> None:
     place = AgentPlace("job", "node")
     place.socket.mkdir()
-    with pytest.raises(WorkerError, match="no place to listen"):
+    with pytest.raises(ProcessError, match="no place to listen"):
         listen(place)
 
 

@@ -18,7 +18,7 @@ from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
 from ckptd.checkpoint.save.messages import AskEnd, visit
 from ckptd.checkpoint.save.tiers import TierSpec
-from ckptd.errors import CkptdError, WorkerError
+from ckptd.errors import CkptdError, ProcessError
 from ckptd.store import StoreSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
 from tests.processes import PATIENCE_S, agents_in, lives, until
@@ -318,7 +318,7 @@ def test_a_trainer_refuses_an_agent_of_another_version(root: str) -> None:
         )
     try:
         job = NearJob(root)
-        with pytest.raises(WorkerError, match="is of another version of ckptd") as caught:
+        with pytest.raises(ProcessError, match="is of another version of ckptd") as caught:
             job.client.answer()
         assert "is of another version of ckptd" in caught.value.message
         assert "ckptd agent stop" in str(caught.value.hint)
@@ -334,7 +334,7 @@ def test_an_agent_refuses_a_trainer_of_another_version(
 ) -> None:
     monkeypatch.setattr("ckptd.checkpoint.save.client.PROTOCOL", 1)
     job = NearJob(root)
-    with pytest.raises(WorkerError, match="the trainer is of another version of ckptd"):
+    with pytest.raises(ProcessError, match="the trainer is of another version of ckptd"):
         job.client.answer()
     job.close()
     visit(reached(job.place), AskEnd(now=True))

@@ -213,7 +213,7 @@ class Campaign:
         if self.zygote is None:
             assert committed or "is dead, by schedule" in victim.error.get("message", ""), victim
         elif self.elsewhere:
-            assert committed or victim.error.get("class") == "WorkerError", victim
+            assert committed or victim.error.get("class") == "ProcessError", victim
         else:
             assert victim.signal == signal.SIGKILL, victim
         for end in ends:

@@ -17,7 +17,7 @@ from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveTracker
-from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from tests.checkpoint.save.saving import Job, values
@@ -72,7 +72,7 @@ def test_a_stopped_worker_fails_its_save_and_is_replaced(root: str) -> None:
     error = finish(handle.durable)
     assert isinstance(error, SaveError)
     assert finish(lambda: job.client.acquire(10, 60.0)) is job.client.dead
-    assert isinstance(job.client.dead, WorkerError)
+    assert isinstance(job.client.dead, ProcessError)
     assert "does not answer" in job.client.dead.message
     wait_for_end(worker)
     assert job.catalogue.latest() is None
@@ -88,7 +88,7 @@ def test_closing_ends_a_stopped_worker(root: str) -> None:
     os.kill(job.client.pid, signal.SIGSTOP)
     job.client.close(1.0)
     assert not Path(f"/proc/{job.client.pid}").exists()
-    assert isinstance(finish(handle.durable), WorkerError)
+    assert isinstance(finish(handle.durable), ProcessError)
 
 
 def test_a_worker_that_never_starts(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_killed_worker_ends_every_wait(root: str) -> None:
         os.kill(job.client.pid, signal.SIGKILL)
         while job.client.life == life and not handle.done:
             time.sleep(0.01)
-    assert isinstance(finish(handle.durable), WorkerError)
+    assert isinstance(finish(handle.durable), ProcessError)
     job.client.acquire(10, 1e6)
     job.client.close(1e6)
     replace_worker(job, root)
@@ -143,6 +143,6 @@ def test_an_error_in_the_listening_thread_reaches_the_handle(root: str) -> None:
 
     job = Job(a_slow_write(StoreSpec(root)), board=Broken(0, 2))
     error = finish(job.save(1, values(1)).durable)
-    assert isinstance(error, WorkerError)
+    assert isinstance(error, ProcessError)
     assert "ZeroDivisionError" in (error.found or "")
     job.client.close(5.0)

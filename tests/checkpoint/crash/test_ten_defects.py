@@ -354,11 +354,11 @@ def all_dtypes() -> dict[str, torch.Tensor]:
 
 def stage_and_die(root: str, pid_file: str) -> None:
     ck = ckptd.Checkpointer(root)
-    assert ck.worker_pid is not None
-    Path(pid_file).write_text(str(ck.worker_pid))
+    assert ck.writer_pid is not None
+    Path(pid_file).write_text(str(ck.writer_pid))
     ck.save(1, {"one": torch.tensor([1.0])})
     ck.wait(PATIENCE_S)
-    os.kill(ck.worker_pid, signal.SIGSTOP)  # nothing is written while the trainer lives
+    os.kill(ck.writer_pid, signal.SIGSTOP)  # nothing is written while the trainer lives
     handle = ck.save(2, all_dtypes())
     assert handle is not None
     handle.staged(PATIENCE_S)
@@ -405,8 +405,8 @@ def test_a_killed_writing_process_hangs_nobody(root: str) -> None:
         ck = ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=400_000.0), new_run=False)
         handle = ck.save(step, state)
         assert handle is not None
-        assert ck.worker_pid is not None
-        return ck, handle, ck.worker_pid
+        assert ck.writer_pid is not None
+        return ck, handle, ck.writer_pid
 
     def ended(act: Callable[[], object]) -> None:
         thread = threading.Thread(target=act, daemon=True)

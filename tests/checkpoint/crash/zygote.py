@@ -21,7 +21,7 @@ import msgspec
 
 import ckptd.checkpoint.save.drain as filewriter
 import ckptd.store.s3_client as s3_client
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 from tests.checkpoint.crash.boards import FileBoard
 from tests.checkpoint.crash.life import SLICE_BYTES, End, Life, live, outcome_key
 
@@ -153,7 +153,7 @@ def _tell(life: Life) -> None:
         return
     board = FileBoard(life.board, life.rank, life.world)
     key = outcome_key(life.step, life.attempt)
-    error = WorkerError(f"rank {life.rank} was killed", kind="killed")
+    error = ProcessError(f"rank {life.rank} was killed", kind="killed")
     if life.rank == 0:
         if board.peek(key) is None:
             board.set(key, msgspec.json.encode(error.to_dict()))

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckptd.checkpoint.save import arena as module
 from ckptd.checkpoint.save.arena import KEEPING, Slot, Slots
-from ckptd.errors import SaveError, WorkerError
+from ckptd.errors import ProcessError, SaveError
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -142,7 +142,7 @@ def test_a_slot_that_cannot_be_made_lets_saves_wait_for_those_there_are(
 def test_after_a_failure_every_wait_ends() -> None:
     slots = Slots(1, lambda slot: None)
     slots.take(slots.acquire(8, 1.0), 1)
-    slots.fail(WorkerError("gone"))
-    with pytest.raises(WorkerError, match="gone"):
+    slots.fail(ProcessError("gone"))
+    with pytest.raises(ProcessError, match="gone"):
         slots.acquire(8, 60.0)
     slots.close()

@@ -23,7 +23,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import AbortSave
-from ckptd.errors import CkptdError, ConflictError, DeadlineError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ConflictError, DeadlineError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
 from ckptd.store.memory import MemoryStore
@@ -108,9 +108,9 @@ def test_a_worker_that_cannot_open_the_store_says_why(tmp_path: Path) -> None:
     job.close()
     client = WriterClient(StoreSpec("nosuchscheme://x"), LocalBoard())
     handle = SaveTracker(1, 1, "0001", 0)
-    with contextlib.suppress(WorkerError):  # it may be known already
+    with contextlib.suppress(ProcessError):  # it may be known already
         client.begin(job.request(1), job.plan, handle, "k", client.acquire(8, 5.0))
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(ProcessError) as caught:
         handle.durable(30.0)
     assert "nosuchscheme" in str(caught.value)
     client.close(5.0)
@@ -390,12 +390,12 @@ def test_a_worker_that_takes_nothing_more(
     job.save(1, values(1)).durable(20.0)
 
     def broken(message: msgspec.Struct, fd: int | None = None) -> None:
-        error = WorkerError("the other process is gone")
+        error = ProcessError("the other process is gone")
         raise error from (TimeoutError() if stuck else ConnectionResetError())
 
     monkeypatch.setattr(job.client._channel, "send", broken)
     if stuck:
-        with pytest.raises(WorkerError):
+        with pytest.raises(ProcessError):
             job.save(2, values(2))
         assert job.client.life == 1, "one that only takes nothing is not dead"
     else:

@@ -12,10 +12,10 @@ from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.errors import (
     CkptdError,
     DeadlineError,
+    ProcessError,
     SaveError,
     StoreError,
     UsageError,
-    WorkerError,
 )
 
 ERROR = SaveError("the peer is gone", kind="aborted")
@@ -120,7 +120,7 @@ def test_a_step_counts_when_no_single_node_can_take_it_along(
     [
         (None, ERROR, True),
         (ERROR, ERROR, False),
-        (None, WorkerError("the agent is gone, and its memory"), False),
+        (None, ProcessError("the agent is gone, and its memory"), False),
         (None, None, False),
     ],
 )

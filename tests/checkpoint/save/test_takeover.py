@@ -14,7 +14,7 @@ from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
 from tests.checkpoint.save.nearjob import NearJob, Trainer, newest_at
@@ -114,7 +114,7 @@ def test_a_save_whose_processes_all_die_is_given_up(root: str) -> None:
         life = job.client.life
         os.kill(job.client.pid, signal.SIGKILL)
         until(lambda life=life: handle.done or job.client.life > life)
-    assert isinstance(handle.error, WorkerError)
+    assert isinstance(handle.error, ProcessError)
     assert "again and again" in handle.error.message
     assert newest_at(root) == 0
     job.close()

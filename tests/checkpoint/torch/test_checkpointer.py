@@ -428,8 +428,8 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
     ck = ckptd.Checkpointer(root)
     ck.save(1, state)
     ck.wait()
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, signal.SIGKILL)
+    assert ck.writer_pid is not None
+    os.kill(ck.writer_pid, signal.SIGKILL)
     handle = ck.save(2, state)
     assert handle is not None
     handle.durable(30)
@@ -446,8 +446,8 @@ def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     ck = ckptd.Checkpointer(root, storage=ckptd.Storage(throttle=400_000.0))
     handle = ck.save(1, state)
     assert handle is not None
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, signal.SIGKILL)
+    assert ck.writer_pid is not None
+    os.kill(ck.writer_pid, signal.SIGKILL)
     handle.durable(60)
     ck.save(2, {"w": torch.zeros(10)})
     ck.close()
@@ -565,14 +565,14 @@ def test_a_spec_of_a_root_retries_what_may_heal(root: str) -> None:
 def refused(root: Path, state: dict[str, Any], **options: Any) -> UsageError:
     """Return the error of a save; the writer is alive, nothing is written, the next save works."""
     with ckptd.Checkpointer(str(root)) as checkpointer:
-        writer = checkpointer.worker_pid
+        writer = checkpointer.writer_pid
         with pytest.raises(UsageError) as caught:
             checkpointer.save(1, state, **options)
         assert open_store(str(root)).children("data/") == []
         handle = checkpointer.save(2, {"w": torch.zeros(2)}, metadata={"loss": 1.5})
         assert handle is not None
         handle.durable(60)
-        assert checkpointer.worker_pid == writer
+        assert checkpointer.writer_pid == writer
         assert checkpointer.latest() == 2
     return caught.value
 

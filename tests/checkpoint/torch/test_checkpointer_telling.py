@@ -17,7 +17,7 @@ import torch
 
 import ckptd
 from ckptd import events
-from ckptd.errors import DeadlineError, WorkerError
+from ckptd.errors import DeadlineError, ProcessError
 from ckptd.events import FOLDER_VARIABLE, LoadDone, SaveBegun, SaveDurable, Span
 from ckptd.events.event import AnyEvent
 from ckptd.events.eventfiles import EventFolder
@@ -152,7 +152,7 @@ def test_a_kill_in_the_middle_leaves_a_folder_that_can_be_read(tmp_path: Path) -
             handle = ck.save(step, state)
             if step == 1:
                 handle.durable(60)
-            print(step, ck.worker_pid, flush=True)
+            print(step, ck.writer_pid, flush=True)
     """
     child = Program("-c", textwrap.dedent(code), tmp_path / "r", tmp_path / "e")
     for _ in range(3):
@@ -211,9 +211,9 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
     train(model, optim)
     handle = ck.save(1, state)
     assert handle is not None
-    with pytest.raises(WorkerError):  # those that take over as well
+    with pytest.raises(ProcessError):  # those that take over as well
         for _ in range(20):
-            if worker := ck.worker_pid:
+            if worker := ck.writer_pid:
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
             with suppress(DeadlineError):

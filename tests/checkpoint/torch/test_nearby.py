@@ -25,7 +25,7 @@ from ckptd.checkpoint.save.messages import Neighbours, Partner, WriterReady
 from ckptd.checkpoint.save.peers import Distant, KnownNode
 from ckptd.checkpoint.save.tiers import Local, Memory, Peer
 from ckptd.checkpoint.torch.nearby import Nearby
-from ckptd.errors import CkptdError, UsageError, WorkerError
+from ckptd.errors import CkptdError, ProcessError, UsageError
 from ckptd.store import open_store
 from ckptd.store.local import LocalStore
 from ckptd.store.net import StoreServer
@@ -223,7 +223,7 @@ def begin_without_an_agent(root: str) -> str:
 @pytest.mark.dist
 def test_every_rank_hears_of_one_that_has_no_agent(tmp_path: Path) -> None:
     kinds = run_ranks(2, begin_without_an_agent, str(tmp_path / "root"), deadline_s=60.0)
-    assert kinds == [WorkerError.default_kind] * 2
+    assert kinds == [ProcessError.default_kind] * 2
 
 
 def test_one_node_has_no_peer_and_training_goes_on(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_killed_agent_fails_no_save(tmp_path: Path) -> None:
         first = ck.save(1, state_at(1))
         assert first is not None
         first.durable(PATIENCE_S)
-        old = ck.worker_pid
+        old = ck.writer_pid
         assert old is not None
         os.kill(old, 19)
         second = ck.save(2, state_at(2))
@@ -261,18 +261,18 @@ def test_a_killed_agent_fails_no_save(tmp_path: Path) -> None:
         assert third is not None
         third.durable(PATIENCE_S)
         assert third.tiers == {"memory": "complete"}
-        assert ck.worker_pid != old
+        assert ck.writer_pid != old
 
 
 def never_starts(monkeypatch: pytest.MonkeyPatch, ck: ckptd.Checkpointer) -> None:
     """Kill the agent, and let no other one be started."""
 
     def refuse(*_: object) -> None:
-        raise WorkerError("no agent")
+        raise ProcessError("no agent")
 
     monkeypatch.setattr("ckptd.checkpoint.save.client.join_agent", refuse)
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, 9)
+    assert ck.writer_pid is not None
+    os.kill(ck.writer_pid, 9)
 
 
 def test_a_save_that_failed_may_be_told_without_being_raised(
@@ -283,14 +283,14 @@ def test_a_save_that_failed_may_be_told_without_being_raised(
     first = ck.save(1, state_at(1))
     assert first is not None
     first.durable(PATIENCE_S)
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, 19)
+    assert ck.writer_pid is not None
+    os.kill(ck.writer_pid, 19)
     failed = ck.save(2, state_at(2))
     assert failed is not None
     with monkeypatch.context() as patch:
         never_starts(patch, ck)
         until(lambda: failed.done)
-        assert isinstance(failed.error, WorkerError)
+        assert isinstance(failed.error, ProcessError)
     handle = ck.save(3, state_at(3))
     assert handle is not None
     handle.durable(PATIENCE_S)
@@ -303,11 +303,11 @@ def test_the_last_save_that_failed_is_raised_in_the_end(
     ck = ckptd.Checkpointer(str(tmp_path / "root"), tiers=[Memory()], when_failed="warn")
     ck.save(1, state_at(1))
     ck.wait(PATIENCE_S)
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, 19)
+    assert ck.writer_pid is not None
+    os.kill(ck.writer_pid, 19)
     assert ck.save(2, state_at(2))
     never_starts(monkeypatch, ck)
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(ProcessError) as caught:
         ck.close()
     assert "the save of step 2" in str(caught.value.__notes__)
 
@@ -321,8 +321,8 @@ def test_an_agent_that_dies_with_nothing_on_its_way_to_the_root_stops_nobody(
             assert handle is not None
             if step == 2:
                 handle.durable(PATIENCE_S)
-                assert ck.worker_pid is not None
-                os.kill(ck.worker_pid, 9)
+                assert ck.writer_pid is not None
+                os.kill(ck.writer_pid, 9)
         handle.durable(PATIENCE_S, tier="memory")
 
 

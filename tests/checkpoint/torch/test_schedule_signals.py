@@ -202,7 +202,7 @@ def test_a_scheduler_that_signals_every_process_does_not_end_the_writing_one(
         storage=ckptd.Storage(throttle=2e6),
         preemption=ckptd.Preemption(signals=TERM),
     ) as ck:
-        worker = ck.worker_pid
+        worker = ck.writer_pid
         assert worker is not None
         under_way = ck.save(1, state(1 << 18))
         os.kill(worker, TERM)
@@ -213,7 +213,7 @@ def test_a_scheduler_that_signals_every_process_does_not_end_the_writing_one(
         assert last is not None
         last.durable()
         under_way.durable()
-        assert ck.worker_pid == worker
+        assert ck.writer_pid == worker
 
 
 def test_without_save_on_no_handler_is_touched(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_close_gives_up_with_the_scheduler_and_says_what_is_lost(tmp_path: Path,
     first = ck.save(5, state())
     assert first is not None
     first.durable()
-    worker = ck.worker_pid
+    worker = ck.writer_pid
     assert worker is not None
     late = threading.Timer(0.3, me, [TERM])
     if when == "before":

@@ -194,4 +194,4 @@ def _reported(folder: Path) -> list[int]:
     """Return every rank and every writing process of the lives that saved."""
     paths = folder.glob("runs/*/processes.jsonl")
     rows = [row for path in paths for row in read_rows(path, ProcessRow)]
-    return [pid for row in rows for pid in (row.pid, row.worker_pid) if pid is not None]
+    return [pid for row in rows for pid in (row.pid, row.writer_pid) if pid is not None]

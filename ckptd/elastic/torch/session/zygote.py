@@ -34,7 +34,7 @@ from ckptd.elastic.launchers.zygotewire import (
     ToZygote,
 )
 from ckptd.elastic.torch.session.zygote_child import become, die_with
-from ckptd.errors import WorkerError
+from ckptd.errors import ProcessError
 from ckptd.parts import part
 
 PRELOADED = (
@@ -113,7 +113,7 @@ class Zygote:
     def _tell(self, message: FromZygote) -> None:
         try:
             self._channel.send(message)
-        except WorkerError:
+        except ProcessError:
             self._end()
 
     def _fork(self, order: Fork, given: int) -> Callable[[], None] | None:

@@ -146,7 +146,7 @@ def test_what_memory_has_is_not_lost_where_the_root_failed_last(
         ck = ckptd.Checkpointer(root, every=4, tiers=tiers, when_failed="warn")
         handles = [save(ck, step) for step in range(1, 6)]
         handles[-1].durable(PATIENCE_S)
-        agent = ck.worker_pid
+        agent = ck.writer_pid
         with pytest.raises(StoreError, match="on fire"):
             ck.close()  # nobody has looked at the handle of step 4
     until(lambda: not lives(agent or 0))
@@ -224,7 +224,7 @@ def test_a_full_disk_in_one_tier(
         third.durable(PATIENCE_S, tier="memory")
         ballast.unlink()
         save(ck, 4).durable(PATIENCE_S, tier="local")
-        agent = ck.worker_pid
+        agent = ck.writer_pid
     until(lambda: not lives(agent or 0))
     assert loaded(root) == 4
 
@@ -243,16 +243,16 @@ def test_a_killed_agent(
     tiers = [ckptd.Memory(every=1)]
     with ckptd.Checkpointer(root, every=4, tiers=tiers, when_failed="warn") as ck:
         save(ck, 1, force=True).durable(PATIENCE_S)
-        first = ck.worker_pid
+        first = ck.writer_pid
         with monkeypatch.context() as patch:
             patch.setattr(WriterClient, "acquire", die)
             taken = save(ck, 2)
         taken.durable(PATIENCE_S, tier="memory")
         assert any("another one takes over" in r.getMessage() for r in caplog.records)
         save(ck, 3).durable(PATIENCE_S, tier="memory")
-        assert ck.worker_pid != first
+        assert ck.writer_pid != first
         under_way = save(ck, 5)
-        os.kill(ck.worker_pid or 0, signal.SIGKILL)
+        os.kill(ck.writer_pid or 0, signal.SIGKILL)
         under_way.durable(PATIENCE_S, tier="memory")
         under_way.durable(PATIENCE_S)
         assert failed(ck, "memory") == 0
@@ -280,7 +280,7 @@ def lose_the_peer(root: str) -> tuple[list[str], list[str], float]:
         for step in range(1, 13):
             handle = save(ck, step)
             if step == 3 and rank == 1:
-                os.kill(ck.worker_pid or 0, signal.SIGKILL)
+                os.kill(ck.writer_pid or 0, signal.SIGKILL)
             until(lambda handle=handle: handle.done)
             states.append(handle.tiers["peer"])
         return states, [n for n in lines if "tier peer" in n], failed(ck, "peer")

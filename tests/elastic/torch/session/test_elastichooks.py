@@ -18,7 +18,7 @@ from ckptd.elastic.torch.session import elastichooks
 from ckptd.elastic.torch.session.elastichooks import ElasticHooks, LauncherWatch
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd
-from ckptd.errors import CkptdError, RefusedError, StoreError, WorkerError
+from ckptd.errors import CkptdError, ProcessError, RefusedError, StoreError
 from ckptd.store import open_store
 
 
@@ -117,7 +117,7 @@ def steps_told(link: WorkerLink, heard: queue.SimpleQueue[FromWorker | None]) ->
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(StoreError("it has no room"), [8]), (WorkerError("this node's agent is gone"), [])],
+    [(StoreError("it has no room"), [8]), (ProcessError("this node's agent is gone"), [])],
 )
 def test_a_step_that_the_peer_has_not_counts_once_all_are_known_to_be_there(
     link: WorkerLink,
