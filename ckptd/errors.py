@@ -22,6 +22,7 @@ some of its errors: those have a kind of `KINDS` (append-only, see ``docs/refere
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self
 
 __all__ = [
@@ -39,6 +40,26 @@ __all__ = [
     "TransientStoreError",
     "UsageError",
 ]
+
+UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
+"""What may not print: the cheap half of the question, asked of all text at once."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with U+FFFD for what does not print and is neither a line end nor a tab."""
+    return UNPRINTABLE.sub(_replaced, text)
+
+
+def _replaced(found: re.Match[str]) -> str:
+    character = found[0]
+    return (
+        character if character in "\n\t" or character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def one_line(text: str) -> str:
+    """Return `text` in one line; see `printable`."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")
 
 
 class CkptdError(Exception):
@@ -75,7 +96,7 @@ class CkptdError(Exception):
         found: object = None,
         hint: str | None = None,
     ) -> None:
-        self.message = message
+        self.message = printable(message)
         self.kind = kind or self.default_kind
         self.where = where
         self.wanted = None if wanted is None else str(wanted)
@@ -84,15 +105,17 @@ class CkptdError(Exception):
         super().__init__(self._render())
 
     def _render(self) -> str:
+        """Return the text that is printed and logged.
+
+        Files and servers have said some of it: it steers no terminal, and a second line of theirs
+        cannot be taken for one of the log.
+        """
         parts = [self.message]
-        if self.where is not None:
-            parts.append(f"  where:  {self.where}")
-        if self.wanted is not None:
-            parts.append(f"  wanted: {self.wanted}")
-        if self.found is not None:
-            parts.append(f"  found:  {self.found}")
-        if self.hint is not None:
-            parts.append(f"  hint:   {self.hint}")
+        for name in ("where", "wanted", "found", "hint"):
+            text = getattr(self, name)
+            if text is not None:
+                lines = printable(text).split("\n")
+                parts.append(f"  {name + ':':7} " + "\n          ".join(lines))
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, str | None]:

@@ -151,3 +151,15 @@ def test_an_error_of_a_newer_version_becomes_the_base_class() -> None:
 def test_zero_and_empty_are_shown() -> None:
     error = CorruptError("short", wanted=1, found=0)
     assert "found:  0" in str(error)
+
+
+def test_what_a_file_says_in_an_error_neither_steers_a_terminal_nor_begins_a_line() -> None:
+    said = "a\x1b[2J\nERROR all is lost"
+    error = CkptdError("bad " + said[:5], where=said, wanted=said, found=said, hint=said)
+    lines = str(error).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert "\x1b" not in error.message
+    assert [line for line in lines if line.endswith("ERROR all is lost")] == [
+        " " * 10 + "ERROR all is lost"
+    ] * 4
+    assert CkptdError.from_dict(error.to_dict()).where == said

@@ -20,8 +20,8 @@ from typing import Annotated, Any, TextIO, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.terminal import UNPRINTABLE, drawing, one_line, printing, unfiltered
-from ckptd.errors import CkptdError
+from ckptd.cli.terminal import drawing, printing, unfiltered
+from ckptd.errors import UNPRINTABLE, CkptdError, one_line
 
 D = TypeVar("D", bound="Document")
 R = TypeVar("R")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptd.cli.output import shorten, time_text
-from ckptd.cli.terminal import one_line
+from ckptd.errors import one_line
 
 STATUSES = ("ok", "waiting", "suspect", "dead", "silent", "slow")
 """Order is the number in the column ``status`` of the API."""

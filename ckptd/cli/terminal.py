@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from ckptd.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
-"""What may not print: the cheap half of the question, asked of all text at once."""
 
 
 class _Filtered:
@@ -45,18 +43,6 @@ class _Filtered:
         return getattr(self.unfiltered, name)
 
 
-def printable(text: str) -> str:
-    """Return `text` with U+FFFD for what does not print and is neither a line end nor a tab."""
-    return UNPRINTABLE.sub(_replaced, text)
-
-
-def _replaced(found: re.Match[str]) -> str:
-    character = found[0]
-    return (
-        character if character in "\n\t" or character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-    )
-
-
 def unfiltered(stream: TextIO) -> TextIO:
     """Return the stream behind the filter of `printing`, for what is drawn here."""
     return stream.unfiltered if isinstance(stream, _Filtered) else stream
@@ -85,8 +71,3 @@ def printing() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-
-
-def one_line(text: str) -> str:
-    """Return `text` in one line; see `printable`."""
-    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from ckptd.cli.output import json_text, print_table
 from ckptd.cli.screen import screen
-from ckptd.cli.terminal import one_line, printable, printing, unfiltered
-from ckptd.errors import CkptdError
+from ckptd.cli.terminal import printing, unfiltered
+from ckptd.errors import CkptdError, one_line, printable
 from tests.cli.running import COMMAND, Cli
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\x7f\r"

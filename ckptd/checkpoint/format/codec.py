@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ckptd.errors import CkptdError, CorruptError, UsageError
+from ckptd.errors import CkptdError, CorruptError, UsageError, one_line
 from ckptd.types import DTYPES, dtype_of
 
 MAX_DEPTH = 64
@@ -212,7 +212,7 @@ def _decode_enum(raw: Any) -> Any:
     name, member, plain = raw
     known = _by_name(str(name)) or loaded_class(str(name), enum.Enum)
     if known is None:
-        _log.warning("%s is not loaded here: a member of it is loaded as its value", name)
+        _log.warning("%s is not loaded here: a member of it is loaded as its value", one_line(name))
         return plain
     if member in known.__members__:
         return known.__members__[member]
@@ -227,7 +227,9 @@ def _decode_named(raw: Any) -> Any:
     if not isinstance(values, tuple) or len(fields) != len(values):
         raise ValueError("not a named tuple")
     if known is None or not is_named_tuple(known) or list(known._fields) != list(fields):
-        _log.warning("%s is not loaded here with these fields: loaded as a plain tuple", name)
+        _log.warning(
+            "%s is not loaded here with these fields: loaded as a plain tuple", one_line(name)
+        )
         return values
     return tuple.__new__(known, values)
 

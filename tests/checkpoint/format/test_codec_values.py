@@ -140,6 +140,19 @@ def test_a_class_that_is_not_loaded_gives_the_plain_value(
     assert "is not loaded here" in caplog.text
 
 
+def test_names_of_classes_in_a_file_make_one_printable_line_of_a_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raw = codec.encode([Level.LOW, Pair(1, "x")])
+    name = "m\x1b[2J\nERROR all is lost"
+    text = json.dumps(raw).replace(__name__, json.dumps(name)[1:-1])
+    with caplog.at_level(logging.WARNING, "ckptd"):
+        codec.decode(json.loads(text))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert all(text.isprintable() and "ERROR all is lost" in text for text in said)
+
+
 def test_a_file_imports_nothing_and_calls_no_constructor() -> None:
     unloaded = next(m for m in ("antigravity", "this", "turtledemo") if m not in sys.modules)
     for name in (
