@@ -12,6 +12,7 @@ from ckptd.base.digest import BLOCK_BYTES
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import UNORDERED
 from ckptd.checkpoint.format.words import hint_text
+from ckptd.checkpoint.load.files import check_size
 from ckptd.checkpoint.load.plan import BlockLine, count
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.lay.copies import TargetPlan
@@ -408,8 +409,17 @@ def rules_of(composed: Composed) -> list[RuleReport]:
 
 
 def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: Budget) -> Costs:
-    """Plan all rounds of a share and count; reads nothing but headers."""
+    """Plan all rounds of a share and count; reads nothing but headers.
+
+    Raises
+    ------
+    CorruptError
+        kind ``truncated`` among others: the source's files are not as large as it claims. To plan
+        costs time in proportion to them.
+    """
     source = prepared.stock.source
+    for entry in source.files:
+        check_size(source.store, entry)
     executor = Executor(source, target, budget, {})
     line = BlockLine([f.data_bytes for f in source.files])
     cache, read = BlockCache(budget.cache), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,22 @@ def test_explain_and_prove_write_nothing(cli: Cli, source: str, tmp_path: Path) 
     assert document["costs"]["peak_bytes"] < 2 << 30
     assert document["proved"]["elements"] > 70_000
     assert {r["promise"] for r in document["rules"]} == {"exact", "exact up to fill"}
+
+
+@pytest.mark.parametrize(("left", "said"), [(None, "is missing"), (100, "has the wrong size")])
+def test_explain_plans_no_more_than_the_files_that_are_there(
+    cli: Cli, source: str, tmp_path: Path, left: int | None, said: str
+) -> None:
+    file = max(Path(source).glob("data/*/r*.safetensors"))
+    if left is None:
+        file.unlink()
+    else:
+        os.truncate(file, left)
+    args = ("reshard", source, str(tmp_path / "t"), "--from", HF[0], *TO_MEGATRON, "--explain")
+    refused = cli(*args)
+    assert refused.code == 3
+    assert file.name in refused.err
+    assert said in refused.err
 
 
 def test_costs_are_what_it_then_costs(cli: Cli, source: str, tmp_path: Path) -> None:
