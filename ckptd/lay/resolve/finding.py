@@ -97,5 +97,5 @@ def raise_first(findings: Sequence[Finding]) -> None:
         first.message + more,
         kind=kind,
         where=first.where or None,
-        hint="\n          ".join(first.notes) or None,
+        hint="\n".join(first.notes) or None,
     )
