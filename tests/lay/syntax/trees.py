@@ -59,7 +59,9 @@ DIMS: Strategy = st.recursive(
         st.sampled_from([t.One(), t.Wild(), t.Rest()]),
     ),
     lambda below: st.one_of(
-        st.builds(t.Split, below, WORDS, HOWS),
+        st.builds(
+            t.Split, below, WORDS, HOWS | st.builds(t.Assigned, tuples(st.integers(0, 9), 1))
+        ),
         st.builds(t.Product, tuples(below, 1)),
         st.builds(t.Sum, tuples(st.builds(t.Branch, TAGS, below), 1)),
         st.builds(t.Pad, below, VALUES, FLOATS),
