@@ -215,4 +215,4 @@ def _refused() -> str:
 
 @pytest.mark.timeout(120)
 def test_why_a_publisher_cannot_answer_is_what_the_worker_raises() -> None:
-    assert run_ranks(2, _refused, deadline_s=60.0)[1] == "overflow w.1"
+    assert run_ranks(2, _refused, deadline_s=60.0)[1] == "unsavable w.1"

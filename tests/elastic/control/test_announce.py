@@ -64,7 +64,8 @@ def test_a_daemon_that_other_machines_cannot_reach_is_not_told(tmp_path: Path) -
         here = f"127.0.0.1:{c.address.rpartition(':')[2]}"
         with pretended(1, lambda: here) as nodes:
             answer = announced(c, here, FIRST)
-            assert (answer.ok, answer.kind) == (False, "loopback")
+            assert (answer.ok, answer.kind) == (False, "refused")
+            assert "is reached from its own machine alone" in answer.text
             assert announced(c, here, "http://192.0.2.1:8400").ok
             until(lambda: told(nodes[0]) == ["http://192.0.2.1:8400"], "told")
 
