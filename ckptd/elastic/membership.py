@@ -124,7 +124,7 @@ def decode_record(raw: bytes, where: str) -> Record:
         record = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(
-            "this is no record of a membership log", where=where, found=str(error)[:200]
+            "a record of the membership log cannot be read", where=where, found=str(error)[:200]
         ) from error
     shape = record.shape
     places = [(m.pp, m.dp, m.tp) for m in record.members]

@@ -1,4 +1,4 @@
-"""Who hears: of events a list of subscribers, of what a rank is about one listener.
+"""Delivery: events go to all subscribers, the activity of a rank goes to one listener.
 
 `emit` takes no lock that anybody holds for long and calls nothing that waits, so that it may be
 called from any thread, from signal handlers and from destructors.

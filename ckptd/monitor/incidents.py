@@ -409,7 +409,7 @@ class IncidentTracker:
     def get(self, ident: str) -> Incident:
         """Return an incident; NotFoundError."""
         if ident not in self._incidents:
-            raise NotFoundError("there is no such incident", where=ident)
+            raise NotFoundError("no incident has this id", where=ident)
         return self._incidents[ident]
 
     def change(self, ident: str, **fields: Any) -> Incident:

@@ -53,7 +53,7 @@ def test_any_bytes_are_a_record_or_an_error(raw: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         decode_record(raw, "here")
     assert (caught.value.message, caught.value.where) == (
-        "this is no record of a membership log",
+        "a record of the membership log cannot be read",
         "here",
     )
 

@@ -497,7 +497,7 @@ def test_people_can_say_that_they_have_seen_it() -> None:
     assert fed.watch.incidents[0].acknowledged_at == pytest.approx(fed.now + 1e9)
     with pytest.raises(NotFoundError) as caught:
         fed.watch.acknowledge("job-99", "", fed.now)
-    assert "there is no such incident" in caught.value.message
+    assert "no incident has this id" in caught.value.message
 
 
 def test_stacks_of_suspects_are_asked_for_once_and_kept() -> None:

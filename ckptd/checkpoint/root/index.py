@@ -187,7 +187,7 @@ class Index:
                 wanted=f"root {self.root_id}",
                 found=f"root {found}",
                 hint="this job belongs to the root that was here before: bring that back, or stop"
-                " this job and start it anew",
+                " this job and start it again",
             )
 
     def where(self, key: str) -> str:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -39,21 +38,6 @@ from tests.checkpoint.root.checkpoints import (
     steps,
 )
 from tests.processes import PATIENCE_S
-
-
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made: Store = memory() if request.param == "memory" else LocalStore(str(tmp_path / "root"))
-    with made:
-        yield made
-
-
-@pytest.fixture
-def catalogue(store: Store) -> Catalogue:
-    made = Catalogue(store)
-    made.create_or_open()
-    return made
-
 
 # -- generations -----------------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +17,6 @@ from ckptd.errors import (
 )
 from ckptd.store.base import FaultSpec, Names, Store, Wrapper
 from ckptd.store.fault import Fault
-from ckptd.store.local import LocalStore
 from tests.checkpoint.root.checkpoints import (
     Visited,
     error_of,
@@ -30,21 +27,6 @@ from tests.checkpoint.root.checkpoints import (
     save,
     steps,
 )
-
-
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made: Store = memory() if request.param == "memory" else LocalStore(str(tmp_path / "root"))
-    with made:
-        yield made
-
-
-@pytest.fixture
-def catalogue(store: Store) -> Catalogue:
-    made = Catalogue(store)
-    made.create_or_open()
-    return made
-
 
 # -- listing and finding ---------------------------------------------------------------------------
 

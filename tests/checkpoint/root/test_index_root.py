@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,22 +17,7 @@ from ckptd.errors import (
     RefusedError,
 )
 from ckptd.store.base import FaultSpec, Store, Wrapper
-from ckptd.store.local import LocalStore
 from tests.checkpoint.root.checkpoints import error_of, memory, put_attempt, save
-
-
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made: Store = memory() if request.param == "memory" else LocalStore(str(tmp_path / "root"))
-    with made:
-        yield made
-
-
-@pytest.fixture
-def catalogue(store: Store) -> Catalogue:
-    made = Catalogue(store)
-    made.create_or_open()
-    return made
 
 
 def test_a_root_is_created_once(store: Store) -> None:

@@ -56,7 +56,7 @@ def test_acting_by_cookie_needs_the_origin(daemon: Running) -> None:
     path, cookie = "/api/v1/incidents/none/ack", {"Cookie": login(daemon)}
     assert daemon.ask("POST", path, b"{}", cookie, token=False).status == 401
     mine = {**cookie, "Origin": daemon.url}
-    assert "there is no such incident" in daemon.ask("POST", path, b"{}", mine, token=False).message
+    assert "no incident has this id" in daemon.ask("POST", path, b"{}", mine, token=False).message
     other = {**cookie, "Origin": "http://evil.example"}
     assert (
         "another site sent the request"

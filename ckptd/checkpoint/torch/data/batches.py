@@ -595,7 +595,7 @@ def _workers_fixed(loader: Any, saved: dict[str, Any]) -> bool:
 
 
 def _no_function() -> Any:
-    raise UsageError("this is no function that makes a batch")
+    raise UsageError("the source of batches is a loader: iterate over it")
 
 
 def _kind_of(source: Any) -> _Kind:
@@ -696,7 +696,9 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             last=str(state["last"]),
         )
     except (LookupError, TypeError, ValueError) as error:
-        raise CorruptError("this is no position in the data", found=repr(error)[:200]) from error
+        raise CorruptError(
+            "the saved position in the data cannot be read", found=repr(error)[:200]
+        ) from error
     if saved != kind:
         raise MismatchError(
             "the position is that in another kind of data",
@@ -799,9 +801,9 @@ class _Joined:
 
 # -- random numbers that a worker draws where no resume can draw the same again -------------------
 #
-# A worker's streams begin at the seed of its loader's iterator. A loader whose epoch is begun anew
-# and run to its position draws all that was drawn; one that goes straight to its position, or whose
-# workers outlive an epoch, does not.
+# A worker's streams begin at the seed of its loader's iterator. A loader that begins its epoch
+# again and runs to its position draws all that was drawn; one that goes straight to its position,
+# or whose workers outlive an epoch, does not.
 
 
 def watch_workers(loader: Any, *, stateful: bool) -> None:

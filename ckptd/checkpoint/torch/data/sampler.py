@@ -127,7 +127,7 @@ class ElasticSampler:
         consumed = state.get("consumed") if isinstance(state, dict) else None
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
             raise CorruptError(
-                "this is no position in the data",
+                "the saved position in the data cannot be read",
                 wanted='{"consumed": N}, N at least 0',
                 found=repr(state)[:200],
             )

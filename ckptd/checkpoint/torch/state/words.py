@@ -325,7 +325,7 @@ class ModuleWords:
 
 
 def _headed(heads: Mapping[str, str], name: str) -> tuple[str, str] | None:
-    """Return what is told of the longest head of a name that is known, and the rest of the name."""
+    """Return the value of the longest known head of a name, and the rest of the name."""
     at = len(name)
     while at > 0:
         at = name.rfind(".", 0, at)

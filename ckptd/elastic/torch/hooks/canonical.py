@@ -103,8 +103,8 @@ class CanonicalGradients:
         Raises
         ------
         UsageError
-            It was added before, there is no such micro-batch, or it comes with more or fewer
-            numbers than the one before.
+            The micro-batch was added before or does not exist, or it has more or fewer numbers
+            than the one before.
         """
         if self._numbers not in (None, len(numbers)):
             raise UsageError(

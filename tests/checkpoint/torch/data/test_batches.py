@@ -547,7 +547,7 @@ def test_a_position_that_is_none_is_corrupt(damage: Callable[[dict[str, Any]], N
         batches.load_state_dict(state)
     assert caught.value.message in (
         "not the state of random streams",
-        "this is no position in the data",
+        "the saved position in the data cannot be read",
     )
 
 
