@@ -366,7 +366,7 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, A
         "set": lambda: set(_apart([*map(inner, v)])),
         "frozenset": lambda: frozenset(_apart([*map(inner, v)])),
         "dict": lambda: _pairs([(inner(k), inner(x)) for k, x in v]),
-        "shared": lambda: met.setdefault(raw["id"], _decode(v, where, depth, met)),
+        "shared": lambda: _share(raw["id"], _decode(v, where, depth, met), met),
         "again": lambda: met[v],
         "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
         "bytes": lambda: base64.b64decode(v, validate=True),
@@ -378,6 +378,13 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, A
         "type": lambda: _decode_type(raw["name"], v, where, inner),
     }
     return simple[tag]()
+
+
+def _share(number: int, value: Any, met: dict[int, Any]) -> Any:
+    if number in met:
+        raise ValueError(f"two values have the number {number}")
+    met[number] = value
+    return value
 
 
 def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -226,6 +226,7 @@ def test_registered_functions_are_used() -> None:
         {"$": "again", "v": []},
         {"$": "shared", "id": 0, "v": [{"$": "again", "v": 0}]},
         {"$": "shared", "id": [], "v": 1},
+        [{"$": "shared", "id": 0, "v": [1]}, {"$": "shared", "id": 0, "v": [2]}],
         {"$": "shared", "v": 1},
         {"$": "type", "v": {}},
         {"$": "type", "name": "tests.checkpoint.format.strategies.Point", "v": {"x": 1, "z": 2}},
