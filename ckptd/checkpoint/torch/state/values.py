@@ -299,7 +299,7 @@ def mapped(
     Raises
     ------
     UsageError
-        A container contains itself; kind ``unsavable``: nested too deeply;, where there are
+        A container contains itself; kind ``unsavable``: it is nested too deeply, where there are
         places.
     """
     made: dict[int, Any] = {}
