@@ -51,7 +51,7 @@ def test_the_state_counts_steps_done_and_not_batches_fetched() -> None:
 @pytest.mark.parametrize("state", [{}, {"consumed": -1}, {"consumed": "3"}, {"consumed": True}, 3])
 def test_a_strange_state_is_refused(state: object) -> None:
     sampler = ElasticSampler(SCHEDULE, rank=0, world=1)
-    with pytest.raises(CorruptError, match="no position"):
+    with pytest.raises(CorruptError, match="position in the data cannot be read"):
         sampler.load_state_dict(state)
 
 
