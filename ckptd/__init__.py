@@ -1,7 +1,7 @@
 """Checkpoints for distributed training.
 
-The names below are the whole public Python API of the package root. Those that need torch or
-zarr are imported on first use: ``import ckptd`` stays fast, and works on a machine without them.
+The names below are the whole public Python API of the package root. Those that need torch are
+imported on first use: ``import ckptd`` stays fast, and works on a machine without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ckptd.version import __version__
 if TYPE_CHECKING:
     from ckptd.checkpoint.format.codec import register
     from ckptd.checkpoint.save.tiers import Local, Memory, Peer
-    from ckptd.checkpoint.tools.zarrview import zarr_store
     from ckptd.checkpoint.torch import (
         Auto,
         Batches,
@@ -86,7 +85,6 @@ __all__ = [
     "placed",
     "register",
     "relayout",
-    "zarr_store",
 ]
 
 _TRAIN = frozenset(
@@ -118,9 +116,7 @@ _HOMES = dict.fromkeys(_TRAIN, "ckptd.checkpoint.torch") | {
     "placed": "ckptd.reshard.torch.experts",
     "register": "ckptd.checkpoint.format.codec",
     "relayout": "ckptd.reshard.torch.relayout",
-    "zarr_store": "ckptd.checkpoint.tools.zarrview",
 }
-_EXTRAS = {"torch": ("PyTorch", "train"), "zarr": ("zarr", "zarr")}
 
 
 def __getattr__(name: str) -> object:
@@ -129,13 +125,11 @@ def __getattr__(name: str) -> object:
     try:
         home = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        if (error.name or "").partition(".")[0] != "torch":
             raise
-        called, extra = _EXTRAS[missing]
         raise ImportError(
-            f"ckptd.{name} needs {called}, which is not installed: pip install 'ckptd[{extra}]'",
-            name=missing,
+            f"ckptd.{name} needs PyTorch, which is not installed: pip install 'ckptd[train]'",
+            name="torch",
         ) from error
     value: object = getattr(home, name)
     globals()[name] = value

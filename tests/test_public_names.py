@@ -53,7 +53,6 @@ NAMES = [
     "placed",
     "register",
     "relayout",
-    "zarr_store",
 ]
 
 FROM_TRAIN = [
@@ -138,12 +137,15 @@ def test_what_most_programs_do_without_is_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "extra"),
-    [("torch", "Checkpointer", "train"), ("zarr", "zarr_store", "zarr")],
+    ("package", "use", "extra"),
+    [
+        ("torch", "import ckptd; ckptd.Checkpointer", "train"),
+        ("zarr", "import ckptd_zarr", "zarr"),
+    ],
 )
-def test_without_a_package_the_missing_extra_is_named(package: str, name: str, extra: str) -> None:
+def test_without_a_package_the_missing_extra_is_named(package: str, use: str, extra: str) -> None:
     # None in sys.modules is how Python itself says that a module cannot be imported.
-    done = python(f"import sys; sys.modules[{package!r}] = None; import ckptd; ckptd.{name}")
+    done = python(f"import sys; sys.modules[{package!r}] = None; {use}")
     assert f"pip install 'ckptd[{extra}]'" in done.stderr
 
 

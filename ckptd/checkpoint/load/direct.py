@@ -9,9 +9,12 @@ reads here: files stay open, and a box costs its blocks and a few dozen microsec
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from typing import Self
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +24,78 @@ from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import PieceCopy, plan_once
 from ckptd.checkpoint.load.files import LocalFiles, check_size
+from ckptd.checkpoint.load.foreign import split_file
+from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
 from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
 from ckptd.checkpoint.load.read import Fetcher
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.errors import UsageError
+from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
+from ckptd.checkpoint.root.opening import root_spec
+from ckptd.errors import NotFoundError, UsageError
 from ckptd.types import Box
+
+_log = logging.getLogger("ckptd")
 
 _SPAN_BYTES = 8 << 20
 """What one read spans at most, before it is rounded to whole blocks."""
 _KEPT_BLOCKS = 16
 """Blocks that are kept: small tensors lie many in one, and are read one after the other."""
 _STALL_S = 300.0
+
+
+@contextmanager
+def open_direct(
+    url: str,
+    step: int | None = None,
+    generation: int | None = None,
+    *,
+    store_options: Mapping[str, Any] | None = None,
+    holder: str = "",
+) -> Iterator[DirectReader]:
+    """Open a checkpoint, and keep it from being deleted meanwhile.
+
+    Parameters
+    ----------
+    url
+        A root, or a checkpoint of another format: a folder or a file.
+    step
+        Which checkpoint of a root; None takes the newest that counts.
+    generation
+        That of the checkpoint, wherever it is; None: on the line that counts.
+    store_options
+        As for `ckptd.Checkpointer`.
+    holder
+        What reads it, for the lease.
+
+    Raises
+    ------
+    NotFoundError
+        There is no checkpoint, or not of that step.
+    ConflictError
+        Kind ``busy``: checkpoints are replaced faster than one can be held.
+    MismatchError, CorruptError, RefusedError
+        It is damaged, or of a kind that is not read.
+    """
+    folder, file = split_file(url)
+    with root_spec(folder, store_options).open() as store:
+        catalogue = open_catalogue(store, url, file, step or 0)
+        if step is None:
+            lease = hold_latest(catalogue, holder=holder)
+        else:
+            name = catalogue.find(step, all=generation is not None, generation=generation)
+            lease = hold_or_read(catalogue, name, holder=holder)
+        if lease is None:
+            raise NotFoundError(
+                "no checkpoint counts here",
+                where=url,
+                hint=f"ckptd ls {url} --all shows abandoned lines",
+            )
+        with (
+            reading(lease, _log.warning) as commit,
+            DirectReader(CkptdReader(catalogue, commit)) as boxes,
+        ):
+            boxes.format = foreign_format(catalogue)
+            yield boxes
 
 
 class DirectReader:
@@ -43,10 +107,19 @@ class DirectReader:
         The checkpoint.
     stall_s
         Longest time in seconds that the check of a file's size and digest index may take.
+
+    Attributes
+    ----------
+    reader
+        As given.
+    format
+        Of a foreign checkpoint; empty for ckptd's own.
     """
 
+    format = ""
+
     def __init__(self, reader: CkptdReader, *, stall_s: float = _STALL_S) -> None:
-        self._reader = reader
+        self.reader = reader
         self._filemap = reader.filemap
         store, files = reader.store, reader.manifest.files
         self._line = BlockLine([f.data_bytes for f in files])
@@ -78,7 +151,7 @@ class DirectReader:
         entry = self._filemap.tensors[tensor]
         if not self._filemap.owners[entry.owners].has_absent:
             return False
-        places = self._reader.places
+        places = self.reader.places
         found = [places.of(tensor, c.piece)[0] for c in self._copies(tensor, box_region(box))]
         return bool(found) and all(file == ABSENT for file in found)
 
@@ -106,24 +179,24 @@ class DirectReader:
             kind ``closed``.
         """
         if self._closed:
-            raise UsageError("the checkpoint was closed", kind="closed", where=self._reader.url)
+            raise UsageError("the checkpoint was closed", kind="closed", where=self.reader.url)
         if not box.numel:
             return
         size = self._filemap.dtypes[tensor].itemsize
         loose: set[int] = set()
         for found in self._copies(tensor, box_region(box, strides)):
-            file, start = self._reader.places.of(tensor, found.piece)
+            file, start = self.reader.places.of(tensor, found.piece)
             if file == ABSENT:
                 continue
             self._check(file)
-            if not self._reader.places.is_digested(file):
+            if not self.reader.places.is_digested(file):
                 loose.add(file)
             for block in found.blocks:
                 for part in split(block, size, _SPAN_BYTES):
                     self._read(PlannedCopy(file, start, size, part, 0), target)
         # Other programs write theirs anew under the same name: what was read would be of two.
         for file in loose:
-            check_size(self._reader.store, self._reader.manifest.files[file])
+            check_size(self.reader.store, self.reader.manifest.files[file])
 
     def _copies(self, tensor: int, region: Region) -> list[PieceCopy]:
         # Not `plan`: boxes of this kind rarely come twice, and would push out the plans that do.
@@ -139,7 +212,7 @@ class DirectReader:
                 self._checked.add(file)
 
     def _read(self, copy: PlannedCopy, target: NDArray[np.uint8]) -> None:
-        if not self._reader.places.is_digested(copy.file):
+        if not self.reader.places.is_digested(copy.file):
             start, end = copy.span
             window = self._window(end - start)
             self._fetcher.bring_bytes(copy.file, start, window.data)

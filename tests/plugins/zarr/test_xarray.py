@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckptd
+from ckptd_zarr import zarr_store
 
 pytestmark = [pytest.mark.plugins, pytest.mark.usefixtures("writing_thread")]
 xarray = pytest.importorskip("xarray")
@@ -20,7 +21,7 @@ def test_a_checkpoint_is_a_data_set(tmp_path: Path, consolidated: bool) -> None:
     state = {"w": tensors, "a": tied, "b": tied}
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         ck.save(1, state)
-    with ckptd.zarr_store(str(tmp_path / "root")) as store:
+    with zarr_store(str(tmp_path / "root")) as store:
         found = xarray.open_zarr(store, consolidated=consolidated)
         assert found["w.w"].values.tolist() == tensors["w"].tolist()
         assert found["w.0"].values.tolist() == [0, 1, 2, 3, 4]

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-import ckptd
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.names import commit_key
@@ -43,7 +42,8 @@ from zarr.abc.store import (  # noqa: E402
 from zarr.core.buffer import default_buffer_prototype  # noqa: E402
 from zarr.core.metadata import v3  # noqa: E402
 
-from ckptd.checkpoint.tools import zarrtypes, zarrview  # noqa: E402
+from ckptd_zarr import kinds, zarr_store  # noqa: E402
+from ckptd_zarr import store as zarrview  # noqa: E402
 
 HAS_UNEVEN = hasattr(v3, "RectilinearChunkGridMetadata")
 GRIDS = [False, *([True] if HAS_UNEVEN else [])]
@@ -118,7 +118,7 @@ def test_every_slice_is_what_numpy_says(seed: int, uneven: bool) -> None:
         zarr.config.set({"array.rectilinear_chunks": uneven}),
     ):
         patch.setattr(zarrview, "CHUNK_BYTES", rng.choice([16, 64, 1 << 20]))
-        with ckptd.zarr_store(f"memory://{name}") as store:
+        with zarr_store(f"memory://{name}") as store:
             group = opened(store)
             for key, tensor in tensors.items():
                 assert same(values(group[key]), tensor.values)
@@ -135,7 +135,7 @@ def test_types(root: MemoryStore, name: str) -> None:
     raw = raw % 2 if name == "bool" else raw
     tensor = Saved.rows(raw.view(kind.numpy), 3)
     build(root, {"t": replace(tensor, dtype=name)}, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         array = opened(store)["t"]
         assert same(values(array), tensor.values)
         assert array.attrs["ckptd"]["dtype"] == name
@@ -145,11 +145,11 @@ def test_types(root: MemoryStore, name: str) -> None:
         assert array.metadata.to_dict()["data_type"] == about["data_type"]
 
 
-@pytest.mark.parametrize("name", zarrtypes.EXTENSIONS)
+@pytest.mark.parametrize("name", kinds.EXTENSIONS)
 def test_scalars_of_types_that_zarr_lacks(name: str) -> None:
-    kind = zarrtypes.MlType(name=name)
-    assert kind == zarrtypes.MlType.from_native_dtype(DTYPES[name].numpy)
-    assert kind == zarrtypes.MlType.from_json(kind.to_json(3), zarr_format=3)
+    kind = kinds.MlType(name=name)
+    assert kind == kinds.MlType.from_native_dtype(DTYPES[name].numpy)
+    assert kind == kinds.MlType.from_json(kind.to_json(3), zarr_format=3)
     for value in range(256):
         scalar = np.array([value], f"u{kind.item_size}").view(DTYPES[name].numpy)[0]
         text = kind.to_json_scalar(scalar, zarr_format=3)
@@ -158,7 +158,7 @@ def test_scalars_of_types_that_zarr_lacks(name: str) -> None:
     assert np.isnan(kind.from_json_scalar("NaN", zarr_format=3))
     for bad in ("float8_e4m3", {"name": name, "configuration": {}}, 3):
         with pytest.raises(ValueError, match="is none of"):
-            zarrtypes.MlType.from_json(bad, zarr_format=3)
+            kinds.MlType.from_json(bad, zarr_format=3)
     with pytest.raises(TypeError):
         kind.cast_scalar("two")
 
@@ -180,7 +180,7 @@ def test_pieces_are_chunks_where_zarr_has_such_a_grid(
 
     def chunks(flag: bool) -> dict[str, Any]:
         with zarr.config.set({"array.rectilinear_chunks": flag}):
-            with ckptd.zarr_store(root.url) as store:
+            with zarr_store(root.url) as store:
                 for key, array in opened(store).arrays():
                     assert same(values(array), tensors[key].values)
                 return {
@@ -218,7 +218,7 @@ def test_names_that_no_node_may_have(root: MemoryStore) -> None:
     names = ["a/b", "a%2Fb", "...", "__x", "zarr.json", "c", "back\\slash", "a b", "ä.ö"]
     wanted = {n: np.array([i], np.int32) for i, n in enumerate(names)}
     build(root, {n: Saved.whole(v) for n, v in wanted.items()}, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         for consolidated in (None, False):
             found = dict(opened(store, use_consolidated=consolidated).arrays())
             assert {unquote(node) for node in found} == set(names)
@@ -232,14 +232,14 @@ def test_dimensions_have_names_of_one_length_and_of_no_array(root: MemoryStore) 
     """As xarray wants it, for which a name of an array is a coordinate of that dimension."""
     names = {"w": (3, 3), "w.0": (5,), "w.0.0": (2,), "a/b": (4, 2), "step": (), "w/0": (7,)}
     build(root, {n: Saved.whole(np.zeros(s)) for n, s in names.items()}, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         found = dict(opened(store).arrays())
         assert len(found) == len(names)
         dims = [d for a in found.values() for d in a.metadata.dimension_names]
         assert len(dims) == len({*dims}) == sum(map(len, names.values()))
         assert not found.keys() & {*dims}
     build(root, saved(), step=7, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         group = opened(store)
         first, tied = (group[n].metadata.dimension_names for n in ("w", "tied"))
         assert first == tied == ("w/0", "w/1")
@@ -249,7 +249,7 @@ def test_aliases_and_what_the_group_says(
     root: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(root, saved(), step=7, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         group = opened(store)
         assert sorted(group.array_keys()) == ["empty", "scalar", "tied", "w"]
         about = {"url": root.url, "step": 7, "generation": 1, "format": "ckptd"}
@@ -259,7 +259,7 @@ def test_aliases_and_what_the_group_says(
         assert group["tied"].attrs["ckptd"] == about
         assert group.metadata.consolidated_metadata is not None
     monkeypatch.setattr(zarrview, "_MOST_CONSOLIDATED", 3)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         group = opened(store)
         assert group.metadata.consolidated_metadata is None
         assert sorted(group.array_keys()) == ["empty", "scalar", "tied", "w"]
@@ -267,7 +267,7 @@ def test_aliases_and_what_the_group_says(
 
 def test_keys(root: MemoryStore) -> None:
     build(root, {**saved(), "wo": saved()["scalar"]}, witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         rows = [f"w/c/{i}/0" for i in range(4)]
         assert listed(store.list_dir("")) == ["zarr.json", "w", "tied", "scalar", "empty", "wo"]
         assert listed(store.list_dir("w/")) == ["zarr.json", "c"]
@@ -314,7 +314,7 @@ def test_keys(root: MemoryStore) -> None:
 
 def test_nothing_is_written(root: MemoryStore) -> None:
     build(root, saved(), witness=False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         before = {i.key for i in root.list("data/")}
         group = opened(store)
         for act in (
@@ -336,7 +336,7 @@ def test_what_is_absent_is_missing(root: MemoryStore, monkeypatch: pytest.Monkey
     build(root, {"w": Saved(tensor.values, tensor.grid, [0, ABSENT, 0, ABSENT, ABSENT])})
     wanted = tensor.values.copy()
     wanted[2:4] = wanted[6:] = 0
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         array = opened(store)["w"]
         assert same(values(array), wanted)
         assert array.attrs["ckptd"]["absent_elements"] == 24
@@ -345,7 +345,7 @@ def test_what_is_absent_is_missing(root: MemoryStore, monkeypatch: pytest.Monkey
         assert array.nchunks_initialized == 2
     # A chunk that is there in part has zeros for the rest.
     monkeypatch.setattr(zarrview, "_is_regular", lambda axis: False)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         assert listed(store.list_prefix("w/c")) == ["w/c/0/0"]
         assert same(values(opened(store)["w"]), wanted)
 
@@ -367,13 +367,13 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
         file.unlink()
         if raw is not None:
             file.write_bytes(raw)
-        with ckptd.zarr_store(str(tmp_path)) as store:
+        with zarr_store(str(tmp_path)) as store:
             array = opened(store)["w"]
             found = error_in(lambda array=array: values(array))
             assert isinstance(found, CorruptError)
             assert words in found.message
         file.write_bytes(good)
-    with ckptd.zarr_store(str(tmp_path)) as store:
+    with zarr_store(str(tmp_path)) as store:
         array = opened(store)["w"]
         assert same(values(array), saved()["w"].values)
     assert error_in(lambda: values(array)).kind == "closed"
@@ -384,11 +384,11 @@ def test_steps_and_what_is_not_there(root: MemoryStore) -> None:
         build(root, {"w": Saved.whole(np.array([number]))}, step=number, witness=False)
     wanted: tuple[int | None, ...] = (1, 2, None)
     for step in wanted:
-        with ckptd.zarr_store(root.url, step=step) as store:
+        with zarr_store(root.url, step=step) as store:
             assert store.commit.step == (step or 2)
             assert values(opened(store)["w"]) == [step or 2]
-    assert isinstance(error_in(lambda: ckptd.zarr_store(root.url, step=3)), NotFoundError)
-    assert isinstance(error_in(lambda: ckptd.zarr_store("memory://nowhere")), NotFoundError)
+    assert isinstance(error_in(lambda: zarr_store(root.url, step=3)), NotFoundError)
+    assert isinstance(error_in(lambda: zarr_store("memory://nowhere")), NotFoundError)
     assert leases(Index(root)) == {}
 
 
@@ -406,22 +406,22 @@ def test_the_newest_is_replaced_while_it_is_opened(
         return true(catalogue, name, **options)
 
     monkeypatch.setattr("ckptd.checkpoint.root.leases.hold_or_read", hold)
-    with ckptd.zarr_store(root.url) as store:
+    with zarr_store(root.url) as store:
         assert (tries, store.commit.step) == ([1, 2], 2)
-    assert "no checkpoint of step" in error_in(lambda: ckptd.zarr_store(root.url, step=1)).message
+    assert "no checkpoint of step" in error_in(lambda: zarr_store(root.url, step=1)).message
     tries, last = [], MAX_TRIES  # each newest one is replaced
-    assert error_in(lambda: ckptd.zarr_store(root.url)).kind == "busy"
+    assert error_in(lambda: zarr_store(root.url)).kind == "busy"
 
 
 def test_a_lease_for_as_long_as_it_is_open(root: MemoryStore) -> None:
     build(root, saved(), witness=False)
-    store = ckptd.zarr_store(root.url)
+    store = zarr_store(root.url)
     [lease] = leases(Index(root)).values()
     assert (lease.step, lease.holder.split()[0]) == (1, "zarr")
     store.close()
     store.close()
     assert leases(Index(root)) == {}
-    store = ckptd.zarr_store(root.url)
+    store = zarr_store(root.url)
     array = opened(store)["w"]
     del store
     gc.collect()
@@ -438,7 +438,7 @@ def test_a_lease_for_as_long_as_it_is_open(root: MemoryStore) -> None:
 def test_a_pickled_store_is_of_the_same_checkpoint(root: MemoryStore) -> None:
     build(root, saved(), witness=False)
     with zarr.config.set({"array.rectilinear_chunks": HAS_UNEVEN}):
-        store = ckptd.zarr_store(root.url)
+        store = zarr_store(root.url)
         array = opened(store)["w"]
         raw = pickle.dumps((store, array))
     build(root, {"w": Saved.whole(np.zeros(3))}, step=2, witness=False)
@@ -448,7 +448,7 @@ def test_a_pickled_store_is_of_the_same_checkpoint(root: MemoryStore) -> None:
     # The chunks are those that the pickled array knows of, whatever is configured here.
     assert get(other, "w/zarr.json") == get(store, "w/zarr.json")
     assert same(values(again), saved()["w"].values)
-    with ckptd.zarr_store(root.url) as newest:
+    with zarr_store(root.url) as newest:
         assert newest != store
     for each in (store, other):
         each.close()
@@ -458,21 +458,21 @@ def test_checkpoints_of_others(tmp_path: Path) -> None:
     wanted = {"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array([1, 2])}
     save_file(wanted, tmp_path / "model.safetensors")
     for place in (tmp_path, tmp_path / "model.safetensors"):
-        with ckptd.zarr_store(str(place)) as store:
+        with zarr_store(str(place)) as store:
             group = opened(store)
             assert group.attrs["ckptd"]["format"] == "hf"
             assert {key for key, _ in group.arrays()} == set(wanted)
             for key, array in group.arrays():
                 assert same(values(array), wanted[key])
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
-    with ckptd.zarr_store(str(tmp_path), step=5) as store:
+    with zarr_store(str(tmp_path), step=5) as store:
         assert store.commit.step == 5
 
 
 def test_many_threads_read_one_store(tmp_path: Path) -> None:
     wanted = np.random.default_rng(3).integers(0, 255, (64, 1 << 17), dtype=np.uint8)
     build(LocalStore(tmp_path), {"w": Saved.rows(wanted, 4)}, witness=False)
-    with ckptd.zarr_store(str(tmp_path)) as store:
+    with zarr_store(str(tmp_path)) as store:
         array = opened(store)["w"]
         assert array.nchunks == 4
         with zarr.config.set({"async.concurrency": 16}):

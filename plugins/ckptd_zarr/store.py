@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -24,19 +23,10 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByt
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.core.metadata import v3
 
-from ckptd.base.grids.grid import Axis, Grid, strides_of
-from ckptd.checkpoint.load.direct import DirectReader
-from ckptd.checkpoint.load.foreign import split_file
-from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
-from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.leases import Hold, Unheld, hold_latest, hold_or_read, reading
-from ckptd.checkpoint.root.opening import root_spec
-from ckptd.checkpoint.tools.zarrtypes import EXTENSIONS, register_types
-from ckptd.errors import NotFoundError
+from ckptd.base.grids import Axis, Grid, strides_of
+from ckptd.checkpoint.load import open_direct
 from ckptd.types import Box, DType
-
-_log = logging.getLogger("ckptd")
+from ckptd_zarr.kinds import EXTENSIONS, register_types
 
 CHUNK_BYTES = 8 << 20
 """No chunk is larger, unless a single element is: for one row a whole chunk is read."""
@@ -83,7 +73,7 @@ def zarr_store(
     --------
     ::
 
-        with ckptd.zarr_store("checkpoints/run7", step=1000) as store:
+        with ckptd_zarr.zarr_store("checkpoints/run7", step=1000) as store:
             group = zarr.open_group(store, mode="r")
             rows = group["model.embed.weight"][:16]
     """
@@ -129,17 +119,14 @@ class CkptdStore(Store):
         self.url = url
         self._options = dict(store_options or {})
         self._rectilinear = _rectilinear() if rectilinear is None else rectilinear
-        folder, file = split_file(url)
-        with ExitStack() as opened:
-            store = opened.enter_context(root_spec(folder, self._options).open())
-            catalogue = open_catalogue(store, url, file, step or 0)
-            self._format = foreign_format(catalogue)
-            lease = _held(catalogue, url, step, generation)
-            self.commit = opened.enter_context(reading(lease, _log.warning))
-            self._reader = CkptdReader(catalogue, self.commit)
-            self._direct = opened.enter_context(DirectReader(self._reader))
-            # A store that is dropped and not closed is closed when it is collected.
-            self._release = weakref.finalize(self, opened.pop_all().close)
+        opened = ExitStack()
+        self._direct = opened.enter_context(
+            open_direct(url, step, generation, store_options=self._options, holder="zarr")
+        )
+        # A store that is dropped and not closed is closed when it is collected.
+        self._release = weakref.finalize(self, opened.close)
+        self._reader = self._direct.reader
+        self.commit = self._reader.commit
         self._grids: dict[tuple[Grid, int], _ChunkGrid] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -224,7 +211,7 @@ class CkptdStore(Store):
             "url": self.url,
             "step": self.commit.step,
             "generation": self.commit.generation,
-            "format": self._format or "ckptd",
+            "format": self._direct.format or "ckptd",
         }
         group = {"zarr_format": 3, "node_type": "group", "attributes": {"ckptd": about}}
         if len(self._nodes) <= _MOST_CONSOLIDATED:
@@ -492,23 +479,6 @@ def _part(raw: bytes | memoryview, wanted: ByteRequest | None) -> bytes | memory
         case SuffixByteRequest(suffix=size):
             return raw[max(0, len(raw) - size) :]
     return raw
-
-
-def _held(
-    catalogue: Catalogue, url: str, step: int | None, generation: int | None
-) -> Hold | Unheld:
-    """Hold the checkpoint that is meant; a foreign one is deleted by no rule of ckptd's."""
-    if step is not None:
-        name = catalogue.find(step, all=generation is not None, generation=generation)
-        return hold_or_read(catalogue, name, holder="zarr")
-    held = hold_latest(catalogue, holder="zarr")
-    if held is None:
-        raise NotFoundError(
-            "no checkpoint counts here",
-            where=url,
-            hint=f"ckptd ls {url} --all shows abandoned lines",
-        )
-    return held
 
 
 def _opened_again(
