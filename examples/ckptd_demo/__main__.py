@@ -25,7 +25,7 @@ from ckptd_demo.judge import checks_of
 from ckptd_demo.plot import Curve, draw, draw_elastic, draw_policy
 from ckptd_demo.policy import checks_of_policy, run_policy
 from ckptd_demo.report import Elastic, Event, Report, Watched
-from ckptd_demo.story import FULL, QUICK, Folder, Plan, Story, tell
+from ckptd_demo.story import FIRST, FULL, QUICK, Folder, Plan, Story, tell
 from ckptd_demo.watched import checks_of_watch
 
 __all__ = ["PARTS", "main"]
@@ -43,7 +43,11 @@ def main() -> None:
     report_crashes()
     parser = argparse.ArgumentParser(prog="python -m ckptd_demo", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a minute: kill a rank, resume on three; with --only, its parts on a smaller model",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the copies of loaded states")
     parser.add_argument(
         "--only", action="append", choices=(*PARTS, POLICY), help="this part, and no other"
@@ -52,8 +56,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
     try:
-        plan = QUICK if arguments.quick else FULL
-        parts = arguments.only or PARTS
+        plan, parts = QUICK if arguments.quick else FULL, arguments.only or PARTS
+        if arguments.quick and not arguments.only:
+            plan, parts = FIRST, ("save",)
         report = _run(Folder(arguments.folder), plan, parts, begun, keep=arguments.keep)
     except CkptdError as error:
         notes = list(getattr(error, "__notes__", []))
@@ -119,7 +124,7 @@ def _saved(
     """Return the report with the part about saving and loading."""
     story = tell(folder, plan, say)
     lives = story.reports(plan)
-    plot_note = _draw(folder, story)
+    plot_note = "no plot of so short a run" if plan.short else _draw(folder, story)
     if not keep:
         folder.remove_copies()
     return msgspec.structs.replace(
@@ -132,7 +137,7 @@ def _saved(
         relaid=story.relaid,
         pace=story.pace,
         checks=checks_of(lives, story.kill.landed, story.relaid, story.pace, plan.steps),
-        next=_next(folder, lives[-1].expected_from, plan.steps),
+        next=_next(folder, lives[-1].expected_from, plan),
     )
 
 
@@ -181,13 +186,18 @@ def _draw(folder: Folder, story: Story) -> str:
     return ""
 
 
-def _next(folder: Folder, stopped: int | None, steps: int) -> list[str]:
+def _next(folder: Folder, stopped: int | None, plan: Plan) -> list[str]:
     root = shlex.quote(str(folder.checkpoints))
-    return [
+    found = [
         f"ckptd ls --all {root}",
         f"ckptd inspect {root}",
         f"ckptd verify {root}",
-        f"ckptd diff {root}@{stopped} {root}@{steps}",
+        f"ckptd diff {root}@{stopped} {root}@{plan.steps}",
+    ]
+    if plan.short:
+        return found
+    return [
+        *found,
         f"ckptd inspect {shlex.quote(str(folder.resharded))}",
         f"ckptd gc --dry-run {root}",
     ]

@@ -151,8 +151,8 @@ class LifeReport(msgspec.Struct, frozen=True):
         Every step saw the samples that the uninterrupted run saw at that step.
     state_exact, tensors, nbytes, tensors_by_diff
         Whether the loaded state is bit for bit the saved one: `tensors` tensors of `nbytes` bytes,
-        gathered whole, and `tensors_by_diff` in the checkpoint that was written from it at once;
-        None at the start of training. `differing` names what is not.
+        gathered whole, and `tensors_by_diff` in the checkpoint that was written from it at once,
+        None if none was; None at the start of training. `differing` names what is not.
     seconds
         From the start of the processes to their end.
     """
@@ -171,7 +171,7 @@ class LifeReport(msgspec.Struct, frozen=True):
     ids_equal: bool
     state_exact: bool | None
     tensors: int
-    tensors_by_diff: int
+    tensors_by_diff: int | None
     nbytes: int
     differing: list[str]
     seconds: float

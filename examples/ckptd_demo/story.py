@@ -30,6 +30,7 @@ from ckptd_demo.report import Kill, LifeReport, Pace, Relaid
 from ckptd_demo.spec import Cut, GptShape, RunSpec, SnapshotRow, StateRow, StepRow
 
 __all__ = [
+    "FIRST",
     "FULL",
     "LAYOUTS",
     "QUICK",
@@ -358,6 +359,11 @@ class Plan(msgspec.Struct, frozen=True):
         third after `steps`. All are multiples of `every`.
     gap_steps
         Steps after each resume over which the losses are compared.
+    cuts
+        Layout of each life; with two lives the second goes to the last step, and no more is done
+        than to kill, to resume and to compare.
+    alone
+        Layout of the run that is never interrupted.
     victim
         The rank that is killed.
     save_s
@@ -375,12 +381,18 @@ class Plan(msgspec.Struct, frozen=True):
     stopped: int
     steps: int
     gap_steps: int
-    cuts: tuple[Cut, Cut, Cut] = (Cut(dp=2, tp=2), Cut(dp=2), Cut(dp=3))
+    cuts: tuple[Cut, ...] = (Cut(dp=2, tp=2), Cut(dp=2), Cut(dp=3))
+    alone: Cut = Cut(dp=2, tp=2)
     victim: int = 2
     save_s: float = 8.0
     pace: int = 6
     pace_blocks: int = 9
     deadline_s: float = 300.0
+
+    @property
+    def short(self) -> bool:
+        """Whether there are two lives, and nothing after them."""
+        return len(self.cuts) == 2
 
     @property
     def throttle(self) -> float:
@@ -397,6 +409,10 @@ QUICK = Plan(
     steps=25,
     gap_steps=10,
     pace_blocks=5,
+)
+# No writer is slower than its window needs, and the run beside it takes one process and not four.
+FIRST = msgspec.structs.replace(
+    QUICK, cuts=(Cut(dp=2, tp=2), Cut(dp=3)), alone=Cut(dp=1), stopped=20, steps=20, save_s=3.0
 )
 
 
@@ -428,8 +444,8 @@ class Story(NamedTuple):
     reference: Lived
     lives: list[Lived]
     kill: Kill
-    relaid: Relaid
-    pace: Pace
+    relaid: Relaid | None
+    pace: Pace | None
 
     def reports(self, plan: Plan) -> list[LifeReport]:
         """Return what each life proves, against the uninterrupted run."""
@@ -443,7 +459,7 @@ class Story(NamedTuple):
 
 
 def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
-    """Run the job three times and the uninterrupted one beside it.
+    """Run the job two or three times and the uninterrupted one beside it.
 
     Parameters
     ----------
@@ -464,15 +480,20 @@ def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
         doomed = stack.enter_context(started("life 1", teller.doomed))
         say(f"training on {plan.cuts[0]}; beside it, the same without interruption")
         first, kill = teller.killed_life(doomed)
-        second = teller.life(2, plan.cuts[1], plan.stopped, "stopped")
-        third = teller.life(3, plan.cuts[2], plan.steps, "finished")
-        lives = [first, teller.compared(second), teller.compared(third)]
-        relaid = teller.resharded(second.expected_from or 0)
+        relaid = None
+        if plan.short:
+            lives = [first, teller.life(2, plan.cuts[1], plan.steps, "finished")]
+        else:
+            second = teller.life(2, plan.cuts[1], plan.stopped, "stopped")
+            third = teller.life(3, plan.cuts[2], plan.steps, "finished")
+            lives = [first, teller.compared(second), teller.compared(third)]
+            relaid = teller.resharded(second.expected_from or 0)
         say("waiting for the uninterrupted run")
         reference.finish(plan.deadline_s)
         seconds = reference.trained_seconds
         lived = Lived("reference", reference.spec, None, [], "finished", seconds)
-    return Story(lived, lives, last_look(kill, folder.checkpoints), relaid, teller.paced())
+    pace = None if plan.short else teller.paced()
+    return Story(lived, lives, last_look(kill, folder.checkpoints), relaid, pace)
 
 
 class _Teller:
@@ -483,7 +504,7 @@ class _Teller:
         self._seen: set[CommitName] = set()
         self.reference = RunSpec(
             folder=str(folder.runs / "uninterrupted"),
-            cut=plan.cuts[0],
+            cut=plan.alone,
             until=plan.steps,
             steps=plan.steps,
             shape=plan.shape,
@@ -518,9 +539,8 @@ class _Teller:
         if newest is None:
             raise CkptdError("nothing was committed before the kill")
         self._say(f"resuming from step {newest} on {cut.ranks} ranks ({cut})")
-        spec = self._spec(
-            number, cut, until, check_root=str(self._folder.copies / f"life-{number}")
-        )
+        copy = None if self._plan.short else str(self._folder.copies / f"life-{number}")
+        spec = self._spec(number, cut, until, check_root=copy)
         with started(f"life {number}", spec) as life:
             life.finish(self._plan.deadline_s)
         return self._lived(life, newest, end)
@@ -569,7 +589,7 @@ class _Teller:
             cut=cut,
             until=until,
             root=str(self._folder.checkpoints),
-            snapshots=throttle is None,
+            snapshots=check_root is not None,
             throttle=throttle,
             check_root=check_root,
         )
@@ -614,7 +634,7 @@ def _report(
         ids_equal=same_samples(rows, reference),
         state_exact=None if life.expected_from is None else not differing,
         tensors=0 if loaded is None else len(loaded.tensors),
-        tensors_by_diff=0 if life.comparison is None else life.comparison.exact,
+        tensors_by_diff=None if life.comparison is None else life.comparison.exact,
         nbytes=0 if loaded is None else loaded.nbytes,
         differing=differing,
         seconds=life.seconds,

@@ -39,7 +39,13 @@ def demo(
             help="Folder for checkpoints, logs, plot and report; an earlier demo's is reused."
         ),
     ] = Path("ckptd-demo"),
-    quick: Annotated[bool, flag("A smaller model and fewer steps.")] = False,
+    quick: Annotated[
+        bool,
+        flag(
+            "A minute: train, kill a rank in a save, resume on three ranks. With --only: these"
+            " parts, on a smaller model."
+        ),
+    ] = False,
     keep: Annotated[bool, flag("Keep the copies that loads were compared with.")] = False,
     only: Annotated[
         tuple[Literal["save", "watch", "elastic", "rl"], ...],
@@ -68,7 +74,7 @@ def demo(
                 error = _error(event)
             elif "report" in event:
                 report = event["report"]
-            elif sys.stderr.isatty():
+            elif not json or sys.stderr.isatty():
                 print(
                     f"{event.get('seconds', 0.0):6.1f} s  {event.get('say', '')}", file=sys.stderr
                 )
@@ -200,13 +206,14 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"  commit record of step {kill['step']}: "
         + ("absent then, and after all processes had ended." if absent else "PRESENT.")
     )
-    relaid = report["relaid"]
-    verdict = "identical" if relaid["identical"] else "DIFFERENT"
-    yield (
-        f"Resharded: step {relaid['step']} to {relaid['layout']} and back,"
-        f" {relaid['tensors']} tensors bit-exact; ckptd diff: {verdict}."
-    )
-    pace = report["pace"]
+    if (relaid := report["relaid"]) is not None:
+        verdict = "identical" if relaid["identical"] else "DIFFERENT"
+        yield (
+            f"Resharded: step {relaid['step']} to {relaid['layout']} and back,"
+            f" {relaid['tensors']} tensors bit-exact; ckptd diff: {verdict}."
+        )
+    if (pace := report["pace"]) is None:
+        return
     yield (
         f"A save at every step, {pace['ranks']} ranks: {pace['complete']} of {pace['saves']}"
         f" snapshots whole; a step takes {pace['saving_step_s']:.3f} s with a save,"
@@ -243,8 +250,9 @@ def _ending(report: dict[str, Any]) -> Iterator[str]:
     total = len(report["checks"])
     held = sum(check["ok"] for check in report["checks"])
     yield f"{held} of {total} checks hold; {report['seconds']:.0f} s in all."
-    if report["relaid"] is not None:
+    if report["lives"]:
         yield f"checkpoints  {report['checkpoints']}"
+    if report["relaid"] is not None:
         yield f"resharded    {report['relaid']['root']}"
         yield f"plot         {report['plot'] or report['plot_note']}"
     if report["elastic_plot"] is not None:

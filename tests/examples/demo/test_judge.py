@@ -148,7 +148,7 @@ def test_all_checks_hold_for_a_good_run() -> None:
         ({"state_exact": False}, "bit-exact"),
         ({"state_exact": None}, "bit-exact"),
         ({"tensors_by_diff": 211}, "ckptd diff"),
-        ({"tensors": 0, "tensors_by_diff": 0}, "ckptd diff"),
+        ({"tensors": 0, "tensors_by_diff": 0}, "state bit-exact"),
         ({"resumed_from": 10, "first_step": 11}, "resumed from step 20"),
         ({"resumed_from": None, "first_step": 1}, "resumed from step 20"),
         ({"first_step": 22}, "resumed from step 20"),

@@ -80,10 +80,32 @@ def test_the_demo(tmp_path: Path, parts: tuple[str, ...]) -> None:
         for step in life.saves
     }
 
-    _check_next(report.next)
+    _check_next(report.next, "ls inspect verify diff inspect gc")
 
 
-def _check_next(commands: list[str]) -> None:
+@pytest.mark.dist
+def test_the_first_minute(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    done = _run("--dir", str(folder), "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Somebody who reads a file or a pipe sees that it goes on.
+    assert re.search(r"(?m)^ +\d+\.\d s  resuming from step 5 on 3 ranks", done.stderr)
+    assert "yes, 116 tensors" in done.stdout
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    assert report.kill is not None
+    assert report.kill.landed
+    first, second = report.lives
+    assert (first.ranks, first.saves) == (4, [5])
+    assert (second.ranks, second.resumed_from, second.last_step) == (3, 5, 20)
+    assert second.gap is not None
+    assert second.gap < 1e-4
+    assert (report.relaid, report.pace, report.watched, report.elastic) == (None,) * 4
+    assert len(report.checks) == 7
+    assert not any(map(lives, _reported(folder)))
+    _check_next(report.next, "ls inspect verify diff")
+
+
+def _check_next(commands: list[str], wanted: str) -> None:
     """What the demo proposes to try works as it is printed."""
     verbs = []
     for command in commands:
@@ -95,7 +117,7 @@ def _check_next(commands: list[str]) -> None:
         assert done.returncode == (1 if verb == "diff" else 0), done.stderr
         assert done.stdout
         verbs.append(verb)
-    assert verbs == ["ls", "inspect", "verify", "diff", "inspect", "gc"]
+    assert verbs == wanted.split()
 
 
 def _check_watched(report: Report) -> None:
