@@ -14,9 +14,9 @@ Shell = Literal["bash", "zsh", "fish"]
 
 def install_completion(
     *,
-    shell: Annotated[Shell | None, option("Which shell; found out when left out.")] = None,
+    shell: Annotated[Shell | None, option("Name of the shell; detected by default.")] = None,
     output: Annotated[Path | None, option("Where to write the script.")] = None,
-    no_startup: Annotated[bool, flag("Leave the shell's start-up file alone.")] = False,
+    no_startup: Annotated[bool, flag("Do not change the shell's start-up file.")] = False,
     yes: Annotated[bool, flag("Do not ask before the shell's start-up file is changed.")] = False,
 ) -> int:
     """Install tab completion for the shell in use, and say where.
@@ -34,7 +34,7 @@ def install_completion(
         path = app.install_completion(shell=shell, output=output, add_to_startup=not no_startup)
     except ShellDetectionError as error:
         raise UsageError(
-            "cannot tell which shell this is",
+            "the shell could not be detected",
             found=str(error),
             hint="ckptd --install-completion --shell bash",
         ) from None
@@ -47,7 +47,7 @@ def _confirm(shell: Shell | None) -> None:
     whose = f"{shell}'s start-up file" if shell else "the shell's start-up file"
     if not sys.stdin.isatty():
         raise RefusedError(
-            f"{whose} would be changed, and nobody is there to confirm it",
+            f"{whose} would be changed, and no terminal is there to ask for confirmation",
             hint="--yes changes it without asking; --no-startup only writes the script",
         )
     print(f"write a script for tab completion, and load it in {whose}? [y/N] ", end="", flush=True)

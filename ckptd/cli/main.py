@@ -41,52 +41,55 @@ VERBS = {
     "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values."
     "\n\nThe exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not"
     " count: the same values cut another way are equal.",
-    "cp": "Copy checkpoints to another root, checking digests on the way."
-    "\n\nA copy that is killed leaves the target as it was; started again, it goes on where it"
-    " stopped. It claims a generation of the target, so a job that saves there is told to stop.",
+    "cp": "Copy checkpoints to another root and check digests on the way."
+    "\n\nA copy that is killed leaves the target as it was; run again, it continues where it"
+    " stopped. It claims a generation of the target, so a job that saves there stops with an"
+    " error.",
     "export": "Write weights as Hugging Face safetensors with an index."
     "\n\nMemory stays small whatever the size of the model; no torch is needed.",
     "reshard": "Write a checkpoint of one layout as one of another."
-    "\n\nLayouts are programs in Lay: files, or shipped ones. --explain says what it costs before a"
-    " byte moves. Killed, it goes on where it stopped; --shard lets several processes share it.",
+    "\n\nLayouts are programs in Lay: files, or shipped ones. --explain shows the cost before "
+    "anything is read or written. A run that was killed continues where it stopped; --shard "
+    "divides the work between processes.",
     "lay": "Check, format and draw layout programs (Lay).",
     "rollback": "Make an older checkpoint the newest that counts."
-    "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes"
-    " here is told so at its next save.",
-    "pin": "Keep a checkpoint for ever: no retention and no gc deletes it.",
-    "unpin": "Take a pin away.",
+    "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes "
+    "here gets an error at its next save.",
+    "pin": "Keep a checkpoint for ever: neither retention nor gc deletes it.",
+    "unpin": "Remove a pin.",
     "pins": "List the pinned checkpoints.",
     "gc": "Delete what no kept checkpoint needs."
-    "\n\nThat is what dead saves and abandoned lines left, and with --keep older steps. It shows"
-    " its plan and asks. Never deleted are the newest complete checkpoint, all after it, and what"
-    " is pinned or read at this moment.",
+    "\n\nThat is what interrupted saves and abandoned lines left behind, and with --keep older "
+    "steps. It shows a plan and asks first. It never deletes the newest complete checkpoint, "
+    "anything after it, or what is pinned or being read.",
     "trace": "Show what each save cost and which rank was slowest, from recorded events.",
-    "agent": "Run a node's agent, see what it holds, end it."
+    "agent": "Run, show or stop a node's agent."
     "\n\nThe agent keeps snapshots in memory for jobs with near tiers, and outlives their trainers."
-    " A checkpointer starts one by itself where none runs.",
+    " A checkpointer starts one where none runs.",
     "serve": "Run a job's daemon: diagnosis, history, metrics, API and web page."
-    "\n\nIt prints a URL with a token: whoever has it may read and act. TERM or INT ends it."
-    " Agents are told of it by ckptd agent run --watch URL or CKPTD_DAEMON; ckptd watch does all of"
-    " that for one node.",
-    "controller": "Control a job that restarts: what it trains on, since when, and why."
-    "\n\nIt prints its address. Killed at any instant and started again with the same log, it goes"
-    " on; training goes on meanwhile. ckptd run starts one by itself.",
-    "ctl": "See what a job that restarts is doing, and give orders to its controller.",
-    "run": "Train on this node: torchrun's command line, for jobs that outlive lost nodes."
-    "\n\nckptd run train.py is all that one machine needs. See ckptd ctl for what it is doing.",
-    "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
-    "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
-    " code is COMMAND's; what fails in the watch never stops it.",
-    "incidents": "List what the daemon has diagnosed; show one with its evidence."
-    "\n\nWithout a daemon, --history reads the file that it left.",
+    "\n\nIt prints a URL with a token, which gives full access to the page and the API. TERM or "
+    "INT ends it. Agents get its address from ckptd agent run --watch URL or CKPTD_DAEMON; ckptd "
+    "watch does all of that for one node.",
+    "controller": "Run the controller of an elastic job, which decides nodes, layout and restarts."
+    "\n\nIt prints its address. It may be killed at any time and started again with the same log;"
+    " training continues meanwhile. ckptd run starts one by itself.",
+    "ctl": "Show the state of an elastic job, and send orders to its controller.",
+    "run": "Train on this node with torchrun's command line; the job survives lost nodes."
+    "\n\nOn one machine, ckptd run train.py is enough. ckptd ctl status shows the job's state.",
+    "watch": "Watch an unchanged program for hangs and slow ranks: ckptd watch -- COMMAND..."
+    "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they occur. The exit"
+    " code is COMMAND's; a failure of the watch never stops COMMAND.",
+    "incidents": "List the incidents that the daemon has diagnosed; show one with its evidence."
+    "\n\nWithout a daemon, --history reads its history file.",
     "top": "Show a job's ranks and open incidents, live in the terminal."
-    "\n\nThe least well first. Ctrl-C ends it. Where there is no terminal it prints once.",
-    "replay": "Run the diagnosis again over a recording of what a daemon was told."
+    "\n\nThe ranks with the worst status come first. Ctrl-C ends it. Without a terminal it prints "
+    "once.",
+    "replay": "Run the diagnosis again over a recording of a daemon's messages."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."
-    "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
-    " cannot decide who creates an object first is refused, with exit code 5. With --cluster it is"
-    " started once per node before a job, and names nodes and links that are not well.",
+    "\n\nIt writes to a temporary folder below ROOT and removes it again. A store without atomic "
+    "create-if-absent is refused, with exit code 5. With --cluster, start it once per node before "
+    "a job: it names unhealthy nodes and links.",
     "recorder": "Build the native recorder of collectives.",
 }
 _SLICES = {
@@ -226,7 +229,7 @@ def _usage(error: CycloptsError) -> UsageError:
 
 def _defect(error: Exception) -> CkptdError:
     wrapped = CkptdError(
-        "a defect of ckptd: please report it",
+        "internal error: please report this bug of ckptd",
         found=repr(error),
         hint="CKPTD_DEBUG=1 shows the traceback",
     )

@@ -14,14 +14,14 @@ Daemon = Annotated[
     str | None,
     Parameter(help="URL that ckptd serve printed; by default that of --job on this machine."),
 ]
-DaemonJob = Annotated[str | None, Parameter(help="Whose daemon; CKPTD_JOB.")]
+DaemonJob = Annotated[str | None, Parameter(help="Name of the job; by default CKPTD_JOB.")]
 
 Section = Annotated[
     str | None,
     option("What a checkpoint has below this name, without it: 'model', 'app'."),
 ]
 Dequantize = Annotated[
-    bool, flag("Read torchao's int8, int4 and fp8 weights as the plain ones that they stand for.")
+    bool, flag("Read torchao's int8, int4 and fp8 weights as plain, dequantized ones.")
 ]
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
@@ -40,7 +40,7 @@ def size_of(text: str, where: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
     unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
     if not found or unit is None or float(found[1]) * unit < 1:
-        raise UsageError("not a size", where=where, wanted="5GB, 500MB, 2GiB", found=text)
+        raise UsageError("invalid size", where=where, wanted="5GB, 500MB, 2GiB", found=text)
     return int(float(found[1]) * unit)
 
 
@@ -54,5 +54,5 @@ def duration_s(text: str, where: str) -> float:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
     if not found:
-        raise UsageError("not a duration", where=where, wanted="30m, 6h, 7d", found=text)
+        raise UsageError("invalid duration", where=where, wanted="30m, 6h, 7d", found=text)
     return float(found[1]) * _SECONDS[found[2]]

@@ -140,7 +140,7 @@ class PeerConnection(asyncio.Protocol):
         try:
             who = _who(proof.about)
         except msgspec.ValidationError as error:
-            raise CorruptError("a client did not send what it is", found=error) from error
+            raise CorruptError("a client did not identify itself", found=error) from error
         self.role, self.name = who.role, who.name
         self._received_at = self._door.loop.time()
         self._kind = _FROM_NODE if who.role == "node" else _FROM_OPERATOR

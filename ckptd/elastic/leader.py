@@ -129,7 +129,7 @@ class LeaderRecord:
             return _leaders.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(
-                "this does not say where a controller is",
+                "not a valid address record of a controller",
                 where=self._where(key),
                 found=str(error)[:200],
             ) from error
@@ -195,7 +195,7 @@ def _number(info: ObjectInfo) -> int | None:
 def seat_taken(where: str) -> ConflictError:
     """Return the error of a controller that came second."""
     return ConflictError(
-        "another controller was faster",
+        "another controller registered first",
         where=where,
         hint="this one ends; nodes find the other one by themselves",
     )

@@ -264,7 +264,7 @@ class NodeLink:
         self._renew_alone()
         address = self._addresses()
         if not address:
-            self._problem, self._refused = "nobody knows where it is", False
+            self._problem, self._refused = "its address is unknown", False
             return
         connection, life = dial(
             address,
@@ -287,7 +287,7 @@ class NodeLink:
         if isinstance(error, CkptdError) and error.found is not None:
             text += f": {error.found}"
         if kind == "permission":
-            text = "its secret is not the one that is used here"
+            text = "its secret differs from this node's"
         refused = isinstance(error, RefusedError) or kind == "permission"
         self._problem, self._refusal = text, kind if refused else ""
         # Last: another thread that sees it reads the two above.
@@ -313,7 +313,7 @@ class NodeLink:
                 self._beat(connection, now)
                 beat_at = now + self._beat_s
             if now - max(opened, self._echoed_at) > silence:
-                raise TimeoutError("the controller does not echo")
+                raise TimeoutError("the controller does not renew the lease")
             woken = self._wait(connection, beat_at - now)
             if woken:
                 beat_at = 0.0
@@ -340,7 +340,7 @@ class NodeLink:
             return
         if isinstance(message, Taken):
             raise RefusedError(
-                "the name of this node is taken", kind="name-taken", found=message.text
+                "the name of this node is already in use", kind="name-taken", found=message.text
             )
         if isinstance(message, FenceNow | Begin):
             self._pass(message.generation)

@@ -182,7 +182,7 @@ class OperatorLink:
     def _dial(self, timeout_s: float) -> Connection:
         address = self._addresses()
         if not address:
-            raise ConnectionRefusedError("nobody knows where the controller is")
+            raise ConnectionRefusedError("the controller's address is unknown")
         connection, _ = dial(
             address,
             job=self._job,
@@ -213,6 +213,6 @@ class OperatorLink:
             "no controller answers",
             where=address or f"job {self._job}",
             found=str(found)[:300],
-            hint="has the job ended? if it runs, CKPTD_SECRET is to be what the job has; "
+            hint="has the job ended? if it runs, set CKPTD_SECRET as in the job; "
             "--controller HOST:PORT names a controller, ckptd controller starts one",
         )

@@ -96,7 +96,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         good = min(self.microbatches, self.least, *shapes, *self.pp, *self.tp) >= 1
         if not good or self.planned.dp > self.microbatches or self.least > self.planned.world:
             raise UsageError(
-                "this is no job",
+                "invalid job spec",
                 wanted="sizes of at least 1, no more replicas than micro-batches, and "
                 "at least as many ranks planned as asked for",
                 found=f"{self.planned}, {self.microbatches} micro-batches, at least {self.least} "
@@ -188,7 +188,7 @@ def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None
     if best is None or best.refused:
         reasons = "; ".join(f"{c.shape}: {c.refused}" for c in candidates)
         raise RefusedError(
-            "no layout of this job fits what is left",
+            "no layout of this job fits the remaining slots",
             wanted=f"{_least(job)} slots at least, those of a tensor-parallel group on one node",
             found=f"{len(slots)} slots on {len({s.node for s in slots})} nodes; {reasons}",
             hint="add nodes; or allow smaller pipelines or tensor-parallel groups",
@@ -211,7 +211,7 @@ def _check(slots: Sequence[NodeSlot], current: Shape) -> None:
         for c in held
     ):
         raise UsageError(
-            "slots hold places that cannot be",
+            "slots hold invalid positions",
             wanted=f"each place of {current} once at most",
             found=", ".join(str(tuple(c)) for c in held)[:500],
         )

@@ -155,7 +155,7 @@ class Supervisor:
                 return Outcome("lost", "the job did not end in time", self._requeue)
             if status is not None and status.relaunch_generation > self._relaunched:
                 self._relaunched = status.relaunch_generation
-                self._try("start launchers anew", partial(self._relaunch, status))
+                self._try("restart launchers", partial(self._relaunch, status))
             if time.monotonic() - polled >= self.settings.poll_s:
                 self._try("ask the scheduler", self._poll)
                 polled = time.monotonic()
@@ -174,7 +174,7 @@ class Supervisor:
     def _tell_stop(self, order: Order) -> bool:
         """Hand over the order, once; return whether it is too late for the job to end well."""
         if not self._ordered:
-            self._say(f"the job is to stop: {order.reason}")
+            self._say(f"stopping the job: {order.reason}")
             self._try("tell the controller", partial(self._order, order))
         return time.monotonic() - self._stop_at >= self.settings.stop_s
 
@@ -191,7 +191,7 @@ class Supervisor:
         anew = [m.name for m in known if m.state is MachineState.UP]
         self._gone.update(m.name for m in known if m.state is not MachineState.UP)
         if anew:
-            self._say(f"launchers are started anew on {', '.join(anew)}: {status.reason}")
+            self._say(f"restarting launchers on {', '.join(anew)}: {status.reason}")
             self._launcher.stop(anew, self.settings.call_s)
             self._begin(anew)
         self._replace()
@@ -206,7 +206,7 @@ class Supervisor:
                 self._say(f"{new} takes the place of {node}")
                 self._begin([new])
             else:
-                self._say(f"{node} is gone, and there is no other node in its place")
+                self._say(f"{node} is gone, and no replacement node is available")
 
     def _begin(self, nodes: list[str]) -> None:
         """Start launchers where none are now; `_revive` does where that fails."""
@@ -235,7 +235,7 @@ class Supervisor:
         for machine in machines:
             if machine.name in self._leaving and machine.state is MachineState.UP:
                 # The controller uses a node that was to go once another launcher speaks for it.
-                self._say(f"{machine.name} stays after all: another launcher is started there")
+                self._say(f"{machine.name} was not taken away: starting another launcher there")
                 self._launcher.stop([machine.name], self.settings.call_s)
                 self._launcher.start([machine.name], self.settings.call_s)
                 self._leaving.discard(machine.name)

@@ -64,7 +64,7 @@ class TreeSum(Generic[T]):
             There is no such node, or it has been put before.
         """
         if node.place < 0 or node.leaves.start >= self._leaves or node.level > self.root.level:
-            raise self._refused("there is no such leaf or node", node)
+            raise self._refused("unknown leaf or node", node)
         if any(_overlap(node.leaves, known.leaves) for known in self.nodes):
             raise self._refused("this leaf or node has been added before", node)
         while node != self.root:

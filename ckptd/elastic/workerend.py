@@ -95,7 +95,7 @@ class LauncherEnd(OfOneProcess):
         except OSError as error:
             self._listener.close()
             raise ProcessError(
-                "the launcher has no place to listen",
+                "the launcher cannot create its socket",
                 where=str(path),
                 found=str(error),
                 hint="set CKPTD_RUN_DIR to a folder with a short path",
@@ -121,7 +121,9 @@ class LauncherEnd(OfOneProcess):
                     continue
                 pid, uid = peer_of(sock)
                 if uid not in (-1, os.geteuid()) or (pid > 0 and not self._known(pid)):
-                    _log.warning("process %d of user %d is no worker of this node", pid, uid)
+                    _log.warning(
+                        "rejected process %d of user %d: not a worker of this node", pid, uid
+                    )
                     sock.close()
                     continue
                 threading.Thread(
@@ -147,7 +149,7 @@ class LauncherEnd(OfOneProcess):
     def _follow(self, channel: SocketChannel, pid: int) -> None:
         item = _receive(channel, _HELLO_S)
         if item is None or not isinstance(item, Attach):
-            _log.warning("process %d did not send which worker it is", pid)
+            _log.warning("process %d did not identify itself as a worker", pid)
             return
         worker = WorkerEnd(channel, pid if pid > 0 else item.pid, item)
         message: FromWorker | None = item

@@ -78,7 +78,7 @@ class EventFolder:
             )
         if not found.heads:
             raise CorruptError(
-                "none of the files holds events",
+                "the files hold no events",
                 where=folder,
                 found=f"{found.unreadable} files that end in {SUFFIX}",
             )

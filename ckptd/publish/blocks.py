@@ -100,12 +100,12 @@ def _tiled_bytes(block: BlockRead, count: int) -> int:
 
 
 def _no_part(block: BlockRead) -> UsageError:
-    return UsageError("no such part", found=str(block)[:200])
+    return UsageError("unknown part of a tensor", found=str(block)[:200])
 
 
 def _too_much(found: int) -> UsageError:
     return UsageError(
-        "too much is asked for at once",
+        "too many bytes requested at once",
         wanted=f"at most {MOST_READ_BYTES} bytes",
         found=f"{found} bytes",
     )

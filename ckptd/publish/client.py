@@ -157,10 +157,10 @@ class PublishClient(OfOneProcess):
             if message is None:
                 self._answers.put(None)  # for the next call
                 raise ProcessError(
-                    "the server of a publisher is gone",
+                    "the publisher's server process has ended",
                     where=f"process {self._process.pid}",
                     found=f"exit code {self._process.poll()}",
-                    hint="make another publisher",
+                    hint="create a new Publisher",
                 )
             if isinstance(message, kind):
                 return message

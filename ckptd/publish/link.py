@@ -177,7 +177,9 @@ class ServerLink:
         try:
             found = self._asked(AskMap(number), Mapped, self._wait_s, fds)
             if len(fds) != 1:
-                raise self._connection.fail("no memory came with the answer", kind="link-protocol")
+                raise self._connection.fail(
+                    "the answer lacks its memory descriptor", kind="link-protocol"
+                )
             return MappedVersion(fds[0], found.nbytes, number)
         finally:
             for fd in fds:
@@ -216,12 +218,12 @@ class ServerLink:
         found = self._checked(answer, ReadBytes)
         if nbytes != len(into):
             raise self._connection.fail(
-                "other bytes came than were asked for", kind="link-protocol", found=nbytes
+                "the answer holds other bytes than requested", kind="link-protocol", found=nbytes
             )
         self._connection.fill(into.data, self._wait_s)
         if incoming_digest(self.places, blocks, into) != found.digest:
             raise CorruptError(
-                "bytes changed on their way from a publisher",
+                "bytes from a publisher were corrupted in transit",
                 where=self._connection.peer,
                 hint="nothing was written to the tensors; update() again",
             )
@@ -231,7 +233,7 @@ class ServerLink:
         if isinstance(answer, PublishRefusal):
             raise CkptdError.from_dict(answer.error)
         if not isinstance(answer, kind):
-            raise self._connection.fail("not an answer to this question", kind="link-protocol")
+            raise self._connection.fail("unexpected reply", kind="link-protocol")
         return answer
 
     @property

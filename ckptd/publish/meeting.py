@@ -67,7 +67,7 @@ class MeetingPlace:
             given = checked_secret(raw, "secret=")
         text = os.fspath(at)
         if text.startswith("tcp://"):
-            address = parse_address(text.removeprefix("tcp://"), "where a publisher is")
+            address = parse_address(text.removeprefix("tcp://"), "a publisher's address")
             if given is None:
                 raise UsageError(
                     "a publisher at an address needs a secret",
@@ -78,8 +78,8 @@ class MeetingPlace:
             return MeetingPlace(None, address, given)
         if "://" in text:
             raise UsageError(
-                "not a place where a publisher is found",
-                wanted="a folder that all see, or tcp://HOST:PORT",
+                "invalid address of a publisher",
+                wanted="a folder shared by all nodes, or tcp://HOST:PORT",
                 found=text[:200],
             )
         folder = Path(text)

@@ -321,12 +321,12 @@ class PullPlan:
         if budget_bytes is not None and needed > budget_bytes:
             if not in_place:
                 raise UsageError(
-                    "what is pulled over sockets does not fit the budget, and is applied whole or "
-                    "not at all",
+                    "a version pulled over sockets does not fit budget_bytes; it is buffered "
+                    "because it is applied whole or not at all",
                     wanted=f"budget_bytes of at least {needed}",
                     found=f"{budget_bytes} bytes",
-                    hint="in_place=True writes it as it comes: until update() returns the tensors "
-                    "are of no version",
+                    hint="give a larger budget_bytes; or in_place=True, which writes values as "
+                    "they arrive: the tensors are inconsistent until update() returns",
                 )
             now = [g for g in givers if not g.staged_bytes]
             limit = max(_LEAST_MESSAGE_BYTES, min(budget_bytes, _MESSAGE_BYTES))
@@ -568,15 +568,15 @@ class _Giver:
         self._numbers = {n: i for i, n in enumerate(names)}
         found = link.ask(AskTensors(names), TensorPlaces).places
         if len(found) != len(names):
-            raise CkptdError("not an answer to what was asked")
+            raise CkptdError("protocol error: unexpected reply")
         self._places: dict[str, PublishedTensor] = dict(zip(names, found, strict=True))
         missing = [n for n, p in self._places.items() if not p.dtype]
         if missing:
             raise MismatchError(
-                "the publisher's layout has tensors that its state has not",
+                "the publisher's layout names tensors that its state lacks",
                 kind="lay-fit",
                 where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
-                hint="see what the trainer publishes",
+                hint="compare the layout with the state that the trainer publishes",
             )
         self._pieces: list[Sequence[PartBlock]] = [
             i.segment.pieces if q is None else _along_axes(i.segment.pieces, q)
@@ -617,14 +617,14 @@ class _Giver:
             return
         self.compared = True
         if len(found.bits) != len(self._numbers) or not found.block_bytes:
-            raise CkptdError("not an answer to what was asked")
+            raise CkptdError("protocol error: unexpected reply")
         for at, incoming in enumerate(self._incoming):
             source = incoming.segment.source
             size = self._dtype(incoming).itemsize
             bits = np.frombuffer(found.bits[self._numbers[source]], np.uint8)
             blocks = -(-self._places[source].numel * size // found.block_bytes)
             if len(bits) != -(-blocks // 8):
-                raise CkptdError("not an answer to what was asked", where=source)
+                raise CkptdError("protocol error: unexpected reply", where=source)
             changed = np.unpackbits(bits).view(np.bool_)
             kept = list(_touched(incoming.segment.pieces, changed, found.block_bytes, size))
             if kept:
@@ -766,7 +766,7 @@ class _Giver:
         if self._mapping is None or self._mapping.number != number:
             self._mapping = self._link.map(number)
         if not self._mapping.intact:
-            raise CkptdError("a version is not whole", kind="no-version", where=f"{number}")
+            raise CkptdError("a version is incomplete", kind="no-version", where=f"{number}")
         return self._mapping
 
     def _memory(self, mapped: MappedVersion, at: int) -> ArrayMemory:
@@ -775,7 +775,7 @@ class _Giver:
         place, dtype = self._places[incoming.segment.source], self._dtype(incoming)
         end = place.start + place.numel * dtype.itemsize
         if end > len(mapped.data):
-            raise CkptdError("a tensor is not inside its slot")
+            raise CkptdError("a tensor exceeds its slot")
         return ArrayMemory(mapped.data[place.start : end], dtype)
 
     def _map(self, number: int, share: _Share) -> None:
@@ -845,7 +845,7 @@ class _Giver:
 
 
 def _stopped() -> CkptdError:
-    return TransientStoreError("another rank's part did not come", kind="link-lost")
+    return TransientStoreError("another rank's part did not arrive", kind="link-lost")
 
 
 def _along_axes(pieces: Sequence[PartBlock], quantized: QuantizedTensor) -> list[PartBlock]:

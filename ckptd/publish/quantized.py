@@ -60,7 +60,7 @@ def quantized_tensors(
             whole = (piece.lo, piece.hi, piece.at) == (0, tensor.numel, 0)
             if found.overall is not None:
                 raise MismatchError(
-                    "scales with one number above them are not filled from a job",
+                    "scales with a second-level scale cannot be filled from a job",
                     kind="lay-fit",
                     where=tensor.name,
                     wanted="scales without overall=NAME",
@@ -114,7 +114,7 @@ class QuantizedTensor:
         kinds = (said.kind,) if said.kind else ("float32", POWERS[0])
         if plain != found or type_name not in kinds or type_name not in ("float32", POWERS[0]):
             raise MismatchError(
-                "a tensor of scales is not as the blocks need it",
+                "a tensor of scales does not fit the blocks",
                 kind="lay-fit",
                 where=scales.name,
                 wanted=f"{grid} in {' or '.join(kinds)}",
@@ -135,7 +135,7 @@ class QuantizedTensor:
         sides = () if values is None else (*values.source, *values.target)
         if not mine or of > 1 or any(isinstance(m, Affine) for m in sides):
             raise UsageError(
-                "values are quantized of plain ones: not of quantized, combined or shifted ones",
+                "only plain values can be quantized, not quantized, combined or shifted ones",
                 kind="lay-use",
                 where=self._name,
             )

@@ -334,7 +334,7 @@ class PublishServer:
                 raise _not_there(f"version {number}")
             yield found.slot
             if found.slot.sealed != number:  # no hold
-                raise _not_there(f"version {number}, which was overwritten meanwhile")
+                raise _not_there(f"version {number} was overwritten")
         finally:
             with self._lock:
                 found.readers -= 1
@@ -474,7 +474,7 @@ class _Session:
         match question:
             case AskAbout():
                 if server._about is None:
-                    raise _not_there("none is published yet")
+                    raise _not_there("nothing is published yet")
                 send(server._about)
             case AskWhere(ranks):
                 entries = server._entries
@@ -516,7 +516,7 @@ class _Session:
                 self._connection.send(Newest(number, step, self._server._book.age_s(number)))
                 return
             if self._connection.readable():
-                raise self._connection.fail("the worker left")
+                raise self._connection.fail("the worker disconnected")
 
     def _changed(self, since: int, number: int, wait_s: float) -> ChangedBlocks:
         server = self._server
@@ -570,7 +570,7 @@ _ABSENT = PublishedTensor("", "", 0, 0)
 
 
 def _not_there(what: str) -> CkptdError:
-    return NotFoundError("a publisher has no such version", kind="no-version", where=what)
+    return NotFoundError("version not available from the publisher", kind="no-version", where=what)
 
 
 def main() -> None:

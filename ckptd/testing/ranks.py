@@ -298,7 +298,7 @@ def _process(context: Any, spec: RankSpec) -> BaseProcess:
 
 def _payload(nproc: int, function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     if nproc < 1:
-        raise UsageError("a world needs ranks", wanted="nproc >= 1", found=nproc)
+        raise UsageError("nproc must be at least 1", wanted="nproc >= 1", found=nproc)
     try:
         return pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -77,7 +77,7 @@ def _through(pending: PendingMessage) -> None:
     end = time.monotonic() + _PATIENCE_S
     while not pending.wait(0.05):
         if time.monotonic() > end:
-            raise CkptdError("a message did not get through")
+            raise CkptdError("a message was not delivered")
 
 
 def _exchange(make: Make) -> bool:

@@ -149,7 +149,7 @@ class KubernetesPods(Launcher):
         strange = [n for n in nodes if n not in known]
         if strange:
             raise UsageError(
-                "the job has no such node",
+                "unknown node of this job",
                 kind="unknown-node",
                 wanted=", ".join(sorted(known))[:500],
                 found=", ".join(map(repr, strange))[:500],

@@ -194,7 +194,7 @@ class SlurmLauncher(Launcher):
         for node in nodes:
             if node not in self.names:
                 raise UsageError(
-                    "the job has no such node",
+                    "unknown node of this job",
                     kind="unknown-node",
                     where=node,
                     wanted=", ".join(self.names[:20]),

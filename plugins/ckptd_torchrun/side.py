@@ -285,4 +285,4 @@ class Side:
             # It is tried again: torchrun itself gives up after its own time-out.
             if self._problem != error.message:
                 self._problem = error.message
-                _LOG.warning("no controller can be started, which is tried again: %s", error)
+                _LOG.warning("cannot start a controller, trying again: %s", error)

@@ -175,7 +175,7 @@ def test_a_defect_is_a_message(cli: Cli) -> None:
     register_store("brokenstore", broken, replace=True)  # type: ignore[arg-type]
     result = cli("ls", "brokenstore://x", "--json")
     assert result.code == 1
-    assert "a defect of ckptd: please report" in result.error["message"]
+    assert "please report this bug of ckptd" in result.error["message"]
     assert "ZeroDivisionError" in result.error["found"]
     assert "Traceback" not in cli("ls", "brokenstore://x").err
 

@@ -33,7 +33,7 @@ def check_seat(seat: LeaderRecord) -> None:
     assert seat.still("a")
     with pytest.raises(ConflictError) as caught:
         seat.take(0, "h:2", "b")
-    assert "another controller was faster" in caught.value.message
+    assert "another controller registered first" in caught.value.message
     for number in range(1, 12):
         last = seat.take(number, f"h:{number}", "b")
     assert seat.newest() == last
@@ -55,7 +55,7 @@ def test_a_damaged_seat_is_named(tmp_path: Path) -> None:
     store.put(FOLDER + entry_key(1), b'{"number":1}')
     with pytest.raises(CorruptError) as caught:
         seat.newest()
-    assert "this does not say where a controller" in caught.value.message
+    assert "not a valid address record of a controller" in caught.value.message
 
 
 def test_places_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

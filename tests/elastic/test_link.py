@@ -88,7 +88,7 @@ def test_a_controller_that_refuses_is_not_absent() -> None:
     link = NodeLink(str, "j", b"", lambda: NodeUp(node="n0", life="l", slots=1), lambda _: None)
     link._echoed_at -= 60.0
     assert link.absent_s > 59.0
-    link._note(RefusedError("the name of this node is taken", kind="name-taken"))
+    link._note(RefusedError("the name of this node is already in use", kind="name-taken"))
     here, there = socket.socketpair()
     with there:
         link._connection = Connection(here, "controller", 1.0)

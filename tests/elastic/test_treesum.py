@@ -72,7 +72,7 @@ def test_floating_point_sums_are_bitwise_equal() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     tree = TreeSum(5, _text)
     for wrong in (TreeNode(0, 5), TreeNode(0, -1), TreeNode(4, 0)):
-        with pytest.raises(UsageError, match="no such leaf"):
+        with pytest.raises(UsageError, match="unknown leaf"):
             tree.put(wrong, "")
     tree.put(TreeNode(1, 0), "01")
     for wrong in (TreeNode(0, 0), TreeNode(1, 0), TreeNode(2, 0)):

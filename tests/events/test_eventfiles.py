@@ -95,7 +95,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_there(
     (folder / "a.jsonl").write_bytes(whole[:cut])
     complete = whole[:cut].count(b"\n")
     if complete == 0:
-        with pytest.raises(CorruptError, match="none of the files"):
+        with pytest.raises(CorruptError, match="the files hold no events"):
             EventFolder.open(str(folder))
     else:
         found, seen = steps(folder)

@@ -365,7 +365,7 @@ class _OneSidedReader(LinkedReader):
 
     def _gone(self, number: int) -> TransientStoreError:
         return TransientStoreError(
-            "a publisher has no such version",
+            "version not available from the publisher",
             kind="no-version",
             where=f"version {number} on {self._where}",
         )

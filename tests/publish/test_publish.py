@@ -255,7 +255,7 @@ def test_an_answer_about_other_blocks_than_a_tensor_has_is_refused(pair: Pair) -
         patch.setattr(ServerLink, "ask", lies)
         with pytest.raises(CkptdError) as caught:
             pair.subscriber.update(wait_s=30)
-    assert "not an answer to what was asked" in caught.value.message
+    assert "protocol error: unexpected reply" in caught.value.message
     assert not caught.value.poisoned
     pair.update()
 
@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> Non
         assert "A" in str(error)
         error = refused(at, FUSED, Tree(fused(whole(2))), budget_bytes=1000)
         assert isinstance(error, UsageError)
-        assert "what is pulled over sockets does not fit the budget" in error.message
+        assert "a version pulled over sockets does not fit budget_bytes" in error.message
         error = refused(at, FUSED, Tree(fused(whole(2))), secret="x" * 32)
         assert isinstance(error, StoreError)
         assert error.kind == "permission"
@@ -399,14 +399,14 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> Non
 def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Publisher(WHOLE, "s3://bucket/at")
-    assert "not a place where a publisher is found" in caught.value.message
+    assert "invalid address of a publisher" in caught.value.message
     with pytest.raises(UsageError) as caught:
         ckptd.Publisher(WHOLE, "tcp://127.0.0.1:0", "short")
     assert "the secret has the wrong length" in caught.value.message
     with ckptd.Publisher(WHOLE, tmp_path / "at", budget_bytes=1000) as publisher:
         with pytest.raises(UsageError) as caught:
             publisher.publish(1, {"model": whole(1)})
-        assert "what this rank publishes does not fit its budget" in caught.value.message
+        assert "this rank's tensors do not fit budget_bytes" in caught.value.message
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
         some = {n: t for n, t in whole(1).items() if "layers" not in n}
         with pytest.raises(MismatchError) as caught:  # what workers would miss
@@ -416,7 +416,7 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
         publisher.publish(1, {"model": whole(1)}).wait(30)
         with pytest.raises(UsageError) as caught:
             publisher.publish(2, {"model": {n: t.double() for n, t in whole(1).items()}})
-        assert "the state has other tensors than at the first publish" in caught.value.message
+        assert "the state's tensors differ from those of the first publish" in caught.value.message
         assert publisher.publish(3, {"model": whole(1)}).wait(30)  # the slot of step 2 is free
 
 

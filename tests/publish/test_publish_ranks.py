@@ -91,7 +91,7 @@ def test_many_versions_leave_nothing_in_the_jobs_store(tmp_path: Path) -> None:
     done = run_ranks(2, often, str(tmp_path / "at"), deadline_s=PATIENCE_S)
     keys = done[0][0]
     assert keys[-1] <= keys[0] + 2 * 64, keys
-    other = "the state has other tensors than at the first publish"
+    other = "the state's tensors differ from those of the first publish"
     assert [ends for _, ends in done] == [["aborted"] * 3, [other] * 3]
 
 

@@ -245,7 +245,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 def test_what_cannot_be_sent_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="cannot be sent"):
         run_ranks(1, lambda: None)
-    with pytest.raises(UsageError, match="needs ranks"):
+    with pytest.raises(UsageError, match="must be at least 1"):
         run_ranks(0, exits)
 
 

@@ -54,8 +54,8 @@ class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
 class PolicyOptions:
     """What the layout policy has to know of a job, as said on the command line."""
 
-    nodes: Annotated[str, Parameter(help="MIN:MAX nodes, or how many.")] = "1"
-    slots: Annotated[int, Parameter(help="Ranks that a node runs.")] = 1
+    nodes: Annotated[str, Parameter(help="Number of nodes: N or MIN:MAX.")] = "1"
+    slots: Annotated[int, Parameter(help="Number of ranks per node.")] = 1
     layout: Annotated[
         str | None,
         Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default."),
@@ -67,10 +67,10 @@ class PolicyOptions:
         str, Parameter(help="Other tensor-parallel sizes that are allowed, such as 1,2.")
     ] = ""
     microbatches: Annotated[
-        int | None, Parameter(help="Micro-batches of a step on all ranks together: a constant.")
+        int | None, Parameter(help="Micro-batches per step, over all ranks together; constant.")
     ] = None
     least: Annotated[
-        int | None, Parameter(help="Least number of ranks; those of MIN nodes by default.")
+        int | None, Parameter(help="Minimum number of ranks; by default those of MIN nodes.")
     ] = None
     memory: Annotated[
         str | None,
@@ -82,7 +82,7 @@ def controller(
     *,
     job: Annotated[
         str | None,
-        Parameter(help="Whose controller it is; CKPTD_JOB, or default.", show_default=False),
+        Parameter(help="Name of the job; by default CKPTD_JOB, or 'default'.", show_default=False),
     ] = None,
     what: PolicyOptions | None = None,
     log: Annotated[
@@ -96,21 +96,26 @@ def controller(
     bind: Annotated[
         str, Parameter(help="Address to listen at; other than loopback needs CKPTD_SECRET.")
     ] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port; 0 takes any that is free.")] = 0,
+    port: Annotated[int, Parameter(help="Port; 0 picks a free one.")] = 0,
     host: Annotated[
         str | None,
-        Parameter(help="Name under which nodes reach it; what it is bound to, by default."),
+        Parameter(
+            help="Host name or address that nodes connect to; by default the address it listens at."
+        ),
     ] = None,
     after: Annotated[
         int | None,
-        Parameter(help="Number of the controller that it follows: ends if another was faster."),
+        Parameter(
+            help="Number of the controller that this one replaces; it ends if another one replaced "
+            "it first."
+        ),
     ] = None,
     events: Annotated[
-        Path | None, Parameter(help="File to which changes are appended, a line of JSON each.")
+        Path | None, Parameter(help="Append each change to this file, as a line of JSON.")
     ] = None,
     setting: Annotated[
         tuple[str, ...],
-        Parameter(name="--set", help="NAME=VALUE: a deadline or limit; may be repeated."),
+        Parameter(name="--set", help="NAME=VALUE: set a deadline or limit; may be repeated."),
     ] = (),
     json: Json = False,
 ) -> int:
@@ -148,7 +153,7 @@ def controller(
         with put_up(post):
             ending = run_controller(setup, lambda: _announce(setup, json))
         if ending is None:
-            note("this controller ends; the job goes on, and waits for another one")
+            note("this controller ends; training continues and waits for another controller")
             return 0
         return ending.code
 
@@ -265,7 +270,7 @@ def _settings(assignments: tuple[str, ...]) -> ControllerSettings:
 
 
 def _bad(where: str, found: str, wanted: str) -> UsageError:
-    return UsageError("this option cannot be read", where=where, wanted=wanted, found=found)
+    return UsageError("invalid value of an option", where=where, wanted=wanted, found=found)
 
 
 def _address(sock: socket.socket, host: str | None) -> str:

@@ -23,7 +23,7 @@ from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
 
 ctl = App(
     name="ctl",
-    help="See what a job that restarts is doing, and give orders to its controller.",
+    help="Show the state of an elastic job, and send orders to its controller.",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
 )
@@ -66,13 +66,16 @@ class Where:
 
     job: Annotated[
         str | None,
-        option("Which job; CKPTD_JOB, or the only one with a controller on this machine."),
+        option(
+            "Name of the job; by default CKPTD_JOB, or the only job with a controller on this "
+            "machine."
+        ),
     ] = None
     controller: Annotated[
         str | None, Parameter(help="HOST:PORT; found on this machine or in the log by default.")
     ] = None
     log: Annotated[
-        str | None, Parameter(help="Where the membership log is, if said to the controller.")
+        str | None, Parameter(help="URL or path of the membership log, as given to the controller.")
     ] = None
 
     @property
@@ -93,7 +96,7 @@ class Where:
         raise NotFoundError(
             "several jobs have a controller here" if posts else "no controller runs here",
             found=", ".join(sorted({post.job for post in posts})) or None,
-            hint="--job NAME says which" if posts else "--controller HOST:PORT says where it is",
+            hint="give --job NAME" if posts else "give --controller HOST:PORT",
         )
 
     def place(self) -> str | None:
@@ -106,9 +109,9 @@ class Where:
 class How(Where):
     """Which controller is meant, and how an order is given."""
 
-    reason: Annotated[str, Parameter(help="Why, for the log and for people.")] = ""
-    wait: Annotated[bool, flag("Return when it has been carried out.")] = False
-    timeout: Annotated[float, Parameter(help="Seconds that --wait may take.")] = 600.0
+    reason: Annotated[str, Parameter(help="Reason, written to the log.")] = ""
+    wait: Annotated[bool, flag("Wait until the order has been carried out.")] = False
+    timeout: Annotated[float, Parameter(help="Time-out of --wait in seconds.")] = 600.0
     json: Json = False
 
 
@@ -175,9 +178,9 @@ def _link(where: Where) -> OperatorLink:
         newest = open_places(where.name, where.place()).leader.newest()
         if newest is None:
             raise NotFoundError(
-                "no controller of this job was ever there",
+                "no controller of this job was found",
                 where=f"job {where.name}",
-                hint="--controller HOST:PORT or --log URL says where to look",
+                hint="give --controller HOST:PORT or --log URL",
             )
         return newest.address
 
@@ -234,10 +237,10 @@ def _awaited(
             return last
         time.sleep(0.1)
     raise DeadlineError(
-        f"the order to {kind} is not carried out yet",
+        f"the order to {kind} was not carried out in time",
         wanted=f"within {timeout:g} s",
         found=f"{last.state}: {last.reason}",
-        hint="it still stands: ckptd ctl status",
+        hint="the order remains in effect; ckptd ctl status shows progress",
     )
 
 

@@ -110,36 +110,41 @@ class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
 class TorchrunOptions:
     """What torchrun takes as well, and what it means there."""
 
-    nnodes: Annotated[str, Parameter(help="Nodes: how many, or MIN:MAX.")] = "1"
+    nnodes: Annotated[str, Parameter(help="Number of nodes: N or MIN:MAX.")] = "1"
     nproc_per_node: Annotated[
         str, Parameter(help="Ranks on this node: a number, auto, cpu or gpu.")
     ] = "1"
     rdzv_endpoint: Annotated[
         str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
     ] = ""
-    rdzv_id: Annotated[str, Parameter(help="Name of the job, if --job gives none.")] = "none"
+    rdzv_id: Annotated[str, Parameter(help="Name of the job, unless --job is given.")] = "none"
     rdzv_backend: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "ckptd"
     rdzv_conf: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
-    node_rank: Annotated[int, Parameter(help="Taken; the controller numbers nodes.")] = 0
+    node_rank: Annotated[
+        int, Parameter(help="Accepted for torchrun, ignored: the controller numbers nodes.")
+    ] = 0
     master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1"
     master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None
     local_addr: Annotated[
-        str, Parameter(help="Address of this node for the others; found out by default.")
+        str, Parameter(help="Address under which other nodes reach this one; detected by default.")
     ] = ""
-    standalone: Annotated[bool, flag("One node, whatever else is said.")] = False
+    standalone: Annotated[bool, flag("Run on one node; overrides the other options.")] = False
     max_restarts: Annotated[
-        int | None, Parameter(help="Faults after which the job fails; any number by default.")
+        int | None,
+        Parameter(help="Number of faults after which the job fails; unlimited by default."),
     ] = None
     monitor_interval: Annotated[float, Parameter(help="Accepted for torchrun, ignored.")] = 0.1
     start_method: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "spawn"
-    role: Annotated[str, Parameter(help="ROLE_NAME of workers.")] = "default"
+    role: Annotated[str, Parameter(help="Value of ROLE_NAME for workers.")] = "default"
     module: Annotated[
         bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
     ] = False
     no_python: Annotated[bool, flag("The script is a command.")] = False
-    run_path: Annotated[bool, flag("Taken: scripts are always run like that.")] = False
+    run_path: Annotated[
+        bool, flag("Accepted for torchrun, ignored: scripts always run that way.")
+    ] = False
     log_dir: Annotated[
-        Path | None, Parameter(help="Folder for files of workers.", show_default=False)
+        Path | None, Parameter(help="Folder for the output files of workers.", show_default=False)
     ] = None
     redirects: Annotated[
         str,
@@ -156,7 +161,7 @@ class TorchrunOptions:
         int,
         Parameter(
             name=("--shutdown-timeout", "--grace"),
-            help="Seconds from SIGTERM, or SIGINT, until workers that run on are killed.",
+            help="Seconds between SIGTERM (or SIGINT) and SIGKILL for workers.",
         ),
     ] = 30
 
@@ -172,7 +177,7 @@ class JobOptions:
     ] = None
     node: Annotated[
         str | None,
-        Parameter(help="Name of this node, no other's; CKPTD_NODE, or its host name."),
+        Parameter(help="Unique name of this node; by default CKPTD_NODE, or the host name."),
     ] = None
     layout: Annotated[
         str | None, Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default.")
@@ -189,14 +194,14 @@ class JobOptions:
         str | None,
         Parameter(help="Membership log that all nodes reach: a path, s3://..., etcd://..."),
     ] = None
-    no_watch: Annotated[bool, flag("Without daemon and watcher.")] = False
+    no_watch: Annotated[bool, flag("Run without daemon and watcher.")] = False
     daemon: Annotated[
-        str | None, Parameter(help="Tell the daemon at this URL, instead of one of its own.")
+        str | None, Parameter(help="Report to the daemon at this URL, instead of starting one.")
     ] = None
-    port: Annotated[int, Parameter(help="Port of the daemon; 0 takes any that is free.")] = 0
+    port: Annotated[int, Parameter(help="Port of the daemon; 0 picks a free one.")] = 0
     policy: Annotated[
         tuple[str, ...],
-        Parameter(help="CLASS=ACTION: what is done about incidents of a class; see ckptd serve."),
+        Parameter(help="CLASS=ACTION: action on incidents of a class; see ckptd serve."),
     ] = ()
     floor: Annotated[
         tuple[str, ...],
@@ -204,22 +209,20 @@ class JobOptions:
     ] = ()
     level: Annotated[
         int | None,
-        Parameter(
-            help="How deep recovery may go: 1 workers are started anew, 2 launchers, 3 the job."
-        ),
+        Parameter(help="Highest level of recovery: 1 restarts workers, 2 launchers, 3 the job."),
     ] = None
     no_restart_on: Annotated[
         str,
         Parameter(
-            help="Exit codes that end the job: 2,64-78. 'repeat' holds besides: a code that comes"
-            " twice from the same place before the first step; 'none' turns it off."
+            help="Exit codes that end the job: 2,64-78. By default also 'repeat': a code that "
+            "comes twice from the same rank before the first step; 'none' turns all of it off."
         ),
     ] = "repeat"
     interrupt: Annotated[
         float | None,
         Parameter(
-            help="Seconds that ckptd.elastic.session has to leave a generation before its process"
-            " is killed; 1 by default, 8 on a machine with accelerators."
+            help="Seconds that ckptd.elastic.session has to leave a generation before its process "
+            "is killed; by default 1, or 8 on a machine with accelerators."
         ),
     ] = None
     setting: Annotated[
@@ -263,12 +266,10 @@ def run(
     failed for good.
     """
     if not command:
-        raise UsageError(
-            "say what is to be run", wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]..."
-        )
+        raise UsageError("no script given", wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]...")
     torchrun, own = torchrun or TorchrunOptions(), own or JobOptions()
     if torchrun.module and torchrun.no_python:
-        raise UsageError("-m and --no-python exclude each other", found="-m --no-python")
+        raise UsageError("-m and --no-python cannot be combined", found="-m --no-python")
     options = _options(command, torchrun, own, json)
     if own.floor:
         _beside().check_floors(own.floor)
@@ -351,9 +352,9 @@ def slots_of(text: str) -> int:
         found = gpu_count() or cpu_count()
     if found < 1:
         raise UsageError(
-            "there is no such number of ranks",
+            "invalid --nproc-per-node",
             where="--nproc-per-node",
-            wanted="1 or more, auto, cpu, or gpu where there is one",
+            wanted="a number from 1 up, auto, cpu, or gpu on a machine with one",
             found=text[:100],
         )
     return found
@@ -388,7 +389,7 @@ def ranks_filter(text: str) -> frozenset[int]:
     words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isascii() and word.isdecimal() for word in words):
         raise UsageError(
-            "these are no local ranks",
+            "invalid --local-ranks-filter",
             where="--local-ranks-filter",
             wanted="numbers with commas between them",
             found=text[:100],
@@ -411,7 +412,7 @@ def _options(
         endpoint = ""
     if high > 1 and not endpoint and own.log is None:
         raise UsageError(
-            "nodes of one job have to find each other",
+            "several nodes need an endpoint to find each other",
             wanted="--rdzv-endpoint HOST:PORT, or --log URL",
             found=f"--nnodes {torchrun.nnodes}",
         )
@@ -454,7 +455,7 @@ def _interrupt_s(given: float | None) -> float:
         return DEVICE_INTERRUPT_S if gpu_count() or accelerators_here() else INTERRUPT_S
     if not 0.0 < given <= _MOST_INTERRUPT_S:
         raise UsageError(
-            "a session cannot leave its generation in this time",
+            "--interrupt out of range",
             where="--interrupt",
             wanted=f"more than 0 seconds, {_MOST_INTERRUPT_S:.0f} at most",
             found=f"{given:g}",
@@ -469,7 +470,7 @@ def _range(text: str) -> tuple[int, int]:
         if 1 <= least <= most:
             return least, most
     raise UsageError(
-        "there is no such number of nodes",
+        "invalid --nnodes",
         where="--nnodes",
         wanted="N, or MIN:MAX",
         found=text[:100],
@@ -680,8 +681,9 @@ class _Run:
         address = o.local_addr or address_towards(host)
         if o.high > 1 and (here := loopback_of(host)):
             self.say(
-                f"{host} is {here} on this machine, where others do not reach it; if there are "
-                f"any, name its address: --rdzv-endpoint {address_towards(_ELSEWHERE)}:PORT"
+                f"{host} is {here} on this machine, which other nodes cannot reach. For a job of "
+                f"several nodes give this machine's address: --rdzv-endpoint "
+                f"{address_towards(_ELSEWHERE)}:PORT"
             )
         if not o.endpoint:
             address = self._own_address()

@@ -84,7 +84,8 @@ class Appender:
     def _check(self) -> None:
         if len(self._log.read()) > self.number:
             raise ConflictError(
-                "another controller has decided", hint="this controller ends; the other one goes on"
+                "another controller wrote to the membership log first",
+                hint="this controller ends; the other one goes on",
             )
 
     def _append(self, record: Record) -> None:

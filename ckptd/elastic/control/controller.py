@@ -246,7 +246,7 @@ class Controller:
         most = self.machine.generation + _MOST_AHEAD
         if claimed > most:
             raise RefusedError(
-                "a node knows of a generation that cannot be",
+                "a node reported an impossible generation",
                 wanted=f"at most {most}",
                 found=str(claimed),
             )
@@ -338,7 +338,7 @@ class Controller:
     def _announce(self, peer: PeerConnection, said: Announce) -> None:
         """Tell nodes where the daemon is, unless they could not reach it."""
         if _is_local(said.url) and not _is_local(f"//{self._status().address}"):
-            text = f"{said.url} is reached from its own machine alone: nodes are not told of it"
+            text = f"{said.url} is reached from its own machine alone: nodes do not get its address"
             peer.send(Answer(number=said.number, ok=False, kind="refused", text=text))
             return
         if said.url != self.daemon:
@@ -364,14 +364,14 @@ class Controller:
         named: tuple[str, ...] = getattr(event, "nodes", None) or ()
         kinds = (OrderKind.EXCLUDE, OrderKind.DRAIN, OrderKind.ADD)
         if isinstance(event, Order) and event.kind in kinds and not named:
-            raise RefusedError(f"which nodes to {event.kind} is not said", wanted="names of nodes")
+            raise RefusedError(f"no nodes given to {event.kind}", wanted="names of nodes")
         known = {node.name for node in self.machine.nodes if node.life}
         record = self.machine.record
         known |= record.nodes if record is not None else frozenset()
         strangers = sorted({*named, *([event.node] if hasattr(event, "node") else [])} - known)
         if strangers:
             raise RefusedError(
-                f"no node of that name was heard of: {', '.join(strangers)}",
+                f"unknown node: {', '.join(strangers)}",
                 wanted=", ".join(sorted(known)[:20]) or "a node; none has come yet",
                 found=", ".join(strangers[:20]),
             )
@@ -465,7 +465,7 @@ class Controller:
         elif isinstance(action, Relaunch):
             # Operators that start launchers, a plug-in's supervisor, see it in the status.
             self.relaunch = (self.machine.generation, action)
-            self._history.tell(f"launchers to be started anew: {', '.join(action.nodes)}")
+            self._history.tell(f"restarting launchers: {', '.join(action.nodes)}")
             self._send_status()
         elif isinstance(action, Tell):
             self._history.tell(action.text)
@@ -475,7 +475,7 @@ class Controller:
             self._end(_ending(action))
         elif isinstance(action, Refuse):
             raise RefusedError(
-                "the membership log does not know what nodes know",
+                "the membership log lacks generations that nodes have reported",
                 found=action.text,
                 hint="start the controller with the job's log: --log",
             )
@@ -552,7 +552,7 @@ class Controller:
 def _ending(action: Finish | Abort) -> ControllerEnding:
     if isinstance(action, Abort):
         return ControllerEnding(action.kind, action.text, exit_code(action.kind, action.code))
-    return ControllerEnding("done", "all workers have ended in good order", 0)
+    return ControllerEnding("done", "all workers have finished successfully", 0)
 
 
 def _bye(ending: ControllerEnding) -> Bye:
@@ -567,7 +567,9 @@ def _is_local(url: str) -> bool:
 
 
 def _not_its_own(name: str, said: str) -> RefusedError:
-    return RefusedError("a node speaks for another one", wanted=name, found=said[:256])
+    return RefusedError(
+        "a node sent a message in the name of another node", wanted=name, found=said[:256]
+    )
 
 
 def _words(event: JobEvent) -> str:

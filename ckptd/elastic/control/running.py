@@ -258,7 +258,8 @@ class _Run:
                 await asyncio.to_thread(outlook.look)
             if outlook.silent() > hears:
                 raise ConflictError(
-                    "more nodes live than this controller hears: one of them starts the next one",
+                    "most live nodes cannot reach this controller: it ends, and one of them starts "
+                    "the next one",
                     where=self._setup.places.url,
                     wanted=f"{knows} nodes",
                     found=f"{hears} that it hears, {outlook.silent()} that hear none",

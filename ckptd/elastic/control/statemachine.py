@@ -245,7 +245,7 @@ class StateMachine:
         node = self.nodes[said.node]
         for text in said.sick:
             if text not in before:
-                self._out.append(Tell(text=f"{node.name} has one slot less: {text}"))
+                self._out.append(Tell(text=f"{node.name} has lost a slot: {text}"))
         self._changed |= other or had != (node.up, node.slots)
         if not node.running and node.fenced >= self.generation:
             # It may have fenced while it was cut off: nobody will hear of that by itself.
@@ -256,7 +256,7 @@ class StateMachine:
             self.generation = known
             if self.state in _ACTIVE:
                 paused = self._settling and self._then is State.PARKED
-                text = "a generation was begun and not written down"
+                text = "a generation was started but not recorded in the log"
                 self._fence(_PAUSED_BEFORE if paused else text, now)
         self._repeat(node, came=other or not had[0])
         if self.state not in _ACTIVE or self._settling or self.record is None:
@@ -291,7 +291,7 @@ class StateMachine:
     def _refuse(self, said: NodeUp, now: float) -> None:
         text = (
             f"{said.node} knows of generation {max(said.fenced, said.running)}, and the membership "
-            "log is empty: it was lost, or this is another one. Nothing was begun and nobody was "
+            "log is empty: it was lost, or --log names another one. Nothing was started or "
             "stopped. Start the controller with the job's log; or stop all of the job's launchers, "
             "and start it as a new one: its checkpoints are not touched"
         )
@@ -334,7 +334,7 @@ class StateMachine:
         if not self._is_member(event.node) or self.state not in _ACTIVE:
             return
         reason = event.reason[:_MOST_REASON] or "notice"
-        text = f"{event.node} will be gone in {event.seconds:.0f} s: {reason}"
+        text = f"{event.node} will be taken away in {event.seconds:.0f} s: {reason}"
         try:
             choose(self.job, self.nodes.slots(now, self.record, all_up=True))
         except RefusedError:
@@ -364,7 +364,7 @@ class StateMachine:
             if not event.code:
                 self._done.add(event.node)
         if len(self._done) == len(self.members):
-            self._become(State.DONE, "all workers have ended in good order", now)
+            self._become(State.DONE, "all workers have finished successfully", now)
             self._out.append(Finish())
             return
         failed = [end for end in self._ends.values() if end.code]
@@ -387,9 +387,14 @@ class StateMachine:
             self._fault(culprit, what, now, ended=first)
         elif any(end.left for end in self._ends.values()) or self._ends.keys() != self.members:
             if event is first:
-                self._out.append(Tell(text=f"{what}. Others have ended well: the rest may end"))
+                self._out.append(
+                    Tell(
+                        text=f"{what}. Some ranks finished successfully; waiting for the rest "
+                        "before failing the job"
+                    )
+                )
         else:
-            self.reason = f"{what}, when all others ended in good order"
+            self.reason = f"{what}; all other ranks finished successfully"
             self._abort("exit-code", now)
 
     def _excused(self, event: Ended, now: float) -> bool:
@@ -511,7 +516,7 @@ class StateMachine:
         for node in list(self.nodes):
             # Nothing is known of how long a node was silent before this controller began.
             if node.up and self._silence(node, now) >= self.settings.silent_s:
-                self._gone(node, f"nothing is heard of {node.name}", now)
+                self._gone(node, f"no heartbeat from {node.name}", now)
             elif node.idle_since is not None:
                 self._look_at_idle(node, now - node.idle_since, now)
             elif not node.up and self._is_past(node, now):
@@ -559,7 +564,7 @@ class StateMachine:
         if self._settling and waited >= _MISSED_S:
             # A stand-in never had a connection that could break: who has not come is the cause.
             missing = next((n for n in sorted(self.members) if not self.nodes[n].up), None)
-            reason = f"{reason}; nothing is heard of {missing}" if missing else reason
+            reason = f"{reason}; no heartbeat from {missing}" if missing else reason
         if missing or waited >= self.settings.broken_s:
             self._fault("", reason, now, waited)
 
@@ -589,9 +594,9 @@ class StateMachine:
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
             return
         absent = [n.name for n in missing if not n.up]
-        text = f"after its restart the controller misses {absent[:5]}"
+        text = f"no heartbeat since the controller's restart from {absent[:5]}"
         if not absent:
-            text = f"no rank of generation {self.generation} runs any more"
+            text = f"no rank of generation {self.generation} is running"
         if any(n.running == self.generation for n in here):
             self._fault("", text, now, known=False)
         else:
@@ -655,7 +660,7 @@ class StateMachine:
         if not self._tells and waited >= self.settings.steady_s:
             self._steady(now)
         elif waited >= self.settings.resume_s:
-            self._fault("", "not all ranks have loaded in time", now, waited)
+            self._fault("", "not all ranks finished loading in time", now, waited)
 
     def _wait_for_step(self, now: float) -> None:
         if now - self._loaded_at >= self.settings.steady_s:
@@ -768,7 +773,7 @@ class StateMachine:
         s = self.settings
         out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s)
         if out:
-            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
+            self._out.append(Tell(text=f"{node} failed {s.flaps} times: it is excluded"))
         return out
 
     def _cheapest(self) -> int:
@@ -930,13 +935,13 @@ class StateMachine:
         fruitless = f"{self.ladder.fruitless} generations in a row have committed no step; {last}"
         texts = {
             "stopped": f"stopped: {self.reason}",
-            "exit-code": f"{self.reason}: it is not started again",
-            "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. Bring "
-            "nodes back and start the job again: it goes on from its log",
-            "no-progress": f"{fruitless}. Mend the cause and start the job again",
+            "exit-code": f"{self.reason}: the job is not restarted",
+            "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. "
+            "Bring nodes back and start the job again: it resumes from its log",
+            "no-progress": f"{fruitless}. Fix the cause and start the job again",
             "max-restarts": f"{self.ladder.failures} faults, and {self.settings.max_restarts} "
             f"restarts are allowed; {last}",
-            "requeue": f"{fruitless}. The job is to be submitted again",
+            "requeue": f"{fruitless}. Submit the job again",
         }
         text = f"{texts[kind]}. The last committed step is {self.step}."
         self._become(State.ABORTED, text, now)

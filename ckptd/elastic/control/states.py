@@ -137,7 +137,7 @@ def _codes(word: str, text: str) -> tuple[int, int]:
     if numbers and 1 <= int(low) <= int(last) <= 255:
         return int(low), int(last)
     raise UsageError(
-        "these are no exit codes",
+        "invalid --no-restart-on",
         where="--no-restart-on",
         wanted="codes from 1 to 255 and ranges, such as 2,64-78; repeat; or none",
         found=text[:200],

@@ -128,7 +128,7 @@ class Launcher(ABC):
         UsageError, DeadlineError, StoreError
             As of `start`.
         """
-        raise NotFoundError("no other node is to be had", kind="no-spare", where=node)
+        raise NotFoundError("no replacement node is available", kind="no-spare", where=node)
 
     def hints(self, timeout_s: float) -> tuple[Hint, ...]:
         """Return which nodes will be taken away; each once, and again if it had been taken back.

@@ -119,7 +119,7 @@ class LocalLauncher(Launcher):
         for node in nodes:
             if node not in self._states:
                 raise UsageError(
-                    "the job has no such node",
+                    "unknown node of this job",
                     kind="unknown-node",
                     where=node,
                     wanted=", ".join(sorted(self._states)[:20]),

@@ -57,13 +57,13 @@ class MemoryWatch:
         facts, logged = self._facts(pid), _logged(pid)
         if logged or any(more[:-1]):
             words = [text for text in (logged, facts) if text]
-            return f"out of memory (OOM), the kernel has killed it: {', '.join(words)}"
+            return f"killed by the kernel, out of memory (OOM): {', '.join(words)}"
         if more[-1]:
             return (
-                "most likely out of memory (OOM): the kernel has just killed a process of this "
-                f"machine for that: {facts}"
+                "most likely out of memory (OOM): the kernel recorded an OOM kill on this machine "
+                "just now: {facts}"
             )
-        return f"sent by somebody; the kernel counts no kill for want of memory: {facts}"
+        return f"SIGKILL from another process; the kernel recorded no OOM kill: {facts}"
 
     def _count(self) -> list[int]:
         """Return the kills that were counted, for each control group that is known and for all."""

@@ -313,7 +313,7 @@ class NodeLauncher:
             worker.kill()
         if known:
             return
-        self._say("the lease is over, the controller did not answer: workers are killed")
+        self._say("the lease has expired without an answer from the controller: killing workers")
         running = self._node.running
         if running and self._node.ended is None:
             ended = Ended(node=self._s.node, generation=running, code=LEASE_EXIT_CODE)
@@ -517,7 +517,7 @@ class NodeLauncher:
         """Kill a worker that can go on in no generation; another one takes its seat."""
         if not worker.killed:
             rank = f"rank {worker.seat.rank} (process {worker.pid})"
-            self._say(f"{rank} is not used again, another process takes its place: {why}")
+            self._say(f"{rank} is replaced by a new process: {why}")
             worker.kill()
 
     def _has_stepped(self, worker: Worker) -> bool:
@@ -537,7 +537,7 @@ class NodeLauncher:
         slot = worker.slot
         if slot is None or not self._slots.failed(slot, why, fresh=worker.fresh, worked=worked):
             return
-        self._say(f"slot {slot} is out of use, its device fails each process: {why}")
+        self._say(f"slot {slot} is disabled, its device failed in every process: {why}")
         # The local rank of those behind it names another device from now on.
         for other in self._pool.workers.live(lambda w: w.slot is None or w.slot > slot):
             other.kill()
@@ -587,11 +587,11 @@ class NodeLauncher:
         ordered = number is not signal.SIGINT  # with Ctrl-C a person speaks to the program itself
         if ordered and any(w.end is not None for w in live) and not self._silent:
             # They save first, and the others go on without this node.
-            self._say(f"{number.name}: this node leaves; once more ends it at once")
+            self._say(f"{number.name}: this node leaves the job; send it again to end at once")
             notice = Notice(node=self._s.node, seconds=self._s.grace_s, reason=number.name)
             self._link.tell(notice)
         else:
-            self._say(f"{number.name}: workers are told to end; once more ends them at once")
+            self._say(f"{number.name}: stopping workers; send it again to kill them at once")
             self._tell_to_end(signal.SIGTERM if ordered else number)
 
     def _tell_to_end(self, number: signal.Signals) -> None:

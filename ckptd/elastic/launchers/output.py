@@ -48,7 +48,7 @@ def parse_streams(text: str, flag: str) -> dict[int, int] | int:
     except ValueError:
         pass
     raise UsageError(
-        "streams cannot be understood",
+        "invalid value for the streams of workers",
         where=flag,
         wanted="0 to 3, or RANK:BITS,... with 1 for standard output and 2 for standard error",
         found=text[:200],
@@ -93,9 +93,9 @@ class Output:
             self.folder = Path(tempfile.mkdtemp(prefix=f"{name.replace('/', '-')}_", dir=base))
         except OSError as error:
             raise UsageError(
-                "files of workers cannot be made there",
+                "cannot create output files of workers",
                 where=str(base),
-                wanted="--log-dir names a folder that can be written",
+                wanted="a writable folder, as --log-dir",
                 found=error.strerror or str(error),
             ) from error
         self._role, self._shown = role, shown

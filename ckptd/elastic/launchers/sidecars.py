@@ -383,8 +383,8 @@ class ControllerSupervisor:
         if self._outlook.looked and not may and not self._cut:
             self._cut = True
             self._say(
-                "the controller lives and is heard by others: this node is cut off from it, and "
-                "takes its place only if more nodes say so than it hears"
+                "the controller is alive and other nodes reach it, but this node does not; this "
+                "node starts a new controller only if more nodes have lost it than still reach it"
             )
         return may
 
@@ -429,11 +429,11 @@ class ControllerSupervisor:
         """Kill a process that has proved that it hangs; say once what was found."""
         if probe.hung:
             part.process.kill()  # its end is seen by the next looks
-            found, text = "hung", f"the controller answers no more {since}: it is killed"
+            found, text = "hung", f"the controller has not answered {since}: killing it"
         else:
             found = f"cannot be asked: {probe.problem}" if probe.problem else "answers"
             text = (
-                f"nothing was heard {since} of the controller at {self._announced}, which is not "
+                f"no answer {since} from the controller at {self._announced}, which is not "
                 f"ended: its process runs, and {found}"
             )
         if found != self._silence:
@@ -456,7 +456,7 @@ class ControllerSupervisor:
             self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
             if self._problem != error.message:
                 self._problem = error.message
-                self._say(f"no controller can be started, which is tried again: {error}")
+                self._say(f"cannot start a controller, trying again: {error}")
 
     def _start(self) -> None:
         host, port = self._address, 0

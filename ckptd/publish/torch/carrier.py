@@ -49,7 +49,7 @@ _reads = msgpack_decoder(_GroupRead)
 def _explained(error: Exception) -> bytes:
     """Return what a worker raises for an error here."""
     if not isinstance(error, CkptdError):
-        error = UsageError("a request is none", found=repr(error)[:500])
+        error = UsageError("malformed request", found=repr(error)[:500])
     raw = msgspec.json.encode(error.to_dict())
     if len(raw) <= _MOST_ERROR_BYTES:
         return raw
@@ -59,7 +59,7 @@ def _explained(error: Exception) -> bytes:
 def _error_bytes(head: U8) -> int:
     size = int(head[1:9].view("<u8")[0])
     if not 0 < size <= _MOST_ERROR_BYTES:
-        raise TransientStoreError("an answer is none", kind="link-lost", found=size)
+        raise TransientStoreError("malformed reply", kind="link-lost", found=size)
     return size
 
 
@@ -158,7 +158,7 @@ class GroupCarrier:
             if self._closed.is_set():
                 raise UsageError("the carrier was closed", kind="closed")
             if time.monotonic() > end:
-                raise TransientStoreError("no message in time", kind="link-late")
+                raise TransientStoreError("no message arrived in time", kind="link-late")
 
     def reader(self, giver: int, link: ServerLink) -> SlotReader:
         """See `ckptd.publish.carrier.WeightCarrier`."""
@@ -181,7 +181,7 @@ class GroupCarrier:
             raise
         except CkptdError as error:  # of the transport: that rank is gone
             raise TransientStoreError(
-                "a rank of the publisher is gone",
+                "a rank of the publisher has ended",
                 kind="link-lost",
                 where=f"rank {peer}",
                 found=error.found or error.message,
@@ -194,10 +194,11 @@ class GroupCarrier:
         with self._asking[peer]:
             if peer in self._given_up:
                 raise TransientStoreError(
-                    "a rank of the publisher was late with an answer before",
+                    "a rank of the publisher missed a deadline earlier; this carrier cannot be "
+                    "used again",
                     kind="link-lost",
                     where=f"rank {peer}",
-                    hint="all ranks of the publisher and of its workers make new carriers",
+                    hint="create new carriers on all ranks of the publisher and of its workers",
                 )
             self._given_up.add(peer)
             for part in (np.array([len(raw)], np.int64).view(np.uint8), raw):
@@ -214,11 +215,11 @@ class GroupCarrier:
             raise CkptdError.from_dict(msgspec.json.decode(failed.tobytes()))
         if not has:
             raise TransientStoreError(
-                "a publisher has no such version", kind="no-version", where=f"rank {peer}"
+                "version not available from the publisher", kind="no-version", where=f"rank {peer}"
             )
         if digest(into.data) != head[1:].tobytes():
             raise CorruptError(
-                "bytes changed on their way from a publisher",
+                "bytes from a publisher were corrupted in transit",
                 where=f"rank {peer}",
                 hint="nothing was written to the tensors; update() again",
             )

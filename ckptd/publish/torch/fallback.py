@@ -97,7 +97,7 @@ class RootFallback:
             except (CorruptError, NotFoundError) as error:
                 if error.poisoned:
                     raise
-                _log.warning("step %d of the root is passed over: %s", step, error.message)
+                _log.warning("skipping step %d of the root: %s", step, error.message)
         return None
 
     def _steps(self, above: int) -> list[int]:
@@ -107,6 +107,6 @@ class RootFallback:
         except NotFoundError:
             return []
         except CkptdError as error:
-            _log.warning("the root is not read: %s", error.message)
+            _log.warning("the root cannot be read: %s", error.message)
             return []
         return [c.step for c in found if c.step > above]

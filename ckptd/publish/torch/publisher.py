@@ -128,7 +128,9 @@ class Publication(OfOneProcess):
             self._copied.result(timeout_s)
         except TimeoutError:
             raise DeadlineError(
-                "a version is not copied", kind="board", wanted=f"within {timeout_s:.0f} s"
+                "copying a version did not finish in time",
+                kind="board",
+                wanted=f"within {timeout_s:.0f} s",
             ) from None
         if self._whole is not None:
             self._whole(timeout_s)
@@ -210,7 +212,9 @@ class Publisher(OfOneProcess):
         timeout_s: float = 300.0,
     ) -> None:
         if slots < 2:
-            raise UsageError("a publisher needs two slots", wanted="at least 2", found=slots)
+            raise UsageError(
+                "a publisher needs at least two slots", wanted="at least 2", found=slots
+            )
         self._layout = layout
         self._slot_count = slots
         self._budget_bytes = budget_bytes
@@ -258,7 +262,7 @@ class Publisher(OfOneProcess):
         if rank == 0 and address is not None:
             if not is_here(address.host):
                 raise UsageError(
-                    "the publisher's address is not one of rank 0's machine",
+                    "rank 0's machine does not have the publisher's address",
                     where=f"tcp://{address}",
                 )
             bind, port = address.host, address.port
@@ -324,7 +328,7 @@ class Publisher(OfOneProcess):
             )
         if self._budget_bytes is not None and at * self._slot_count > self._budget_bytes:
             raise UsageError(
-                "what this rank publishes does not fit its budget",
+                "this rank's tensors do not fit budget_bytes",
                 wanted=f"{self._slot_count} slots of {at} bytes",
                 found=f"{self._budget_bytes} bytes",
             )
@@ -382,8 +386,8 @@ class Publisher(OfOneProcess):
             leaves.refuse_wrapped("published")
             if self._shape is not None and _looks(leaves, self._shape.names) != self._shape.looks:
                 raise UsageError(
-                    "the state has other tensors than at the first publish",
-                    hint="make another publisher",
+                    "the state's tensors differ from those of the first publish",
+                    hint="create a new Publisher",
                 )
         except CkptdError as error:
             problem = error
@@ -573,9 +577,9 @@ class Publisher(OfOneProcess):
     def _lose(self, number: int) -> None:
         """Have all ranks know that no version will be whole any more."""
         lost = ProcessError(
-            "the server of rank 0, or the one that asks it, does not answer",
+            "no answer from the publisher's server on rank 0 or on this rank",
             where=f"version {number}",
-            hint="make another publisher",
+            hint="create a new Publisher",
         )
         self._post(_LOST, msgspec.json.encode(lost.to_dict()))
 
@@ -594,7 +598,7 @@ class Publisher(OfOneProcess):
         whole, dropped = ((), ()) if raw is None else _settled.decode(raw)
         if number in dropped:
             raise SaveError(
-                "another rank's share of a version failed",
+                "publishing failed on another rank",
                 kind="aborted",
                 where=f"version {number}",
                 hint="the log of that rank says why",
@@ -607,7 +611,7 @@ class Publisher(OfOneProcess):
             self._not_lost()
             if time.monotonic() >= end:
                 raise DeadlineError(
-                    "a version is not in place on every rank",
+                    "not every rank has finished copying a version",
                     kind="board",
                     wanted=f"version {number} within {timeout_s:.0f} s",
                 )
@@ -624,7 +628,7 @@ class Publisher(OfOneProcess):
     ) -> NDArray[np.uint8]:
         """Return parts of a version that a worker holds, for a carrier."""
         gone = NotFoundError(
-            "a publisher has no such version", kind="no-version", where=f"{number}"
+            "version not available from the publisher", kind="no-version", where=f"{number}"
         )
         data = np.empty(read_bytes(tensors, blocks), np.uint8)
         with self._reading:

@@ -301,7 +301,9 @@ class Subscriber(OfOneProcess):
                     raise
                 self.last_error = error.without_frames()  # they hold what was pulled
                 self._disconnect()
-                _log.warning("the weights of step %d are not had: %s", version.step, error.message)
+                _log.warning(
+                    "could not get the weights of step %d: %s", version.step, error.message
+                )
                 # Ranks that came at other times would part here.
                 if self._agreement.on_rank_zero("late", lambda: time.monotonic() >= end):
                     return self._from_root(older=older)
@@ -349,7 +351,7 @@ class Subscriber(OfOneProcess):
         if report is None:
             return None
         self._version = WeightVersion(report.step, 0, "")
-        _log.info("no publisher is reached: step %d comes from the root", report.step)
+        _log.info("no publisher is reachable: loading step %d from the root", report.step)
         read = report.read.bytes_copied
         found = UpdateReport(
             version=self._version, bytes_needed=read, seconds=time.monotonic() - begun
@@ -438,7 +440,9 @@ class Subscriber(OfOneProcess):
         leader = self._connect(entry)
         hold = VersionHold(leader, version.number)
         if not hold.good:
-            raise TransientStoreError("the version went", kind="no-version")
+            raise TransientStoreError(
+                "the version was replaced while it was read", kind="no-version"
+            )
         plan = self._planned(version, leader)
         missing = [g for g in plan.givers if g not in self._links or self._links[g].lost]
         for giver in missing:
@@ -489,7 +493,7 @@ class Subscriber(OfOneProcess):
         missing = sorted(n for n in names.values() if n not in found)
         if missing:
             raise MismatchError(
-                "the tensors lack the scales of those that the layout calls quantized",
+                "scales are missing for tensors that the layout declares quantized",
                 kind="lay-fit",
                 where=", ".join(missing[:8]) + (" ..." if len(missing) > 8 else ""),
             )

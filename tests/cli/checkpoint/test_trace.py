@@ -77,7 +77,7 @@ def test_exit_codes(cli: Cli, tmp_path: Path) -> None:
     assert cli("trace", str(tmp_path)).code == 4
     (tmp_path / "a.jsonl").write_text("{}\n")
     result = cli("trace", str(tmp_path), "--json")
-    assert (result.code, result.error["message"]) == (3, "none of the files holds events")
+    assert (result.code, result.error["message"]) == (3, "the files hold no events")
 
 
 def test_what_was_skipped_is_said(cli: Cli, folder: str) -> None:

@@ -68,7 +68,7 @@ def test_without_a_controller(tmp_path: Path) -> None:
     nobody = ControllerProcess(tmp_path)
     out = ctl(nobody, "status", "--json")
     assert out.returncode == 4
-    assert "no controller of this job was ever there" in json.loads(out.stderr)["error"]["message"]
+    assert "no controller of this job was found" in json.loads(out.stderr)["error"]["message"]
 
 
 def test_slots_that_are_out_of_use_are_shown_with_the_reason(

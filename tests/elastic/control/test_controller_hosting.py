@@ -76,7 +76,7 @@ def test_a_generation_that_cannot_be_is_refused(tmp_path: Path, said: msgspec.St
         peer = made.join("node", "a")
         with pytest.raises(RefusedError) as caught:
             made.controller.received(peer, said)
-        assert "a node knows of a generation that cannot" in caught.value.message
+        assert "a node reported an impossible generation" in caught.value.message
         assert made.machine.generation == 1
         assert made.waiting == []
 

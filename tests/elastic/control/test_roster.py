@@ -42,7 +42,7 @@ def test_a_member_is_never_forgotten_and_who_was_is_fenced_when_it_comes() -> No
 def test_a_slot_that_is_out_of_use_is_told_once_and_shown() -> None:
     d = Driver("abc", gather_s=1.0)
     sick = NodeUp(node="d", life="1", slots=1, sick=("slot 1: the device fails: lost",))
-    text = "d has one slot less: slot 1: the device fails: lost"
+    text = "d has lost a slot: slot 1: the device fails: lost"
     assert [a.text for a in d.hear(sick) if isinstance(a, Tell)] == [text]
     assert none(d.hear(sick), Tell)
     found = status_of(Setting("j", "log", "127.0.0.1:1", "1"), d.machine, RecoveryHistory())

@@ -65,10 +65,10 @@ def test_who_eats_its_memory_is_named(group: Path) -> None:
         process.stdin.flush()
         assert process.wait(60) == -signal.SIGKILL
     text = watch.killed(process.pid)
-    assert text.startswith("out of memory (OOM), the kernel has killed it"), text
+    assert text.startswith("killed by the kernel, out of memory (OOM)"), text
     assert "67.1 MB" in text, text  # the group's limit
     # What was counted is told once: another process was killed by somebody.
-    assert watch.killed(1 << 30).startswith("sent by somebody")
+    assert watch.killed(1 << 30).startswith("SIGKILL from another process")
 
 
 def test_who_is_killed_by_somebody_is_told_with_the_memory() -> None:

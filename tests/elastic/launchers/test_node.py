@@ -230,10 +230,10 @@ def test_a_launcher_that_was_stopped_for_long_kills_before_anything_else(tmp_pat
     launched = Launched(tmp_path, "n", "--nproc-per-node", "2", *lease)
     first = trains(launched, 2)
     stop(launched.process.pid)
-    # Ranks end by themselves when the lease is over, before their next step.
+    # Ranks end by themselves when the lease has expired, before their next step.
     until(lambda: not any(map(lives, first)), launched.text)
     os.kill(launched.process.pid, signal.SIGCONT)
-    until(lambda: "the lease is over" in launched.log.read_text(), launched.text)
+    until(lambda: "the lease has expired" in launched.log.read_text(), launched.text)
     trains(launched, 2, generation=2)
     assert launched.finish() == 0, launched.text()
     clean(launched)

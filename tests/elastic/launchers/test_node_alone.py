@@ -170,14 +170,14 @@ def test_who_can_go_on_in_no_generation_is_killed_and_not_seated_again(tmp_path:
         assert unfit.end is not None
         assert well.end is not None
         one.launcher._handle(well.end, Out(1))
-        one.launcher._handle(unfit.end, Out(1, "its device fails"))
+        one.launcher._handle(unfit.end, Out(1, "its device failed"))
         assert not unfit.idle
         one.until(lambda: unfit.dead and unfit not in list(one.pool.workers))
         assert well.idle
         assert one.launcher._node.fenced == 2
         assert one.codes() == [], "it did not end by itself: that is no fault of its own"
-        text = f"rank 1 (process {unfit.pid}) is not used again, another process takes its place"
-        assert f"{text}: its device fails" in one.said
+        text = f"rank 1 (process {unfit.pid}) is replaced by a new process"
+        assert f"{text}: its device failed" in one.said
 
 
 def test_a_slot_whose_device_fails_each_process_is_out_of_use(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_slot_whose_device_fails_each_process_is_out_of_use(tmp_path: Path) ->
         assert sick.killed
         assert other.killed, "its local rank is another device's now"
         assert one.pool.slots.environ()["CUDA_VISIBLE_DEVICES"] == "1"
-        assert "slot 0 is out of use" in one.said[-2]
+        assert "slot 0 is disabled" in one.said[-2]
 
 
 def test_two_that_end_together_are_each_counted_for_their_own_device(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_people_are_told_that_no_controller_is_there_only_after_a_while(tmp_path
         assert one.said == []
         one.link._echoed_at -= 20.0
         one.until(lambda: one.said)
-        assert one.said == ["the controller cannot be reached yet: nobody knows where it is"]
+        assert one.said == ["the controller cannot be reached yet: its address is unknown"]
 
 
 def test_people_are_told_that_the_secret_is_another_one(
@@ -300,7 +300,7 @@ def test_people_are_told_that_the_secret_is_another_one(
             assert one.link.there
         finally:
             one.close()
-    assert "its secret is not the one that is used here" in one.said[0]
+    assert "its secret differs from this node's" in one.said[0]
     assert "need the same CKPTD_SECRET; here it is set" in one.said[0]
 
 

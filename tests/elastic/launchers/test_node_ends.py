@@ -74,7 +74,7 @@ def test_a_code_that_comes_again_before_the_first_step_is_the_jobs(
 ) -> None:
     found, text = finished(launch(tmp_path, body, "--nproc-per-node", "2"))
     assert (found, starts(text)) == (code, 2), text
-    assert "at the same place, before its first step: it is not started again" in text
+    assert "at the same place, before its first step: the job is not restarted" in text
 
 
 def test_an_error_that_all_ranks_have_is_shown_once(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_who_fails_while_the_others_end_well_restarts_nothing(
     body = TRAIN + f"if rank == 1:\n    {end}\n"
     found, text = finished(launch(tmp_path, body, "--nproc-per-node", "3"))
     assert (found, starts(text)) == (code, 1), text
-    assert "when all others ended in good order" in text
+    assert "all other ranks finished successfully" in text
 
 
 @pytest.mark.long

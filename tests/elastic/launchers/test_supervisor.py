@@ -119,7 +119,7 @@ def test_without_progress_launchers_are_started_anew_then_the_job_is_submitted_a
     with kept(tmp_path, "levels=3") as one:
         outcome = one.ended()
         assert (outcome.kind, outcome.requeue) == ("requeue", True)
-        assert any("started anew on n0, n1, n2" in text for text in one.said), one.said
+        assert any("restarting launchers on n0, n1, n2" in text for text in one.said), one.said
         assert all(len(one.pids(name)) >= 2 for name in NAMES)
 
 
@@ -176,7 +176,7 @@ def test_another_node_that_could_not_be_had_is_asked_for_again() -> None:
         assert launcher.pid("n2") is not None
         assert [text for text in said if "place" in text] == [
             "n2 takes the place of n0",
-            "n1 is gone, and there is no other node in its place",
+            "n1 is gone, and no replacement node is available",
         ]
         supervisor._poll()
         assert launcher.asked == 3

@@ -108,7 +108,7 @@ class CanonicalGradients:
         """
         if self._numbers not in (None, len(numbers)):
             raise UsageError(
-                "this micro-batch comes with another count of numbers than the one before",
+                "this micro-batch has a different count of numbers than the one before",
                 wanted=f"{self._numbers} numbers beside the gradients",
                 found=str(len(numbers)),
             )

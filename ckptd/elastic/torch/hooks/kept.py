@@ -115,7 +115,7 @@ class KeptGradients:
     def __init__(self, *, steps: int = 2) -> None:
         if steps < 1:
             raise UsageError(
-                "sums of no step would be kept", wanted="steps of at least 1", found=str(steps)
+                "steps to keep must be at least 1", wanted="1 or more", found=str(steps)
             )
         self.found = 0
         self.refused = False
@@ -219,7 +219,7 @@ class _Resumed(CanonicalGradients):
         at = self._sampler.consumed
         if (others := self._kept.others(at)) and self._rank == 0:
             _log.info(
-                "step %d begins anew: what was kept is of step %s",
+                "step %d starts from its first micro-batch: the kept sums are of step %s",
                 self._sampler.step + 1,
                 ", ".join(str(other // self._sampler.schedule.batch + 1) for other in others),
             )
@@ -250,7 +250,7 @@ class _Resumed(CanonicalGradients):
         self._sampler.assign(indices)
         if self._rank == 0:
             _log.info(
-                "step %d goes on: its ranks have kept %d of %d micro-batches",
+                "step %d resumes: its ranks have kept %d of %d micro-batches",
                 self._sampler.step + 1,
                 found,
                 self._leaves,
@@ -262,7 +262,8 @@ class _Resumed(CanonicalGradients):
             return None
         if step.schedule != self._sampler.schedule:
             _log.warning(
-                "what this rank has kept of step %d is of another schedule of samples: the step is "
+                "the sums that this rank kept of step %d belong to another schedule of samples: "
+                "the step is "
                 "computed again",
                 self._sampler.step + 1,
             )
@@ -272,8 +273,8 @@ class _Resumed(CanonicalGradients):
         if same and self._fits(step.tree):
             return step
         _log.warning(
-            "what this rank has kept of step %d was computed with other parameters than those that "
-            "are loaded: the step is computed again",
+            "the sums that this rank kept of step %d were computed with parameters other than the "
+            "loaded ones: the step is computed again",
             self._sampler.step + 1,
         )
         return None

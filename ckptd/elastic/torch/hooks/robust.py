@@ -193,6 +193,6 @@ def register(model: nn.parallel.DistributedDataParallel, rule: str | Rule = "fla
     """
     if isinstance(rule, str):
         if rule not in RULES:
-            raise UsageError("there is no such rule", wanted=", ".join(RULES), found=rule)
+            raise UsageError("unknown rule of reduction", wanted=", ".join(RULES), found=rule)
         rule = RULES[rule]
     model.register_comm_hook(RobustState(rule, model.process_group), robust_hook)

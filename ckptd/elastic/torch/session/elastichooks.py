@@ -111,12 +111,12 @@ class ElasticHooks(Job):
         asked = self._link is not None and self._tells and known > 0 and not self._new_run
         if asked and Index(root).generations():
             raise RefusedError(
-                f"step {known} was committed, and nothing of this job is found any more",
+                f"step {known} was committed, but no snapshot or checkpoint of this job is found",
                 where=root.url,
                 wanted=f"a snapshot or a checkpoint; step {known} was the newest",
                 found="none, neither at the root nor in the near tiers of the nodes that are here",
-                hint="bring back the nodes that held it, or the root that it was saved to; "
-                "to begin from nothing on purpose start a new job, with another --log",
+                hint="bring back the nodes or the root that held it; to start from scratch on "
+                "purpose, start a new job with another --log",
             )
         self.loaded(0)
 
@@ -179,4 +179,4 @@ def abandon_all() -> None:
             # It was cut short anywhere: a buffer still held elsewhere is a BufferError, one that
             # was let go of a ValueError; the next generation must begin all the same.
             what = type(opened).__name__.lower()
-            _log.warning("a %s was left in disorder: %r", what, error)
+            _log.warning("leaving a %s failed: %r", what, error)

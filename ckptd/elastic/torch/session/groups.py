@@ -123,7 +123,7 @@ def destroy_groups() -> list[Any]:
         if dist.is_initialized():
             dist.destroy_process_group()
     except (RuntimeError, ValueError, AssertionError) as error:
-        _log.warning("process groups were left in disorder: %s", error)
+        _log.warning("destroying process groups failed: %s", error)
     finally:
         # Where that has failed, or there was no default group yet, others still have their names.
         _forget_default_group()

@@ -119,8 +119,8 @@ class _Session:
             _prepare_nccl()
         elif self._link.rank == 0:
             _log.warning(
-                "the launcher of this job starts all processes anew when ranks come or go: "
-                "with ckptd run, a session goes on in the same process"
+                "the launcher of this job restarts all processes when ranks join or leave; with "
+                "ckptd run, a session continues in the same process"
             )
         guard_steps()
         BEFORE_STEP.append(self._interrupter.check)
@@ -206,13 +206,13 @@ class _Session:
             self._idle = True
             self._link.out(self._interrupted)
         if not wait_for_copying(time.monotonic() + _COPYING_S):
-            _log.warning("a save is still copied: until that ends its memory is not free")
+            _log.warning("a save is still being copied: its memory is freed when that ends")
         # Models and optimizers are full of cycles, and the next generation needs their memory. So
         # are saves: what a thread still copied would stay until the next collection, locked pages
         # included.
         gc.collect()
         if not let_go(groups, time.monotonic() + _GROUPS_S):
-            self._end("a process group does not end: its threads wait for other ranks")
+            self._end("a process group cannot be destroyed: its threads wait for other ranks")
         empty_caches()
         if not self._settled:
             self._settled = True

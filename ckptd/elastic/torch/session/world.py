@@ -99,7 +99,7 @@ def _three(environ: Mapping[str, str], name: str) -> tuple[int, int, int] | None
 
 def _bad(name: str, found: str) -> UsageError:
     return UsageError(
-        "the environment describes no rank of a job",
+        "the environment lacks the variables of a rank",
         where=name,
         found=found[:200],
         hint="ckptd run sets these variables",

@@ -38,7 +38,7 @@ def host_store(host: str) -> TCPStore:
             where=host,
             wanted="an address of this machine that the other nodes reach",
             found=error.strerror or error,
-            hint="name it: --local-addr ADDRESS",
+            hint="give --local-addr ADDRESS",
         ) from error
     # With a descriptor, torch asks for the port too, and takes the descriptor over.
     return TCPStore(

@@ -117,8 +117,8 @@ def test_a_process_with_a_sticky_error_is_not_used_again(
     assert first["1"] != later["1"], text
     assert len({generation for _, generation, _, _ in ranks}) == 2, "one recovery is enough"
     assert [step for rank, _, _, step in ranks if rank == "1"] == list("12345")
-    wanted = rf"rank 1 \(process {first['1']}\) is not used again, another process takes its"
-    assert re.search(wanted + " place: the device fails: CUDA error: device-side assert", text)
+    wanted = rf"rank 1 \(process {first['1']}\) is replaced by a new"
+    assert re.search(wanted + " process: the device fails: CUDA error: device-side assert", text)
 
 
 @pytest.mark.long
@@ -145,4 +145,4 @@ def test_a_device_that_fails_each_process_is_not_used(
     assert {(node, device) for world, node, device, _ in steps if world == "4"} >= {("a", "0")}
     last = sorted((world, node, device) for world, node, device, step in steps if step == "6")
     assert last == [("3", "a", "1"), ("3", "b", "0"), ("3", "b", "1")], text
-    assert "slot 0 is out of use, its device fails each process" in text
+    assert "slot 0 is disabled, its device failed in every process" in text

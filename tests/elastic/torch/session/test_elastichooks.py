@@ -63,7 +63,10 @@ def test_nobody_begins_from_nothing_where_a_step_was_committed(tmp_path: Path) -
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         with pytest.raises(RefusedError) as refused:
             ck.latest()
-        assert "was committed, and nothing of this job is found" in refused.value.message
+        assert (
+            "was committed, but no snapshot or checkpoint of this job is found"
+            in refused.value.message
+        )
         assert "step 7" in refused.value.message
         assert refused.value.where == str(tmp_path / "root")
 

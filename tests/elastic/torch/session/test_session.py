@@ -302,7 +302,7 @@ def test_a_world_from_the_environment() -> None:
 def test_no_world(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError) as raised:
         World.of({"RANK": "0", "WORLD_SIZE": "1", **wrong})
-    assert "the environment describes no rank of a job" in raised.value.message
+    assert "the environment lacks the variables of a rank" in raised.value.message
 
 
 def test_only_the_main_thread_can_be_interrupted() -> None:
