@@ -346,10 +346,22 @@ def test_links_between_pages_resolve() -> None:
     broken = []
     for page in (p for p in files() if p.suffix == ".md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-            path = target.split("#")[0]
-            if path and "://" not in target and not (page.parent / path).exists():
+            path, _, anchor = target.partition("#")
+            to = page.parent / path if path else page
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
                 broken.append(f"{shown(page)}: {target}")
     assert not broken
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).strip().lower() for head in heads]
+    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in plain}
 
 
 def test_change_notes_are_named_as_the_generator_wants() -> None:

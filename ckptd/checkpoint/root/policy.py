@@ -35,7 +35,7 @@ def plain_int(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """When a save is due.
+    """When a save is due. With both parameters, whichever comes first.
 
     Parameters
     ----------
@@ -43,8 +43,6 @@ class Every:
         At the first step at or after each multiple of it. Every rank decides this alike.
     minutes
         That long after the last save, in minutes. Clocks differ, so rank 0 decides and announces.
-
-    With both, whichever comes first.
     """
 
     steps: int | None = None

@@ -62,8 +62,7 @@ class CopyOptions(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     UsageError
-        ``Every``, ``Auto``, ``Keep``, ``CopyOptions`` or ``Preemption`` with values that make no
-        policy.
+        A value is none of those above.
     """
 
     lazy: Lazy = "auto"
