@@ -153,9 +153,9 @@ class Pages:
             self._counts.add(count)
         return count
 
-    def _written(self, count: Count) -> list[Range]:
+    def _written(self, count: Count, ranges: Iterable[Range]) -> list[Range]:
         with self._lock:
-            found = [f for page in count.ranges for f in self._find(page, _CHECK_WPASYNC)]
+            found = [f for page in ranges for f in self._find(page, _CHECK_WPASYNC)]
             return sorted({*found, *count._noted})
 
     def _end(self, count: Count) -> None:
@@ -210,20 +210,26 @@ class Count:
         self._pages = pages
         self._noted: list[Range] = []
 
-    def written(self) -> list[Range]:
-        """Return what was written since; raises `OSError` where memory was mapped anew."""
-        return self._pages._written(self)
+    def written(self, ranges: Iterable[Range] | None = None) -> list[Range]:
+        """Return what was written since; raises `OSError` where memory was mapped anew.
+
+        Parameters
+        ----------
+        ranges
+            Pages that are counted; None: all of them.
+        """
+        return self._pages._written(self, self.ranges if ranges is None else ranges)
 
     def end(self) -> None:
         """Stop counting. Idempotent."""
         self._pages._end(self)
 
 
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges in rising order, those that overlap as one."""
+def _joined(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
+    """Return ranges in rising order, as one those that overlap, or have less than `gap` between."""
     found: list[Range] = []
     for start, end in sorted(r for r in ranges if r[0] < r[1]):
-        if found and start < found[-1][1]:
+        if found and start < found[-1][1] + gap:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
             found.append((start, end))
@@ -363,7 +369,9 @@ class SpanWatch:
             else:
                 blind.append(number)
         ranges.sort()
-        self.ranges = [r for r, _ in ranges]
+        self.ranges = _joined(r for r, _ in ranges)
+        # What little lies between is counted with them: a call costs as much as many pages.
+        self._stretches = _joined(self.ranges, SMALL_SPAN_BYTES)
         self._of_range = [number for _, number in ranges]
         self._range_starts = [start for (start, _), _ in ranges]
         total = sum(self.spans[n].nbytes for n in blind)
@@ -381,11 +389,13 @@ class SpanWatch:
     def begin(self) -> WatchedSpans:
         """Watch from now on. What an earlier call returned must have been asked already."""
         count = None
-        if self._pages is not None and self.ranges:
+        while self._pages is not None and self.ranges and count is None:
             try:
-                count = self._pages.count(self.ranges)
+                count = self._pages.count(self._stretches)
             except OSError:  # memory that is mapped anew at the same place is not registered
-                self._plan(set())
+                if self._stretches == self.ranges:
+                    self._plan(set())
+                self._stretches = self.ranges
         spans, offsets, sizes = self._fixed
         if len(self._drawn):
             # The user's streams of numbers are not drawn from.
@@ -440,11 +450,12 @@ class WatchedSpans:
         if self._count is None:
             return
         watch = self._watch
-        try:
-            written = self._count.written()
-        except OSError:  # some of it was unmapped
-            written = watch.ranges
-        for start, _ in written:
+        written = watch.ranges
+        for ranges in (None, watch.ranges):  # some of it, or what lies between, was mapped anew
+            with suppress(OSError):
+                written = self._count.written(ranges)
+                break
+        for start, _ in _common(written, watch.ranges):
             number = bisect.bisect_right(watch._range_starts, start) - 1
             yield watch.spans[watch._of_range[number]].name
 

@@ -78,6 +78,40 @@ def test_neighbours_in_a_page_are_not_taken_for_one_another(pages: Pages | None)
     assert not look.changed(0)
 
 
+@pytest.mark.skipif(Pages.of_this_process() is None, reason="this kernel counts no writes")
+def test_neighbours_are_counted_at_once_with_what_lies_between() -> None:
+    memory = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = {f"t{n}": whole[10 * n * PAGE : (10 * n + 8) * PAGE] for n in range(6)}
+    watched = watch(tensors, Pages.of_this_process())
+    between = whole.data_ptr() + 8 * PAGE
+
+    def changed(*offsets: int) -> list[str]:
+        look = watched.begin()
+        for at in offsets:
+            whole.numpy()[at] += 1
+        return look.changed(0)
+
+    for lies in ("as it was", "mapped anew"):
+        assert changed() == [], lies
+        assert changed(8 * PAGE, 19 * PAGE) == [], "what lies between is not watched"
+        assert changed(3 * PAGE, 8 * PAGE, 33 * PAGE + 5) == ["t0", "t3"]
+        assert len(watched.ranges) == 6
+        look = watched.begin()
+        assert look._count is not None
+        assert len(look._count.ranges) == (1 if lies == "as it was" else 6)
+        _mapped_anew(between, PAGE)  # while it is counted, too
+        assert look.changed(0) == []
+
+
+def _mapped_anew(at: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    assert libc.mmap(at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == at
+
+
 def test_a_value_that_is_put_back_was_written_all_the_same() -> None:
     if Pages.of_this_process() is None:
         pytest.skip("this kernel does not count writes")
