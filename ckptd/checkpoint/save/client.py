@@ -758,9 +758,11 @@ class WriterClient(OfOneProcess):
             return
         self._slots.keep(tier, number)
         self._near_errors.pop(tier, None)
+        # The agent first: who waits for the handle may say goodbye at once, and an agent that does
+        # not know of this snapshot then keeps none that the root cannot take.
+        self._notify_agent(job, tier, complete=True)
         handle.settle(tier)
         self._release(number, job)
-        self._notify_agent(job, tier, complete=True)
         self._forget_old()
 
     def _notify_agent(self, job: _Job, tier: str, *, complete: bool) -> None:

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +69,16 @@ def test_a_killed_trainers_snapshot_is_saved_and_the_next_life_finds_it(root: st
     until(lambda: not lives(pid))
 
 
-def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(root: str) -> None:
+def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notify = WriterClient._notify_agent
+
+    def late(*args: Any, **more: Any) -> None:
+        time.sleep(0.5)  # in which a goodbye can overtake it
+        notify(*args, **more)
+
+    monkeypatch.setattr(WriterClient, "_notify_agent", late)
     job = NearJob(root)
     job.save(1, root=True).durable(PATIENCE_S)
     job.save(2).durable(PATIENCE_S)
