@@ -1,8 +1,8 @@
 """Pages of the site that are not Markdown in docs/, and links to files of the repository.
 
 A link to a Markdown file outside docs/ leads to a page made of that file, and a link to any other
-file to a page that shows it. A link to nothing fails the build, and so does a public name without an
-entry.
+file to a page that shows it. A link to nothing fails the build, and so does a public name that has
+no entry.
 """
 
 from __future__ import annotations
