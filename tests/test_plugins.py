@@ -44,13 +44,13 @@ def test_a_verb_of_an_installed_package(tmp_path: Path) -> None:
     install(tmp_path, "zz_verbs", NAMES)
     done = command(tmp_path, "greet", "--loud", "x", "--json", "--help")
     assert (done.returncode, done.stdout) == (7, "--loud x --json --help\n")
-    listed = command(tmp_path, "--help")
+    listed = command(tmp_path, "--help-all")
     assert "Greet." in listed.stdout
     assert "List the checkpoints" in listed.stdout  # no package takes a verb over
     for name in ("wrong", "gone"):
         assert f"verb {name} of zz_verbs 1.2" in listed.stderr
         assert command(tmp_path, name).returncode == 2
-    assert "does not load" not in command(tmp_path, "pins", str(tmp_path)).stderr
+    assert "does not load" not in command(tmp_path, "gc", str(tmp_path)).stderr
 
 
 def test_shipped_verbs_load() -> None:

@@ -25,11 +25,13 @@ def install_completion(
     """
     from cyclopts.completion.detect import ShellDetectionError
 
+    from ckptd.cli.help import Rare
     from ckptd.cli.main import app, installed_verbs
 
     if not no_startup and not yes:
         _confirm(shell)
     installed_verbs()
+    Rare.shown = True  # what a help leaves out is completed
     try:
         path = app.install_completion(shell=shell, output=output, add_to_startup=not no_startup)
     except ShellDetectionError as error:

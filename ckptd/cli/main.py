@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
 from ckptd.base.runtime.pauses import spare
+from ckptd.cli.help import Rare, shown_default
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
 from ckptd.parts import part
@@ -32,11 +33,11 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 _OBJECTS = 20_000
 
-# The first paragraph is what `ckptd --help` lists.
+# The first paragraph is what `ckptd --help` lists, on one line of 80 columns.
 VERBS = {
     "ls": "List the checkpoints of a root, the newest last.",
     "inspect": "Show what a checkpoint holds: tensors, layouts, objects, files.",
-    "verify": "Check every byte; name tensor, chunk, file and rank of what is bad."
+    "verify": "Check every byte; name tensor, chunk, file, rank of what is bad."
     "\n\nThe exit code is 3 when something is.",
     "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values."
     "\n\nThe exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not"
@@ -55,36 +56,37 @@ VERBS = {
     "rollback": "Make an older checkpoint the newest that counts."
     "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes "
     "here gets an error at its next save.",
-    "pin": "Keep a checkpoint for ever: neither retention nor gc deletes it.",
-    "unpin": "Remove a pin.",
-    "pins": "List the pinned checkpoints.",
+    "pin": "Keep a checkpoint for ever; list pins, remove one."
+    "\n\nNeither retention nor gc deletes what is pinned.",
     "gc": "Delete what no kept checkpoint needs."
     "\n\nThat is what interrupted saves and abandoned lines left behind, and with --keep older "
     "steps. It shows a plan and asks first. It never deletes the newest complete checkpoint, "
     "anything after it, or what is pinned or being read.",
-    "trace": "Show what each save cost and which rank was slowest, from recorded events.",
+    "trace": "Show what each save cost and which rank was slowest.\n\nIt reads recorded events.",
     "agent": "Run, show or stop a node's agent."
     "\n\nThe agent keeps snapshots in memory for jobs with near tiers, and outlives their trainers."
     " A checkpointer starts one where none runs.",
-    "serve": "Run a job's daemon: diagnosis, history, metrics, API and web page."
+    "serve": "Run a job's daemon: diagnosis, history, metrics, API, web page."
     "\n\nIt prints a URL with a token, which gives full access to the page and the API. TERM or "
     "INT ends it. Agents get its address from ckptd agent run --watch URL or CKPTD_DAEMON; ckptd "
     "watch does all of that for one node.",
-    "controller": "Run the controller of an elastic job, which decides nodes, layout and restarts."
-    "\n\nIt prints its address. It may be killed at any time and started again with the same log;"
-    " training continues meanwhile. ckptd run starts one by itself.",
-    "ctl": "Show the state of an elastic job, and send orders to its controller.",
-    "run": "Train on this node with torchrun's command line; the job survives lost nodes."
-    "\n\nOn one machine, ckptd run train.py is enough. ckptd ctl status shows the job's state.",
-    "watch": "Watch an unchanged program for hangs and slow ranks: ckptd watch -- COMMAND..."
+    "controller": "Run the controller of an elastic job."
+    "\n\nIt decides nodes, layout and restarts, and prints its address. It may be killed at any"
+    " time and started again with the same log; training continues meanwhile. ckptd run starts one"
+    " by itself.",
+    "ctl": "Show the state of an elastic job; send orders to its controller.",
+    "run": "Train on this node like torchrun; the job survives lost nodes."
+    "\n\nOn one machine, ckptd run train.py is enough. ckptd ctl status shows the job's state."
+    " --help-all adds torchrun's other options, and those about layouts and recovery.",
+    "watch": "Watch an unchanged program for hangs and slow ranks."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they occur. The exit"
     " code is COMMAND's; a failure of the watch never stops COMMAND.",
-    "incidents": "List the incidents that the daemon has diagnosed; show one with its evidence."
+    "incidents": "List diagnosed incidents; show one with its evidence."
     "\n\nWithout a daemon, --history reads its history file.",
     "top": "Show a job's ranks and open incidents, live in the terminal."
     "\n\nThe ranks with the worst status come first. Ctrl-C ends it. Without a terminal it prints "
     "once.",
-    "replay": "Run the diagnosis again over a recording of a daemon's messages."
+    "replay": "Run the diagnosis again over a daemon's recorded messages."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nIt writes to a temporary folder below ROOT and removes it again. A store without atomic "
@@ -92,38 +94,82 @@ VERBS = {
     "a job: it names unhealthy nodes and links.",
     "recorder": "Build the native recorder of collectives.",
 }
+_EXAMPLES = {
+    "ls": "s3://bucket/run",
+    "inspect": "s3://bucket/run@1200 --tensor 'model.layers.0.*'",
+    "verify": "s3://bucket/run@1200",
+    "diff": "./run@100 ./run@200 --tensor model",
+    "cp": "./run@1200 s3://bucket/archive",
+    "export": "./run@1200 ./release --dtype bfloat16",
+    "reshard": "./run ./for-megatron --from mine.lay --to megatron.gpt --explain",
+    "lay": "check mine.lay --against ./run",
+    "rollback": "./run@1000",
+    "pin": "./run@1200 --reason 'for the paper'",
+    "gc": "./run --keep 3 --dry-run",
+    "trace": "./run/events",
+    "agent": "status",
+    "serve": "--job llm-7b",
+    "controller": "--job llm-7b --nodes 2:4 --log /shared/llm-7b",
+    "ctl": "drain n3",
+    "run": "--nproc-per-node 8 train.py",
+    "watch": "-- torchrun --nproc-per-node 8 train.py",
+    "incidents": "--follow",
+    "top": "--job llm-7b",
+    "replay": "./recording",
+    "doctor": "s3://bucket/run",
+    "recorder": "build",
+}
 _SLICES = {
-    "checkpoint": "ls inspect verify diff cp rollback pin unpin pins gc doctor trace agent",
+    "checkpoint": "ls inspect verify diff cp rollback pin gc doctor trace agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top replay recorder",
 }
 """Whose verbs: each is a module in the folder ``cli`` of its slice."""
-_SHARED = {"unpin": "pin", "pins": "pin"}
-"""Where a verb is, if not in the module of its name."""
 _HOMES = {
-    verb: f"ckptd.{owner}.cli.{_SHARED.get(verb, verb)}"
-    for owner, verbs in _SLICES.items()
+    verb: f"ckptd.{owner}.cli.{verb}" for owner, verbs in _SLICES.items() for verb in verbs.split()
+}
+_FIRST = {
+    verb: group
+    for group, verbs in {
+        Group(
+            "Checkpoints", sort_key=0
+        ): "ls inspect verify diff cp export reshard rollback pin gc doctor",
+        Group("Jobs", sort_key=1): "run watch top incidents ctl demo",
+    }.items()
     for verb in verbs.split()
 }
+"""What ``ckptd --help`` shows; ``--help-all`` shows the rest as well."""
+_REST = Rare("More", sort_key=2)
+_OPTIONS = Group("Options", sort_key=3)
 
 app = App(
     name="ckptd",
     help="Checkpoints for distributed training. A checkpoint is named ROOT (the newest that "
-    "counts), ROOT@STEP, or ROOT@STEP-gGENERATION; ROOT is a path or a URL.",
+    "counts), ROOT@STEP, or ROOT@STEP-gGENERATION; ROOT is a path or a URL."
+    "\n\nckptd VERB --help says more of a verb; ckptd --help-all shows all verbs.",
     help_format="plaintext",
     version=__version__,
     # One spelling for each switch: no --no-json.
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), show_default=shown_default),
 )
-for _number, (_verb, _help) in enumerate(VERBS.items()):
-    app.command(f"{_HOMES[_verb]}:{_verb}", name=_verb, help=_help, sort_key=_number)
+_ORDER = [*_FIRST, *VERBS]
+for _verb, _help in VERBS.items():
+    app.command(
+        f"{_HOMES[_verb]}:{_verb}",
+        name=_verb,
+        help=f"{_help}\n\nExample: ckptd {_verb} {_EXAMPLES[_verb]}",
+        group=_FIRST.get(_verb, _REST),
+        sort_key=_ORDER.index(_verb),
+    )
 app.command(
     "ckptd.cli.completion:install_completion",
     name="--install-completion",
     help="Install tab completion for the shell in use.",
-    sort_key=1000,
+    group=_OPTIONS,
 )
+app["--help"].group = app["--version"].group = (_OPTIONS,)
+_HELP = (["--help"], ["--help-all"], ["-h"])
 _JSON_GIVEN = {f"--json={word}" for word in ("true", "t", "yes", "y", "1", "on")}
 """What the parser takes for a switch that is on."""
 
@@ -147,7 +193,8 @@ def installed_verbs() -> dict[str, Verb]:
             print(f"note: {text}", file=sys.stderr)
             continue
         number = len(VERBS) + len(found)
-        app.command(verb.target, name=entry.name, help=verb.help, sort_key=number)
+        group = _FIRST.get(entry.name, _REST)
+        app.command(verb.target, name=entry.name, help=verb.help, group=group, sort_key=number)
         found[entry.name] = verb
     return found
 
@@ -182,8 +229,11 @@ def run(argv: Sequence[str]) -> int:
         argv = ["run", *part("run-words")(argv[1:])]
     if argv[:1] not in [[verb] for verb in VERBS]:
         verb = installed_verbs().get(argv[0]) if argv else None
-        if verb is not None and verb.verbatim and argv[1:2] not in (["--help"], ["-h"]):
+        if verb is not None and verb.verbatim and argv[1:2] not in _HELP:
             argv = [argv[0], "--", *argv[1:]]
+    end = argv.index("--") if "--" in argv else len(argv)
+    Rare.shown = "--help-all" in argv[:end]
+    argv[:end] = ["--help" if word == "--help-all" else word for word in argv[:end]]
     from ckptd.cli.terminal import printing
 
     with printing():

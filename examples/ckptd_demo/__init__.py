@@ -8,5 +8,5 @@ __all__ = ["VERB"]
 
 VERB = Verb(
     "ckptd_demo.verb:demo",
-    "Train, kill a rank in the middle of a save, resume on other layouts.",
+    "Train, kill a rank in the middle of a save, resume on others.\n\nExample: ckptd demo --quick",
 )

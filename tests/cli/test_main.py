@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from ckptd import __version__
 from ckptd.cli.main import VERBS as OWN
 from ckptd.cli.main import app, installed_verbs
+from ckptd.elastic.cli.run import separated
 from ckptd.errors import CorruptError
 from ckptd.store import register_store
 from tests.cli.recorded import write_events
@@ -55,9 +57,37 @@ def modules_after(*commands: Sequence[str]) -> set[str]:
     return set(done.stderr.partition("MODULES ")[2].split())
 
 
-def test_help_names_every_verb(cli: Cli) -> None:
-    out = cli.good("--help").out
-    assert [v for v in VERBS if re.search(rf"^. {v} ", out, re.MULTILINE)] == list(VERBS)
+def named(out: str) -> set[str]:
+    return {v for v in VERBS if re.search(rf"^. {v} ", out, re.MULTILINE)}
+
+
+def test_help_names_the_verbs_that_most_need_and_help_all_every_one(cli: Cli) -> None:
+    first = named(cli.good("--help").out)
+    assert {"ls", "verify", "gc", "run", "watch", "demo"} < first
+    assert not {"lay", "replay", "controller", "kubernetes"} & first
+    assert named(cli.good("--help-all").out) == set(VERBS)
+    assert named(cli.good("--help").out) == first
+
+
+def test_help_of_run_leaves_out_what_has_no_effect(cli: Cli) -> None:
+    first, all_of_it = (cli.good("run", f"--{word}").out for word in ("help", "help-all"))
+    for option in ("--nnodes", "--nproc-per-node", "--job"):
+        assert option in first
+    for option in ("--rdzv-backend", "--start-method", "--set", "--tee"):
+        assert option not in first
+        assert option in all_of_it
+    assert "ignored" not in all_of_it
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_help_has_an_example_that_parses(cli: Cli, verb: str) -> None:
+    found = re.search(r"(?m)^Example: (?:exec )?ckptd (.*)$", cli.good(verb, "--help").out)
+    assert found
+    words = shlex.split(found[1])
+    assert words[0] == verb
+    if verb in ("run", "slurm"):
+        words = ["run", *separated(words[1:], {})]
+    app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 def test_version(cli: Cli) -> None:
@@ -93,10 +123,10 @@ def test_verbs_on_a_local_root_import_nothing_heavy(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
-    commands = [[verb, root] for verb in ("ls", "inspect", "verify", "pins", "gc", "pin", "doctor")]
+    commands = [[verb, root] for verb in ("ls", "inspect", "verify", "gc", "pin", "doctor")]
     commands += [["ls", root, "--json"], ["cp", root, str(tmp_path / "x")]]
     commands += [["export", root, str(tmp_path / "y")], ["diff", root, root]]
-    commands += [["rollback", f"{root}@10"], ["unpin", f"{root}@20"]]
+    commands += [["rollback", f"{root}@10"], ["pin", f"{root}@20", "--remove"]]
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],

@@ -117,7 +117,7 @@ def test_a_daemon_does_not_reach_the_terminal_through_top() -> None:
 
 @pytest.mark.parametrize("flag", [(), ("--json",)])
 def test_an_error_does_not_reach_the_terminal(cli: Cli, flag: tuple[str, ...]) -> None:
-    for verb in ("ls", "inspect", "verify", "gc", "pins", "trace"):
+    for verb in ("ls", "inspect", "verify", "gc", "pin", "trace"):
         result = cli(verb, f"/nowhere/{EVIL}", *flag)
         assert result.code != 0
         assert "evil" in result.err

@@ -106,7 +106,11 @@ SHOWN = {
     "gc": "gc run",
     "usage": "ls run --al",
     "help": "--help",
+    "help-all": "--help-all",
     "help-of-a-verb": "verify --help",
+    "help-of-run": "run --help",
+    "help-of-run-all": "run --help-all",
+    "help-of-pin": "pin --help",
 }
 
 

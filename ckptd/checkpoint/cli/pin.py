@@ -1,4 +1,4 @@
-"""``ckptd pin``, ``unpin`` and ``pins``: checkpoints that are never deleted."""
+"""``ckptd pin``: checkpoints that are never deleted."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Annotated
 
 import msgspec
 
-from ckptd.checkpoint.cli.address import CheckpointAddress, Root, Where, needs_step, opened
+from ckptd.checkpoint.cli.address import CheckpointAddress, Where, needs_step, opened
 from ckptd.checkpoint.format.names import CommitName, commit_key, pin_key
 from ckptd.checkpoint.format.records import Pin
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.cli.output import Document, Json, Reply, note, option, print_rows
+from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows
 from ckptd.cli.output import time_text as when
-from ckptd.errors import CorruptError, NotFoundError
+from ckptd.errors import CorruptError, NotFoundError, UsageError
 
 
 class PinRow(msgspec.Struct, frozen=True):
@@ -32,26 +32,38 @@ class PinDocument(Document, frozen=True, kw_only=True, tag="pin"):
     pin: PinRow
 
 
-class UnpinDocument(Document, frozen=True, kw_only=True, tag="unpin"):
-    """What ``ckptd unpin --json`` prints: the checkpoint that is no longer pinned."""
+class UnpinDocument(Document, frozen=True, kw_only=True, tag="pin --remove"):
+    """What ``ckptd pin --remove --json`` prints: the checkpoint that is no longer pinned."""
 
     root: str
     step: int
     generation: int
 
 
-class PinsDocument(Document, frozen=True, kw_only=True, tag="pins"):
-    """What ``ckptd pins --json`` prints: every pin of the root, by step."""
+class PinsDocument(Document, frozen=True, kw_only=True, tag="pin --list"):
+    """What ``ckptd pin --list --json`` prints: every pin of the root, by step."""
 
     root: str
     pins: tuple[PinRow, ...]
 
 
 def pin(
-    where: Where, /, *, reason: Annotated[str, option("Why, for people.")] = "", json: Json = False
+    where: Where,
+    /,
+    *,
+    reason: Annotated[str, option("Why, for people.")] = "",
+    remove: Annotated[bool, flag("Take the pin of ROOT@STEP away.")] = False,
+    listed: Annotated[bool, flag("List the pins of ROOT.", "--list")] = False,
+    json: Json = False,
 ) -> Reply:
     """Keep a checkpoint for ever: no retention and no gc deletes it."""
+    if remove + listed + bool(reason) > 1:
+        raise UsageError("--reason, --remove and --list exclude one another")
     address = CheckpointAddress.of(where)
+    if listed:
+        return _list(where)
+    if remove:
+        return _remove(where)
     with opened(address.root) as catalogue:
         name = address.find(catalogue)
         catalogue.pin(name, reason)
@@ -59,7 +71,7 @@ def pin(
     return Reply(document, lambda _: print(f"pinned {name}"))
 
 
-def unpin(where: Where, /, *, json: Json = False) -> Reply:
+def _remove(where: str) -> Reply:
     """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
     address = needs_step(where)
     with opened(address.root) as catalogue:
@@ -71,8 +83,7 @@ def unpin(where: Where, /, *, json: Json = False) -> Reply:
     return Reply(document, lambda _: print(f"no longer pinned: {name}"))
 
 
-def pins(root: Root, /, *, json: Json = False) -> Reply:
-    """List the pinned checkpoints."""
+def _list(root: str) -> Reply:
     with opened(root) as catalogue:
         rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
         try:
@@ -120,7 +131,7 @@ def _pinned(catalogue: Catalogue, address: CheckpointAddress) -> CommitName:
         raise NotFoundError(
             f"step {address.step} is not pinned",
             where=address.root,
-            hint=f"ckptd pins {address.root}",
+            hint=f"ckptd pin {address.root} --list",
         )
     counted = set(catalogue.line())
     return next((name for name in found if name in counted), found[0])

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,8 @@ from cyclopts import Parameter
 
 from ckptd.base.net.address import parse_address
 from ckptd.base.net.signing import SECRET_VARIABLE, need_secret
-from ckptd.cli.output import Document, Json, flag, json_text
+from ckptd.cli.help import Rare
+from ckptd.cli.output import Document, Json, json_text
 from ckptd.errors import UsageError
 from ckptd.parts import part
 
@@ -49,6 +51,7 @@ SWITCHES = frozenset(
         "--no-watch",
         "--json",
         "--help",
+        "--help-all",
         "-h",
         "--version",
     }
@@ -80,6 +83,12 @@ _FROM_ENVIRONMENT = (
 )
 """torchrun takes these from variables ``PET_...`` as well."""
 _TRUE = ("1", "true", "yes")
+_TORCHRUN = Rare("Of torchrun, less often")
+_WITHOUT_EFFECT = Rare("Of torchrun, accepted so that its command lines run; without effect")
+_RECOVERY = Rare("Layouts, watching, recovery")
+_also, _void, _deep = (
+    partial(Parameter, group=group) for group in (_TORCHRUN, _WITHOUT_EFFECT, _RECOVERY)
+)
 _DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
 
 
@@ -117,49 +126,47 @@ class TorchrunOptions:
     rdzv_endpoint: Annotated[
         str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
     ] = ""
-    rdzv_id: Annotated[str, Parameter(help="Name of the job, unless --job is given.")] = "none"
-    rdzv_backend: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "ckptd"
-    rdzv_conf: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
-    node_rank: Annotated[
-        int, Parameter(help="Accepted for torchrun, ignored: the controller numbers nodes.")
-    ] = 0
-    master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1"
-    master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None
+    rdzv_id: Annotated[str, _also(help="Name of the job, unless --job is given.")] = "none"
+    rdzv_backend: Annotated[str, _void()] = "ckptd"
+    rdzv_conf: Annotated[str, _void()] = ""
+    node_rank: Annotated[int, _void(help="The controller numbers nodes.")] = 0
+    master_addr: Annotated[str, _also(help="With --master-port: the endpoint.")] = "127.0.0.1"
+    master_port: Annotated[int | None, _also(help="See --master-addr.")] = None
     local_addr: Annotated[
-        str, Parameter(help="Address under which other nodes reach this one; detected by default.")
+        str, _also(help="Address under which other nodes reach this one; detected by default.")
     ] = ""
-    standalone: Annotated[bool, flag("Run on one node; overrides the other options.")] = False
+    standalone: Annotated[bool, _also(help="Run on one node; overrides the other options.")] = False
     max_restarts: Annotated[
         int | None,
         Parameter(help="Number of faults after which the job fails; unlimited by default."),
     ] = None
-    monitor_interval: Annotated[float, Parameter(help="Accepted for torchrun, ignored.")] = 0.1
-    start_method: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "spawn"
-    role: Annotated[str, Parameter(help="Value of ROLE_NAME for workers.")] = "default"
+    monitor_interval: Annotated[float, _void()] = 0.1
+    start_method: Annotated[str, _void()] = "spawn"
+    role: Annotated[str, _also(help="Value of ROLE_NAME for workers.")] = "default"
     module: Annotated[
-        bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
+        bool,
+        Parameter(
+            name=("--module", "-m"), help="The script is the name of a module.", show_default=False
+        ),
     ] = False
-    no_python: Annotated[bool, flag("The script is a command.")] = False
-    run_path: Annotated[
-        bool, flag("Accepted for torchrun, ignored: scripts always run that way.")
-    ] = False
+    no_python: Annotated[bool, _also(help="The script is a command.")] = False
+    run_path: Annotated[bool, _void(help="Scripts always run that way.")] = False
     log_dir: Annotated[
         Path | None, Parameter(help="Folder for the output files of workers.", show_default=False)
     ] = None
     redirects: Annotated[
-        str,
-        Parameter(name=("--redirects", "-r"), help="1 out, 2 err, 3 both to files; RANK:BITS,..."),
+        str, _also(name=("--redirects", "-r"), help="1 out, 2 err, 3 both to files; RANK:BITS,...")
     ] = "0"
     tee: Annotated[
-        str, Parameter(name=("--tee", "-t"), help="As --redirects, and to the console as well.")
+        str, _also(name=("--tee", "-t"), help="As --redirects, and to the console as well.")
     ] = "0"
     local_ranks_filter: Annotated[
-        str, Parameter(help="Local ranks that may write to the console, such as 0,1.")
+        str, _also(help="Local ranks that may write to the console, such as 0,1.")
     ] = ""
-    signals_to_handle: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
+    signals_to_handle: Annotated[str, _void()] = ""
     shutdown_timeout: Annotated[
         int,
-        Parameter(
+        _also(
             name=("--shutdown-timeout", "--grace"),
             help="Seconds between SIGTERM (or SIGINT) and SIGKILL for workers.",
         ),
@@ -182,52 +189,51 @@ class JobOptions:
     layout: Annotated[
         str | None, Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default.")
     ] = None
-    pp: Annotated[str, Parameter(help="Other pipeline sizes that the layers allow: 1,2.")] = ""
-    tp: Annotated[str, Parameter(help="Other tensor-parallel sizes that are allowed: 1,2.")] = ""
+    pp: Annotated[str, _deep(help="Other pipeline sizes that the layers allow: 1,2.")] = ""
+    tp: Annotated[str, _deep(help="Other tensor-parallel sizes that are allowed: 1,2.")] = ""
     microbatches: Annotated[
-        int | None, Parameter(help="Micro-batches of a step on all ranks together.")
+        int | None, _deep(help="Micro-batches of a step on all ranks together.")
     ] = None
     memory: Annotated[
-        str | None, Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes.")
+        str | None, _deep(help="limit=B,replicated=B,sharded=B,activations=B in bytes.")
     ] = None
     log: Annotated[
         str | None,
         Parameter(help="Membership log that all nodes reach: a path, s3://..., etcd://..."),
     ] = None
-    no_watch: Annotated[bool, flag("Run without daemon and watcher.")] = False
+    no_watch: Annotated[bool, _deep(help="Run without daemon and watcher.")] = False
     daemon: Annotated[
-        str | None, Parameter(help="Report to the daemon at this URL, instead of starting one.")
+        str | None, _deep(help="Report to the daemon at this URL, instead of starting one.")
     ] = None
-    port: Annotated[int, Parameter(help="Port of the daemon; 0 picks a free one.")] = 0
+    port: Annotated[int, _deep(help="Port of the daemon; 0 picks a free one.")] = 0
     policy: Annotated[
         tuple[str, ...],
-        Parameter(help="CLASS=ACTION: action on incidents of a class; see ckptd serve."),
+        _deep(help="CLASS=ACTION: action on incidents of a class; see ckptd serve."),
     ] = ()
     floor: Annotated[
-        tuple[str, ...],
-        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
+        tuple[str, ...], _deep(help="PHASE=SECONDS: least time-out of a phase, such as train=30.")
     ] = ()
     level: Annotated[
         int | None,
-        Parameter(help="Highest level of recovery: 1 restarts workers, 2 launchers, 3 the job."),
+        _deep(help="Highest level of recovery: 1 restarts workers, 2 launchers, 3 the job."),
     ] = None
     no_restart_on: Annotated[
         str,
-        Parameter(
-            help="Exit codes that end the job: 2,64-78. By default also 'repeat': a code that "
-            "comes twice from the same rank before the first step; 'none' turns all of it off."
+        _deep(
+            help="Exit codes that end the job: 2,64-78. By default also 'repeat': a code that"
+            " comes twice from the same rank before the first step; 'none' turns all of it off."
         ),
     ] = "repeat"
     interrupt: Annotated[
         float | None,
-        Parameter(
-            help="Seconds that ckptd.elastic.session has to leave a generation before its process "
-            "is killed; by default 1, or 8 on a machine with accelerators."
+        _deep(
+            help="Seconds that ckptd.elastic.session has to leave a generation before its"
+            " process is killed; by default 1, or 8 on a machine with accelerators."
         ),
     ] = None
     setting: Annotated[
         tuple[str, ...],
-        Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
+        _deep(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
     ] = ()
 
 

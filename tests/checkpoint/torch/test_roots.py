@@ -235,7 +235,7 @@ def test_nothing_can_be_written_and_everything_is_read(
     assert ck.load(state, 1) == 1
     with pytest.raises(StoreError):
         ck.save(2, state_of(2))
-    for verb in (("verify",), ("inspect",), ("ls",), ("ls", "--all"), ("pins",)):
+    for verb in (("verify",), ("inspect",), ("ls",), ("ls", "--all"), ("pin", "--list")):
         found = cli(verb[0], str(root), *verb[1:], "--json")
         assert found.code == 0, found.err
     found = cli("verify", str(root), "--json")

@@ -1,4 +1,4 @@
-"""``ckptd pin``, ``unpin`` and ``pins``."""
+"""``ckptd pin``."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def test_a_pin_keeps(cli: Cli, tmp_path: Path) -> None:
     assert document["pin"]["exists"]
     cli.good("gc", root, "--keep", "1", "--yes")
     assert [c["step"] for c in cli.json("ls", root)["checkpoints"]] == [10, 30]
-    assert "the good one" in cli.good("pins", root).out
-    assert cli.json("unpin", f"{root}@10") == {
-        "verb": "unpin",
+    assert "the good one" in cli.good("pin", root, "--list").out
+    assert cli.json("pin", f"{root}@10", "--remove") == {
+        "verb": "pin --remove",
         "schema": 1,
         "root": root,
         "step": 10,
         "generation": 1,
     }
-    assert cli.good("pins", root).out == "nothing is pinned\n"
+    assert cli.good("pin", root, "--list").out == "nothing is pinned\n"
     cli.good("gc", root, "--keep", "1", "--yes")
     assert [c["step"] for c in cli.json("ls", root)["checkpoints"]] == [30]
 
 
 def test_the_newest_without_a_step(cli: Cli, root: str) -> None:
     assert cli.good("pin", root).out == "pinned step 20 of generation 1\n"
-    assert [p["step"] for p in cli.json("pins", root)["pins"]] == [20]
+    assert [p["step"] for p in cli.json("pin", root, "--list")["pins"]] == [20]
 
 
 def test_pinning_twice_keeps_the_first_reason(cli: Cli, root: str) -> None:
@@ -44,10 +44,10 @@ def test_pinning_twice_keeps_the_first_reason(cli: Cli, root: str) -> None:
 def test_a_pin_of_what_is_gone_can_be_removed(cli: Cli, root: str) -> None:
     cli.good("pin", f"{root}@10")
     next(Path(root, "commits").glob("*10-*")).unlink()
-    assert "the checkpoint is gone" in cli.good("pins", root).out
-    assert cli.json("pins", root)["pins"][0]["exists"] is False
-    cli.good("unpin", f"{root}@10")
-    assert cli.json("pins", root)["pins"] == []
+    assert "the checkpoint is gone" in cli.good("pin", root, "--list").out
+    assert cli.json("pin", root, "--list")["pins"][0]["exists"] is False
+    cli.good("pin", f"{root}@10", "--remove")
+    assert cli.json("pin", root, "--list")["pins"] == []
 
 
 @pytest.mark.parametrize("counting", [1, 2])
@@ -59,12 +59,13 @@ def test_of_two_pins_of_a_step_the_one_that_counts(cli: Cli, tmp_path: Path, cou
     for generation in (1, 2):
         cli.good("pin", f"{root}@20-g{generation}")
     cli.good("rollback", f"{root}@20-g{counting}")
-    assert cli.json("unpin", f"{root}@20")["generation"] == counting
-    assert cli.json("unpin", f"{root}@20")["generation"] == 3 - counting
+    assert cli.json("pin", f"{root}@20", "--remove")["generation"] == counting
+    assert cli.json("pin", f"{root}@20", "--remove")["generation"] == 3 - counting
 
 
 def test_what_is_not_there(cli: Cli, root: str) -> None:
     assert cli("pin", f"{root}@11").code == 4
-    result = cli("unpin", f"{root}@10", "--json")
+    result = cli("pin", f"{root}@10", "--remove", "--json")
     assert (result.code, result.error["message"]) == (4, "step 10 is not pinned")
-    assert cli("unpin", root).code == 2
+    assert cli("pin", root, "--remove").code == 2
+    assert cli("pin", root, "--remove", "--list").code == 2

@@ -51,7 +51,7 @@ def test_the_life_of_a_root(cli: Cli, root: str, bucket: str, tmp_path: Path) ->
     cli.good("pin", f"{bucket}@10")
     cli.good("gc", bucket, "--keep", "1", "--yes")
     assert [c["step"] for c in cli.json("ls", bucket)["checkpoints"]] == [10, 20]
-    cli.good("unpin", f"{bucket}@10")
+    cli.good("pin", f"{bucket}@10", "--remove")
     cli.good("rollback", f"{bucket}@10")
     cli.good("gc", bucket, "--abandoned", "0s", "--yes")
     assert [c["step"] for c in cli.json("ls", bucket, "--all")["checkpoints"]] == [10]

@@ -64,7 +64,7 @@ def test_every_verb_says_so(damage: object, root: Path, cli: Cli, tmp_path: Path
     found = cli("ls", where, "--json")
     assert found.document["checkpoints"] == []
     assert "generation" in found.err
-    for verb in (["pins", where], ["verify", f"{where}@2-g1"]):
+    for verb in (["pin", where, "--list"], ["verify", f"{where}@2-g1"]):
         found = cli(*verb)
         assert "generation" in found.err + found.out, verb
     assert cli("verify", f"{where}@2-g1", "--json").document["ok"] is False
