@@ -23,6 +23,7 @@ from ckptd.events.event import (
     VersionApplied,
     VersionPublished,
     now_ns,
+    numbers_of,
 )
 from ckptd.events.recording import FOLDER_VARIABLE, Recording, record
 from ckptd.events.span import Activity, about, current, span
@@ -51,6 +52,7 @@ __all__ = [
     "emit",
     "listening",
     "now_ns",
+    "numbers_of",
     "record",
     "relay",
     "span",

@@ -5,8 +5,10 @@ The bounds on fields are for readers: a file may hold anything.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +40,9 @@ STALL_PHASES = ("call", "gate_wait")
 
 MOST_TEXT = 2000
 """Characters of a message or reason."""
+
+MOST_NUMBERS = 16
+"""Numbers of a save's metadata that are told."""
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, Meta(ge=0, lt=10**8)]
@@ -134,9 +139,23 @@ class SaveBegun(_Moment, frozen=True, kw_only=True, tag=True):
 
 
 class SaveStaged(_Moment, frozen=True, kw_only=True, tag=True):
-    """Every byte of this rank's state is copied."""
+    """Every byte of this rank's state is copied.
+
+    `numbers` are the first of those in the save's metadata, such as a loss; rank 0 tells them.
+    """
 
     bytes: _Count = 0
+    numbers: Annotated[dict[_Word, float], Meta(max_length=MOST_NUMBERS)] = {}
+
+
+def numbers_of(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Return the first `MOST_NUMBERS` finite numbers of a save's metadata."""
+    found = {
+        key: float(value)
+        for key, value in metadata.items()
+        if type(value) in (int, float) and len(key) <= 64 and abs(value) < 1e300
+    }
+    return dict(itertools.islice(found.items(), MOST_NUMBERS))
 
 
 class SaveDurable(_Moment, frozen=True, kw_only=True, tag=True):

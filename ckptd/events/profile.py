@@ -20,6 +20,7 @@ from ckptd.events.event import (
     SaveDurable,
     SaveFailed,
     SaveSkipped,
+    SaveStaged,
     Span,
     VersionApplied,
     VersionPublished,
@@ -77,6 +78,8 @@ class SaveProfile(msgspec.Struct, frozen=True):
         What the training loop waited for; None when nothing was recorded of it.
     slowest
         The phase with the largest `max_s` that did work itself; empty when there is none.
+    numbers
+        Those of its metadata, such as a loss.
     """
 
     step: int
@@ -92,6 +95,7 @@ class SaveProfile(msgspec.Struct, frozen=True):
     stall: PhaseStats | None
     slowest: str
     phases: tuple[PhaseStats, ...]
+    numbers: dict[str, float]
 
 
 @dataclass
@@ -112,6 +116,7 @@ class _Save:
     skipped: str | None = None
     events: int = 0
     figures: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 _Key = tuple[int, int, str]
@@ -213,6 +218,8 @@ def _add(save: _Save, event: AnyEvent) -> None:
         save.durable[event.tier] = min(at, event.at_ns)
     elif isinstance(event, SaveFailed):
         save.failed = _first_of(save.failed, event.message)
+    elif isinstance(event, SaveStaged):
+        save.numbers |= event.numbers
     elif isinstance(event, SaveSkipped):
         save.skipped = _first_of(save.skipped, event.reason)
 
@@ -260,6 +267,7 @@ def _profile(key: _Key, save: _Save) -> SaveProfile:
         stall=_stall(save),
         slowest=slowest.name if slowest else "",
         phases=phases,
+        numbers=save.numbers,
     )
 
 

@@ -379,6 +379,10 @@ class JobWatch:
         """How many times its like's own time each rank takes, where that is known."""
         return self._pace.ratio
 
+    def walls(self, after: int) -> tuple[int, Array]:
+        """Return the newest finished step, and what steps later than `after` took, by rank."""
+        return self._pace.walls(after, self._job.ranks["rank"])
+
     @property
     def self_s(self) -> Mapping[int, float]:
         """Median own time of a step of each rank, in seconds, where steps are reported."""

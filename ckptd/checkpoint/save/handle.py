@@ -77,6 +77,7 @@ class SaveHandle:
         self.generation = generation
         self.attempt = attempt
         self.total_bytes = total_bytes
+        self.numbers: dict[str, float] = {}
         self._done = 0
         self._phase = "staging"
         self._error: CkptdError | None = None
@@ -231,7 +232,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
     def copied(self) -> None:
         """Note that every byte is copied."""
         self.advance("writing")
-        self._emit(events.SaveStaged, bytes=self.total_bytes)
+        self._emit(events.SaveStaged, bytes=self.total_bytes, numbers=self.numbers)
 
     def advance(self, phase: str, done: int | None = None) -> None:
         """Enter a phase, unless the save is in a later one: threads report out of order."""

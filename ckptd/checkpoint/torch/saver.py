@@ -282,6 +282,7 @@ class Saver:
             self.gate.check()
             # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             checked = checked_metadata(metadata) if self._board.rank == 0 else {}
+            handle.numbers = events.numbers_of(checked)
             with events.span("flatten"), no_collection():
                 laid, structure = self._described(state)
                 leaves = laid.leaves

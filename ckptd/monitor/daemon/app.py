@@ -32,7 +32,7 @@ from ckptd.monitor.daemon.documents import (
     LinksDocument,
     RankDocument,
 )
-from ckptd.monitor.daemon.history import SERIES
+from ckptd.monitor.daemon.history import SERIES, jobs_beside, read_series
 from ckptd.monitor.daemon.live import Streaming
 from ckptd.monitor.daemon.metrics import exposition
 from ckptd.monitor.daemon.service import Service, page_folder
@@ -81,6 +81,7 @@ class DaemonApi:
             "/incidents/{ident}": self._incident,
             "/elastic": self._elastic,
             "/history": self._history,
+            "/jobs": self._jobs,
             "/stream": self._stream,
             "/recording": self._recording,
         }
@@ -145,14 +146,33 @@ class DaemonApi:
 
     async def _history(self, request: Request) -> Response:
         what = request.query_params.get("what", "step")
-        if what not in SERIES:
+        names = what.split(",")
+        if not set(names) <= set(SERIES) or len(names) > len(SERIES):
             raise _bad("what", ", ".join(SERIES), what)
+        now = time.time()
+        until = _number(request, "until", None, 0, 1e12)
         seconds = _number(request, "seconds", 3600, 1, 4e8) or 0.0
         points = int(_number(request, "points", 1000, 1, 10_000) or 1)
+        since = (now if until is None else until) - seconds
         series = await run_in_threadpool(
-            self._service.history.series, what, time.time() - seconds, points
+            self._series_of(request.query_params.get("job")), names, since, until or now, points
         )
-        return document({"what": what, "now": time.time(), **series})
+        return document({"what": what, "now": now, **series})
+
+    def _series_of(self, job: str | None) -> Callable[..., dict[str, list[float | None]]]:
+        """Return what reads the series of this job, or of one whose history lies beside its own."""
+        history = self._service.history
+        if job is None or job == self._service.setup.job:
+            return history.series
+        path = jobs_beside(history.path).get(job)
+        if path is None:
+            raise NotFoundError("no history of that job is here", where=job[:100])
+        return functools.partial(read_series, path)
+
+    async def _jobs(self, request: Request) -> Response:
+        s = self._service
+        others = await run_in_threadpool(jobs_beside, s.history.path)
+        return document({"jobs": [s.setup.job, *sorted(set(others) - {s.setup.job})]})
 
     # -- calls ------------------------------------------------------------------------------------
 

@@ -712,7 +712,10 @@ class TierDocument(Struct, frozen=True, kw_only=True):
 
 
 class SaveDocument(Struct, frozen=True, kw_only=True):
-    """One save: what it cost, by phase (`stalls_s`) and by tier (`durations_s`)."""
+    """One save: what it cost, by phase (`stalls_s`) and by tier (`durations_s`).
+
+    `numbers` are those of its metadata.
+    """
 
     step: int
     generation: int
@@ -724,6 +727,7 @@ class SaveDocument(Struct, frozen=True, kw_only=True):
     slowest_rank: int | None
     slowest: str
     durations_s: dict[str, float]
+    numbers: dict[str, float]
 
     @staticmethod
     def of(save: SaveProfile) -> SaveDocument:
@@ -739,6 +743,7 @@ class SaveDocument(Struct, frozen=True, kw_only=True):
             slowest_rank=save.stall.slowest_rank if save.stall else None,
             slowest=save.slowest,
             durations_s={"all": save.seconds, **save.durable_s},
+            numbers=save.numbers,
         )
 
 

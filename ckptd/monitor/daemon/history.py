@@ -7,12 +7,13 @@ begun: the daemon goes on without its past rather than not at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ckptd.monitor.daemon.documents import clipped
 from ckptd.monitor.incidents import Incident
 
 _APPLICATION = 0x636B7064  # "ckpd", in the file's header
-_SCHEMA = 1
+_SCHEMA = 2
 _MOST_INCIDENTS = 10_000
 _MOST_GENERATIONS = 10_000
 _MOST_INCIDENT_BYTES = 1 << 20
@@ -34,6 +35,7 @@ _LEVELS = ((1.0, 2 * 3600.0), (60.0, 14 * 86400.0), (1800.0, 400 * 86400.0))
 
 SERIES: Mapping[str, tuple[str, ...]] = {
     "step": ("step_min", "step_max"),
+    "time": ("step_s_median", "step_s_p90"),
     "world": ("world", "reporting", "silent_agents"),
     "self": ("self_median", "self_max"),
     "round": ("round_ms",),
@@ -42,6 +44,9 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 """Columns of the series, by what they are about."""
 
 _COLUMNS = tuple(name for names in SERIES.values() for name in names)
+_MEANS = frozenset(SERIES["time"] + SERIES["self"])
+"""Columns of which a coarser point has the mean; of others it has the largest value."""
+_NEW_IN_2 = SERIES["time"]
 _TABLES = f"""
 CREATE TABLE incidents (
     id TEXT PRIMARY KEY, opened_at REAL NOT NULL, state TEXT NOT NULL, document BLOB NOT NULL
@@ -50,6 +55,7 @@ CREATE INDEX by_time ON incidents (opened_at);
 CREATE TABLE generations (
     generation INTEGER PRIMARY KEY, world INTEGER, started REAL, ended REAL, why TEXT
 );
+CREATE TABLE about (job TEXT NOT NULL);
 CREATE TABLE series (
     level INTEGER NOT NULL, at REAL NOT NULL, {", ".join(f"{name} REAL" for name in _COLUMNS)},
     PRIMARY KEY (level, at)
@@ -85,6 +91,7 @@ class History:
         self._lock = threading.RLock()
         self._most_pages = max(most_bytes // _PAGE_BYTES, 64)
         self._due = [0.0] * len(_LEVELS)
+        self._since: list[list[list[float]]] = [[] for _ in _LEVELS]
         self._thinned = -math.inf
         self._db = self._open()
 
@@ -136,6 +143,12 @@ class History:
                 self.errors += 1
                 return []
 
+    def put_about(self, job: str) -> None:
+        """Keep whose history it is."""
+        with self._writing() as db:
+            db.execute("DELETE FROM about")
+            db.execute("INSERT INTO about VALUES (?)", (job,))
+
     def put_incident(self, ident: str, opened_at: float, state: str, document: bytes) -> None:
         """Keep an incident as it is now; it is on the disk when this returns.
 
@@ -168,14 +181,17 @@ class History:
     def put_round(self, at: float, values: Mapping[str, float]) -> None:
         """Add a point of the series at `at`, seconds since 1970; thins out what is old."""
         row = [values.get(name, math.nan) for name in _COLUMNS]
-        cells = [value if math.isfinite(value) else None for value in row]
-        places = ", ".join("?" * (len(cells) + 2))
+        names, places = ", ".join(_COLUMNS), ", ".join("?" * (len(row) + 2))
         with self._writing() as db:
             for level, (distance, _) in enumerate(_LEVELS):
+                self._since[level].append(row)
                 if at >= self._due[level]:
                     self._due[level] = at + distance
+                    cells = _joined(self._since[level])
+                    self._since[level] = []
                     db.execute(
-                        f"INSERT OR REPLACE INTO series VALUES ({places})", (level, at, *cells)
+                        f"INSERT OR REPLACE INTO series (level, at, {names}) VALUES ({places})",
+                        (level, at, *cells),
                     )
         if at - self._thinned > 60:
             self._thinned = at
@@ -218,24 +234,58 @@ class History:
             " ORDER BY generation DESC LIMIT 1000"
         )[::-1]
 
-    def series(self, what: str, since: float, points: int = 1000) -> dict[str, list[float | None]]:
-        """Return columns ``at`` and those of `SERIES`, from `since` (seconds since 1970) on.
+    def series(
+        self, what: Sequence[str], since: float, until: float = math.inf, points: int = 1000
+    ) -> dict[str, list[float | None]]:
+        """Return columns ``at`` and those of `SERIES` between two moments, seconds since 1970.
 
-        The finest level that reaches back so far is used, thinned out to about `points` points.
+        The finest level that reaches back so far is used, joined to at most `points` points.
         """
-        names = SERIES[what]
-        level = next(
-            (n for n, (_, kept) in enumerate(_LEVELS) if since >= time.time() - kept),
-            len(_LEVELS) - 1,
-        )
-        rows = self._read(
-            f"SELECT at, {', '.join(names)} FROM series WHERE level = ? AND at >= ? ORDER BY at",
-            (level, since),
-        )
-        # Counted from the newest, so that what is shown last stays.
-        rows = rows[::-1][:: max(-(-len(rows) // max(points, 1)), 1)][::-1]
-        columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
-        return {name: list(c) for name, c in zip(("at", *names), columns, strict=True)}
+        return _series(self._read, what, since, until, points)
+
+
+def _series(
+    read: Callable[[str, tuple[Any, ...]], list[tuple[Any, ...]]],
+    what: Sequence[str],
+    since: float,
+    until: float,
+    points: int,
+) -> dict[str, list[float | None]]:
+    names = [name for one in what for name in SERIES[one]]
+    # A level that has all that there ever was serves as well, however far back is asked for.
+    firsts = dict(read("SELECT level, min(at) FROM series GROUP BY level", ()))
+    since = max(since, min(firsts.values(), default=since))
+    level = next(
+        (
+            n
+            for n, (_, kept) in enumerate(_LEVELS)
+            if since >= time.time() - kept or firsts.get(n, math.inf) <= since
+        ),
+        len(_LEVELS) - 1,
+    )
+    where = (level, since, min(until, 1e12))
+    ends = read("SELECT min(at), max(at) FROM series WHERE level = ? AND at BETWEEN ? AND ?", where)
+    first, last = ends[0] if ends and ends[0][0] is not None else (0.0, 0.0)
+    # Counted from the newest, so that what is shown last stays.
+    wide = max((last - first) / max(points - 1, 1), _LEVELS[level][0] / 2)
+    joined = [f"{'avg' if name in _MEANS else 'max'}({name})" for name in names]
+    rows = read(
+        f"SELECT max(at), {', '.join(joined)} FROM series WHERE level = ? AND at BETWEEN ? AND ?"
+        " GROUP BY CAST((? - at) / ? AS INTEGER) ORDER BY 1",
+        (*where, last, wide),
+    )
+    columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
+    return {name: list(c) for name, c in zip(("at", *names), columns, strict=True)}
+
+
+def _joined(rows: Sequence[Sequence[float]]) -> list[float | None]:
+    """Return one point for several: means of what a step takes, else the largest value."""
+    out: list[float | None] = []
+    for name, column in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+        known = [value for value in column if math.isfinite(value)]
+        mean = sum(known) / max(len(known), 1)
+        out.append((mean if name in _MEANS else max(known)) if known else None)
+    return out
 
 
 def read_incidents(
@@ -274,6 +324,32 @@ def read_incidents(
         ) from error
 
 
+def jobs_beside(path: Path) -> dict[str, Path]:
+    """Return the history files in the folder of `path`, its own included, by the job's name."""
+    found = {}
+    for other in sorted(path.parent.glob("*.sqlite")):
+        rows = _read_of(other, "SELECT job FROM about", ())
+        found.update({str(row[0]): other for row in rows})
+    return found
+
+
+def read_series(
+    path: Path, what: Sequence[str], since: float, until: float, points: int
+) -> dict[str, list[float | None]]:
+    """Return what `History.series` does of a file that another daemon writes, or wrote."""
+    return _series(functools.partial(_read_of, path), what, since, until, points)
+
+
+def _read_of(path: Path, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return rows of another's file; none where it cannot be read."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=5)) as db:
+            return db.execute(statement, values).fetchall()
+    except sqlite3.Error:
+        return []
+
+
 def _filter(state: str | None, before: float | None, limit: int) -> tuple[Any, ...]:
     return state, state, before, before, limit
 
@@ -300,6 +376,12 @@ def _connect(path: Path, most_pages: int) -> sqlite3.Connection:
                 f"BEGIN; {_TABLES} PRAGMA application_id={_APPLICATION};"
                 f" PRAGMA user_version={_SCHEMA}; COMMIT;"
             )
+        if _version(db) == (_APPLICATION, 1):
+            new = "".join(f"ALTER TABLE series ADD COLUMN {name} REAL; " for name in _NEW_IN_2)
+            db.executescript(
+                f"BEGIN; {new} CREATE TABLE about (job TEXT NOT NULL);"
+                f" PRAGMA user_version={_SCHEMA}; COMMIT;"
+            )
         _check(db)
         found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
@@ -310,10 +392,15 @@ def _connect(path: Path, most_pages: int) -> sqlite3.Connection:
     return db
 
 
+def _version(db: sqlite3.Connection) -> tuple[int, int]:
+    application = int(db.execute("PRAGMA application_id").fetchone()[0])
+    return application, int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
 def _check(db: sqlite3.Connection) -> None:
-    application = db.execute("PRAGMA application_id").fetchone()[0]
-    schema = db.execute("PRAGMA user_version").fetchone()[0]
-    if (application, schema) != (_APPLICATION, _SCHEMA):
+    application, schema = _version(db)
+    # What is read of incidents is the same in all versions so far.
+    if application != _APPLICATION or not 1 <= schema <= _SCHEMA:
         raise RefusedError(
             "another program's file, or another version's", found=f"{application:#x}, {schema}"
         )

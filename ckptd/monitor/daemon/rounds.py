@@ -55,6 +55,8 @@ class RoundResult:
         Number of rounds, CPU time of the last, and how often agents send.
     self_s
         Median own time of a step, by rank.
+    walls
+        What the steps took that ended since the round before: seconds by rank; empty where none.
     """
 
     revision: int
@@ -70,6 +72,7 @@ class RoundResult:
     round_ms: float = 0.0
     period_s: float = 0.0
     self_s: Mapping[int, float] = field(default_factory=dict)
+    walls: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def open(self) -> tuple[Incident, ...]:
@@ -290,6 +293,7 @@ class Rounds:
         self.ranks_lock = threading.Lock()
         self.defects = 0
         self._watch = watch
+        self._told = -1
         self._on_round = on_round
         self._waiting: queue.Queue[tuple[Callable[[JobWatch, float], Any], Future[Any]] | None]
         self._waiting = queue.Queue(_MOST_WAITING)
@@ -376,6 +380,7 @@ class Rounds:
     def _result(self, now: float, began: float) -> RoundResult:
         watch, links = self._watch, self._watch.links
         job = watch.job(now)
+        self._told, walls = watch.walls(self._told)
         return RoundResult(
             revision=self.last.revision + 1,
             at=time.time(),
@@ -388,6 +393,7 @@ class Rounds:
             round_ms=1e3 * (time.thread_time() - began),
             period_s=watch.sources.period_s,
             self_s=watch.self_s,
+            walls=walls,
             links=links,
             links_at=None if links is None else watch.epoch + links.at,
         )

@@ -106,6 +106,7 @@ class Service:
         self.history = History(setup.history, setup.history_bytes)
         if self.history.set_aside is not None:
             _say(f"the history was damaged; it is now {self.history.set_aside}")
+        self.history.put_about(setup.job)
         self._epoch = time.time() - time.monotonic()
         self.tape = MessageBuffer(setup.tape_bytes, self._recorder())
         self.hub = Hub()
@@ -127,6 +128,7 @@ class Service:
         self.responder = self._elastic()
         self.verdicts: Counter[tuple[str, str, str]] = Counter()
         self.latencies: list[float] = []
+        self._walls: list[tuple[float, float]] = []
         self._published: dict[str, tuple[object, ...]] = {}
         self._kept_at: dict[str, float] = {}
         self._tell_at = 0.0
@@ -260,6 +262,9 @@ class Service:
     def _on_round(self, result: RoundResult, changes: Changes) -> None:
         self.tape.add(RecordedFrame(result.now, ROUND))
         self.goodput.add(result)
+        walls = result.walls[np.isfinite(result.walls)]
+        if len(walls):
+            self._walls.append((float(np.median(walls)), float(np.quantile(walls, 0.9))))
         self.generations.judge(result)
         for incident in (*changes.opened, *changes.updated, *changes.closed):
             self._changed(result, incident, opened=incident in changes.opened)
@@ -298,11 +303,14 @@ class Service:
         steps = result.steps
         own = self.rounds.ranks.rows["self_s"]
         own = own[np.isfinite(own)]
+        walls, self._walls = self._walls or [(math.nan, math.nan)], []
         self.history.put_round(
             result.at,
             {
                 "step_min": float(steps.min()) if len(steps) else math.nan,
                 "step_max": float(steps.max()) if len(steps) else math.nan,
+                "step_s_median": sum(w[0] for w in walls) / len(walls),
+                "step_s_p90": sum(w[1] for w in walls) / len(walls),
                 "world": result.job.world,
                 "reporting": len(ranks),
                 "silent_agents": sum(a.silent for a in result.agents),

@@ -453,6 +453,8 @@ def _verdict(job: JobView, rows: Array, found: Array, steps: int) -> Verdict:
 
 FIRST_SLOW = "since first slow step s"
 """Number of a verdict: seconds that all steps took that count for it."""
+OWN, SHARE = "own s", "share of a step"
+"""Numbers of a verdict: own time of a step, and the share of a step that slowness takes."""
 
 
 @dataclass(frozen=True)
@@ -526,9 +528,41 @@ class Slowness:
             *slow_ranks(job, _masked(own, roles, self.limits), roles, self.limits),
             *few_slow(job, own, wall, roles, self.limits, self.few),
         )
-        self.verdicts = tuple(_aged(verdict, wall) for verdict in found)
+        self.verdicts = tuple(self._priced(job, verdict, own, wall) for verdict in found)
         self._note(job, own[-self.limits.steps :], roles)
         return True
+
+    def _priced(self, job: JobView, verdict: Verdict, own: Array, wall: Array) -> Verdict:
+        """Return `verdict` with what it costs, in a sentence that comes first.
+
+        Seconds that the first suspect takes by itself, those that its like take, and those of a
+        whole step are medians over the steps by which it was judged.
+        """
+        count = int(verdict.numbers["steps"])
+        steps = _median(wall[-count:].T)
+        first = int(verdict.names()[0])
+        row = np.flatnonzero(job.ranks["rank"] == first)
+        mine, step = float(_median(own[-count:, row])[0]), _middle(steps)
+        usual = mine / verdict.numbers["ratio"]
+        share = min(max((mine - usual) / step, 0.0), 1.0) if step > 0 else 0.0
+        node = job.nodes[int(job.ranks["node"][row[0]])]
+        sentence = (
+            f"rank {first} on {node} takes {_told(mine)} a step by itself where others take"
+            f" {_told(usual)}; all {len(job.ranks):,} ranks wait for it: {100 * share:.0f} % of"
+            " the job"
+        )
+        numbers = {
+            FIRST_SLOW: float(np.nansum(steps)),
+            OWN: mine,
+            "usual s": usual,
+            "step s": step,
+            SHARE: share,
+        }
+        return msgspec.structs.replace(
+            verdict,
+            evidence=(sentence, *verdict.evidence),
+            numbers={**verdict.numbers, **numbers},
+        )
 
     def forget(self) -> None:
         """Forget all: the job began anew."""
@@ -545,11 +579,8 @@ class Slowness:
         self.ratio = {r: s for r, s in zip(ranks, like.tolist(), strict=True) if s == s and s > 0}
 
 
-def _aged(verdict: Verdict, wall: Array) -> Verdict:
-    """Return `verdict` with the seconds that the steps took by which it was judged."""
-    steps = _median(wall[-int(verdict.numbers["steps"]) :].T)
-    age = float(np.nansum(steps))
-    return msgspec.structs.replace(verdict, numbers={**verdict.numbers, FIRST_SLOW: age})
+def _told(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 9.995 else f"{1e3 * seconds:.0f} ms"
 
 
 def _masked(own: Array, roles: RankRoles, limits: SlowLimits) -> Array:
@@ -780,6 +811,8 @@ def _is(info: GroupInfo | None, pattern: re.Pattern[str]) -> bool:
 LONGER = 1.3
 """Steps that take so many times what they took are looked into, if no rank's own time explains."""
 NOW_STEPS, BEFORE_STEPS = 10, 40
+MOST_STEPS = 64
+"""Steps at most that are told of at once."""
 
 
 class StepPace:
@@ -805,6 +838,24 @@ class StepPace:
         if not self._book.world:
             self._book.follow(ranks["step"], int(ranks["world"].max()))
         self._book.add(rows, ranks["rank"])
+
+    def walls(self, after: int, ranks: Array) -> tuple[int, Array]:
+        """Return the newest step of which most of `ranks` told, and whole seconds of steps.
+
+        They are of the steps later than `after`: of each rank the mean over them, NaN where it
+        told of none.
+        """
+        if self._book.newest == after:
+            return after, np.zeros(0)
+        steps, _, wall = self._book.last(MOST_STEPS, ranks)
+        wall = wall[steps > after]
+        if not len(wall):
+            # Steps are counted from below again: this life of the job is looked at from its start.
+            return (min(after, int(steps[-1])) if len(steps) else after), np.zeros(0)
+        known = np.isfinite(wall)
+        total = np.where(known, wall, 0.0).sum(0)
+        with np.errstate(invalid="ignore"):
+            return int(steps[-1]), total / np.where(known.any(0), known.sum(0), np.nan)
 
     def forget(self) -> None:
         """Begin anew."""

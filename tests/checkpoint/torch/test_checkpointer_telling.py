@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -59,7 +60,8 @@ def save_and_load(root: str, folder: str) -> str:
     with closing(events.record(folder)), ckptd.Checkpointer(root, keep=1) as ck:
         for number in (1, 2, 3):
             step(model, optim)
-            ck.save(number, state)
+            tags = {"best": True, "name": "x", "loss": torch.tensor(0.5), "none": math.nan}
+            ck.save(number, state, metadata={**tags, "tokens": 100 * number})
         step(model, optim)
         ck.load(state)
         return ck.metrics_text()
@@ -89,6 +91,7 @@ def test_two_ranks_tell_every_phase(tmp_path: Path) -> None:
             assert ranks[name] == 2, name
         for name in ("gather", "commit"):
             assert ranks[name] == 1, name
+        assert save.numbers == {"loss": 0.5, "tokens": 100.0 * save.step}  # no flag, no text
         assert save.stall is not None
         assert save.stall.max_s > 0
         assert save.durable_s.keys() == {"local"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.monitor.daemon.history import History
 from ckptd.monitor.recording import replay
 from ckptd_simulated.feed import PlantedAt
 from tests.monitor.daemon.daemons import JOB, Running, fed, quick_settings, running
@@ -132,6 +133,8 @@ def test_calls_and_their_trace(stuck: Running) -> None:
         "/collectives?limit=-1",
         "/trace?seconds=1e9",
         "/history?what=all",
+        "/history?what=step,step,step,step,step,step,step",
+        "/history?until=x",
         "/incidents?state=lost",
         "/incidents?limit=x",
         "/ranks?since=-1",
@@ -171,6 +174,24 @@ def test_history(stuck: Running) -> None:
     series = until(lambda: (told := get(stuck, "/history?what=step"))["at"] and told)
     assert len(series["step_max"]) == len(series["at"])
     assert {"world", "reporting"} <= set(get(stuck, "/history?what=world"))
+    both = get(stuck, "/history?what=step,time&seconds=600")
+    assert {"step_max", "step_s_median"} <= set(both)
+    # The job made steps for two seconds before one of its ranks hung.
+    assert any(v and 0.1 < v < 1.0 for v in both["step_s_median"])
+    middle = both["at"][len(both["at"]) // 2]
+    early = get(stuck, f"/history?what=step&seconds=600&until={middle}")
+    assert early["at"]
+    assert max(early["at"]) <= middle
+
+
+def test_jobs_whose_histories_lie_beside(stuck: Running) -> None:
+    beside = History(stuck.service.history.path.with_name("other.sqlite"))
+    beside.put_about("other")
+    beside.put_round(1.8e9, {"step_max": 7})
+    beside.close()
+    assert get(stuck, "/jobs") == {"jobs": [JOB, "other"]}
+    assert get(stuck, "/history?what=step&seconds=4e8&until=1.9e9&job=other")["step_max"] == [7]
+    assert stuck.ask("GET", f"{V1}/history?job=none").status == 404
 
 
 def test_recording_can_be_replayed(stuck: Running, tmp_path: Path) -> None:

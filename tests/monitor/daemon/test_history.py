@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import StoreError, UsageError
-from ckptd.monitor.daemon.history import SERIES, History, read_incidents
+from ckptd.monitor.daemon.history import (
+    SERIES,
+    History,
+    jobs_beside,
+    read_incidents,
+    read_series,
+)
 
 NOW = 1.8e9
 
@@ -117,13 +123,13 @@ def test_series_thins_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("ckptd.monitor.daemon.history.time.time", lambda: NOW + 3 * 3600)
     for k in range(0, 3 * 3600, 5):
         history.put_round(NOW + k, {"step_min": k, "step_max": math.nan})
-    fine = history.series("step", NOW + 3 * 3600 - 600, points=10_000)
+    fine = history.series(["step"], NOW + 3 * 3600 - 600, points=10_000)
     assert len(fine["at"]) == 120
     assert fine["step_max"] == [None] * 120
     assert fine["step_min"][-1] == 3 * 3600 - 5
-    coarse = history.series("step", NOW, points=10_000)
+    coarse = history.series(["step"], NOW, points=10_000)
     assert len(coarse["at"]) == 180
-    few = history.series("step", NOW, points=10)
+    few = history.series(["step"], NOW, points=10)
     assert len(few["at"]) <= 10
     assert few["at"][-1] == coarse["at"][-1]
     # The finest level is kept for two hours.
@@ -132,10 +138,71 @@ def test_series_thins_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     history.close()
 
 
+def test_a_coarser_point_is_the_mean_of_what_steps_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path / "h")
+    monkeypatch.setattr("ckptd.monitor.daemon.history.time.time", lambda: NOW + 3 * 3600)
+    for k in range(241):
+        # A step of every second point ends; one that took ten times as long is not passed over.
+        took = math.nan if k % 2 else (10.0 if k == 100 else 1.0)
+        history.put_round(NOW + k, {"step_s_median": took, "step_max": k})
+    # All that there ever was is still there in seconds.
+    assert len(history.series(["step"], 0.0, points=10_000)["at"]) == 241
+    history._db.execute("DELETE FROM series WHERE level = 0 AND at < ?", (NOW + 1,))
+    minutes = history.series(["time", "step"], NOW, points=10_000)
+    assert minutes["at"] == [NOW, NOW + 60, NOW + 120, NOW + 180, NOW + 240]
+    assert minutes["step_s_median"] == pytest.approx([1.0, 1.0, 1.3, 1.0, 1.0])
+    assert minutes["step_max"] == [0, 60, 120, 180, 240]
+    history._db.execute("DELETE FROM series WHERE level = 0 AND at < ?", (NOW + 100,))
+    part = history.series(["step"], NOW + 50, NOW + 130)
+    assert part["at"] == [NOW + 60, NOW + 120]
+    joined = history.series(["time", "step"], NOW, points=2)
+    assert len(joined["at"]) <= 2
+    assert joined["step_max"][-1] == 240
+    assert all(1.0 <= (v or 0.0) < 1.3 for v in joined["step_s_median"])
+    history.close()
+
+
+def test_a_history_of_the_version_before_goes_on(tmp_path: Path) -> None:
+    filled(tmp_path / "h")
+    with sqlite3.connect(tmp_path / "h") as db:
+        for name in SERIES["time"]:
+            db.execute(f"ALTER TABLE series DROP COLUMN {name}")
+        db.execute("DROP TABLE about")
+        db.execute("INSERT INTO series (level, at, step_max) VALUES (0, ?, 7)", (NOW,))
+        db.execute("PRAGMA user_version=1")
+    db.close()
+    assert len(read_incidents(tmp_path / "h")) == 5
+    history = History(tmp_path / "h")
+    assert history.set_aside is None
+    history.put_about("mine")
+    history.put_round(NOW + 1, {"step_max": 8, "step_s_median": 0.25})
+    assert history.incident("j-2") == b"2"
+    rows = history._db.execute("SELECT step_max, step_s_median FROM series WHERE level = 0")
+    assert rows.fetchall() == [(7, None), (8, 0.25)]
+    assert not history.errors
+    history.close()
+
+
+def test_histories_of_other_jobs_beside(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        history = History(tmp_path / f"history-{name}.sqlite")
+        history.put_about(name)
+        history.put_round(NOW, {"step_max": 3})
+        history.close()
+    (tmp_path / "history-broken.sqlite").write_text("x" * 5000)
+    found = jobs_beside(tmp_path / "history-one.sqlite")
+    assert set(found) == {"one", "other"}
+    read = read_series(found["other"], ["step"], 0.0, math.inf, 100)
+    assert read["step_max"] == [3]
+    assert read_series(tmp_path / "none.sqlite", ["step"], 0.0, math.inf, 100)["at"] == []
+
+
 @pytest.mark.parametrize("what", SERIES)
 def test_series_of_nothing(tmp_path: Path, what: str) -> None:
     history = History(tmp_path / "h")
-    assert history.series(what, 0.0) == {name: [] for name in ("at", *SERIES[what])}
+    assert history.series([what], 0.0) == {name: [] for name in ("at", *SERIES[what])}
     history.close()
 
 

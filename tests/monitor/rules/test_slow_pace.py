@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,23 @@ def test_a_slow_rank_among_enough_is_named_soon(mesh: Mesh) -> None:
     assert found - 70 <= 35
     assert fed.watch.scores[5] > 1.25
     assert fed.watch.self_s[5] > fed.watch.self_s[6]
+    verdict = fed.opened[0].verdict
+    numbers = verdict.numbers
+    share = (numbers["own s"] - numbers["usual s"]) / numbers["step s"]
+    assert numbers["share of a step"] == pytest.approx(share)
+    assert numbers["own s"] / numbers["usual s"] == pytest.approx(numbers["ratio"])
+    # It says who, where, by how much, who waits, and what that costs.
+    wanted = (
+        rf"rank 5 on n\d takes {1e3 * numbers['own s']:.0f} ms a step by itself where others take"
+        rf" {1e3 * numbers['usual s']:.0f} ms; all {mesh.ranks} ranks wait for it:"
+        rf" {100 * share:.0f} % of the job"
+    )
+    assert re.fullmatch(wanted, verdict.evidence[0])
+    newest, walls = fed.watch.walls(found - 6)
+    assert newest == found - 1
+    assert walls.shape == (mesh.ranks,)
+    assert np.median(walls) == pytest.approx(1.1 * own[found - 5 : found].max(1).mean())
+    assert not len(fed.watch.walls(newest)[1])
 
 
 @pytest.mark.parametrize("start", [0, 120])

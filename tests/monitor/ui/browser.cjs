@@ -47,7 +47,7 @@ async function drive(body) {
   process.stdout.write(`${JSON.stringify(found)}\n`);
 }
 
-const VIEWS = ["overview", "ranks", "incidents", "links", "calls", "checkpoints", "elastic"];
+const VIEWS = ["overview", "progress", "ranks", "incidents", "links", "calls", "checkpoints", "elastic"];
 const cells = (page, n) => page.waitForFunction((k) => Number(document.querySelector("canvas.map-canvas")?.dataset.cells) === k, n);
 const sideways = (page) => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 

@@ -62,14 +62,6 @@ drive(async ({ open, found }) => {
     }
     return out;
   });
-  found.rising = await nowhere.evaluate(async () => {
-    const { rising } = await import("./js/views/overview.js");
-    return [
-      rising([[0, 100], [10, 110], [20, 0], [22, 1], [30, 120]]).map(([, v]) => v),
-      rising([[0, 100], [10, 0], [20, 1], [90, 2], [100, 3]]).map(([, v]) => v),
-      rising([[0, 1], [10, null], [20, 2]]).map(([, v]) => v),
-    ];
-  });
 
   const narrow = await open("#/elastic", { width: 360, height: 740, colorScheme: "dark" });
   await narrow.locator("#controller tbody b").first().waitFor();

@@ -40,7 +40,6 @@ def test_an_order_asks_for_a_reason_and_is_carried_out(tmp_path: Path) -> None:
                 assert high <= 645 or mesh == "1 1024 1", mesh
                 assert wide > 0.6 or mesh == "2 4 2", mesh
         assert found["unknown"] == "There is no such page"
-        assert found["rising"] == [[100, 110, 120], [100, 0, 1, 2, 3], [1, 2]]
         assert max(found["wide"], found["sideways"]) <= 0
         status = elastic.controller.status
         assert status is not None

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.monitor.daemon.history import History
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.monitor.daemon.daemons import JOB, Running, fed, quick_settings, running
 from tests.processes import PATIENCE_S, until
@@ -140,6 +142,42 @@ def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
     assert "Rank 5" in found["odd"]
     assert found["theme"] == "dark"
     assert all(n <= 0 for n in found["sideways"].values()), found["sideways"]
+
+
+def test_progress_over_time_and_another_run_beside_it(tmp_path: Path) -> None:
+    before = History(tmp_path / "before.sqlite")
+    before.put_about("before")
+    for k in range(100):
+        before.put_round(time.time() - 3600 + k, {"step_max": 100 + 4 * k, "step_s_median": 0.5})
+    before.close()
+    with (
+        running(tmp_path / "history.sqlite") as daemon,
+        fed(daemon, 16, PlantedAt("stop", 5, 6.0)),
+    ):
+        until(lambda: daemon.service.rounds.last.open, "no incident opens")
+        with script("progress.cjs", login(daemon), home=tmp_path) as process:
+            found = report(process)
+    assert found["charts"][:3] == ["Step time", "Own time of a step, outside collectives", "Step"]
+    assert found["value"].endswith((" s", " ms"))
+    assert found["happened"] == ["Non-communication hang"]
+    assert found["label"].startswith("Step time: ")
+    assert found["focused"] == "plot"
+    assert found["zoomed"]
+    assert found["dragged"]
+    assert found["runs"][1].startswith("before, ")
+    assert found["two"] == [JOB, "before"]
+    assert found["usual"][1] == "500 ms"
+    assert found["compared"][0] == "Step time by step"
+    functions = found["functions"]
+    assert functions["rising"] == [[100, 110, 120], [100, 0, 1, 2, 3], [1, 2]]
+    # What is counted on starts again with a restart: nothing is said of the time between.
+    assert functions["numbers"] == {
+        "loss": [["loss", [[0, 4], [10, 3], [20, 3.5], [30, 2]]]],
+        "rate": [["tokens a second", [[10, 20], [30, 30]]]],
+    }
+    # Ranks that load show step 0 for a moment; ten minutes of nothing, and a fall, part runs.
+    assert functions["runs"] == [[5, 50, 100, 0, 100, 110, 120], [130, 140]]
+    assert functions["gap"] == [1, 1, None, 2, 2]
 
 
 def test_the_door_and_a_daemon_that_goes_away(tmp_path: Path) -> None:

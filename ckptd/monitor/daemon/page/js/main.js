@@ -7,6 +7,7 @@ import { connect, hold, release } from "./live.js";
 import { listen, store } from "./store.js";
 import { JOB_STATES, icon, shape } from "./words.js";
 import { overview } from "./views/overview.js";
+import { progress } from "./views/progress.js";
 import { ranks } from "./views/ranks.js";
 import { incidents } from "./views/incidents.js";
 import { links } from "./views/links.js";
@@ -15,7 +16,7 @@ import { checkpoints } from "./views/checkpoints.js";
 import { elastic } from "./views/elastic.js";
 
 const VIEWS = [
-  ["overview", "Overview", overview], ["ranks", "Ranks", ranks], ["incidents", "Incidents", incidents],
+  ["overview", "Overview", overview], ["progress", "Progress", progress], ["ranks", "Ranks", ranks], ["incidents", "Incidents", incidents],
   ["links", "Links", links], ["calls", "Calls", calls], ["checkpoints", "Saves", checkpoints],
   ["elastic", "Elastic", elastic],
 ];

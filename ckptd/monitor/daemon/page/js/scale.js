@@ -31,7 +31,7 @@ export function palette() {
     return cividis(dark ? 0.12 + 0.88 * t : 0.97 - 0.97 * t);
   });
   return {
-    dark, ramp, status: STATUSES.map((s) => of(`s-${s.key}`)), mark: STATUSES.map((s) => of(`m-${s.key}`)),
+    dark, ramp, of, status: STATUSES.map((s) => of(`s-${s.key}`)), mark: STATUSES.map((s) => of(`m-${s.key}`)),
     text: of("text"), muted: of("muted"), line: of("line"), surface: of("surface"), focus: of("focus"), none: of("none"),
     series: Array.from({ length: 8 }, (_, i) => of(`c${i}`)), font: style.fontFamily || "sans-serif",
   };

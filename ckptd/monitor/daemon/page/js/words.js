@@ -43,6 +43,7 @@ export const PROCESS = {
 
 const paths = {
   overview: "M2 2h5v5H2zM9 2h5v3H9zM9 7h5v7H9zM2 9h5v5H2z",
+  progress: "M2 2v12h12M4.500 10.500 7 7l2.500 2L14 3.500",
   ranks: "M2 2h3v3H2zM6.5 2h3v3h-3zM11 2h3v3h-3zM2 6.5h3v3H2zM6.5 6.5h3v3h-3zM11 6.5h3v3h-3zM2 11h3v3H2zM6.5 11h3v3h-3zM11 11h3v3h-3z",
   incidents: "M8 2 14.5 13.5H1.5ZM8 6.5v3.2M8 11.4v.6",
   links: "M4 4m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0M12 12m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0M12 4m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0M6 4h4M12 6v4M5.5 5.5l5 5",

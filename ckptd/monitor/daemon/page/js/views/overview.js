@@ -1,31 +1,18 @@
 // The job on one screen: does it run, how far is it, who is not well, what happened last.
 
 import { get } from "../api.js";
-import { lineChart } from "../charts.js";
 import { h, panel, refill, setText } from "../dom.js";
 import { clock, count, percent, plural, seconds, sentence } from "../format.js";
 import { HeatMap } from "../heatmap.js";
+import { Plot, known } from "../plot.js";
 import { listen, store } from "../store.js";
 import { total } from "./controller.js";
 import { BY_WEIGHT, JOB_STATES, STATUSES, shape } from "../words.js";
 import { incidentRow } from "./incidents.js";
+import { happened } from "./progress.js";
 
 const HISTORY_S = 3600;
 const AGAIN_MS = 10000;
-
-/**
- * The points without those of ranks that have begun anew and not loaded yet: a step far below the one before
- * and the one to which the job is back a moment later. Where it does begin anew, the line falls.
- */
-export function rising(points) {
-  const known = points.filter(([, v]) => v !== null && v !== undefined && Number.isFinite(v));
-  let before = -Infinity;
-  return known.filter(([x, v], i) => {
-    const back = v < before / 2 && known.slice(i + 1).some(([at, later]) => at - x < 60 && later >= before / 2);
-    if (!back) before = v;
-    return !back;
-  });
-}
 
 export function overview(root) {
   const tile = (name) => {
@@ -39,19 +26,18 @@ export function overview(root) {
   const phases = h("ul", { class: "phases" });
   const latest = h("div", { class: "incident-list" });
   const recovered = h("div", { class: "recoveries" });
-  const chart = h("div", { class: "chart-box" });
+  const times = new Plot("Step time in the last hour", { words: seconds, height: 170, least: 0, aside: h("a", { href: "#/progress" }, "Over time") });
+  times.element.classList.add("o-steps");
   root.append(h("h1", { class: "hidden" }, "Overview"),
     h("div", { class: "tiles" }, Object.values(tiles).map((t) => t.element)),
     h("div", { class: "overview-grid" },
       panel("Ranks", { class: "o-ranks", aside: h("a", { href: "#/ranks" }, "All of it") }, statuses, frame, phases),
       panel("Incidents", { class: "o-incidents", aside: h("a", { href: "#/incidents" }, "All incidents") }, latest),
       panel("Recoveries", { class: "o-recoveries", aside: h("a", { href: "#/elastic" }, "All recoveries") }, recovered),
-      panel("Steps in the last hour", { class: "o-steps" }, chart)));
+      times.element));
   const offs = [listen(["job", "incidents"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents), listen(["elastic"], drawRecoveries), listen(["elastic"], drawTiles)];
   const timer = setInterval(loadHistory, AGAIN_MS);
-  let points = [], width = 0, saves = null;
-  const resized = new ResizeObserver(() => { if (chart.clientWidth !== width) drawChart(); });
-  resized.observe(chart);
+  let series = null, saves = null, all = [];
 
   function set(t, value, under) { setText(t.value, value); setText(t.under, under); }
 
@@ -116,26 +102,27 @@ export function overview(root) {
   async function loadHistory() {
     if (document.hidden) return;
     try {
-      const series = await get(`history?what=step&seconds=${HISTORY_S}&points=400`);
-      points = rising(series.at.map((at, i) => [at, series.step_max[i]]));
+      series = await get(`history?what=time&seconds=${HISTORY_S}&points=400`);
     } catch {
-      points = []; // the connection's state says it already
+      series = null; // the connection's state says it already
     }
     try {
-      saves = (await get("checkpoints")).tiers ?? [];
+      const told = await get("checkpoints");
+      [saves, all] = [told.tiers ?? [], told.saves ?? []];
     } catch {
-      saves = null; // no folder of events is told to the daemon
+      [saves, all] = [null, []]; // no folder of events is told to the daemon
     }
     drawTiles();
     drawChart();
   }
 
   function drawChart() {
-    width = chart.clientWidth;
-    if (!width) return;
-    chart.replaceChildren(lineChart(points, { label: "Step over time", width, height: 150, words: ([x, v]) => [`step ${count(v)}`, clock(x)] }));
+    if (!series) return;
+    const [x, [median, most]] = known(series.at, [series.step_s_median, series.step_s_p90], 3 * Math.max(0, ...series.step_s_p90));
+    times.set({ x, series: [{ name: "median of ranks", values: median, colour: 0 }, { name: "90 % of ranks", values: most, colour: 1 }],
+      marks: happened([...store.incidents.values()], [], all) });
   }
 
   drawTiles(); drawRanks(); drawIncidents(); drawRecoveries(); loadHistory();
-  return { end: () => { offs.forEach((off) => off()); clearInterval(timer); resized.disconnect(); map.end(); } };
+  return { end: () => { offs.forEach((off) => off()); clearInterval(timer); times.end(); map.end(); } };
 }
