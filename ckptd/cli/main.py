@@ -56,6 +56,9 @@ VERBS = {
     "rollback": "Make an older checkpoint the newest that counts."
     "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes "
     "here gets an error at its next save.",
+    "annotate": "Add metadata to a saved checkpoint."
+    "\n\nAn evaluation that ends after the save adds its result, and retention by the best uses"
+    " it. A value is JSON, else text.",
     "pin": "Keep a checkpoint for ever; list pins, remove one."
     "\n\nNeither retention nor gc deletes what is pinned.",
     "gc": "Delete what no kept checkpoint needs."
@@ -104,6 +107,7 @@ _EXAMPLES = {
     "reshard": "./run ./for-megatron --from mine.lay --to megatron.gpt --explain",
     "lay": "check mine.lay --against ./run",
     "rollback": "./run@1000",
+    "annotate": "./run@1200 loss=1.25",
     "pin": "./run@1200 --reason 'for the paper'",
     "gc": "./run --keep 3 --dry-run",
     "trace": "./run/events",
@@ -120,7 +124,7 @@ _EXAMPLES = {
     "recorder": "build",
 }
 _SLICES = {
-    "checkpoint": "ls inspect verify diff cp rollback pin gc doctor trace agent",
+    "checkpoint": "ls inspect verify diff cp rollback annotate pin gc doctor trace agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top replay recorder",
@@ -134,7 +138,7 @@ _FIRST = {
     for group, verbs in {
         Group(
             "Checkpoints", sort_key=0
-        ): "ls inspect verify diff cp export reshard rollback pin gc doctor",
+        ): "ls inspect verify diff cp export reshard rollback annotate pin gc doctor",
         Group("Jobs", sort_key=1): "run watch top incidents ctl demo",
     }.items()
     for verb in verbs.split()

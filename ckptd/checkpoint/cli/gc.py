@@ -9,9 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ckptd.checkpoint.cli.address import Root, opened
-from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
-from ckptd.checkpoint.root.policy import Best, Keep, metric_of
+from ckptd.checkpoint.root.policy import Best, Keep
 from ckptd.cli.options import duration_s
 from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
 from ckptd.errors import RefusedError, UsageError
@@ -33,8 +32,8 @@ class GcDocument(Document, frozen=True, kw_only=True, tag="gc"):
     dry_run
         Nothing was deleted.
     planned
-        What may go: kind (``commit``, ``data``, ``leftover``, ``parts``, ``pin``, ``lease``), key,
-        reason, nbytes, objects, and modified (seconds since 1970).
+        What may go: kind (``commit``, ``data``, ``leftover``, ``parts``, ``pin``, ``lease``,
+        ``annotation``), key, reason, nbytes, objects, and modified (seconds since 1970).
     planned_bytes
         Bytes that this frees.
     kept
@@ -92,8 +91,6 @@ def gc(
     rule = _rule(keep, keep_every_steps, keep_every, keep_best)
     waits = duration_s(abandoned, "--abandoned"), duration_s(leftover, "--leftover")
     with opened(root) as catalogue:
-        if rule is not None and rule.best is not None:
-            _check_metric(catalogue, rule.best[0], root)
         plan = plan_gc(
             catalogue, rule, abandoned_s=waits[0], leftover_s=waits[1], other_runs=other_runs
         )
@@ -122,33 +119,6 @@ def _rule(
         every=period,
         best=None if best is None else _best(best),
     )
-
-
-def _check_metric(catalogue: Catalogue, metric: str, root: str) -> None:
-    """Raise where no checkpoint has the metric: the rule would keep nothing, and all would go."""
-    catalogue.open()
-    commits = [catalogue.commit(name) for name in catalogue.line()]
-    if not commits:
-        return
-    without = [c.name.step for c in commits if metric_of(c.metadata.get(metric)) is None]
-    if len(without) == len(commits):
-        known = sorted(
-            {k for c in commits for k, v in c.metadata.items() if metric_of(v) is not None}
-        )
-        raise UsageError(
-            f"no checkpoint of the line has the metric {metric!r}",
-            where=root,
-            wanted="a number in the metadata of checkpoints",
-            found=f"numbers {', '.join(known[:16])}" if known else "no numbers",
-            hint="save(step, state, metadata={...}) keeps metrics; without --keep-best other rules "
-            "decide",
-        )
-    if without:
-        steps = ", ".join(map(str, without[:8])) + (", ..." if without[8:] else "")
-        note(
-            f"{len(without)} of {len(commits)} checkpoints have no number {metric!r}, and are not "
-            f"among the best: steps {steps}"
-        )
 
 
 def _best(text: str) -> Best:

@@ -232,7 +232,7 @@ def describe(
         world_size=commit.world_size,
         data_bytes=commit.data_bytes,
         folder=commit.folder,
-        metadata=manifest.metadata,
+        metadata=dict(reader.metadata),
         tensors=tuple(_tensor(reader, info, above, with_chunks=with_chunks) for info in chosen),
         objects=tuple(_object(reader, entry) for entry in part.entries),
         files=tuple(_file(catalogue, f) for f in manifest.files if f.data_start),

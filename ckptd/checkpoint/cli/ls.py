@@ -37,7 +37,7 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     folder
         Its data folder, relative to the root.
     metadata
-        What the user attached.
+        What the user attached, and what was added since.
     pinned
         Never to be deleted.
     leases
@@ -165,6 +165,10 @@ class _Rows:
 
     def __init__(self, catalogue: Catalogue, names: list[CommitName]) -> None:
         self._records, self._damage = _read(catalogue, names)
+        try:
+            self._records = catalogue.annotated(self._records)
+        except CorruptError as error:
+            note(f"{error.message} ({error.where}): metadata that was added later is left out")
         self._foreign: set[CommitName] = set()
         for name, record in self._records.items():
             with suppress(CorruptError):  # said of its generation

@@ -25,12 +25,14 @@ GENERATIONS = "generations/"
 DATA = "data/"
 PINS = "pins/"
 LEASES = "leases/"
+ANNOTATIONS = "annotations/"
 PARTS = "parts/"
 MARKS = "deleting/"
 WITNESS = "witness"
 
 # [0-9] and not \d, which takes the digits of every script.
 _COMMIT = re.compile(r"([0-9]{12})-g([0-9]{8})\.json")
+_ANNOTATION = re.compile(r"([0-9]{12})-g([0-9]{8})-([0-9]{8})\.json")
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _ATTEMPT = re.compile(r"[a-z0-9]{1,32}")
 _FOLDER = re.compile(r"([0-9]{12})-g([0-9]{8})-([a-z0-9]{1,32})/?")
@@ -81,6 +83,11 @@ def pin_key(name: CommitName) -> str:
     return f"{PINS}{name.stem}.json"
 
 
+def annotation_key(name: CommitName, number: int) -> str:
+    """Key of the `number`-th annotation of a checkpoint, from 1."""
+    return f"{ANNOTATIONS}{name.stem}-{number:08d}.json"
+
+
 def lease_key(lease_id: str) -> str:
     """Key of a lease."""
     return f"{LEASES}{lease_id}.json"
@@ -121,6 +128,12 @@ def parse_commit_name(name: str) -> CommitName | None:
     """Parse the last segment of a commit or pin key; None when it is something else."""
     m = _COMMIT.fullmatch(name)
     return CommitName(int(m[1]), int(m[2])) if m else None
+
+
+def parse_annotation_name(name: str) -> tuple[CommitName, int] | None:
+    """Parse the last segment of an annotation's key into checkpoint and number, or return None."""
+    m = _ANNOTATION.fullmatch(name)
+    return (CommitName(int(m[1]), int(m[2])), int(m[3])) if m else None
 
 
 def parse_generation_name(name: str) -> int | None:

@@ -34,7 +34,7 @@ MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
 _TAIL = b'"\n}\n'
 """What stands after the digest, which is the last field."""
 
-R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin")
+R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin", "Annotation")
 
 
 class RootMarker(msgspec.Struct, frozen=True):
@@ -120,10 +120,28 @@ class Pin(OfCheckpoint, frozen=True):
     version: int = RECORD_VERSION
 
 
-CONVERTERS |= {kind: converter(kind) for kind in (RootMarker, Generation, Commit, Lease, Pin)}
+class Annotation(OfCheckpoint, frozen=True):
+    """Metadata that was added to a checkpoint after its commit.
+
+    Attributes
+    ----------
+    manifest_digest
+        Of the commit. One of the same name that is another attempt has nothing of this.
+    metadata
+        What was added: a key has the value of the newest annotation that has it.
+    """
+
+    manifest_digest: str
+    created: str
+    metadata: dict[str, Any]
+    version: int = RECORD_VERSION
 
 
-def encode_record(record: RootMarker | Generation | Commit | Lease | Pin) -> bytes:
+_KINDS = (RootMarker, Generation, Commit, Lease, Pin, Annotation)
+CONVERTERS |= {kind: converter(kind) for kind in _KINDS}
+
+
+def encode_record(record: RootMarker | Generation | Commit | Lease | Pin | Annotation) -> bytes:
     """Return the record as JSON, one field a line; the last one is the digest of all before."""
     body = msgspec.json.format(msgspec.json.encode(record), indent=1)
     head = body[: -len(b"\n}")] + b',\n "digest": "'

@@ -69,7 +69,7 @@ class CkptdReader(CheckpointReader):
     def __init__(
         self, index: Index, checkpoint: CommitName | Commit, *, listed: bool = True
     ) -> None:
-        self.store = index.store
+        self._index, self.store = index, index.store
         self.commit = checkpoint if isinstance(checkpoint, Commit) else index.commit(checkpoint)
         self.manifest = index.manifest_of(self.commit)
         self.manifest_path = self.commit.folder + self.commit.manifest
@@ -88,6 +88,11 @@ class CkptdReader(CheckpointReader):
         self.unread = foreign_unread(self.manifest)
         self.wrapped = wrapped_tensors(self.manifest)
         self._encoded = {o.tensor for o in self.manifest.objects if o.tensor}
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the user attached, and what was added since."""
+        return self._index.annotated({self.commit.name: self.commit})[self.commit.name].metadata
 
     @cached_property
     def infos(self) -> Mapping[str, TensorInfo]:

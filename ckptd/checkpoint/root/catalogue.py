@@ -8,29 +8,35 @@ here needs a lock, and of two processes that disagree, the one that created a na
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.invariants import check_files, check_manifest
 from ckptd.checkpoint.format.lineage import newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, WitnessEntry, encode_manifest
 from ckptd.checkpoint.format.names import (
+    ANNOTATIONS,
     COMMITS,
     GENERATIONS,
     MAX_GENERATION,
     PARTS,
     WITNESS,
     CommitName,
+    annotation_key,
     check_step,
     commit_key,
     generation_key,
     pin_key,
 )
 from ckptd.checkpoint.format.records import (
+    Annotation,
     Commit,
     Generation,
     Parent,
@@ -427,6 +433,46 @@ class Catalogue(Index):
             f"{commit.name} refers to something that is not there",
             where=self.where(key),
             hint="ckptd gc removes attempts of older generations, and those that took too long",
+        )
+
+    # -- what is added to a checkpoint later -----------------------------------------------------
+
+    def annotate(self, name: CommitName, metadata: Mapping[str, Any]) -> None:
+        """Add to the metadata of a checkpoint, whose own files stay as they are; durable on return.
+
+        Of several processes that annotate one checkpoint, each adds its keys; where two give one
+        key, that of the later record is the newest.
+
+        Raises
+        ------
+        NotFoundError
+            No commit of this step and generation; also when it is just being deleted.
+        UsageError
+            A value is no JSON, or the metadata would be too large with it.
+        CorruptError
+            An annotation that is there cannot be read.
+        ConflictError
+            Kind ``busy``: others took every number that was tried.
+        """
+        added = checked_metadata(metadata)
+        self.check_root()
+        record = self.commit(name)
+        for _ in range(MAX_TRIES):
+            newest = self.annotations([name])
+            before = self.annotated({name: record}, newest)[name].metadata
+            after = checked_metadata(before | added)
+            if msgspec.json.encode(after) == msgspec.json.encode(before):
+                return
+            made = Annotation(name.step, name.generation, record.manifest_digest, stamp(), added)
+            if self._create(annotation_key(name, newest.get(name, 0) + 1), encode_record(made)):
+                # Retention marks what it deletes, then looks for annotations that it has not seen.
+                relied_on(self, name)
+                self.check_root()
+                return
+        raise ConflictError(
+            "others annotate this checkpoint faster than a number can be taken",
+            kind="busy",
+            where=self.where(ANNOTATIONS),
         )
 
     # -- pins ----------------------------------------------------------------------------------

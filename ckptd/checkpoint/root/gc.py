@@ -20,6 +20,7 @@ import msgspec
 from ckptd import events
 from ckptd.checkpoint.format.lineage import line
 from ckptd.checkpoint.format.names import (
+    ANNOTATIONS,
     COMMITS,
     DATA,
     GENERATIONS,
@@ -31,6 +32,7 @@ from ckptd.checkpoint.format.names import (
     commit_key,
     digests_key,
     generation_key,
+    parse_annotation_name,
     parse_commit_name,
     parse_data_folder,
     pin_key,
@@ -308,7 +310,7 @@ LEFTOVER_S = 86_400.0
 """Age at which an attempt of the live generation counts as given up, in seconds."""
 MANIFEST = "manifest."
 
-Kind = Literal["commit", "data", "leftover", "parts", "marks", "pin", "lease"]
+Kind = Literal["commit", "data", "leftover", "parts", "marks", "pin", "lease", "annotation"]
 
 
 class GcItem(msgspec.Struct, frozen=True):
@@ -319,7 +321,7 @@ class GcItem(msgspec.Struct, frozen=True):
     kind
         ``commit``: a commit record. ``data``: the folder of such a commit. ``leftover``: the
         folder of an attempt that never committed. ``parts``: reports of a committed attempt.
-        ``pin``, ``lease``: one that protects nothing any more.
+        ``pin``, ``lease``, ``annotation``: one of what is gone.
     key
         Object, or folder ending in "/".
     reason
@@ -343,7 +345,10 @@ class GcItem(msgspec.Struct, frozen=True):
         if self.kind in ("data", "leftover", "parts"):
             parsed = parse_data_folder(self.key.split("/")[1])
             return parsed[0] if parsed else None
-        return parse_commit_name(self.key.rpartition("/")[2])
+        last = self.key.rpartition("/")[2]
+        if self.kind == "annotation":
+            return found[0] if (found := parse_annotation_name(last)) else None
+        return parse_commit_name(last)
 
 
 class GcKept(msgspec.Struct, frozen=True):
@@ -363,6 +368,9 @@ class GcPlan(msgspec.Struct, frozen=True):
         Of the root that was looked at: at another one at the same place the plan is not run.
     claim
         Id of the newest generation's claim.
+    annotations
+        The newest annotation of each checkpoint, where the rule looks at metrics: no checkpoint is
+        deleted once there are others.
     newest
         The newest generation at planning: a plan of another one is not run.
     items
@@ -382,6 +390,7 @@ class GcPlan(msgspec.Struct, frozen=True):
     sweep_s: float | None = None
     root_id: str = ""
     claim: str = ""
+    annotations: tuple[tuple[CommitName, int], ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -454,17 +463,22 @@ def plan_gc(
     CorruptError
         A record cannot be read, so that it is unknown what it refers to: nothing is planned.
     """
-    now = time.time() if now is None else now
+    now, rule = time.time() if now is None else now, Keep.of(keep)
     catalogue.check_root()
     inventory = take(catalogue, now, whole)
-    chosen = decide(inventory, Keep.of(keep), now, abandoned_s, other_runs=other_runs)
+    annotations = None
+    if rule.best is not None:
+        annotations = catalogue.annotations(inventory.line)
+        annotated = catalogue.annotated(inventory.records, annotations)
+        inventory = replace(inventory, records=annotated)
+    chosen = decide(inventory, rule, now, abandoned_s, other_runs=other_runs)
     dropped = chosen.dropped
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
     if thorough:
         records = [inventory.records[n] for n in chosen.kept]
         items += _parts(catalogue.store, records, now - leftover_s)
-    items += _markers(catalogue, inventory, now)
+    items += _markers(catalogue, inventory, now, now - leftover_s)
     return GcPlan(
         newest=inventory.newest,
         items=tuple(items),
@@ -473,6 +487,7 @@ def plan_gc(
         sweep_s=leftover_s if thorough else None,
         root_id=catalogue.root_id,
         claim=catalogue.generation(inventory.newest).claim_id if inventory.newest else "",
+        annotations=None if annotations is None else tuple(annotations.items()),
     )
 
 
@@ -549,7 +564,14 @@ def _parts(store: Store, records: Iterable[Commit], old: float) -> Iterator[GcIt
                 yield msgspec.structs.replace(item, reason="the clean-up that left them is over")
 
 
-def _markers(catalogue: Catalogue, inventory: Inventory, now: float) -> Iterator[GcItem]:
+def _markers(
+    catalogue: Catalogue, inventory: Inventory, now: float, old: float
+) -> Iterator[GcItem]:
+    for info in catalogue.store.list(ANNOTATIONS):
+        item = GcItem("annotation", info.key, "what it is about is gone", info.size)
+        # Not at once: a record that was deleted may be put back (see `_put_back`).
+        if item.name and item.name not in inventory.records and info.modified < old:
+            yield item
     for name in sorted(catalogue.pins()):
         if name not in inventory.records:
             yield GcItem("pin", pin_key(name), "what it pinned is gone")
@@ -602,7 +624,7 @@ class _Run:
                     there = self.store.list(item.key)
                     self._delete([o.key for o in there if o.modified <= last])
                     self._settle(item, None)
-                case "pin" | "lease":
+                case "pin" | "lease" | "annotation":
                     self._settle(item, self._marker(item))
         return GcReport(tuple(self.deleted), tuple(self.skipped), tuple(self._sweep()))
 
@@ -660,7 +682,8 @@ class _Run:
             guards = guarded(self.catalogue, time.time())
             # After the guards: a rollback releases its lease when the generation is claimed.
             self._check_current()
-            doomed = [n for n in found if n not in guards]
+            late = self._annotated_since(found)
+            doomed = [n for n in found if n not in guards and not late]
             raw: dict[CommitName, bytes] = {}
             for name in doomed:
                 with suppress(NotFoundError):  # another clean-up was faster
@@ -674,7 +697,14 @@ class _Run:
             with suppress(CkptdError):  # they are void after a while
                 self._delete(list(marks.values()))
         for name in found:
-            self._settle(named[name], "; ".join(guards.get(name, ())) or None)
+            self._settle(named[name], "; ".join(guards.get(name, ())) or late)
+
+    def _annotated_since(self, names: Iterable[CommitName]) -> str | None:
+        """Say that metrics came that the plan, which looked at some, does not know."""
+        seen = self.plan.annotations
+        if seen is None or not self.catalogue.annotations(names).items() - set(seen):
+            return None
+        return "a checkpoint was annotated since the plan"
 
     def _marks_of(self, names: list[CommitName]) -> list[str]:
         """Return the marks that a clean-up left which died after it had deleted these commits."""
@@ -755,7 +785,7 @@ class _Run:
 
     def _marker(self, item: GcItem) -> str | None:
         name = item.name
-        if item.kind == "pin" and name is not None and self.store.exists(commit_key(name)):
+        if item.kind != "lease" and name is not None and self.store.exists(commit_key(name)):
             return f"{name} exists"
         if item.kind == "lease":
             lease = leases(self.catalogue).get(item.key)
@@ -770,7 +800,7 @@ class _Run:
             return []
         # Beside the marker of the root lie other people's files and folders, perhaps very many.
         swept = self.store.sweep("", older_than_s=age, deep=False)
-        for folder in (COMMITS, GENERATIONS, DATA, PINS, LEASES):
+        for folder in (COMMITS, GENERATIONS, DATA, PINS, LEASES, ANNOTATIONS):
             swept += self.store.sweep(folder, older_than_s=age)
         return swept
 

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
+
+import msgspec
 
 from ckptd import events
 from ckptd.base.digest import digest_hex
 from ckptd.checkpoint.format.lineage import line, newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, decode_manifest
 from ckptd.checkpoint.format.names import (
+    ANNOTATIONS,
     COMMITS,
     GENERATIONS,
     MARKS,
     PINS,
     ROOT_MARKER,
     CommitName,
+    annotation_key,
     check_step,
     commit_key,
     generation_key,
+    parse_annotation_name,
     parse_commit_name,
     parse_generation_name,
 )
 from ckptd.checkpoint.format.records import (
     MAX_RECORD_BYTES,
+    Annotation,
     Commit,
     Generation,
     R,
@@ -139,11 +145,13 @@ class Index:
         self.root_id = ""
         self._generations: dict[int, Generation] = {}
         self._records: dict[CommitName, Commit] = {}
+        self._annotations: dict[CommitName, list[Annotation | None]] = {}
         self._known: set[CommitName] = set()
 
     def _forget(self) -> None:
         self._generations.clear()
         self._records.clear()
+        self._annotations.clear()
         self._known.clear()
 
     # -- the root itself -----------------------------------------------------------------------
@@ -357,8 +365,9 @@ class Index:
         if not self.store.capabilities.consistent_list:
             hidden = self._known - found
             found |= {c for c in hidden if self.store.exists(commit_key(c))}
-        for gone in self._records.keys() - found:
+        for gone in (self._records.keys() | self._annotations.keys()) - found:
             self._records.pop(gone, None)  # the name may come back with another attempt
+            self._annotations.pop(gone, None)
         return sorted(found)
 
     def line(self) -> list[CommitName]:
@@ -577,6 +586,57 @@ class Index:
             return self._read_commit(name)
         except NotFoundError:
             return None
+
+    def annotations(self, names: Iterable[CommitName] = ()) -> dict[CommitName, int]:
+        """Return the number of the newest annotation of each checkpoint that has some.
+
+        A listing only; where it lags, those of `names` are looked for by name as well.
+        """
+        newest: dict[CommitName, int] = {}
+        for found in map(parse_annotation_name, self.store.children(ANNOTATIONS)):
+            if found is not None:
+                newest[found[0]] = max(newest.get(found[0], 0), found[1])
+        for name in () if self.store.capabilities.consistent_list else names:
+            while self.store.exists(annotation_key(name, newest.get(name, 0) + 1)):
+                newest[name] = newest.get(name, 0) + 1
+        return newest
+
+    def annotated(
+        self, records: Mapping[CommitName, Commit], newest: Mapping[CommitName, int] | None = None
+    ) -> dict[CommitName, Commit]:
+        """Return the records with the metadata that was added since: of each key the newest value.
+
+        Parameters
+        ----------
+        newest
+            What `annotations` returned.
+
+        Raises
+        ------
+        CorruptError
+            An annotation cannot be read: which value is the newest is then not known.
+        """
+        out = dict(records)
+        for name, count in (self.annotations(records) if newest is None else newest).items():
+            if (record := records.get(name)) is None:
+                continue
+            found = self._annotations.get(name, [])
+            new = range(len(found) + 1, count + 1)
+            self._annotations[name] = found = [*found, *(self._annotation(name, n) for n in new)]
+            ours = [a for a in found if a and a.manifest_digest == record.manifest_digest]
+            metadata = {key: value for a in ours for key, value in a.metadata.items()}
+            out[name] = msgspec.structs.replace(record, metadata=record.metadata | metadata)
+        return out
+
+    def _annotation(self, name: CommitName, number: int) -> Annotation | None:
+        key = annotation_key(name, number)
+        try:
+            record = self.read(key, Annotation)
+        except NotFoundError:
+            return None  # deleted with its checkpoint
+        if record.name != name:
+            raise self._misnamed(key, str(record.name))
+        return record
 
     def _misnamed(self, key: str, found: str) -> CorruptError:
         return CorruptError("the record is another one's", where=self.where(key), found=found)

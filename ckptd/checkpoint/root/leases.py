@@ -214,7 +214,7 @@ def relied_on(index: Index, name: CommitName) -> Commit:
             where=index.where(commit_key(name)),
             hint=f"ckptd ls {index.store.url} --all",
         )
-    return commit
+    return index.commit(name)  # the clean-up that this waited for may have deleted it
 
 
 def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:

@@ -99,8 +99,10 @@ class Keep:
     every
         The first of each such period of time (counted from 1970), for ever.
     best
-        ``(metric, "min" or "max", n)``: the best n by a number in the checkpoint's metadata.
-        One without that number does not take part.
+        ``(metric, "min" or "max", n)``: the best n by a number in the checkpoint's metadata, as
+        it was saved or added since (`ckptd.Checkpointer.annotate`). One that has no such key waits:
+        it stays until one that is `last` or more checkpoints newer has it, since evaluations
+        may end in another order. A value that is no number (None, NaN) does not take part.
     """
 
     last: int | None = 3
@@ -154,7 +156,7 @@ def select(commits: Iterable[Commit], keep: Keep) -> Selection:
     """Apply `keep` to the commits of one line.
 
     The result is stable: dropping what it drops and asking again keeps the same ones, and a
-    commit that was dropped once is never wanted later.
+    commit that was dropped once is never wanted later, unless the metrics of others change.
     """
     ordered = sorted(commits, key=lambda c: c.name)
     reasons: dict[CommitName, list[str]] = {c.name: [] for c in ordered}
@@ -173,6 +175,8 @@ def select(commits: Iterable[Commit], keep: Keep) -> Selection:
         metric, mode, n = keep.best
         for name in _best(ordered, metric, mode)[:n]:
             reasons[name].append(f"best {n} by {mode} {metric}")
+        for name in _waiting(ordered, metric, keep.last or 0):
+            reasons[name].append(f"waits for its {metric}")
     if ordered and not reasons[ordered[-1].name]:
         reasons[ordered[-1].name].append("newest")
     return Selection(
@@ -198,6 +202,13 @@ def _best(commits: Sequence[Commit], metric: str, mode: str) -> list[CommitName]
     scored = [(metric_of(c.metadata.get(metric)), c.name) for c in commits]
     ranked = sorted((sign * v, -n.step, n) for v, n in scored if v is not None)
     return [n for _, _, n in ranked]
+
+
+def _waiting(commits: Sequence[Commit], metric: str, margin: int) -> list[CommitName]:
+    """Names of those without the metric that none `margin` or more commits later has passed."""
+    has = [metric in c.metadata for c in commits]
+    passed = max((i for i, there in enumerate(has) if there), default=-1) - margin
+    return [c.name for i, c in enumerate(commits) if not has[i] and i > passed]
 
 
 def metric_of(value: object) -> float | None:

@@ -357,13 +357,22 @@ class Transfer:
         check_files(original.manifest, original.filemap, original.manifest_path)
         present = self._present(original)
         if present is not None:
+            self._annotate(original, present)
             return self._report(original, present.generation, "present", 0)
         if self._working is None:
             self._working = Working.begin(self._target, REASON)
         work = FileCopy(
             self._source, self._target, original, self._bulk, self._working, self._progress
         )
-        return self._report(original, self._working.generation, "copied", work.run())
+        reused = work.run()
+        self._annotate(original, CommitName(commit.step, self._working.generation))
+        return self._report(original, self._working.generation, "copied", reused)
+
+    def _annotate(self, original: CkptdReader, name: CommitName) -> None:
+        """Add to the copy what was added to the original; what was added to the copy stays."""
+        there = self._target.annotations([name])
+        own = CkptdReader(self._target, name, listed=False).metadata if name in there else {}
+        self._target.annotate(name, {**original.metadata, **own})
 
     def close(self) -> None:
         """Tell others that this copy is no longer at work. Idempotent."""

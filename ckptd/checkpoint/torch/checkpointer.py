@@ -572,6 +572,23 @@ class Checkpointer(OfOneProcess):
         return self._metrics.text()
 
     @one_at_a_time
+    def annotate(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Add to the metadata of a checkpoint, as an evaluation does; rank 0 does it.
+
+        Values are those of `save`. A key that is there gets the new value; nothing else of the
+        checkpoint changes. Any process may do so at any time, also while the job trains; ``keep``
+        takes the newest value. Durable on return.
+
+        Raises
+        ------
+        NotFoundError
+            The step is not committed (yet: wait for its handle), or is just being deleted.
+        """
+        step = check_step(step)
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.annotate(c.find(step), metadata))
+
+    @one_at_a_time
     def pin(self, step: int, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
         step = check_step(step)

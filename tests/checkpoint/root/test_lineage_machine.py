@@ -7,11 +7,13 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit
@@ -34,7 +36,13 @@ _numbers = itertools.count()
 
 which = st.integers(0, 99)
 gaps = st.integers(1, 30)
-keeps = st.builds(Keep, last=st.none() | st.integers(1, 3), every_steps=st.none() | st.just(40))
+losses = st.none() | st.integers(0, 5)
+keeps = st.builds(
+    Keep,
+    last=st.none() | st.integers(1, 3),
+    every_steps=st.none() | st.just(40),
+    best=st.none() | st.sampled_from([("loss", "min", 1), ("loss", "max", 2)]),
+)
 
 
 @dataclass
@@ -44,6 +52,8 @@ class Model:
     parents: dict[int, CommitName | None] = field(default_factory=dict)
     commits: set[CommitName] = field(default_factory=set)
     pins: set[CommitName] = field(default_factory=set)
+    metadata: dict[CommitName, dict[str, Any]] = field(default_factory=dict)
+    """What was added; the name of one that was deleted does not come back."""
 
     @property
     def newest(self) -> int:
@@ -275,6 +285,48 @@ class LineageMachine(RuleBasedStateMachine):
         else:
             held.release()
 
+    # -- metrics that come later ----------------------------------------------------------------
+
+    @precondition(lambda self: self.model.commits)
+    @rule(pick=which, loss=losses, fresh=st.booleans())
+    def annotate(self, pick: int, loss: int | None, fresh: bool) -> None:
+        """An evaluation ends, in this process or in another."""
+        name = sorted(self.model.commits)[pick % len(self.model.commits)]
+        (Catalogue(self.store) if fresh else self.job).annotate(name, {"loss": loss})
+        self.model.metadata.setdefault(name, {})["loss"] = loss
+
+    @precondition(lambda self: self.model.commits)
+    @rule(pick=which, loss=losses, number=st.integers(1, 12), after=st.booleans())
+    def annotate_and_die(self, pick: int, loss: int | None, number: int, after: bool) -> None:
+        name = sorted(self.model.commits)[pick % len(self.model.commits)]
+        fault = FaultRule("die-after" if after else "die", number=number)
+        old, new = self.model.metadata.get(name, {}), {"loss": loss}
+        try:
+            Catalogue(Fault(self.store, FaultSpec((fault,)))).annotate(name, new)
+        except StoreError:
+            found = self.seen(Catalogue(self.store))[name]
+            assert found in (old, new)
+            new = found
+        self.model.metadata[name] = new
+
+    @precondition(lambda self: self.model.commits)
+    @rule(keep=keeps, abandoned=st.booleans(), pick=which, loss=losses)
+    def annotate_after_the_plan(
+        self, keep: Keep, abandoned: bool, pick: int, loss: int | None
+    ) -> None:
+        """A plan by metrics deletes nothing once there are others."""
+        plan = self.plan(keep, abandoned)
+        seen = self.seen(self.job)
+        self.annotate(pick, loss, fresh=True)
+        stale = keep.best is not None and self.seen(self.job) != seen
+        run_gc(self.store, plan)
+        if not stale:
+            self.model.commits = self.after
+
+    def seen(self, catalogue: Catalogue) -> dict[CommitName, dict[str, Any]]:
+        records = catalogue.annotated(catalogue.records(catalogue.commits()))
+        return {n: r.metadata for n, r in records.items()}
+
     # -- deletion ------------------------------------------------------------------------------
 
     given_up: frozenset[str] = frozenset()
@@ -284,7 +336,10 @@ class LineageMachine(RuleBasedStateMachine):
         line, model = self.model.line, self.model
         guarded = model.pins | {h.commit.name for h in self.held}
         guarded |= {h.commit.name for _, h in self.flying if h}
-        records = self.job.records(sorted(model.commits))
+        records = {
+            n: structs.replace(r, metadata=model.metadata.get(n, {}))
+            for n, r in self.job.records(sorted(model.commits)).items()
+        }
         kept = set(select([records[n] for n in line], keep).kept) | guarded
         if not line or not abandoned:
             kept |= model.commits - set(line)
@@ -343,6 +398,9 @@ class LineageMachine(RuleBasedStateMachine):
             assert catalogue.line() == self.model.line
             assert catalogue.latest() == self.model.latest
             assert catalogue.pins() == self.model.pins
+            assert self.seen(catalogue) == {
+                n: self.model.metadata.get(n, {}) for n in self.model.commits
+            }
 
     @invariant()
     def every_commit_is_whole(self) -> None:

@@ -134,14 +134,31 @@ def test_best() -> None:
     "value", [float("nan"), float("inf"), True, "0.1", None, [1], {"a": 1}, 10**400, -(10**400)]
 )
 def test_best_ignores_what_is_no_number(value: object) -> None:
-    commits = [commit(1, loss=value), commit(2, loss=5.0), commit(3), commit(4)]
+    commits = [commit(1, loss=value), commit(2, loss=5.0), commit(3, loss=value), commit(4)]
     assert kept(commits, Keep(last=1, best=("loss", "min", 1))) == [2, 4]
+
+
+def test_what_has_no_metric_waits_until_later_ones_have() -> None:
+    def rule(last: int | None) -> Keep:
+        return Keep(last=last, best=("loss", "min", 1))
+
+    none = [commit(s) for s in range(1, 7)]
+    assert kept(none, rule(1)) == [1, 2, 3, 4, 5, 6]
+    first = [none[0], commit(2, loss=1.0), *none[2:]]
+    assert kept(first, rule(1)) == [2, 3, 4, 5, 6]
+    assert kept(first, rule(2)) == [1, 2, 3, 4, 5, 6]  # may be evaluated beside the one after it
+    third = [*first[:3], commit(4, loss=2.0), *none[4:]]
+    assert kept(third, rule(1)) == [2, 5, 6]
+    assert kept(third, rule(2)) == [2, 3, 5, 6]
+    chosen = select(third, rule(2))
+    assert chosen.kept[CommitName(3, 1)] == ("waits for its loss",)
+    assert kept([none[0], commit(2, loss=None), none[2]], rule(1)) == [3]  # it will have none
 
 
 def test_reasons() -> None:
     chosen = select([commit(100, loss=1.0), commit(150)], Keep(1, 100, None, ("loss", "min", 1)))
     assert chosen.kept[CommitName(100, 1)] == ("every 100 steps", "best 1 by min loss")
-    assert chosen.kept[CommitName(150, 1)] == ("newest 1",)
+    assert chosen.kept[CommitName(150, 1)] == ("newest 1", "waits for its loss")
     assert select(ALL, Keep(last=1)).dropped[CommitName(5, 1)] == ("no rule keeps it",)
 
 
@@ -152,26 +169,33 @@ keeps = st.builds(
     every=st.none() | st.integers(1, 90).map(lambda m: timedelta(minutes=m)),
     best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
 )
-runs = st.lists(st.tuples(st.integers(1, 9), st.none() | st.floats()), max_size=30)
+metrics = st.none() | st.floats() | st.just("none yet")
+runs = st.lists(st.tuples(st.integers(1, 9), metrics), max_size=30)
 
 
 @given(run=runs, keep=keeps)
 def test_deleting_as_one_goes_keeps_what_deleting_at_the_end_keeps(
-    run: list[tuple[int, float | None]], keep: Keep
+    run: list[tuple[int, float | str | None]], keep: Keep
 ) -> None:
+    """And what waits for its metric, perhaps longer: it is passed by those that are there."""
     everything: list[Commit] = []
     live: list[Commit] = []
     step = 0
     for gap, loss in run:
         step += gap
-        new = commit(step, stamp(step * 600.0), **({} if loss is None else {"loss": loss}))
+        new = commit(step, stamp(step * 600.0), **({} if loss == "none yet" else {"loss": loss}))
         everything.append(new)
         live.append(new)
         chosen = select(live, keep)
         assert new.name in chosen.kept
         assert not chosen.kept.keys() & chosen.dropped.keys()
         live = [c for c in live if c.name in chosen.kept]
-    assert [c.name for c in live] == list(select(everything, keep).kept)
+        assert select(live, keep).kept.keys() == chosen.kept.keys()
+    wanted = select(everything, keep).kept
+    assert [c.name for c in live if c.name in wanted] == list(wanted)
+    others = [c for c in live if c.name not in wanted]
+    assert not any("loss" in c.metadata for c in others)
+    assert len(others) < (keep.last or 1)
 
 
 # -- times -----------------------------------------------------------------------------------------

@@ -161,6 +161,28 @@ def test_best_metric_and_pins_are_kept(root: str) -> None:
     assert steps_on_line(root) == [2, 5]
 
 
+def test_the_best_by_a_metric_that_comes_later(root: str) -> None:
+    """A process that evaluates is two saves behind, and reads what it evaluates."""
+    state, found = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
+    keep = ckptd.Keep(last=1, best=("loss", "min", 1))
+    with ckptd.Checkpointer(root, keep=keep) as ck, ckptd.Checkpointer(root) as evaluation:
+        for step, loss in enumerate([None, None, 3.0, 1.0, 2.0, 5.0], start=1):
+            state["w"].fill_(step)
+            ck.save(step, state)
+            ck.wait()
+            if loss is not None:
+                assert evaluation.load(found, step - 2, weights_only=False, only="w") == step - 2
+                assert found["w"][0] == step - 2
+                evaluation.annotate(step - 2, {"loss": torch.tensor(loss)})
+        assert steps_on_line(root) == [2, 4, 5, 6]
+        with pytest.raises(NotFoundError):
+            evaluation.annotate(3, {"loss": 0.0})
+        ck.annotate(6, {"loss": 0.5})
+        ck.save(7, state, metadata={"loss": 1.0})
+        ck.wait()
+    assert steps_on_line(root) == [6, 7]
+
+
 def test_going_back_leaves_later_steps_beside_the_line(root: str) -> None:
     state = {"w": torch.zeros(2)}
     with ckptd.Checkpointer(root) as ck:

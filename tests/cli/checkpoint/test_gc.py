@@ -99,19 +99,17 @@ def test_rules(cli: Cli, tmp_path: Path) -> None:
     assert steps(cli, root) == [20, 60]
 
 
-def test_the_best_of_what_has_no_metric(cli: Cli, tmp_path: Path) -> None:
+def test_what_has_no_metric_waits_for_it(cli: Cli, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         for step, metadata in {10: {"loss": 1.0}, 20: {"loss": "low"}, 30: {}}.items():
             put(store, cut(values(1)), step, metadata=metadata)
     root = str(tmp_path)
-    refused = cli("gc", root, "--keep-best", "accuracy:max:1", "--yes")
-    assert refused.code == 2
-    assert "no checkpoint of the line has the metric 'accuracy'" in refused.err
-    assert "numbers loss" in refused.err
+    told = cli.good("gc", root, "--keep-best", "accuracy:max:1", "--yes")
+    assert told.out.count("waits for its accuracy") == 3
     assert steps(cli, root) == [10, 20, 30]
-    told = cli("gc", root, "--keep-best", "loss:min:1", "--dry-run")
-    assert "2 of 3 checkpoints have no number 'loss'" in told.err
-    assert "steps 20, 30" in told.err
+    cli.good("annotate", f"{root}@30", "loss=0.5")
+    cli.good("gc", root, "--keep-best", "loss:min:1", "--yes")
+    assert steps(cli, root) == [30]
 
 
 def test_what_is_read_stays(cli: Cli, root: str) -> None:

@@ -48,6 +48,11 @@ def test_the_life_of_a_root(cli: Cli, root: str, bucket: str, tmp_path: Path) ->
     found = load_file(tmp_path / "hf" / "model.safetensors")[name.partition(".")[2]]
     assert found.tobytes() == values(20)[name].tobytes()
 
+    cli.good("annotate", f"{bucket}@10", "loss=0.5")
+    assert [c["metadata"] for c in cli.json("ls", bucket)["checkpoints"]] == [
+        {"loss": 0.5},
+        {"loss": 0.05},
+    ]
     cli.good("pin", f"{bucket}@10")
     cli.good("gc", bucket, "--keep", "1", "--yes")
     assert [c["step"] for c in cli.json("ls", bucket)["checkpoints"]] == [10, 20]
