@@ -88,7 +88,8 @@ def test_every_public_name_has_an_entry() -> None:
     assert set(FRONTS) <= set(modules)
     assert len(names) == len(set(names))
     missing = {name for module in modules for name in exported(module)} - set(names)
-    assert not missing
+    # A function of the module of its name: its entry names both.
+    assert not {name for name in missing if f"{name}.{name.rpartition('.')[2]}" not in names}
 
 
 def test_the_index_has_every_name_of_the_front() -> None:
