@@ -89,6 +89,8 @@ VERBS = {
     "top": "Show a job's ranks and open incidents, live in the terminal."
     "\n\nThe ranks with the worst status come first. Ctrl-C ends it. Without a terminal it prints "
     "once.",
+    "open": "Print the link to a job's web page."
+    "\n\nThe job's daemon runs on this machine. Whoever has the link may read and act.",
     "replay": "Run the diagnosis again over a daemon's recorded messages."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."
@@ -119,6 +121,7 @@ _EXAMPLES = {
     "watch": "-- torchrun --nproc-per-node 8 train.py",
     "incidents": "--follow",
     "top": "--job llm-7b",
+    "open": "--job llm-7b",
     "replay": "./recording",
     "doctor": "s3://bucket/run",
     "recorder": "build",
@@ -127,7 +130,7 @@ _SLICES = {
     "checkpoint": "ls inspect verify diff cp rollback annotate pin gc doctor trace agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
-    "monitor": "watch serve incidents top replay recorder",
+    "monitor": "watch serve incidents top open replay recorder",
 }
 """Whose verbs: each is a module in the folder ``cli`` of its slice."""
 _HOMES = {
@@ -139,7 +142,7 @@ _FIRST = {
         Group(
             "Checkpoints", sort_key=0
         ): "ls inspect verify diff cp export reshard rollback annotate pin gc doctor",
-        Group("Jobs", sort_key=1): "run watch top incidents ctl demo",
+        Group("Jobs", sort_key=1): "run watch top open incidents ctl demo",
     }.items()
     for verb in verbs.split()
 }

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.styled import Styled
 from rich.table import Table
 from rich.text import Text
 
@@ -50,7 +51,8 @@ def screen(
     parts: list[RenderableType] = [_head(job, lost), _statuses(job, ranks)]
     if incidents:
         parts += [Text(), _incidents(incidents)]
-    return Group(*parts, Text(), _ranks(ranks, rows))
+    shown = Group(*parts[1:], Text(), _ranks(ranks, rows))
+    return Group(parts[0], Styled(shown, "dim" if lost else ""))
 
 
 def odd_rows(ranks: dict[str, Any], most: int) -> list[int]:
@@ -83,7 +85,10 @@ def _shown(value: Any) -> Any:
 def _head(job: dict[str, Any], lost: str) -> Text:
     state = job["state"]
     look = {"ok": "green", "incident": "bold dark_orange"}.get(state, "yellow")
-    text = Text.assemble((job["job"] or "no job", "bold"), "  ", (_STATE.get(state, state), look))
+    word = _STATE.get(state, state)
+    if lost:  # how the job is now is not known
+        word, look = f"connection lost since {lost}; it was: {word}", "bold reverse"
+    text = Text.assemble((job["job"] or "no job", "bold"), "  ", (word, look))
     step = job["step"]
     if step:
         low, high = step["min"], step["max"]
@@ -95,8 +100,6 @@ def _head(job: dict[str, Any], lost: str) -> Text:
         text.append(f", {agents['silent']:,} silent", "bold")
     if job["goodput"]:
         text.append(f"  goodput {100 * job['goodput']['share']:.1f} %")
-    if lost:
-        text.append(f"\nconnection lost since {lost}: what is shown is from then", "bold reverse")
     return text
 
 
@@ -111,22 +114,15 @@ def _statuses(job: dict[str, Any], ranks: dict[str, Any]) -> Text:
     return text.append(phases, "bright_black")
 
 
-def _incidents(incidents: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
-    for name, width in (("INCIDENT", None), ("OPENED", 8), ("KIND", None), ("SUSPECTS", None)):
-        table.add_column(name, width=width, no_wrap=True)
-    table.add_column("EVIDENCE", ratio=1, overflow="ellipsis", no_wrap=True)
+def _incidents(incidents: list[dict[str, Any]]) -> Text:
+    text = Text()
     for one in incidents:
-        verdict = one["verdict"]
-        names = [f"{s['target']} {s['name']}" for s in verdict["suspects"][:3]]
-        table.add_row(
-            Text(shorten(one["id"], 24)),
-            time_text(one["opened_at"])[-8:],
-            Text(verdict["kind"], "bold dark_orange"),
-            Text(shorten(", ".join(names) or "nobody", 40)),
-            Text(shorten(verdict["evidence"][0], 200) if verdict["evidence"] else ""),
-        )
-    return table
+        text.append("▲ ", "bold dark_orange").append(shorten(one["headline"], 300)).append("\n")
+        opened = time_text(one["opened_at"])[-8:]
+        under = f"  {shorten(one['id'], 40)}, {one['verdict']['kind']}, opened {opened}\n"
+        text.append(under, "bright_black")
+    text.rstrip()
+    return text
 
 
 def _ranks(ranks: dict[str, Any], rows: int) -> Table:

@@ -23,6 +23,19 @@ class VerdictKind(enum.StrEnum):
     CANNOT_SAY = "cannot say"
 
 
+STOPS = frozenset(
+    {
+        VerdictKind.CRASH,
+        VerdictKind.MISMATCH,
+        VerdictKind.DESYNC,
+        VerdictKind.HANG,
+        VerdictKind.DEADLOCK,
+        VerdictKind.COMM_HANG,
+    }
+)
+"""With one of these the whole job stands still."""
+
+
 class SuspectKind(enum.StrEnum):
     """What a suspect is."""
 

@@ -134,7 +134,7 @@ def test_verbs_on_a_local_root_import_nothing_heavy(
         ["agent", "status"],
         ["trace", write_events(tmp_path / "events")],
     ]
-    jobs = {"demo", "incidents", "recorder", "replay", "serve", "top", "watch"}  # no root
+    jobs = {"demo", "incidents", "open", "recorder", "replay", "serve", "top", "watch"}
     jobs |= {"controller", "ctl", "run", "slurm", "kubernetes"}
     assert {c[0] for c in commands} == set(VERBS) - jobs
     assert not modules_after(*commands) & {*HEAVY, "rich"}

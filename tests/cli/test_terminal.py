@@ -79,10 +79,12 @@ INCIDENTS = [
     {
         "id": "llm-7b-3",
         "opened_at": 1_790_000_000.0,
+        "headline": "Rank 3 on node-1 has not moved for 31 s: stopped by a signal or a debugger; "
+        "6 ranks wait",
         "verdict": {
             "kind": "non-communication hang",
             "suspects": [{"target": "rank", "name": "3"}],
-            "evidence": ["rank 3 has not entered call 88 of dp, for which 6 ranks wait"],
+            "evidence": ["the last came 31 s ago"],
         },
     }
 ]

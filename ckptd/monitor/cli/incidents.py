@@ -201,6 +201,7 @@ def _who(incident: dict[str, Any]) -> str:
 def _show(incident: dict[str, Any]) -> None:
     verdict = incident["verdict"]
     print(f"{incident['id']}: {incident['kind']}, {incident['state']}")
+    print(shorten(incident["headline"], 300))
     print(
         f"opened {time_text(incident['opened_at'])}, {incident['latency_s']:.2f} s after its first"
         f" sign, generation {incident['generation']}, step {incident['step']}"

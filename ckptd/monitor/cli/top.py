@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from ckptd.cli.options import Daemon, DaemonJob
 from ckptd.cli.output import Document, Json, Reply, flag, option, time_text
-from ckptd.errors import TransientStoreError, UsageError
+from ckptd.errors import CkptdError, TransientStoreError, UsageError
 
 if TYPE_CHECKING:
     from ckptd.monitor.daemon.client import DaemonClient
@@ -64,7 +66,7 @@ def top(
     client = connect(daemon, job)
     if json or once or not sys.stdout.isatty():
         return Reply(_asked(client), lambda d: _print_once(d, 20 if limit is None else limit))
-    _live(client, every, limit)
+    _live(client, lambda: connect(daemon, job), every, limit)
     return 0
 
 
@@ -87,7 +89,9 @@ def _print_once(d: TopDocument, limit: int) -> None:
     console.print(screen(d.job, d.ranks, d.incidents, limit))
 
 
-def _live(client: DaemonClient, every: float, limit: int | None) -> None:
+def _live(
+    client: DaemonClient, again: Callable[[], DaemonClient], every: float, limit: int | None
+) -> None:
     from rich.live import Live
 
     from ckptd.cli.screen import screen
@@ -97,7 +101,7 @@ def _live(client: DaemonClient, every: float, limit: int | None) -> None:
     known, lost = _asked(client), 0.0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            rows = console.height - _MARGIN - (len(known.incidents) + 3 if known.incidents else 0)
+            rows = console.height - _MARGIN - 3 * len(known.incidents)
             drawn = screen(
                 known.job,
                 known.ranks,
@@ -111,3 +115,5 @@ def _live(client: DaemonClient, every: float, limit: int | None) -> None:
                 known, lost = _asked(client), 0.0
             except TransientStoreError:
                 lost = lost or time.time()
+                with suppress(CkptdError):  # after a restart it may have another port
+                    client = again()

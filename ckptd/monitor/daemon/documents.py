@@ -22,8 +22,9 @@ from ckptd.monitor.incidents import Incident
 from ckptd.monitor.job import NO_EXIT, CallFlag, phase_name
 from ckptd.monitor.links import Effect
 from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
+from ckptd.monitor.rules.slow import SHARE
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict
+from ckptd.monitor.verdict import STOPS, Suspect, SuspectKind, Verdict, VerdictKind
 
 MOST_EVIDENCE = 256 << 10
 """Characters of stacks, calls and logs of one incident that are stored and sent."""
@@ -526,6 +527,44 @@ class VerdictDocument(Struct, frozen=True, kw_only=True):
         return VerdictDocument(**fields)
 
 
+_MOST_NAMED = 3
+
+
+def headline(incident: Incident) -> str:
+    """Return what an incident is in one sentence: who, where, since when, who waits."""
+    verdict, numbers = incident.verdict, incident.verdict.numbers
+    first = verdict.evidence[0] if verdict.evidence else str(verdict.kind)
+    ranks = [s for s in verdict.suspects if s.target is SuspectKind.RANK] or verdict.suspects
+    if not ranks or verdict.kind is VerdictKind.SLOW_RANK:
+        return _sentence(first)  # a slow rank's evidence begins with such a sentence
+    who = _who(ranks)
+    if ranks[0].target is SuspectKind.RANK and 0 < len(incident.nodes) <= _MOST_NAMED:
+        who += f" on {', '.join(incident.nodes)}"
+    has = "has" if len(ranks) == 1 else "have"
+    detail = f": {ranks[0].detail}" if ranks[0].detail else ""
+    if verdict.kind is VerdictKind.HANG and "waiting" in numbers:
+        idle, waiting = numbers["idle s"], numbers["waiting"]
+        first = f"{has} not moved for {idle:.0f} s{detail}; {waiting:.0f} ranks wait"
+    elif verdict.kind is VerdictKind.CRASH:
+        first = f"{has} ended{detail}"
+    else:
+        return _sentence(f"{who}: {first}")
+    return _sentence(f"{who} {first}")
+
+
+def _who(suspects: Sequence[Suspect]) -> str:
+    target = suspects[0].target
+    group = target is SuspectKind.GROUP
+    names = [s.detail or s.name if group else s.name for s in suspects[:_MOST_NAMED]]
+    more = len(suspects) - len(names)
+    listed = ", ".join(names) + (f" and {more:,} more" if more else "")
+    return f"{target}{'s' if len(suspects) > 1 else ''} {listed}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 class EvidenceCounts(Struct, frozen=True):
     """Ranks of which an incident has stacks, calls and logs; number of its probes."""
 
@@ -551,10 +590,15 @@ class Proposal(Struct, frozen=True):
 
 
 class IncidentDocument(Struct, frozen=True, kw_only=True):
-    """An `Incident`. The evidence itself is in the document of a single incident only."""
+    """An `Incident`. The evidence itself is in the document of a single incident only.
+
+    `cost` is the share of the job that it takes while it lasts; None where that is not known.
+    """
 
     id: str
     kind: str
+    headline: str
+    cost: float | None
     verdict: VerdictDocument
     opened_at: float
     updated_at: float
@@ -609,7 +653,14 @@ class IncidentDocument(Struct, frozen=True, kw_only=True):
             sorted(incident.logs),
             len(incident.probes),
         )
-        return IncidentDocument(evidence=counts, proposal=proposal, **fields)
+        numbers = incident.verdict.numbers
+        return IncidentDocument(
+            evidence=counts,
+            proposal=proposal,
+            headline=headline(incident),
+            cost=1.0 if incident.kind in STOPS else numbers.get(SHARE),
+            **fields,
+        )
 
 
 class IncidentListDocument(Struct, frozen=True):

@@ -21,22 +21,12 @@ from ckptd.monitor.daemon.history import History
 from ckptd.monitor.daemon.rounds import RoundResult
 from ckptd.monitor.job import phase_name
 from ckptd.monitor.report import NodeReport
-from ckptd.monitor.verdict import VerdictKind
+from ckptd.monitor.verdict import STOPS
 
 _MOST_KNOWN = 1000
 _LONGEST_S = 5.0
 _FRESH_S = 10.0
 _LAST_SAVES = 50
-_STOPS = frozenset(
-    {
-        VerdictKind.CRASH,
-        VerdictKind.MISMATCH,
-        VerdictKind.DESYNC,
-        VerdictKind.HANG,
-        VerdictKind.DEADLOCK,
-        VerdictKind.COMM_HANG,
-    }
-)
 
 
 class GenerationLog:
@@ -138,7 +128,7 @@ class TimeSpent:
 
 
 def _spent_on(result: RoundResult) -> str:
-    if any(i.kind in _STOPS for i in result.open):
+    if any(i.kind in STOPS for i in result.open):
         return "stuck"
     phases = result.job.ranks["phase"]
     if not len(phases):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from ckptd.cli.screen import odd_rows, screen
+from ckptd.monitor.daemon.place import DaemonAddress, DaemonPlace
 from ckptd_simulated.feed import PlantedAt
 from tests.cli.running import Cli
-from tests.monitor.daemon.daemons import Running, fed, running
+from tests.monitor.daemon.daemons import JOB, Running, fed, running
 from tests.processes import until
+from tests.terminal import Terminal
 
 
 def columns(status: list[int], age: list[float | None]) -> dict[str, Any]:
@@ -54,7 +61,8 @@ def test_names_are_not_markup_and_lost_is_said() -> None:
     text = out.getvalue()
     assert "[bold]j" in text
     assert "a[red]node" in text
-    assert "lost since 12:00:00" in text
+    # What it was is not said as if it were so.
+    assert text.startswith("[bold]j  connection lost since 12:00:00; it was: waiting for ranks")
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -107,6 +115,60 @@ def test_json(cli: Cli, daemon: Running) -> None:
     assert found["job"]["world"] == 16
     assert found["ranks"]["rank"] == list(range(16))
     assert [s["name"] for s in found["incidents"][0]["verdict"]["suspects"]] == ["5"]
+
+
+def test_a_daemon_that_comes_back_at_another_port_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(folder))
+    command = [sys.executable, "-m", "ckptd", "top", "--job", JOB, "--every", "0.2"]
+    with ExitStack() as first:
+        gone = first.enter_context(placed(tmp_path / "history"))
+        with Terminal(command, 100) as terminal:
+            terminal.until("waiting for ranks")
+            first.close()
+            shown = terminal.until("connection lost since")
+            assert "it was: waiting for ranks" in shown
+            with placed(tmp_path / "history", not_at=gone.port):
+                terminal.until("  waiting for ranks  ")
+
+
+def test_the_link_to_the_page(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(folder))
+    assert cli("open", "--json").error["message"] == "no daemon runs here"
+    with placed(tmp_path / "history") as daemon:
+        result = cli("open", "--job", JOB)
+        assert result.code == 0
+        assert result.out == f"{address(daemon)}\n"
+        assert f"ssh -L {daemon.port}:127.0.0.1:{daemon.port} " in result.err
+        # It opens: the page's login takes the token.
+        assert daemon.ask("GET", f"/?token={daemon.token}").status == 303
+        found = cli.json("open")
+        assert (found["job"], found["link"]) == (JOB, address(daemon))
+        assert cli("open", "--job", "other", "--json").error["kind"] == "not-found"
+
+
+@contextmanager
+def placed(history: Path, not_at: int = 0) -> Iterator[Running]:
+    """Run a daemon that verbs on this machine find; not at the port of an earlier one."""
+    with ExitStack() as stack:
+        if not_at:
+            blocked = stack.enter_context(socket.socket())
+            blocked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            blocked.bind(("127.0.0.1", not_at))
+        daemon = stack.enter_context(running(history))
+        place = DaemonPlace(JOB)
+        stack.enter_context(place.held())
+        place.write(
+            DaemonAddress(
+                job=JOB, url=daemon.url, token=daemon.token, pid=os.getpid(), history=str(history)
+            )
+        )
+        yield daemon
 
 
 def test_it_is_refused(cli: Cli, daemon: Running) -> None:

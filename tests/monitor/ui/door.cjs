@@ -29,8 +29,13 @@ drive(async ({ open, found, login }) => {
   await ask("GONE");
   await page.locator("#banner").waitFor({ state: "visible" });
   found.lost = await page.locator("#banner").textContent();
+  await page.waitForFunction(() => document.title.startsWith("Lost"));
+  found.pill = await page.locator(".pill").textContent();
+  found.state = await page.locator(".tile").first().textContent();
   await ask("BACK");
   await page.locator("#banner").waitFor({ state: "hidden", timeout: 40000 });
   await cells(page, 16);
+  await page.waitForFunction(() => !document.title.startsWith("Lost"));
+  found.again = await page.locator(".tile .tile-value").first().textContent();
   found.back = await page.locator("#connection").textContent();
 });

@@ -8,10 +8,16 @@ const { drive, VIEWS, cells, sideways } = require("./browser.cjs");
 drive(async ({ open, found }) => {
   const rank = process.argv[3];
   const page = await open("#/overview");
-  await page.locator(".o-incidents .incident-row").first().click();
+  const row = page.locator(".o-incidents .incident-row").first();
+  found.row = await row.locator(".said").textContent();
+  await row.click();
   await page.locator(".incident-detail .evidence li").first().waitFor();
   const text = async (selector) => (await page.locator(selector).allTextContents()).map((t) => t.trim());
   found.title = (await text("#incident-title"))[0];
+  found.lead = (await text(".incident-detail .lead"))[0];
+  found.cost = (await text(".incident-detail section")).find((t) => t.startsWith("Cost")).slice(4);
+  found.commands = await text(".commands code");
+  found.pid = await page.evaluate(async () => { const { store } = await import("./js/store.js"); return store.ranks.pid[store.ranks.rowOf.get(5)]; });
   found.headings = await text(".incident-detail h3");
   found.evidence = await text(".evidence li");
   found.suspects = await text(".suspects li b");

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -130,6 +131,15 @@ def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
             found = report(process)
     assert found["title"] == "Non-communication hang"
     assert found["document_title"].startswith("(1) ")
+    assert re.fullmatch(
+        r"Rank 5 on n1 has not moved for \d+ s: stopped by a signal or a debugger; 15 ranks wait\.",
+        found["lead"],
+    )
+    cost = r"No step for \S+ s: \d+ rank-(minute|hour)s? of 16 ranks so far\."
+    assert re.match(cost, found["cost"])
+    here = f"ckptd incidents {JOB}-1 --job {JOB}"
+    assert found["commands"] == [f"py-spy dump --pid {found['pid']}", here]
+    assert found["row"] == found["lead"].rstrip(".")
     assert found["suspects"][0] == "rank 5"
     assert len(found["evidence"]) >= 1
     assert {"Suspects", "Evidence", "Rules out", "Would be refuted by", "What to do"} <= set(
@@ -193,6 +203,10 @@ def test_the_door_and_a_daemon_that_goes_away(tmp_path: Path) -> None:
             found = report(process)
     assert "not the daemon's token" in found["refused"]
     assert "Connection lost since" in found["lost"]
+    # Nothing on the page says that the job is well while nobody knows.
+    assert found["pill"] == "connection lost"
+    assert found["state"].startswith("StateNot knownconnection lost since ")
+    assert found["again"] == "Healthy"
     assert found["back"] == "live"
 
 

@@ -5,7 +5,7 @@ import { h, refill, setText } from "./dom.js";
 import { count, clock, plural, seconds } from "./format.js";
 import { connect, hold, release } from "./live.js";
 import { listen, store } from "./store.js";
-import { JOB_STATES, icon, shape } from "./words.js";
+import { LOST, icon, shape, stateOf } from "./words.js";
 import { overview } from "./views/overview.js";
 import { progress } from "./views/progress.js";
 import { ranks } from "./views/ranks.js";
@@ -56,7 +56,8 @@ function unknown(root) {
 function drawTitle() {
   const [, title] = VIEWS.find(([k]) => k === shown?.name) ?? ["", "No such page"];
   const open = store.open.length;
-  document.title = `${open ? `(${open}) ` : ""}${title} · ${store.job?.job || "ckptd"}`;
+  const lost = store.connection.state === "lost" ? "Lost · " : open ? `(${open}) ` : "";
+  document.title = `${lost}${title} · ${store.job?.job || "ckptd"}`;
 }
 
 function fillNav() {
@@ -73,11 +74,11 @@ function drawBar() {
   $("badge").hidden = !open;
   setText($("badge"), String(open));
   if (!job) return;
-  const state = JOB_STATES[job.state] ?? JOB_STATES.waiting;
-  const word = job.state === "incident" && open ? plural(open, "open incident") : state.word;
+  const state = stateOf(job);
+  const word = state === LOST ? state.word : job.state === "incident" && open ? plural(open, "open incident") : state.word;
   refill($("jobline"), JSON.stringify([job.job, job.state, word]), () => [
     h("span", { class: "jobname", title: job.job }, job.job || "no job yet"),
-    h("a", { class: `pill p-${job.state}`, href: "#/incidents" }, shape(state.status), h("span", {}, word)),
+    h("a", { class: `pill p-${state === LOST ? "lost" : job.state}`, href: "#/incidents" }, shape(state.status), h("span", {}, word)),
     h("span", { class: "fact", id: "bar-step" }), h("span", { class: "fact", id: "bar-ranks" }),
   ]);
   const step = job.step ?? {};
@@ -176,9 +177,9 @@ fillNav();
 drawTheme();
 drawConnection();
 addEventListener("hashchange", () => { route(); $("view").focus({ preventScroll: true }); });
-listen(["job", "incidents"], drawBar);
+listen(["job", "incidents", "connection"], drawBar);
 listen(["connection"], drawConnection);
-listen(["job", "incidents"], drawTitle);
+listen(["job", "incidents", "connection"], drawTitle);
 setInterval(() => { if (store.connection.state === "lost") drawConnection(); }, 1000);
 onRefused(askToken);
 route();

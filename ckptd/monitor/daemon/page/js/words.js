@@ -1,6 +1,7 @@
 // Words and shapes of states, in one place. A state has a colour, a shape and a word: never one alone.
 
 import { svg } from "./dom.js";
+import { store } from "./store.js";
 
 /** Order is the `status` number of the API. */
 export const STATUSES = [
@@ -17,10 +18,14 @@ export const BY_WEIGHT = [3, 2, 5, 4, 1, 0];
 export const statusOf = (number) => STATUSES[number] ?? STATUSES[4];
 
 export const JOB_STATES = {
-  waiting: { word: "waiting for ranks", status: 4 },
-  ok: { word: "no incident", status: 0 },
-  incident: { word: "incident", status: 2 },
+  waiting: { word: "waiting for ranks", title: "Waiting", status: 4 },
+  ok: { word: "no incident", title: "Healthy", status: 0 },
+  incident: { word: "incident", title: "Incident", status: 2 },
 };
+
+/** Without a connection nobody knows how the job is: what it was is no state. */
+export const LOST = { word: "connection lost", title: "Not known", status: 4 };
+export const stateOf = (job) => (store.connection.state === "lost" ? LOST : JOB_STATES[job.state] ?? JOB_STATES.waiting);
 
 const SHAPES = {
   ok: () => [svg("circle", { cx: 6, cy: 6, r: 4, class: "fill" })],

@@ -2,7 +2,7 @@
 
 import { get, post } from "../api.js";
 import { choice, h, nothing, refill, setText, table } from "../dom.js";
-import { clock, count, figure, percent, seconds, sentence } from "../format.js";
+import { clock, count, figure, percent, plural, seconds, sentence } from "../format.js";
 import { listen, store } from "../store.js";
 import { shape } from "../words.js";
 
@@ -97,12 +97,12 @@ export function incidents(root) {
   };
 }
 
-/** One line of a list of incidents. */
-export function incidentRow(incident, current) {
+/** One line of a list of incidents; `whole`: with its sentence. */
+export function incidentRow(incident, current, whole = false) {
   const v = incident.verdict;
   return h("li", {}, h("a", { class: "incident-row", href: `#/incidents/${encodeURIComponent(incident.id)}`, "aria-current": current ? "true" : null, id: `row-${incident.id}` },
     h("span", { class: "incident-mark" }, shape(incident.state === "open" ? STATUS_OF_KIND[v.kind] ?? 2 : 0)),
-    h("span", { class: "incident-main" }, h("b", {}, sentence(v.kind)), h("span", { class: "who" }, suspectsText(v))),
+    h("span", { class: "incident-main" }, h("b", {}, sentence(v.kind)), h("span", { class: whole ? "said" : "who", title: incident.headline }, whole ? incident.headline : suspectsText(v))),
     h("span", { class: "incident-when" }, h("span", {}, clock(incident.opened_at)), h("span", { class: `tag t-${incident.state}` }, incident.acknowledged_at ? "acknowledged" : incident.state))));
 }
 
@@ -126,16 +126,49 @@ function page(i, acknowledged) {
   ];
   return h("article", { "aria-labelledby": "incident-title" },
     h("a", { class: "back", href: "#/incidents" }, "← All incidents"),
-    h("header", { class: "incident-head" }, h("div", {}, h("p", { class: "mono id" }, i.id), h("h2", { id: "incident-title" }, shape(i.state === "open" ? STATUS_OF_KIND[v.kind] ?? 2 : 0), sentence(v.kind)),
-      h("p", { class: "lead" }, v.suspects.length ? `Suspected: ${suspectsText(v)}.` : "Nobody can be named.")),
-    h("span", { class: `tag t-${i.state}` }, i.state)),
+    h("header", { class: "incident-head" }, h("div", {}, h("p", { class: "mono id" }, i.id), h("h2", { id: "incident-title" }, shape(i.state === "open" ? STATUS_OF_KIND[v.kind] ?? 2 : 0), sentence(v.kind))),
+      h("span", { class: `tag t-${i.state}` }, i.state)),
+    h("p", { class: "lead" }, i.headline, i.headline.endsWith(".") ? "" : "."),
+    cost(i), section("What to do", h("p", {}, sentence(v.action)), commands(i), responseForm(i)),
     h("dl", { class: "strip" }, facts.map(([k, t]) => h("div", {}, h("dt", {}, k), h("dd", {}, t ?? "–")))),
-    section("Suspects", v.suspects.length ? h("ul", { class: "suspects" }, v.suspects.map(suspect)) : h("p", { class: "quietly" }, "None.")),
+    section("Suspects", v.suspects.length ? h("ul", { class: "suspects" }, v.suspects.map(suspect)) : h("p", { class: "quietly" }, "Nobody can be named.")),
     section("Evidence", h("ol", { class: "evidence" }, v.evidence.map((e) => h("li", {}, sentence(e))))),
     v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
-    h("div", { class: "pair" }, section("Would be refuted by", h("p", {}, sentence(v.refuted_by))), section("What to do", h("p", {}, sentence(v.action)))),
+    section("Would be refuted by", h("p", {}, sentence(v.refuted_by))),
     Object.keys(v.numbers ?? {}).length ? section("Numbers", h("dl", { class: "numbers" }, Object.entries(v.numbers).map(([k, n]) => h("div", {}, h("dt", {}, k.replaceAll("_", " ")), h("dd", {}, figure(n)))))) : null,
-    responseForm(i), consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+    consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+}
+
+/** What it has cost so far: from its first sign to when it was last seen, of all ranks of the job. */
+function cost(i) {
+  if (i.cost === null || i.cost === undefined) return null;
+  const lasted = Math.max(0, i.updated_at - (i.opened_at - i.latency_s)), world = store.job?.world ?? 0;
+  const lost = (i.cost * lasted * world) / 3600;
+  const what = i.cost >= 1 ? `No step for ${seconds(lasted)}` : `${percent(i.cost)} of each step for ${seconds(lasted)}`;
+  const so = i.state === "open" ? " so far" : "";
+  return section("Cost", h("p", {}, h("b", {}, what), world ? `: ${lost >= 1 ? plural(Math.round(lost), "rank-hour") : plural(Math.round(60 * lost), "rank-minute")} of ${plural(world, "rank")}${so}.` : `${so}.`));
+}
+
+/** Commands to type next: who stands still is looked at; where a controller is, its node is left out. */
+function commands(i) {
+  const job = store.job?.job ?? "", { ranks } = store;
+  const out = [[`ckptd incidents ${quoted(i.id)} --job ${quoted(job)}`, "the same in a terminal, with stacks and last calls"]];
+  const first = i.verdict.suspects.find((s) => s.target === "rank");
+  const row = first && i.state === "open" ? ranks.rowOf.get(Number(first.name)) : undefined;
+  if (row !== undefined && ranks.alive[row] && ranks.pid[row]) out.unshift([`py-spy dump --pid ${ranks.pid[row]}`, `on ${ranks.nodeName(row)}: what rank ${first.name} does now`]);
+  if (store.elastic?.controller && i.state === "open" && i.nodes.length) out.push([`ckptd ctl exclude ${i.nodes.map(quoted).join(" ")} --job ${quoted(job)} --reason ${quoted(i.id)}`, "leaves the node out; the others go on from the last committed step"]);
+  return h("ul", { class: "commands" }, out.map(([text, says]) => h("li", {}, h("code", {}, text), copier(text), h("span", { class: "quietly" }, says))));
+}
+
+/** Names come from the job: what is copied to a shell is one word each. */
+const quoted = (text) => (/^[\w.:@%+=/-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+function copier(text) {
+  if (!navigator.clipboard) return null;
+  const button = h("button", { type: "button", class: "quiet small", "aria-label": `Copy ${text}`, onclick: async () => {
+    await navigator.clipboard.writeText(text).then(() => setText(button, "Copied"), () => setText(button, "Not copied"));
+  } }, "Copy");
+  return button;
 }
 
 const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
@@ -178,7 +211,7 @@ function responseForm(i) {
       setText(said, `Not done: ${error.message}. ${error.hint}`);
     }
   } }, sentence(i.proposal.text));
-  return section("Response", i.response ? h("p", {}, sentence(i.response)) : null, button ? h("div", { class: "form-end" }, button, said) : null);
+  return h("div", {}, i.response ? h("p", {}, sentence(i.response)) : null, button ? h("div", { class: "form-end" }, button, said) : null);
 }
 
 function ackForm(i, acknowledged) {

@@ -7,7 +7,7 @@ import { HeatMap } from "../heatmap.js";
 import { Plot, known } from "../plot.js";
 import { listen, store } from "../store.js";
 import { total } from "./controller.js";
-import { BY_WEIGHT, JOB_STATES, STATUSES, shape } from "../words.js";
+import { BY_WEIGHT, LOST, STATUSES, shape, stateOf } from "../words.js";
 import { incidentRow } from "./incidents.js";
 import { happened } from "./progress.js";
 
@@ -35,7 +35,7 @@ export function overview(root) {
       panel("Incidents", { class: "o-incidents", aside: h("a", { href: "#/incidents" }, "All incidents") }, latest),
       panel("Recoveries", { class: "o-recoveries", aside: h("a", { href: "#/elastic" }, "All recoveries") }, recovered),
       times.element));
-  const offs = [listen(["job", "incidents"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents), listen(["elastic"], drawRecoveries), listen(["elastic"], drawTiles)];
+  const offs = [listen(["job", "incidents", "connection"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents), listen(["elastic"], drawRecoveries), listen(["elastic"], drawTiles)];
   const timer = setInterval(loadHistory, AGAIN_MS);
   let series = null, saves = null, all = [];
 
@@ -44,10 +44,10 @@ export function overview(root) {
   function drawTiles() {
     const job = store.job;
     if (!job) return;
-    const state = JOB_STATES[job.state] ?? JOB_STATES.waiting;
+    const state = stateOf(job);
     const open = store.open;
-    refill(tiles.state.value, job.state, () => [shape(state.status), { ok: "Healthy", incident: "Incident", waiting: "Waiting" }[job.state] ?? job.state]);
-    setText(tiles.state.under, open.length ? `${plural(open.length, "incident")} open` : lastText());
+    refill(tiles.state.value, state.title, () => [shape(state.status), state.title]);
+    setText(tiles.state.under, state === LOST ? `connection lost since ${clock(store.connection.since / 1000)}` : open.length ? `${plural(open.length, "incident")} open` : lastText());
     const step = job.step ?? {};
     const marked = step.max !== null && step.max !== undefined && step.max >= 0;
     const status = store.elastic?.status;
@@ -95,7 +95,7 @@ export function overview(root) {
   function drawIncidents() {
     const some = store.listed().slice(0, 6);
     refill(latest, JSON.stringify(some.map((i) => [i.id, i.state, i.updated_at, i.acknowledged_at])), () => some.length
-      ? h("ul", {}, some.map((i) => incidentRow(i, false)))
+      ? h("ul", {}, some.map((i) => incidentRow(i, false, i.state === "open")))
       : h("p", { class: "quietly" }, "None so far. An incident says who or what is suspected, with the evidence and what would refute it."));
   }
 

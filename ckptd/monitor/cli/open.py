@@ -1,0 +1,43 @@
+"""``ckptd open``: the link to a job's web page."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+from ckptd.cli.options import DaemonJob
+from ckptd.cli.output import Document, Json, Reply, note
+
+
+class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
+    """What ``ckptd open --json`` prints.
+
+    Attributes
+    ----------
+    job
+        Whose page it is.
+    link
+        For a browser on this machine; whoever has it may act.
+    """
+
+    job: str
+    link: str
+
+
+def open(
+    *,
+    job: DaemonJob = None,
+    json: Json = False,
+) -> Reply:
+    """Print the link to the web page of a job whose daemon runs on this machine.
+
+    Whoever has the link may read and act. It is valid until the daemon ends.
+    """
+    from ckptd.monitor.daemon.place import find_daemon
+
+    found = find_daemon(job)
+    at = urlsplit(found.url)
+    if at.hostname in ("127.0.0.1", "::1", "localhost") and not json:
+        tunnel = f"ssh -L {at.port}:{at.hostname}:{at.port} {socket.gethostname()}"
+        note(f"from another machine, before you open it: {tunnel}")
+    return Reply(OpenDocument(job=found.job, link=found.login), lambda d: print(d.link))
