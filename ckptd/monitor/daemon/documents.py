@@ -89,7 +89,8 @@ class GoodputDocument(Struct, frozen=True):
     Attributes
     ----------
     seconds
-        By phase of most ranks, ``stuck`` or ``waiting``.
+        By phase of most ranks, ``stuck``, ``again``, ``slow``, ``restarting`` or ``waiting``; see
+        `ckptd.monitor.daemon.lifetime.TimeSpent`.
     share
         Of TRAIN, without the time of waiting.
     """

@@ -19,8 +19,11 @@ from ckptd.events.profile import Profiles
 from ckptd.monitor.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
 from ckptd.monitor.daemon.history import History
 from ckptd.monitor.daemon.rounds import RoundResult
-from ckptd.monitor.job import phase_name
+from ckptd.monitor.incidents import Incident
+from ckptd.monitor.job import CallFlag, Phase, phase_name
 from ckptd.monitor.report import NodeReport
+from ckptd.monitor.rules.slow import SHARE
+from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import STOPS
 
 _MOST_KNOWN = 1000
@@ -100,40 +103,141 @@ class GenerationLog:
         return [one for _, one in sorted(self._known.copy().items())]
 
 
-class TimeSpent:
-    """What the time since the daemon's start was spent on, in seconds.
+TRAIN, STUCK, AGAIN, SLOW, RESTARTING, WAITING = (
+    Phase.TRAIN.name,
+    "stuck",
+    "again",
+    "slow",
+    "restarting",
+    "waiting",
+)
 
-    Time counts as ``stuck`` while an incident is open that stops the job, as ``waiting`` while no
-    rank reports, and otherwise as the phase that most ranks are in. Steps that are made again after
-    a restart count like others.
+
+class TimeSpent:
+    """What the time since the daemon's start was spent on, in seconds; no clock of its own.
+
+    Time in phase TRAIN is decided upon when a step ends: it was ``again`` if the job had made that
+    step before, ``stuck`` if an incident that stops the job was seen since the step before or the
+    ranks ended, and otherwise TRAIN, less the share that an open incident says that ``slow`` ranks
+    cost. While no rank lives it is ``restarting``; ``waiting`` before the first and after ranks
+    that ended well. Steps that only the recorder counts begin at 0 in each process: they are
+    never ``again``.
     """
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last: float | None = None
+        self._open = self._away = 0.0
+        self._stands = self._ended_well = self._counted = False
+        self._life: tuple[int, int] | None = None
+        self._high = -1
+        self._slow: set[str] = set()
 
     def add(self, result: RoundResult) -> None:
         """Count the time since the round before."""
         before, self._last = self._last, result.now
-        if before is not None:
-            self._seconds[_spent_on(result)] += min(result.now - before, _LONGEST_S)
+        spent = 0.0 if before is None else min(result.now - before, _LONGEST_S)
+        ranks = result.job.ranks
+        ranks_alive = ranks[ranks["alive"] != 0]
+        if not len(ranks_alive):
+            self._without_ranks(ranks, spent)
+            return
+        self._returned()
+        life = _life(ranks_alive)
+        moved = self._follow(life, result)
+        phase = phase_name(int(np.bincount(np.clip(ranks_alive["phase"], 0, None)).argmax()))
+        stands = any(i.kind in STOPS for i in _seen(result))
+        if phase != TRAIN:
+            self._seconds[STUCK if stands else phase] += spent
+        else:
+            self._open += spent
+            self._stands |= stands
+            if moved or life == (-1, 0):
+                self._decide(life[0], result)
+
+    def _without_ranks(self, ranks: Array, spent: float) -> None:
+        if len(ranks):
+            self._ended_well = bool((ranks["exit_code"] == 0).all())
+        self._fail(TRAIN if self._ended_well else STUCK)
+        self._away += spent
+
+    def _returned(self) -> None:
+        if self._ended_well:
+            self._life, self._high = None, -1  # another run
+        if self._life is None:
+            self._seconds[WAITING] += self._away
+        else:
+            self._seconds[RESTARTING] += self._away
+        self._away, self._ended_well = 0.0, False
+
+    def _follow(self, life: tuple[int, int], result: RoundResult) -> bool:
+        """Return whether a step has ended; notice that ranks began again."""
+        before, self._life = self._life, life
+        if before is None:
+            return False
+        if life[1] < before[1] or 0 <= life[0] < before[0]:
+            self._fail(STUCK)
+            self._high = -1 if self._counted else max(self._high, before[0])
+            return False
+        if life > before:
+            self._counted = bool((result.job.calls["flags"] & CallFlag.COUNTED).any())
+        return life > before
+
+    def _decide(self, step: int, result: RoundResult) -> None:
+        """Decide what the time since the last step was."""
+        spent, self._open = self._open, 0.0
+        if self._stands:
+            self._seconds[STUCK] += spent
+        elif 0 <= step <= self._high:
+            self._seconds[AGAIN] += spent
+        else:
+            slow = self._slowness(result)
+            self._seconds[SLOW] += slow * spent
+            self._seconds[TRAIN] += (1 - slow) * spent
+        self._stands = False
+
+    def _slowness(self, result: RoundResult) -> float:
+        """Return the share of a step that slow ranks cost; what they cost before counts as well."""
+        share = 0.0
+        for incident in _seen(result):
+            cost = incident.verdict.numbers.get(SHARE, 0.0)
+            share = max(share, cost)
+            if cost and incident.id not in self._slow:
+                self._slow.add(incident.id)
+                early = min(cost * incident.latency_s, self._seconds[TRAIN])
+                self._seconds[SLOW] += early
+                self._seconds[TRAIN] -= early
+        return share
+
+    def _fail(self, kind: str) -> None:
+        """Decide about the time since the last step: the step that was made does not end."""
+        self._seconds[kind] += self._open
+        self._open, self._stands = 0.0, False
 
     def document(self) -> GoodputDocument | None:
         """Return the seconds, and the share of training; None at first."""
-        total = sum(self._seconds.values()) - self._seconds["waiting"]
+        seconds = defaultdict(float, self._seconds)
+        seconds[STUCK if self._stands else TRAIN] += self._open
+        away = RESTARTING if self._life is not None and not self._ended_well else WAITING
+        seconds[away] += self._away
+        total = sum(seconds.values()) - seconds[WAITING]
         if total <= 0:
             return None
-        seconds = {name: round(s, 3) for name, s in sorted(self._seconds.items())}
-        return GoodputDocument(seconds, round(self._seconds["TRAIN"] / total, 4))
+        told = {name: round(s, 3) for name, s in sorted(seconds.items()) if s > 0}
+        return GoodputDocument(told, round(seconds[TRAIN] / total, 4))
 
 
-def _spent_on(result: RoundResult) -> str:
-    if any(i.kind in STOPS for i in result.open):
-        return "stuck"
-    phases = result.job.ranks["phase"]
-    if not len(phases):
-        return "waiting"
-    return phase_name(int(np.bincount(np.clip(phases, 0, None)).argmax()))
+def _life(ranks: Array) -> tuple[int, int]:
+    """Return the step that most ranks are in, and the steps that their processes have made."""
+    marked = ranks["step"][ranks["step"] >= 0]
+    step = int(np.median(marked)) if len(marked) else -1
+    return step, int(np.median(ranks["steps_done"]))
+
+
+def _seen(result: RoundResult) -> list[Incident]:
+    """Return the open incidents that the last reports still show: they close some time later."""
+    recent = max(4 * result.period_s, 1.0)
+    return [i for i in result.open if result.at - i.updated_at < recent]
 
 
 class RecordedSaves:

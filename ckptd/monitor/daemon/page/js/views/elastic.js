@@ -8,8 +8,9 @@ import { listen, store } from "../store.js";
 import { controller } from "./controller.js";
 
 const AGAIN_MS = 5000;
-/** What goodput counts, in the order of the bar. */
-const KINDS = ["TRAIN", "EVAL", "CKPT", "COMPILE", "INIT", "EXIT", "stuck", "waiting"];
+/** What goodput counts, in the order of the bar: [word, names in the API]. */
+const KINDS = [["training", ["TRAIN"]], ["slow ranks", ["slow"]], ["evaluating", ["EVAL"]], ["made again", ["again"]], ["saving", ["CKPT"]],
+  ["stuck", ["stuck"]], ["starting and ending", ["INIT", "COMPILE", "EXIT"]], ["restarting", ["restarting"]]];
 
 export function elastic(root) {
   const summary = h("p", { class: "summary" });
@@ -25,14 +26,14 @@ export function elastic(root) {
   function drawGoodput() {
     const goodput = store.job?.goodput;
     setText(share, goodput ? percent(goodput.share, 1) : "–");
-    setText(under, goodput ? `of the time with ranks went into training, since ${clock(store.job.up_since)}` : "Not known before the first rank reports.");
+    setText(under, goodput ? `of the time went into new steps, since ${clock(store.job.up_since)}` : "Not known before the first rank reports.");
     const spent = goodput?.seconds ?? {};
-    const total = Object.values(spent).reduce((a, b) => a + b, 0);
+    const parts = KINDS.map(([word, names], i) => [word, names.reduce((a, n) => a + (spent[n] ?? 0), 0), i]);
+    const total = parts.reduce((a, [, v]) => a + v, 0);
     refill(split, JSON.stringify(spent), () => {
       if (!total) return [];
-      const parts = KINDS.map((k, i) => [k.toLowerCase(), spent[k] ?? 0, i]);
       return [partsBar(parts, { most: total, width: 900, label: "What the time went into", words: (k, v) => [k, seconds(v), percent(v / total, 1)] }),
-        h("ul", { class: "legend" }, parts.filter(([, v]) => v).map(([k, v, i]) => h("li", {}, legend(KINDS.map((x) => x.toLowerCase())).children[i].firstChild, k, h("b", {}, seconds(v)))))];
+        h("ul", { class: "legend" }, parts.filter(([, v]) => v).map(([k, v, i]) => h("li", {}, legend(KINDS.map(([word]) => word)).children[i].firstChild, k, h("b", {}, seconds(v)))))];
     });
   }
 

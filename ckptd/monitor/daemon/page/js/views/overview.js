@@ -61,7 +61,7 @@ export function overview(root) {
     const { up = 0, silent = 0 } = job.agents ?? {};
     set(tiles.agents, count(up), silent ? `${count(silent)} silent` : "none is silent");
     const goodput = job.goodput?.share ?? null;
-    set(tiles.goodput, percent(goodput, 1), goodput === null ? "not known yet" : `of ${seconds(job.now - job.up_since)} in training`);
+    set(tiles.goodput, percent(goodput, 1), goodput === null ? "not known yet" : `of ${seconds(job.now - job.up_since)} in new steps`);
     refill(phases, JSON.stringify(job.phases), () => Object.entries(job.phases ?? {}).filter(([, n]) => n).map(([phase, n]) => h("li", {}, phase.toLowerCase(), h("b", {}, count(n)))));
   }
 
