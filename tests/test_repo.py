@@ -357,11 +357,12 @@ def test_links_between_pages_resolve() -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Names of a page's headings, as GitHub and the site make them."""
+    """Names of a page's headings, as GitHub and the site make them, and of entries of the API."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ +(.*)$", text, flags=re.MULTILINE)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).strip().lower() for head in heads]
-    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in plain}
+    found = {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in plain}
+    return found | set(re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE))
 
 
 def test_change_notes_are_named_as_the_generator_wants() -> None:
