@@ -28,6 +28,7 @@ from ckptd.events.event import (
 )
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -113,8 +114,8 @@ class Metrics:
             finally:
                 self._lock.release()
 
-    def text(self) -> str:
-        """Return all metrics in Prometheus's text format.
+    def registry(self) -> CollectorRegistry:
+        """Return a registry of ``prometheus_client`` that holds these figures alone.
 
         Raises
         ------
@@ -122,15 +123,22 @@ class Metrics:
             kind ``missing-package``: the extra ``metrics`` is not installed.
         """
         try:
-            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as error:
             raise UsageError(
-                "metrics as text need prometheus-client, which is not installed",
+                "metrics need prometheus-client, which is not installed",
                 kind="missing-package",
                 hint="pip install 'ckptd[metrics]'",
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
+        return registry
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus's text format; raises as `registry`."""
+        registry = self.registry()
+        from prometheus_client import generate_latest
+
         return generate_latest(registry).decode()
 
     def collect(self) -> Iterator[Metric]:

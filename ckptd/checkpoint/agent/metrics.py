@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from ckptd.base.net.address import Address, parse_address
-from ckptd.errors import StoreError, UsageError
+from ckptd.errors import StoreError
 from ckptd.events.metrics import Metrics
 
 
@@ -33,32 +33,23 @@ def serve_metrics(address: str, where: str) -> Iterator[str]:
     StoreError
         kind ``listen``: the address cannot be had.
     """
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "metrics need prometheus-client, which is not installed",
-            kind="missing-package",
-            hint="pip install 'ckptd[metrics]'",
-        ) from error
     host, port = parse_address(address, "an address", where=where, any_port=True)
-    metrics = Metrics()
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as error:
-        metrics.close()
-        raise StoreError(
-            "metrics cannot be served here",
-            kind="listen",
-            where=str(Address(host, port)),
-            found=error.strerror or str(error),
-        ) from error
-    try:
-        yield f"http://{Address(host, server.server_port)}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-        metrics.close()
+    with closing(Metrics()) as metrics:
+        registry = metrics.registry()
+        from prometheus_client import start_http_server
+
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise StoreError(
+                "metrics cannot be served here",
+                kind="listen",
+                where=str(Address(host, port)),
+                found=error.strerror or str(error),
+            ) from error
+        try:
+            yield f"http://{Address(host, server.server_port)}/metrics"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

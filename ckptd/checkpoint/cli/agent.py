@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from ckptd.base.runtime.agentlink import AgentPlace, listen, locked, reach, run_folder
 from ckptd.base.runtime.host import host_id
 from ckptd.checkpoint.cli.address import spec_of
+from ckptd.checkpoint.format.words import ranks_text
 from ckptd.checkpoint.save.messages import AgentContents, AskEnd, AskStatus, visit
 from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows, size_text
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
@@ -266,8 +267,8 @@ def _show(one: AgentContents) -> None:
         {
             ">STEP": lambda s: s.step,
             ">GEN": lambda s: s.generation,
-            "SHARES OF RANKS": lambda s: _ranks(s.ranks),
-            "GUESTS": lambda s: _ranks(s.guests),
+            "SHARES OF RANKS": lambda s: ranks_text(s.ranks),
+            "GUESTS": lambda s: ranks_text(s.guests),
             ">OF": lambda s: s.world,
             ">SIZE": lambda s: size_text(s.bytes),
             "WHOLE": lambda s: "yes" if s.whole else "no",
@@ -277,7 +278,7 @@ def _show(one: AgentContents) -> None:
 
 
 def _trainers(one: AgentContents) -> str:
-    return f"trainers {_ranks(one.ranks)}" if one.ranks else "no trainers"
+    return f"trainers {ranks_text(one.ranks)}" if one.ranks else "no trainers"
 
 
 def _end(one: AgentContents) -> str:
@@ -286,14 +287,3 @@ def _end(one: AgentContents) -> str:
     if one.ranks:
         return "ends with them" if one.ending else "waits for them"
     return "stays"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text, neighbours joined: ``0-3, 8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

@@ -9,11 +9,12 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.base.runtime.host import environment, versions
-from ckptd.checkpoint.tools.doctor import CREATE_ONLY, StoreCheck, probe
+from ckptd.checkpoint.tools.doctor import probe
 from ckptd.cli.output import Document, Json, Reply, flag, option
 from ckptd.errors import RefusedError, UsageError
 from ckptd.parts import part
 from ckptd.store import StoreSpec, registry_problems
+from ckptd.store.probe import CREATE_ONLY, StoreCheck
 
 
 class PluginRow(msgspec.Struct, frozen=True):

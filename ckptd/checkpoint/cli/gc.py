@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from ckptd.checkpoint.cli.address import Root, opened
@@ -13,6 +15,7 @@ from ckptd.checkpoint.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, 
 from ckptd.checkpoint.root.policy import Best, Keep
 from ckptd.cli.options import duration_s
 from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
+from ckptd.decoding import converter
 from ckptd.errors import RefusedError, UsageError
 
 
@@ -121,20 +124,19 @@ def _rule(
     )
 
 
+_as_best: Callable[[Any], Best] = converter(Best, strict=False)
+
+
 def _best(text: str) -> Best:
-    metric, _, mode = text.rpartition(":")[0].rpartition(":")
-    count = text.rpartition(":")[2]
-    if metric and count.isdecimal():
-        if mode == "min":
-            return metric, "min", int(count)
-        if mode == "max":
-            return metric, "max", int(count)
-    raise UsageError(
-        "not a rule for the best",
-        where="--keep-best",
-        wanted="METRIC:min:N or METRIC:max:N",
-        found=text,
-    )
+    try:
+        return _as_best(text.rsplit(":", 2))
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            "not a rule for the best",
+            where="--keep-best",
+            wanted="METRIC:min:N or METRIC:max:N",
+            found=text,
+        ) from error
 
 
 def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
@@ -153,8 +155,6 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
 
 
 def _document(url: str, plan: GcPlan, report: GcReport, *, dry_run: bool) -> GcDocument:
-    import msgspec
-
     return GcDocument(
         root=url,
         dry_run=dry_run,

@@ -9,9 +9,8 @@ do: doubles that differ in their sign bit only would cancel modulo 2^64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -30,6 +29,7 @@ from ckptd.checkpoint.format.witness import (
     write_parts,
 )
 from ckptd.errors import CorruptError, UsageError
+from ckptd.types import Box
 
 SLAB = 1 << 16
 """Elements worked on at a time: fits the cache, and bounds memory."""
@@ -84,7 +84,8 @@ def partial_sum(
             continue
         held = _view(words, region)
         first = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
-        for slab in _slabs(region.box.shape):
+        for box in Box.whole(region.box.shape).cut(1, SLAB):
+            slab = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
             positions = _positions(first, slab, strides)
             total += _slab_sum(seed, positions, held[slab].reshape(len(positions), -1))
         count += region.numel
@@ -99,23 +100,6 @@ def _view(words: NDArray[np.unsignedinteger], region: Region) -> NDArray[np.unsi
     return as_strided(
         words[region.start :], (*region.box.shape, *pair), (*steps, *pair_step), writeable=False
     )
-
-
-def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cut a box into boxes of at most `SLAB` elements: whole inner dimensions, one cut."""
-    inner, d = 1, len(shape)
-    while d and inner * shape[d - 1] <= SLAB:
-        d -= 1
-        inner *= shape[d]
-    rest = [slice(0, n) for n in shape[d:]]
-    if not d:
-        yield tuple(rest)
-        return
-    step = max(1, SLAB // inner)
-    for outer in product(*map(range, shape[: d - 1])):
-        for start in range(0, shape[d - 1], step):
-            cut = slice(start, min(start + step, shape[d - 1]))
-            yield (*(slice(i, i + 1) for i in outer), cut, *rest)
 
 
 def _positions(first: int, slab: tuple[slice, ...], strides: tuple[int, ...]) -> U64:

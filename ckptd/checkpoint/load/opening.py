@@ -54,14 +54,8 @@ def open_catalogue(
         formats = foreign_formats()
         found = formats.find(store, file, step)
         if found is None:
-            raise NotFoundError(
-                error.message,
-                kind=error.kind,
-                where=error.where,
-                wanted=f"{ROOT_MARKER}, or a checkpoint of {', '.join(formats.names())}",
-                found=error.found,
-                hint=error.hint,
-            ) from None
+            wanted = f"{ROOT_MARKER}, or a checkpoint of {', '.join(formats.names())}"
+            raise CkptdError.from_dict({**error.to_dict(), "wanted": wanted}) from None
         return Catalogue(found)
     return catalogue
 

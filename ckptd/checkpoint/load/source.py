@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -197,7 +196,8 @@ class CheckpointReader(ABC):
         One element is the least that a part can be. Raises as `info` and `read`.
         """
         info = self.info(name)
-        for box in cut_box(info.shape, max(1, max_bytes // info.dtype.itemsize)):
+        boxes = Box.whole(info.shape).cut(info.dtype.itemsize, max_bytes) if info.nbytes else ()
+        for box in boxes:
             yield box, self.read([(name, box)], allow_absent=allow_absent)[0]
 
     # -- objects -------------------------------------------------------------------------------
@@ -306,26 +306,3 @@ def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator
         held += size(item)
     if batch:
         yield batch
-
-
-def cut_box(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `most` elements, in row-major order.
-
-    Inner dimensions stay whole as far as they fit, one dimension is cut, outer ones are single.
-    """
-    if not math.prod(shape):
-        return
-    inner, d = 1, len(shape)
-    while d and inner * shape[d - 1] <= most:
-        d -= 1
-        inner *= shape[d]
-    if not d:
-        yield Box.whole(shape)
-        return
-    step = max(1, most // inner)
-    for outer in product(*map(range, shape[: d - 1])):
-        for start in range(0, shape[d - 1], step):
-            size = min(step, shape[d - 1] - start)
-            yield Box(
-                (*outer, start, *(0,) * (len(shape) - d)), (*(1,) * (d - 1), size, *shape[d:])
-            )

@@ -6,16 +6,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptd.checkpoint.format.names import DATA, CommitName, parse_data_folder
 from ckptd.checkpoint.save.arena import CONTROL_BYTES, Slot
 from ckptd.checkpoint.save.drain import StagedShard
 from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError
 from ckptd.store.base import (
-    Capabilities,
     Names,
     ObjectInfo,
     OpenFile,
@@ -28,10 +27,8 @@ from ckptd.store.base import (
     check_prefix,
     children_of,
 )
+from ckptd.store.memory import MemoryStore
 from ckptd.types import ByteRange
-
-if TYPE_CHECKING:
-    pass
 
 _SPARE = 2
 """Kept for the next guests: filling fresh pages takes ten times as long."""
@@ -156,15 +153,7 @@ _Object = _Small | _Own | _Guest
 class AgentMemoryStore(Store):
     """Own shares and guests. Thread-safe; `close` releases all memory."""
 
-    capabilities = Capabilities(
-        create_only=True,
-        consistent_list=True,
-        durable=False,
-        local_files=False,
-        shared=False,
-        parallel=4,
-        block_bytes=8 << 20,
-    )
+    capabilities = MemoryStore.capabilities
 
     def __init__(self, url: str = "memory://agent") -> None:
         self.url = url
@@ -222,31 +211,20 @@ class AgentMemoryStore(Store):
         found = ((f"{DATA}{name}/", parse_data_folder(name)) for name in names)
         return {folder: parsed for folder, parsed in found if parsed is not None}
 
-    def clear_before(self, name: CommitName, *, guests: bool) -> None:
-        """Take down attempts of earlier generations and steps than `name`.
+    def clear(self, old: Callable[[CommitName], bool], *, guests: bool) -> None:
+        """Take down the attempts that are `old`.
 
         Parameters
         ----------
         guests
             Other nodes' shares, else this node's.
         """
-        for folder, (other, _) in self.folders().items():
-            if (other.generation, other.step) < (name.generation, name.step):
-                with self._lock:
-                    self._clear(folder, guests=guests)
-
-    def clear(self, name: CommitName, *, guests: bool) -> None:
-        """Take down the attempts of one step and generation; `guests` as above."""
-        for folder, (other, _) in self.folders().items():
-            if other == name:
-                with self._lock:
-                    self._clear(folder, guests=guests)
-
-    def _clear(self, folder: str, *, guests: bool) -> None:
-        for rank in self._ranks(folder):
-            if ((folder, rank) in self._mine) is not guests:
-                self._take_down(folder, rank)
-        self._drop_shared(folder)
+        for folder in [f for f, (name, _) in self.folders().items() if old(name)]:
+            with self._lock:
+                for rank in self._ranks(folder):
+                    if ((folder, rank) in self._mine) is not guests:
+                        self._take_down(folder, rank)
+                self._drop_shared(folder)
 
     def _ranks(self, folder: str) -> set[int]:
         return {rank for k in self._objects if (rank := _rank_of(k, folder)) is not None}

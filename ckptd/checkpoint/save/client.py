@@ -238,7 +238,7 @@ class WriterClient(OfOneProcess):
         """Rises by one with each worker that comes in the place of one that died."""
         self._slots = Slots(slots, self._announce, self._withdraw)
         self._counted: deque[str] = deque()
-        self.dead: ProcessError | None = None
+        self.dead: CkptdError | None = None
         """Why the worker is no more."""
         self._near_errors: dict[str, str] = {}
         self._closing = self._ended = False
@@ -838,14 +838,11 @@ class WriterClient(OfOneProcess):
 
     def _worker_gone(self, found: str, cause: CkptdError | None = None) -> None:
         code = self._process.poll() if self._process else None
-        error = ProcessError(
-            cause.message if cause else "the writing process died",
-            kind=cause.kind if cause else None,
-            where=cause.where if cause else f"process {self.pid}",
-            wanted=cause.wanted if cause else None,
-            found=f"exit status {code}; {found}" if code is not None else found,
-            hint=cause.hint if cause else self._hint(),
+        found = f"exit status {code}; {found}" if code is not None else found
+        cause = cause or ProcessError(
+            "the writing process died", where=f"process {self.pid}", hint=self._hint()
         )
+        error = ProcessError.from_dict({**cause.to_dict(), "class": "ProcessError", "found": found})
         self.dead = self.dead or error
         self._slots.fail(error)
         for number in list(self._jobs):

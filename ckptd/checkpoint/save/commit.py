@@ -630,15 +630,9 @@ def _peek(store: Store, folder: str, rank: int) -> RankPart | None:
     return part
 
 
-def _failed(rank: int, cause: CkptdError) -> SaveError:
-    return SaveError(
-        f"rank {rank} failed: {cause.message}",
-        kind=cause.kind,
-        where=cause.where,
-        wanted=cause.wanted,
-        found=cause.found,
-        hint=cause.hint,
-    )
+def _failed(rank: int, cause: CkptdError) -> CkptdError:
+    message = f"rank {rank} failed: {cause.message}"
+    return CkptdError.from_dict({**cause.to_dict(), "class": "SaveError", "message": message})
 
 
 def _missing(

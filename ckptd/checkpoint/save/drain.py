@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -208,8 +207,8 @@ def drain(
     rank_plan: RankPlan,
     save: SaveRequest,
     data: memoryview,
-    wait: Callable[[int, float], None],
-    sealed: Callable[[float], Sealed],
+    wait: Callable[[int], None],
+    sealed: Callable[[], Sealed],
     progress: Callable[[int, int], None],
     unchanged: ChunkDedup | None = None,
 ) -> None:
@@ -220,9 +219,9 @@ def drain(
     data
         The slot, at least as long as what this rank writes.
     wait
-        ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
+        ``wait(nbytes)`` returns when that many bytes are staged, or raises.
     sealed
-        ``sealed(timeout_s)`` returns the seal of the whole snapshot, or raises.
+        Returns the seal of the whole snapshot, or raises.
     progress
         Called with bytes written and bytes in all.
     unchanged
@@ -236,21 +235,17 @@ def drain(
     SaveError, StoreError
         What went wrong.
     """
-    limit = time.monotonic() + save.timeout_s
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
-
-    def left() -> float:
-        return max(1.0, limit - time.monotonic())
 
     @cache
     def whole() -> Sealed:
         # The leader's tables go out while the last bytes are written: others then find them.
-        seal = sealed(left())
+        seal = sealed()
         _put_blobs(store, save, seal.blobs, leaders=True)
         return seal
 
     def wait_for(upto: int) -> None:
-        wait(upto, left())
+        wait(upto)
         if upto == total:
             whole()
 
@@ -260,7 +255,7 @@ def drain(
                 raise SaveError("the slot is too small", wanted=total)
             search = None
             if unchanged is not None:
-                search = unchanged.begin(save, rank_plan, lambda: wait(0, left()))
+                search = unchanged.begin(save, rank_plan, lambda: wait(0))
             writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress)
             if unchanged is None or search is None:
                 wrote = writing.all(unchanged)

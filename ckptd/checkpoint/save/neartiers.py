@@ -181,7 +181,7 @@ class NodeTiers:
         if tier == "local":
             self._clear_local()
         if tier in ("peer", "root"):
-            self.memory.clear_before(name, guests=True)
+            self.memory.clear(lambda other: age(other) < age(name), guests=True)
         if tier in ("memory", "peer", "root"):
             self._clear_own()
 
@@ -195,7 +195,7 @@ class NodeTiers:
         with self._lock:
             self._lost.append((tier, name))
         if tier == "peer" and not self.is_complete("peer", name):
-            self.memory.clear(name, guests=True)
+            self.memory.clear(lambda other: other == name, guests=True)
 
     def is_lost(self, tier: str, name: CommitName) -> bool:
         """Tell whether a snapshot is known never to be complete on a tier."""
@@ -230,7 +230,8 @@ class NodeTiers:
             root = self.newest("root")
             bounds += [] if root is None else [root]
         if bounds:
-            self.memory.clear_before(max(bounds, key=age), guests=False)
+            bound = max(map(age, bounds))
+            self.memory.clear(lambda name: age(name) < bound, guests=False)
 
     def _clear_local(self) -> None:
         with self._lock:

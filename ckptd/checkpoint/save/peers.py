@@ -6,23 +6,15 @@ A job of thousands of nodes has as many agents. A rank needs a few files, which 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 
 from ckptd.decoding import converter
-from ckptd.store.base import (
-    Capabilities,
-    Names,
-    ObjectInfo,
-    OpenFile,
-    ReadOnlyStore,
-    Store,
-    check_prefix,
-)
-from ckptd.types import ByteRange
+from ckptd.store.base import ReadOnlyStore, Store, Wrapper
+from ckptd.store.memory import MemoryStore
 
 MOST_AGO = 8
 """A node is forgotten that was part of none of so many lives."""
@@ -136,19 +128,11 @@ def partners(domains: Mapping[str, str]) -> dict[str, str]:
     return found | {node: largest[i] for i, node in enumerate(others)}
 
 
-_SERVED = Capabilities(
-    create_only=False,
-    consistent_list=True,
-    durable=False,
-    local_files=False,
-    shared=True,
-    parallel=4,
-    block_bytes=8 << 20,
-)
+_SERVED = replace(MemoryStore.capabilities, create_only=False, shared=True)
 """Of what agents serve: known without asking them."""
 
 
-class Distant(ReadOnlyStore):
+class Distant(ReadOnlyStore, Wrapper):
     """Read-only view of another node's store, connected to when it is first asked. Thread-safe.
 
     Parameters
@@ -159,47 +143,21 @@ class Distant(ReadOnlyStore):
         Opens it.
     """
 
+    capabilities = _SERVED
+
     def __init__(self, url: str, open_store: Callable[[], Store]) -> None:
         self.url = url
         self.options = {}
-        self.capabilities = _SERVED
         self._open_store = open_store
         self._lock = threading.Lock()
         self._store: Store | None = None
 
-    def _opened(self) -> Store:
+    @property
+    def inner(self) -> Store:  # type: ignore[override]
+        """The other node's, connected to by now."""
         with self._lock:
-            if self._store is None:
-                self._store = self._open_store()
+            self._store = self._store or self._open_store()
             return self._store
-
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        """Pass on."""
-        return self._opened().get(key, byte_range)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Pass on."""
-        self._opened().read_into(key, offset, buffer)
-
-    def stat(self, key: str) -> ObjectInfo:
-        """Pass on."""
-        return self._opened().stat(key)
-
-    def open_file(self, key: str) -> OpenFile | None:
-        """Pass on."""
-        return self._opened().open_file(key)
-
-    def local_path(self, key: str) -> Path | None:
-        """Pass on."""
-        return self._opened().local_path(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Pass on."""
-        return self._opened().list(check_prefix(prefix))
-
-    def children(self, prefix: str = "") -> Names:
-        """Pass on."""
-        return self._opened().children(check_prefix(prefix))
 
     def close(self) -> None:
         """Close it, if it was opened. Idempotent."""

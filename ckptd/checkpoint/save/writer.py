@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ckptd import events
 from ckptd.base.runtime.channel import Channel, SocketChannel
@@ -250,24 +251,24 @@ class SaveWriter:
             old.close()
         self._arena[slot.number] = slot
 
-    def _wait_staged(self, save: SaveRequest, slot: Slot, upto: int, timeout_s: float) -> None:
+    def _wait_staged(self, save: SaveRequest, slot: Slot, until: float, upto: int) -> None:
         """Return when the slot holds the first `upto` bytes of this very save."""
 
         def filling() -> bool:
             self._raise_aborted(save)
             return not self._orphan.is_set()
 
-        slot.wait(save.job, upto, filling, timeout_s)
+        slot.wait(save.job, upto, filling, _left_s(until))
         self._raise_aborted(save)
 
-    def _wait_sealed(self, save: SaveRequest, slot: Slot, timeout_s: float) -> Sealed:
+    def _wait_sealed(self, save: SaveRequest, slot: Slot, until: float) -> Sealed:
         """Return the seal of this very save: without one what is staged may be half a snapshot."""
         with self._arrived:
             self._arrived.wait_for(
                 lambda: (
                     save.job in self._sealed or save.job in self._aborted or self._orphan.is_set()
                 ),
-                timeout_s,
+                _left_s(until),
             )
             seal = self._sealed.get(save.job)
             # Drains go in order: what came for an earlier job, which failed, is needed no more.
@@ -295,13 +296,17 @@ class SaveWriter:
                 self.send(ShardStored(save.job, tier, as_document(error)))
             self.send(Freed(save.job))
             return
-        self._write_root(
-            save,
-            plan,
-            slot.data,
-            lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
-            lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
-            lambda: self.send(Freed(save.job)),
+        staged, sealed = self._waits(save, slot)
+        self._write_root(save, plan, slot.data, staged, sealed, lambda: self.send(Freed(save.job)))
+
+    def _waits(
+        self, save: SaveRequest, slot: Slot
+    ) -> tuple[Callable[[int], None], Callable[[], Sealed]]:
+        """Return what waits for so many bytes of a save, and for its seal; not for ever."""
+        until = time.monotonic() + save.timeout_s
+        return (
+            partial(self._wait_staged, save, slot, until),
+            partial(self._wait_sealed, save, slot, until),
         )
 
     def _write_root(
@@ -309,8 +314,8 @@ class SaveWriter:
         save: SaveRequest,
         plan: RankPlan,
         data: memoryview,
-        wait: Callable[[int, float], None],
-        sealed: Callable[[float], Sealed],
+        wait: Callable[[int], None],
+        sealed: Callable[[], Sealed],
         free: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a share to the root and have it committed; `free` when `data` is read no more.
@@ -379,28 +384,14 @@ class SaveWriter:
 
     def _stage(self, save: SaveRequest, plan: RankPlan, slot: Slot) -> StagedShard:
         """Digest a snapshot as it comes, and return this rank's share of it once it is whole."""
-        limit = time.monotonic() + save.timeout_s
-
-        def left() -> float:
-            return max(1.0, limit - time.monotonic())
-
         with events.about(tier="memory"), saving(self._store, save.name, save.attempt, plan.rank):
-            return stage_shard(
-                plan,
-                save,
-                slot,
-                lambda n: self._wait_staged(save, slot, n, left()),
-                lambda: self._wait_sealed(save, slot, left()),
-                self._root_id,
-            )
+            return stage_shard(plan, save, slot, *self._waits(save, slot), self._root_id)
 
     def _shard_to_root(self, shard: StagedShard, data: memoryview) -> None:
         save = shard.save
-
-        def wait(upto: int, timeout_s: float) -> None:
-            self._raise_aborted(save)
-
-        self._write_root(save, shard.plan, data, wait, lambda timeout_s: shard.seal)
+        self._write_root(
+            save, shard.plan, data, lambda _: self._raise_aborted(save), lambda: shard.seal
+        )
 
     def _promote(self, uploader: TierUploader) -> None:
         """Bring the newest complete snapshot to the root, if it was kept in memory only.
@@ -519,6 +510,10 @@ class SaveWriter:
                 self._channel.send(message)
             except ProcessError:
                 self._end_waits()
+
+
+def _left_s(until: float) -> float:
+    return max(1.0, until - time.monotonic())
 
 
 def _turn_s(rank: int) -> float:

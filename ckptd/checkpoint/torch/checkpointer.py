@@ -276,13 +276,10 @@ class Checkpointer(OfOneProcess):
             return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
         admission = None if forced else self._admission
         if admission is not None and not admission.grants(step, self._start_client().busy):
+            skipped = events.SaveId(step, self._lineage.generation, "", self._board.rank)
             events.emit(
                 events.SaveSkipped(
-                    step=step,
-                    generation=self._lineage.generation,
-                    rank=self._board.rank,
-                    at_ns=events.now_ns(),
-                    reason="no slot is free",
+                    **skipped.fields(), at_ns=events.now_ns(), reason="no slot is free"
                 )
             )
             return SaveHandle.unsaved(step, self._lineage.generation, "skipped")

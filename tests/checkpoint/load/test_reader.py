@@ -15,10 +15,10 @@ from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.load.reader import CkptdReader
-from ckptd.checkpoint.load.source import cut_box
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import MismatchError, NotFoundError, UsageError
 from ckptd.store.memory import MemoryStore
+from ckptd.types import Box
 from tests.checkpoint.load.builder import Saved, build, take
 
 _numbers = itertools.count()
@@ -64,7 +64,7 @@ def test_slabs(max_bytes: int) -> None:
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 50))
 def test_boxes_cover_every_element_once_in_order(shape: list[int], most: int) -> None:
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
-    boxes = list(cut_box(tuple(shape), most))
+    boxes = list(Box.whole(tuple(shape)).cut(1, most))
     assert all(b.numel <= most for b in boxes)
     parts = [take(numbers, b).ravel() for b in boxes]
     flat = np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -60,8 +60,8 @@ def put_share(
         RankPlan(plan, rank),
         save,
         data,
-        lambda upto, timeout_s: None,
-        lambda timeout_s: Sealed(0, replicas),
+        lambda upto: None,
+        lambda: Sealed(0, replicas),
         lambda done, total: None,
     )
     return save

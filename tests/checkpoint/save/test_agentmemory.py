@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.save.agentmemory import AgentMemoryStore
 from ckptd.checkpoint.save.arena import CONTROL_BYTES
+from ckptd.checkpoint.save.neartiers import age
 from ckptd.errors import NotFoundError, StoreError
 from ckptd.store import StoreSpec
 from ckptd.store.memory import MemoryStore
@@ -112,7 +112,7 @@ def test_slots_of_a_dead_trainer_live_on_with_what_is_whole(shelf: AgentMemorySt
     assert half.fd < 0
     assert whole.fd >= 0
     assert {key.split("/")[1][:12] for key in content(shelf)} == {"000000000001"}
-    shelf.clear_before(CommitName(2, 1), guests=False)
+    shelf.clear(lambda name: age(name) < (1, 2), guests=False)
     assert whole.fd < 0
     assert not content(shelf)
 
@@ -124,13 +124,13 @@ def test_clearing_takes_own_shares_or_guests(shelf: AgentMemoryStore, guests: bo
     save = save_for(plan, 3)
     shelf.keep(shard_in(slot, save, plan, 0))
     snapshotting.put_share(shelf, plan, 1, values(3), save.name, save.attempt)
-    shelf.clear_before(CommitName(3, 1), guests=guests)
+    shelf.clear(lambda name: age(name) < (1, 3), guests=guests)
     assert len({k for k in content(shelf) if "parts/r" in k}) == 2
-    shelf.clear_before(CommitName(1, 2), guests=guests)
+    shelf.clear(lambda name: age(name) < (2, 1), guests=guests)
     left = {k[-5:] for k in content(shelf) if "parts/r" in k}
     assert left == {"00000" if guests else "00001"}
     assert [k for k in content(shelf) if k.endswith("/plan")], "the other share needs it"
-    shelf.clear(save.name, guests=not guests)
+    shelf.clear(lambda name: name == save.name, guests=not guests)
     assert not content(shelf)
     slot.close()
 

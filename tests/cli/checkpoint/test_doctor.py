@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from ckptd.base.runtime.host import environment, mount_of, versions
-from ckptd.checkpoint.tools.doctor import SCRATCH, StoreCheck, probe
+from ckptd.checkpoint.tools.doctor import probe
 from ckptd.elastic.nccl import SETTINGS
 from ckptd.errors import StoreError, TransientStoreError
 from ckptd.store import StoreSpec, register_store
 from ckptd.store.base import Names
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
+from ckptd.store.probe import SCRATCH, StoreCheck
 from tests.cli.roots import rank_file
 from tests.cli.running import Cli
 
