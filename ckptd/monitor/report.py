@@ -87,6 +87,16 @@ SUM: np.dtype[Any] = np.dtype(
 )
 """One row for each checksum or norm that a rank took, sent once."""
 
+USAGE: np.dtype[Any] = np.dtype(
+    [
+        ("row", "<i8"),
+        ("cpu", "<f8"),  # cores, since the row before; NaN is unknown
+        ("memory", "<i8"),  # resident bytes
+        ("threads", "<i8"),
+    ]
+)
+"""One row for each rank now and then: what its process uses of the machine."""
+
 TABLES: Mapping[str, np.dtype[Any]] = {
     "ranks": REPORT_RANK,
     "groups": JOINED_GROUP,
@@ -95,6 +105,7 @@ TABLES: Mapping[str, np.dtype[Any]] = {
     "steps": STEP,
     "sums": SUM,
     "collectives": COLLECTIVE,
+    "usage": USAGE,
 }
 """Tables of a report, by the name of their field."""
 
@@ -129,6 +140,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "steps": {"step": (0, _COUNT), "phase": _PHASES},
     "sums": {"step": (-1, _COUNT), "what": (0, 1)},
     "collectives": {"size": (0, len(SIZES))},
+    "usage": {"memory": (0, _COUNT), "threads": (0, _COUNT)},
 }
 """Least and largest value of columns of integers."""
 
@@ -136,6 +148,7 @@ _AGES: Mapping[str, Mapping[str, bool]] = {
     "ranks": {"idle": True, "heartbeat": False, "pending_age": False, "lived": False},
     "gaps": {"seconds": True},
     "steps": {"self_s": False, "inside_s": False, "wall_s": False},
+    "usage": {"cpu": False},
 }
 """Columns of ages, and whether each row must have one (NaN is unknown)."""
 
@@ -258,7 +271,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         Rises with each report of the source: an older or equal one is not taken.
     nodes, agents
         Names of nodes, and how their agents are, in the same order.
-    ranks, groups, calls, gaps, steps, sums, collectives
+    ranks, groups, calls, gaps, steps, sums, collectives, usage
         Tables as bytes; see `table` and `TABLES`. Rows of groups and calls come in the order of
         their ranks' rows; a rank's calls in the order in which it entered them.
     after
@@ -283,6 +296,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: bytes = b""
     sums: bytes = b""
     collectives: bytes = b""
+    usage: bytes = b""
     after: _Count = 0
     members: dict[_Hash, GroupInfo] = msgspec.field(default_factory=dict)
     texts: dict[_Hash, _Text] = msgspec.field(default_factory=dict)
@@ -486,10 +500,12 @@ def check_report(report: NodeReport, limits: ReportLimits) -> None:
             _ages(rows[column], f"{column} of {name}", known=known)
     ranks = report.table("ranks")
     _check_ranks(ranks, len(nodes), limits)
-    for name, ordered in (("groups", True), ("calls", True), ("steps", False), ("sums", False)):
+    for name, dtype in TABLES.items():
+        if "row" not in (dtype.names or ()):
+            continue
         rows = report.table(name)["row"]
         _within(rows, 0, len(ranks) - 1, f"row of {name}")
-        if ordered:
+        if name in ("groups", "calls"):
             _need(bool((rows[1:] >= rows[:-1]).all()), f"{name} in the order of ranks", "not")
     _check_calls(report)
     _check_collectives(report)

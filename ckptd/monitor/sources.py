@@ -84,6 +84,8 @@ class ReportSources:
     members: dict[int, Sequence[int]] = field(default_factory=dict)
     names: dict[int, GroupInfo] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    usage: dict[int, np.void] = field(default_factory=dict)
+    """Newest row of `ckptd.monitor.report.USAGE` of each rank."""
     _ranks: int = 0
     _addresses: dict[str, str] = field(default_factory=dict)
     _outside: dict[str, str] = field(default_factory=dict)
@@ -107,6 +109,10 @@ class ReportSources:
             before.report, before.arrived = report, now
             before.named |= bool(report.members)
         self._ranks += _count(report)
+        if len(report.usage):
+            rows = report.table("usage")
+            told = report.table("ranks")["rank"][rows["row"]].tolist()
+            self.usage.update(zip(told, rows, strict=True))
         self._tell(report)
 
     def _make_room(self, report: NodeReport, now: float) -> None:

@@ -27,6 +27,7 @@ from ckptd.monitor.job import JobView, Phase
 from ckptd.monitor.report import (
     REPORT_RANK,
     STEP,
+    USAGE,
     AgentOrders,
     AgentState,
     EvidenceReport,
@@ -132,6 +133,7 @@ _SLOTS = ("tp", "dp", "replica", "p2p", "p2p", "p2p", "p2p")
 _OPS = ("all_reduce", "all_reduce", "barrier", "send", "send", "send", "send")
 _OF_KIND = {"mesh_tp": "all_reduce", "mesh_dp": "all_reduce", "p2p": "p2p"}
 _FIRST_STEP = 100
+_USAGE_EVERY = 5
 _USUAL_S = 1e-4
 _STEPS = 4
 """Steps that the job makes in a second, and in a sheet."""
@@ -336,10 +338,19 @@ class Simulation:
             calls=_slice(job.calls, first, last).tobytes(),
             steps=b"" if steps is None else _steps(*steps, first, last, self.step).tobytes(),
             collectives=b"" if steps is None else self._collectives(first, last).tobytes(),
+            usage=self._usage(last - first).tobytes() if self._number % _USAGE_EVERY == 1 else b"",
             after=after,
             members=self._told_by(first, last) if told else {},
             texts=self._texts if told else {},
         )
+
+    def _usage(self, ranks: int) -> Array:
+        """Return what the processes of these ranks use, made up."""
+        out = np.zeros(ranks, USAGE)
+        out["row"], out["threads"] = np.arange(ranks), 48
+        out["cpu"] = 1.0 + 0.3 * self._rng.random(ranks)
+        out["memory"] = (12 << 30) + (self._rng.random(ranks) * (1 << 28)).astype(np.int64)
+        return out
 
     def _collectives(self, first: int, last: int) -> Array:
         """Return rows of what groups of these ranks did in a step, with times that are made up."""

@@ -20,6 +20,7 @@ _STAT_BYTES = 2048
 _MOST_THREADS = 512
 _SWITCHES = re.compile(rb"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 _STATE, _BIRTH, _EXIT_CODE = 0, 19, 49  # words behind the name in /proc/PID/stat
+_THREADS, _PAGES, _PAGE = 17, 21, os.sysconf("SC_PAGE_SIZE")
 _CPU = slice(11, 15)  # user, system, and both of children
 _IO_LINES = 2  # rchar and wchar, of /proc/PID/io
 
@@ -85,6 +86,13 @@ class Process:
                 with suppress(OSError), open(f"/proc/{self.pid}/task/{task}/status", "rb") as file:
                     total += sum(map(int, _SWITCHES.findall(file.read())))
         return total
+
+    def usage(self) -> tuple[int, int, int]:
+        """Return ticks of CPU so far, resident bytes and threads; zeros where it is gone."""
+        words = self._words()
+        if len(words) <= _EXIT_CODE:
+            return 0, 0, 0
+        return sum(map(int, words[_CPU])), int(words[_PAGES]) * _PAGE, int(words[_THREADS])
 
     def spent(self) -> tuple[int, int]:
         """Return the ticks of CPU that it has used, with children that it has collected, and bytes.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.agent.processes import Process
@@ -19,6 +20,7 @@ from ckptd.monitor.agent.rings import Ring, Rings
 from ckptd.monitor.agent.totals import RingTotals
 from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import (
+    USAGE,
     AgentState,
     GroupInfo,
     NodeReport,
@@ -27,6 +29,7 @@ from ckptd.monitor.report import (
     from_views,
 )
 from ckptd.monitor.ring import Counter, process_birth
+from ckptd.monitor.stats import Array
 
 # --- ranks that have no ring yet ------------------------------------------------------------------
 
@@ -155,6 +158,8 @@ MANY_CALLS = 512
 _WIDE_S = 1.5
 """For this long many calls of all ranks are sent when calls of some differ."""
 _TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines of today
+_USAGE_S = 5.0
+"""Seconds between two looks at what processes use of the machine."""
 _LIMITS = ReportLimits()
 
 
@@ -187,6 +192,8 @@ class ReportMaker:
         self._seen: dict[Ring, tuple[int, int]] = {}
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
+        self._used: dict[int, float] = {}
+        self._used_at = -math.inf
 
     def tell_again(self) -> None:
         """Send everything with the next report, as to a new daemon."""
@@ -249,6 +256,7 @@ class ReportMaker:
         self._number += 1
         rows = {view.rank: row for row, view in enumerate(views)}
         tables, after = self._totals.take(self._number, taken, rows, again=again)
+        usage = self._usage(rows, time.monotonic())
         state = self._state()
         return from_views(
             views,
@@ -260,8 +268,26 @@ class ReportMaker:
             members=members,
             texts=texts,
             after=after,
+            usage=usage,
             **tables,
         )
+
+    def _usage(self, rows: Mapping[int, int], now: float) -> Array:
+        """Return what the processes use of the machine, now and then; else no rows."""
+        passed = now - self._used_at
+        if passed < _USAGE_S:
+            return np.zeros(0, USAGE)
+        before, self._used, self._used_at = self._used, {}, now
+        found = []
+        for rank, row in rows.items():
+            ring = self._rings.ranks.get(rank)
+            if ring is not None and ring.alive and ring.process is not None:
+                ticks, memory, threads = ring.process.usage()
+                earlier = before.get(ring.process.pid, math.inf)
+                cpu = (ticks - earlier) / _TICKS / passed if ticks >= earlier else math.nan
+                self._used[ring.process.pid] = ticks
+                found.append((row, cpu, memory, threads))
+        return np.array(found, USAGE)
 
     def _state(self) -> AgentState:
         return AgentState(

@@ -119,7 +119,8 @@ class DaemonApi:
         )
 
     def _rank_document(self, rank: int) -> RankDocument:
-        found = RankDocument.of(self._service.rounds.last, rank, self._service.names)
+        s = self._service
+        found = RankDocument.of(s.rounds.last, rank, s.names, s.usage.get(rank))
         if found is None:
             raise NotFoundError("no such rank reports", where=str(rank))
         return found

@@ -458,13 +458,20 @@ class RankDocument(Struct, frozen=True, kw_only=True):
     progress_age_s: float
     pending_age_s: float
     self_s: float | None
+    cpu: float | None
+    memory: int | None
+    threads: int | None
     groups: list[GroupDocument]
     calls: list[CallDocument]
     stack: StackDocument | None
+    log: str | None
 
     @staticmethod
-    def of(result: RoundResult, rank: int, names: Names) -> RankDocument | None:
-        """Return what is known of a rank; None if it does not report."""
+    def of(result: RoundResult, rank: int, names: Names, usage: Any = None) -> RankDocument | None:
+        """Return what is known of a rank; None if it does not report.
+
+        `usage` is a row of `ckptd.monitor.report.USAGE`.
+        """
         job = result.job
         at = np.flatnonzero(job.ranks["rank"] == rank)
         if not len(at):
@@ -487,9 +494,13 @@ class RankDocument(Struct, frozen=True, kw_only=True):
             progress_age_s=float(row["idle"]),
             pending_age_s=float(row["pending_age"]),
             self_s=result.self_s.get(rank),
+            cpu=None if usage is None else round(float(usage["cpu"]), 3),
+            memory=None if usage is None else int(usage["memory"]),
+            threads=None if usage is None else int(usage["threads"]),
             groups=[GroupDocument.of(g, names) for g in job.groups[job.groups["row"] == at[0]]],
             calls=[CallDocument.of(c, names, result.at) for c in calls],
             stack=_newest_stack(result.incidents, rank),
+            log=next((i.logs[rank] for i in result.incidents[::-1] if rank in i.logs), None),
         )
 
 

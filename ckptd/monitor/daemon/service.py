@@ -123,6 +123,7 @@ class Service:
         )
         self.names = Names(watch.sources.names, watch.sources.texts)
         self.members = watch.sources.members
+        self.usage = watch.sources.usage
         self.rounds = Rounds(watch, self._on_round)
         self.ingest = Ingest(setup.job, setup.secret, self._call, self._take(watch), self.tape)
         self.responder = self._elastic()

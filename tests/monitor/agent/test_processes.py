@@ -126,6 +126,17 @@ def test_threads_that_wake_are_counted() -> None:
     assert watched.turns() == 0
 
 
+def test_what_it_uses_of_the_machine() -> None:
+    with child() as process:
+        watched = found(process)
+        ticks, memory, threads = watched.usage()
+        assert ticks >= 0
+        assert 1 << 16 < memory < 1 << 36
+        assert threads >= 1
+    assert watched.usage() == (0, 0, 0)
+    watched.close()
+
+
 def test_no_descriptor_is_left() -> None:
     gc.collect()  # or what others left is closed meanwhile
     before = len(os.listdir("/proc/self/fd"))

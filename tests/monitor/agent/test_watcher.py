@@ -63,12 +63,29 @@ def members(there: Daemon) -> dict[int, Any]:
     return {group: info for sheet in there.sheets for group, info in sheet.members.items()}
 
 
+def test_what_ranks_use_is_told_every_few_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.monitor.agent.report._USAGE_S", 0.5)
+    with daemon() as there, writers(tmp_path, 2), watcher(tmp_path, there):
+        until(lambda: sum(bool(s.usage) for s in there.sheets) >= 3, "three looks")
+        told = [s.table("usage") for s in there.sheets if s.usage]
+        assert all(0 <= cpu < 64 for cpu in told[-1]["cpu"])
+        assert len(told) < len(there.sheets)
+
+
 def test_ranks_are_told(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 3) as ranks, watcher(tmp_path, there):
         until(lambda: len(there.rows()) == 3, "three ranks")
         until(lambda: any(len(s.table("steps")) for s in there.sheets), "steps")
         until(lambda: any(len(s.table("gaps")) for s in there.sheets), "pauses")
+        until(lambda: any(len(s.usage) for s in there.sheets), "what ranks use")
+        (used,) = [s.table("usage") for s in there.sheets if len(s.usage)][:1]
         rows = there.rows()
+        assert used["row"].tolist() == [0, 1, 2]
+        assert (used["memory"] > 1 << 20).all()
+        assert (used["threads"] >= 1).all()
+        assert np.isnan(used["cpu"]).all()  # at the first look nobody knows
         assert [rows[r]["pid"] for r in range(3)] == [rank.pid for rank in ranks]
         assert all(row["alive"] and row["world"] == 3 for row in rows.values())
         assert all(row["heartbeat"] < 60 and row["lived"] < 600 for row in rows.values())

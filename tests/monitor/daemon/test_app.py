@@ -72,6 +72,10 @@ def test_ranks_that_did_not_change_are_left_out(stuck: Running) -> None:
 
 def test_one_rank(stuck: Running) -> None:
     rank = get(stuck, f"/ranks/{HUNG}")
+    assert 1.0 <= rank["cpu"] < 1.3
+    assert rank["memory"] >= 12 << 30
+    assert rank["threads"] == 48
+    assert rank["log"] is None  # the simulated job writes none
     assert (rank["rank"], rank["node"], rank["alive"]) == (HUNG, "n1", True)
     assert rank["pid"] == get(stuck, "/ranks")["pid"][HUNG] > 0
     assert {g["kind"] for g in rank["groups"]} >= {"tp", "dp"}

@@ -31,6 +31,7 @@ export class RankPanel {
   show(rank) {
     if (this.rank === rank) return;
     this.rank = rank;
+    this.used = null;
     this.element.hidden = rank === null;
     if (rank === null) return;
     this.more.replaceChildren();
@@ -49,7 +50,7 @@ export class RankPanel {
       refill(this.facts, "none", () => [h("dt", {}, "state"), h("dd", {}, "does not report")]);
       return;
     }
-    const status = ranks.status[row];
+    const status = ranks.status[row], used = this.used;
     refill(this.title, `${title}${status}`, () => [title, h("span", { class: "state-word" }, shape(status), statusOf(status).word)]);
     const facts = [
       ["node", ranks.nodeName(row)],
@@ -63,6 +64,8 @@ export class RankPanel {
       ["in call", ranks.pending[row] ? `${ranks.pending[row]}, since ${seconds(ranks.age("pending_age_s", row))}` : "none"],
       ["self time", `${seconds(ranks.self_s[row])} a step`],
       ["score", ranks.score[row] === null ? "–" : `${ratio(ranks.score[row])} of its like`],
+      ["CPU", !used || used.cpu === null ? "–" : `${used.cpu.toFixed(2)} cores, ${plural(used.threads, "thread")}`],
+      ["memory", used?.memory ? `${bytes(used.memory)} resident` : "–"],
     ];
     const grew = refill(this.facts, facts.map(([k]) => k).join(), () => facts.map(([k]) => [h("dt", {}, k), h("dd", {})]));
     const cells = this.facts.querySelectorAll("dd");
@@ -82,9 +85,13 @@ export class RankPanel {
   }
 
   drawMore(answer) {
+    this.used = answer;
+    this.drawFacts();
     const groups = answer.groups ?? [], calls = (answer.calls ?? []).slice(-CALLS_SHOWN).reverse();
-    const key = JSON.stringify([groups, calls.map((c) => [c.seq, c.group, c.end_s === null]), answer.stack]);
+    const key = JSON.stringify([groups, calls.map((c) => [c.seq, c.group, c.end_s === null]), answer.stack, answer.log]);
     refill(this.more, key, () => [
+      answer.log ? [h("h3", {}, "Last output"), h("pre", { class: "stack", tabindex: "0", "aria-label": "Last output" }, answer.log)] : null,
+      answer.stack ? [h("h3", {}, "Stack, taken for ", h("a", { href: `#/incidents/${encodeURIComponent(answer.stack.incident)}` }, answer.stack.incident)), h("pre", { class: "stack", tabindex: "0", "aria-label": "Stack" }, answer.stack.text)] : null,
       h("h3", {}, plural(groups.length, "group")),
       table(["Group", ">Size", ">Entered", ">Completed"], groups.map((g) => ({
         properties: g.entered > g.completed ? { class: "behind" } : {},
@@ -95,7 +102,6 @@ export class RankPanel {
         properties: c.end_s === null ? { class: "behind" } : {},
         cells: [h("span", { class: "clip", title: `${c.op} in ${c.group}, site ${c.site ?? "unknown"}, step ${c.step ?? "unknown"}` }, c.op), count(c.seq), bytes(c.bytes), c.end_s === null ? "pending" : seconds(c.end_s - c.start_s)],
       })), "Last calls of the rank, the newest first") : h("p", { class: "quietly" }, "None was seen."),
-      answer.stack ? [h("h3", {}, "Stack"), h("pre", { class: "stack", tabindex: "0" }, answer.stack.text ?? String(answer.stack))] : null,
     ].flat().filter(Boolean));
   }
 }
