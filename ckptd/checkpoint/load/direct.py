@@ -19,7 +19,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import PieceCopy, plan_once
@@ -27,7 +26,7 @@ from ckptd.checkpoint.load.files import LocalFiles, check_size
 from ckptd.checkpoint.load.foreign import split_file
 from ckptd.checkpoint.load.opening import foreign_format, open_catalogue
 from ckptd.checkpoint.load.plan import BlockLine, PlannedCopy, put, split
-from ckptd.checkpoint.load.read import Fetcher
+from ckptd.checkpoint.load.read import Fetcher, Windows
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.leases import hold_latest, hold_or_read, reading
 from ckptd.checkpoint.root.opening import root_spec
@@ -129,7 +128,7 @@ class DirectReader:
         )
         self._checking = threading.Lock()
         self._checked: set[int] = set()
-        self._scratch = threading.local()
+        self._windows = Windows()
         self._kept: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._keeping = threading.Lock()
         self._closed = False
@@ -214,7 +213,7 @@ class DirectReader:
     def _read(self, copy: PlannedCopy, target: NDArray[np.uint8]) -> None:
         if not self.reader.places.is_digested(copy.file):
             start, end = copy.span
-            window = self._window(end - start)
+            window = self._windows.get(end - start)
             self._fetcher.bring_bytes(copy.file, start, window.data)
             put(copy, copy.block, window, copy.start - start, target)
             return
@@ -223,7 +222,7 @@ class DirectReader:
         if hi - lo == 1:
             window = self._block(copy.file, lo, end - start)
         else:
-            window = self._window(end - start)
+            window = self._windows.get(end - start)
             self._fetcher.bring(copy.file, lo, window.data)
         put(copy, copy.block, window, copy.start - start, target)
 
@@ -241,11 +240,3 @@ class DirectReader:
             while len(self._kept) > _KEPT_BLOCKS:
                 self._kept.popitem(last=False)
         return found
-
-    def _window(self, size: int) -> NDArray[np.uint8]:
-        """Return memory of this thread's own, which stays warm from read to read."""
-        found: NDArray[np.uint8] | None = getattr(self._scratch, "window", None)
-        if found is None or len(found) < size:
-            found = np.empty(max(size, BLOCK_BYTES), dtype=np.uint8)
-            self._scratch.window = found
-        return found[:size]

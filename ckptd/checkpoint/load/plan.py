@@ -28,7 +28,7 @@ from ckptd.checkpoint.load.copier import copy_values
 from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.target import DeviceTarget, Target
 from ckptd.decoding import msgpack_decoder
-from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.errors import CkptdError, CorruptError, MismatchError, UsageError
 from ckptd.store.base import Store
 from ckptd.types import Box, DType
 
@@ -600,9 +600,7 @@ def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Bloc
     try:
         return [(c.piece, c.blocks) for c in plan(grid, want.regions)]
     except MismatchError as error:
-        raise MismatchError(
-            error.message, where=f"tensor {name}", wanted=error.wanted, found=error.found
-        ) from None
+        raise CkptdError.from_dict({**error.to_dict(), "where": f"tensor {name}"}) from None
 
 
 def _target(want: Want, itemsize: int, name: str) -> Target:

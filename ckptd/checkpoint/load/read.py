@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -67,6 +68,7 @@ from ckptd.checkpoint.load.plan import (
     put,
     split,
 )
+from ckptd.checkpoint.load.source import batches
 from ckptd.checkpoint.load.spare import SPARE
 from ckptd.checkpoint.load.target import DeviceBatch, DeviceWriter, Target
 from ckptd.checkpoint.load.union import UnionStore
@@ -77,6 +79,20 @@ T = TypeVar("T")
 U8 = NDArray[np.uint8]
 
 LOCAL_WINDOW_BLOCKS = 4
+_LEAST_WINDOW = LOCAL_WINDOW_BLOCKS * BLOCK_BYTES
+
+
+class Windows(threading.local):
+    """Memory of each thread's own, which stays warm from read to read."""
+
+    def __init__(self) -> None:
+        self._array = np.empty(0, dtype=np.uint8)
+
+    def get(self, size: int) -> NDArray[np.uint8]:
+        """Return so many bytes, in which anything may stand."""
+        if len(self._array) < size:
+            self._array = np.empty(max(size, _LEAST_WINDOW), dtype=np.uint8)
+        return self._array[:size]
 
 
 class Fetcher:
@@ -114,7 +130,7 @@ class Fetcher:
         self._files = files
         self._threads = threads
         self._stall_s = stall_s
-        self._scratch = threading.local()
+        self._windows = Windows()
 
     def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
         """Compare the sizes of `files` with the manifest, and read and check their indexes.
@@ -245,7 +261,8 @@ class Fetcher:
             file, lo, hi = window
             start, end = self._line.byte_range(file, lo, hi)
             if file in loose:
-                view = self._window() if buffer is None else buffer.view(file, start, end)
+                own = self._windows.get(end - start).data
+                view = own if buffer is None else buffer.view(file, start, end)
                 for a, b in clip(loose[file], start, end).tolist():
                     self.bring_bytes(file, a, view[a - start : b - start])
                     on_bytes(b - a)
@@ -256,7 +273,7 @@ class Fetcher:
                 # One block at a time: it is hashed while the core's own cache has it.
                 for block in range(lo, hi):
                     first, past = self._line.byte_range(file, block, block + 1)
-                    self.bring(file, block, self._window()[: past - first], runs)
+                    self.bring(file, block, self._windows.get(past - first).data, runs)
             on_bytes(end - start)
 
         windows = self._line.windows(coalesce(runs, gap, everybody), size)
@@ -264,13 +281,6 @@ class Fetcher:
 
     def _all(self, items: Iterable[T], work: Callable[[T], None], what: str, threads: int) -> None:
         run_all(items, work, threads=threads, stall_s=self._stall_s, what=what)
-
-    def _window(self) -> memoryview:
-        found: memoryview | None = getattr(self._scratch, "view", None)
-        if found is None:
-            found = np.empty(LOCAL_WINDOW_BLOCKS * BLOCK_BYTES, dtype=np.uint8).data
-            self._scratch.view = found
-        return found
 
     def _check_in_place(self, file: int, lo: int, start: int, end: int, runs: Runs) -> bool:
         """Check bytes of a local file where they lie in memory; False where they must be read."""
@@ -388,19 +398,13 @@ def _lying(
 
 def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
     """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
-    task: list[PlannedCopy] = []
-    held = 0
-    for move in moves:
-        lo, hi = move.span
-        if task and (
-            move.file != task[0].file or held + hi - lo > _TASK_BYTES or len(task) >= _TASK_MOVES
-        ):
-            yield task
-            task, held = [], 0
-        task.append(move)
-        held += hi - lo
-    if task:
-        yield task
+    for _, neighbours in groupby(moves, key=lambda move: move.file):
+        yield from batches(neighbours, _reach, _TASK_BYTES, _TASK_MOVES)
+
+
+def _reach(move: PlannedCopy) -> int:
+    lo, hi = move.span
+    return hi - lo
 
 
 class _Writes:
@@ -471,20 +475,8 @@ class _Writes:
             target.send(move.block, move.itemsize, memory, locked=locked)
 
 
-class _Windows(threading.local):
-    """One reusable window a thread."""
-
-    def __init__(self) -> None:
-        self._array = np.empty(0, dtype=np.uint8)
-
-    def get(self, size: int) -> NDArray[np.uint8]:
-        if len(self._array) < size:
-            self._array = np.empty(max(size, _TASK_BYTES), dtype=np.uint8)
-        return self._array[:size]
-
-
 def _read_move(
-    move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: _Windows
+    move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: Windows
 ) -> None:
     if writes.takes_runs(move) and _has_far_rows(move):
         memory, block = writes.place(move)
@@ -864,7 +856,7 @@ class _Run:
 
         What lies in memory that can be mapped is copied from there.
         """
-        windows, files = _Windows(), self.files
+        windows, files = Windows(), self.files
 
         def copy(task: list[PlannedCopy]) -> None:
             targets = self._whole.targets

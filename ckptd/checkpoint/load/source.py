@@ -8,6 +8,7 @@ subclass.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -291,15 +292,17 @@ class SectionReader(CheckpointReader):
         return self._whole.grid(self._above + name)
 
 
-def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def batches(
+    items: Iterable[T], size: Callable[[T], int], most: int, count: int = sys.maxsize
+) -> Iterator[list[T]]:
     """Group neighbours up to `most` bytes, so that thousands of small ones do not cost a read each.
 
-    A larger item is a group of its own.
+    A larger item is a group of its own. No group has more than `count` items.
     """
     batch: list[T] = []
     held = 0
     for item in items:
-        if batch and held + size(item) > most:
+        if batch and (held + size(item) > most or len(batch) == count):
             yield batch
             batch, held = [], 0
         batch.append(item)

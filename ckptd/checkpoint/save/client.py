@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -244,7 +245,8 @@ class WriterClient(OfOneProcess):
         self._closing = self._ended = False
         self._left = False
         self._plan = ""
-        self._counter = 0
+        self.next_job = itertools.count(1).__next__
+        """Returns a fresh job number."""
         self._last_message_at = time.monotonic()
         self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -419,11 +421,6 @@ class WriterClient(OfOneProcess):
                 whole = job.slot.fd >= 0 and job.slot.sealed == number
                 return job.slot.data[: job.slot.staged] if whole else None
         return None
-
-    def next_job(self) -> int:
-        """Return a fresh job number."""
-        self._counter += 1
-        return self._counter
 
     def abandon(self, job: int, reason: str, cause: CkptdError | None = None) -> None:
         """The caller cannot finish staging: end the job everywhere.

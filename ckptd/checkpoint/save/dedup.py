@@ -33,7 +33,7 @@ from ckptd.checkpoint.load.files import PieceLocations, load_index
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import Hold, hold
 from ckptd.checkpoint.save.messages import Base, RankPart, Refer, SaveRequest, decoded
-from ckptd.checkpoint.save.structure import RankPlan, SavePlan
+from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError
 
@@ -306,7 +306,7 @@ class ChunkDedup:
         self._catalogue = catalogue
         self._rank = rank
         self._world = world
-        self._switch = Switch()
+        self.switch = Switch()
         self._others_seek = True
         self._last: CommitName | None = None
         self._held: dict[Base, ChunkDigests] = {}
@@ -318,7 +318,7 @@ class ChunkDedup:
 
     def seeks(self, plan: RankPlan) -> bool:
         """Tell whether the next save will look for something to refer to."""
-        return self._switch.on and bool((plan.sizes >= LEAST_BYTES).any())
+        return self.switch.on and bool((plan.sizes >= LEAST_BYTES).any())
 
     def begin(self, save: SaveRequest, plan: RankPlan, alive: Callable[[], None]) -> Search | None:
         """Return what to compare a save with; None: everything is written.
@@ -335,9 +335,12 @@ class ChunkDedup:
         """
         lists = self._catalogue.store.capabilities.consistent_list
         # A listing that lags could hide a commit from a clean-up that looks for what refers.
-        if not (save.refer and lists and _has_large(plan.plan)):
+        sized = zip(plan.plan.tensors, plan.plan.filemap.dtypes, strict=True)
+        # The same on every rank.
+        large = any(math.prod(t.shape) * d.itemsize >= LEAST_BYTES for t, d in sized)
+        if not (save.refer and lists and large):
             return None
-        seeks = bool((plan.sizes >= LEAST_BYTES).any()) and self._switch.take()
+        seeks = bool((plan.sizes >= LEAST_BYTES).any()) and self.switch.take()
         announced = Announced()
         if self._rank == 0:
             if seeks or (self._others_seek and self._world > 1):
@@ -356,10 +359,6 @@ class ChunkDedup:
         self._held[Base(save.step, save.generation, save.attempt)] = held
         while len(self._held) > _MOST_HELD:
             del self._held[next(iter(self._held))]
-
-    def found(self, nbytes: int, total: int) -> None:
-        """Learn how many of this rank's bytes a search found unchanged."""
-        self._switch.found(nbytes, total)
 
     def gathered(self, parts: Sequence[RankPart]) -> None:
         """Note from the parts of all ranks whether another rank searches at the next save."""
@@ -435,7 +434,7 @@ class ChunkDedup:
                 continue
             return decoded(_announced, raw, "what rank 0 announces", _key(save))
         _log.info("step %d: rank 0 is late, so rank %d writes everything", save.step, self._rank)
-        self._switch.found(0, 1)
+        self.switch.found(0, 1)
         return Announced()
 
     # -- remembering ---------------------------------------------------------------------------
@@ -519,12 +518,6 @@ def _by_file(
                 found.setdefault(file, []).append((mine, entry[0]))
     most = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
     return sorted(most[:MOST_FILES])
-
-
-def _has_large(plan: SavePlan) -> bool:
-    """Tell whether any chunk can be worth looking for; the same on every rank."""
-    sized = zip(plan.tensors, plan.filemap.dtypes, strict=True)
-    return any(math.prod(t.shape) * d.itemsize >= LEAST_BYTES for t, d in sized)
 
 
 def _key(save: SaveRequest) -> str:

@@ -368,7 +368,7 @@ class _Writing:
         held, plan = search.held, self.save.plan
         same = same_as(held, table, self.plan.sizes, search.folders)
         referred = int(self.plan.sizes[same].sum())
-        unchanged.found(referred, len(self.data))
+        unchanged.switch.found(referred, len(self.data))
         wrote = self._file(same if referred else None)
         if not referred:
             unchanged.wrote(self.save, after(plan, wrote.file, table))

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -505,9 +505,7 @@ class Snapshot:
             samples(tensor)
 
     def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
-        def report(front: int) -> None:
-            self._slot.staged = front
-
+        report = partial(setattr, self._slot, "staged")
         return CopyFeed(self._steps, groups, report, (*self._form.early, *placed))
 
     # -- in the copying thread -------------------------------------------------------------------

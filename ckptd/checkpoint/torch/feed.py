@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckptd.checkpoint.load.source import batches
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
@@ -318,14 +319,8 @@ def grouped(
     steps, numbers
         All steps of the snapshot, and the numbers of those that are grouped.
     """
-    group: list[int] = []
-    size = 0
-    for number in numbers:
-        nbytes = steps[number].end - steps[number].start
-        if group and (size + nbytes > limit or len(group) == most):
-            yield CopyGroup(lane, group)
-            group, size = [], 0
-        group.append(number)
-        size += nbytes
-    if group:
-        yield CopyGroup(lane, group)
+
+    def size(number: int) -> int:
+        return steps[number].end - steps[number].start
+
+    return (CopyGroup(lane, group) for group in batches(numbers, size, limit, most))
