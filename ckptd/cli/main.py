@@ -61,6 +61,8 @@ VERBS = {
     " it. A value is JSON, else text.",
     "pin": "Keep a checkpoint for ever; list pins, remove one."
     "\n\nNeither retention nor gc deletes what is pinned.",
+    "tag": "Name a checkpoint: ROOT@prod; list tags, remove one."
+    "\n\nA tag moves when another checkpoint gets it. What has a tag is never deleted.",
     "gc": "Delete what no kept checkpoint needs."
     "\n\nThat is what interrupted saves and abandoned lines left behind, and with --keep older "
     "steps. It shows a plan and asks first. It never deletes the newest complete checkpoint, "
@@ -111,6 +113,7 @@ _EXAMPLES = {
     "rollback": "./run@1000",
     "annotate": "./run@1200 loss=1.25",
     "pin": "./run@1200 --reason 'for the paper'",
+    "tag": "./run@1200 prod",
     "gc": "./run --keep 3 --dry-run",
     "trace": "./run/events",
     "agent": "status",
@@ -127,7 +130,7 @@ _EXAMPLES = {
     "recorder": "build",
 }
 _SLICES = {
-    "checkpoint": "ls inspect verify diff cp rollback annotate pin gc doctor trace agent",
+    "checkpoint": "ls inspect verify diff cp rollback annotate pin tag gc doctor trace agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top open replay recorder",
@@ -141,7 +144,7 @@ _FIRST = {
     for group, verbs in {
         Group(
             "Checkpoints", sort_key=0
-        ): "ls inspect verify diff cp export reshard rollback annotate pin gc doctor",
+        ): "ls inspect verify diff cp export reshard rollback annotate pin tag gc doctor",
         Group("Jobs", sort_key=1): "run watch top open incidents ctl demo",
     }.items()
     for verb in verbs.split()

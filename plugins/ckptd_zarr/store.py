@@ -39,7 +39,7 @@ ByteRequest: TypeAlias = RangeByteRequest | OffsetByteRequest | SuffixByteReques
 
 
 def zarr_store(
-    url: str, step: int | None = None, *, store_options: Mapping[str, Any] | None = None
+    url: str, step: int | str | None = None, *, store_options: Mapping[str, Any] | None = None
 ) -> CkptdStore:
     """Open a checkpoint as a read-only store of Zarr (format 3).
 
@@ -53,8 +53,8 @@ def zarr_store(
     url
         A root, or a checkpoint of another format that ckptd reads: a folder or a file.
     step
-        Which checkpoint of a root; None takes the newest that counts. It is kept from being deleted
-        until the store is closed, or nothing refers to the store any more.
+        Which checkpoint of a root, by step or tag; None takes the newest that counts. It is kept
+        from being deleted until the store is closed, or nothing refers to the store any more.
     store_options
         As for `ckptd.Checkpointer`.
 
@@ -108,7 +108,7 @@ class CkptdStore(Store):
     def __init__(
         self,
         url: str,
-        step: int | None = None,
+        step: int | str | None = None,
         generation: int | None = None,
         *,
         store_options: Mapping[str, Any] | None = None,

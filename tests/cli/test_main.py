@@ -127,7 +127,7 @@ def test_verbs_on_a_local_root_import_nothing_heavy(
     commands += [["ls", root, "--json"], ["cp", root, str(tmp_path / "x")]]
     commands += [["export", root, str(tmp_path / "y")], ["diff", root, root]]
     commands += [["rollback", f"{root}@10"], ["pin", f"{root}@20", "--remove"]]
-    commands += [["annotate", f"{root}@10", "loss=1"]]
+    commands += [["annotate", f"{root}@10", "loss=1"], ["tag", root, "prod"]]
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],

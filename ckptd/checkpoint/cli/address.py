@@ -1,12 +1,14 @@
 """How the command line names a checkpoint, and how it opens one.
 
-``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line, and
-``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line. ``ROOT@latest`` says
-the first explicitly, for a root whose own name ends like a step.
+``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line,
+``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line, and ``ROOT@TAG`` the
+commit that a tag names. ``ROOT@latest`` says the first explicitly, for a root whose own name ends
+like one of them; a path that exists is taken as it is.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,29 +28,33 @@ from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
 Root = Annotated[str, Parameter(help="Path or URL of a root.")]
-Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
+Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP, ROOT@STEP-gGENERATION or ROOT@TAG.")]
 
 _PATIENCE_S = 30.0
 """How long a call that may heal is tried again: somebody sits there and waits."""
 
-_ADDRESS = re.compile(r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?)", re.DOTALL)
+_ADDRESS = re.compile(
+    r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?|([A-Za-z][A-Za-z0-9._-]{0,63}))", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointAddress:
-    """A root and, unless the newest checkpoint is meant, a step and perhaps a generation."""
+    """A root and, unless the newest checkpoint is meant, a tag, or a step and its generation."""
 
     root: str
-    step: int | None = None
+    step: int | str | None = None
     generation: int | None = None
 
     @staticmethod
     def of(text: str) -> CheckpointAddress:
         """Parse what a user gave."""
         found = _ADDRESS.fullmatch(text)
-        if not found:
+        if not found or (found[4] and os.path.exists(text)):
             return CheckpointAddress(text)
-        root, step, generation = found.groups()
+        root, step, generation, tag = found.groups()
+        if tag:
+            return CheckpointAddress(root, tag)
         return CheckpointAddress(
             root, int(step) if step else None, int(generation) if generation else None
         )
@@ -81,7 +87,7 @@ def needs_step(text: str) -> CheckpointAddress:
         raise UsageError(
             "say which step",
             where=text,
-            wanted="ROOT@STEP or ROOT@STEP-gGENERATION",
+            wanted="ROOT@STEP, ROOT@STEP-gGENERATION or ROOT@TAG",
             hint=f"ckptd ls {address.root}",
         )
     return address

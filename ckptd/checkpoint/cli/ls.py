@@ -40,6 +40,8 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
         What the user attached, and what was added since.
     pinned
         Never to be deleted.
+    tags
+        Its names; what has one is not deleted.
     leases
         Who reads it at this moment.
     abandoned_by
@@ -57,6 +59,7 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     metadata: dict[str, Any] = {}
     pinned: bool = False
+    tags: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
     abandoned_by: int | None = None
     damaged: str | None = None
@@ -165,10 +168,13 @@ class _Rows:
 
     def __init__(self, catalogue: Catalogue, names: list[CommitName]) -> None:
         self._records, self._damage = _read(catalogue, names)
+        self._tags: dict[CommitName, tuple[str, ...]] = {}
         try:
             self._records = catalogue.annotated(self._records)
+            for tag, name in catalogue.tags().items():
+                self._tags[name] = (*self._tags.get(name, ()), tag)
         except CorruptError as error:
-            note(f"{error.message} ({error.where}): metadata that was added later is left out")
+            note(f"{error.message} ({error.where}): tags, or metadata that was added, are left out")
         self._foreign: set[CommitName] = set()
         for name, record in self._records.items():
             with suppress(CorruptError):  # said of its generation
@@ -197,6 +203,7 @@ class _Rows:
             step=name.step,
             generation=name.generation,
             pinned=name in self._pins,
+            tags=self._tags.get(name, ()),
             leases=tuple(self._leases.get(name, ())),
             abandoned_by=abandoned,
             damaged=self._damage.get(name),
@@ -300,7 +307,7 @@ def _show(document: LsDocument) -> None:
 
 
 def _marks(row: CheckpointRow) -> str:
-    marks = ["pinned"] if row.pinned else []
+    marks = [f"tagged {tag}" for tag in row.tags] + ["pinned"] * row.pinned
     marks += [f"leased by {shorten(who or 'a reader', _HOLDER_WIDTH)}" for who in row.leases]
     if row.abandoned_by is not None:
         marks.append(f"abandoned by generation {row.abandoned_by}")

@@ -67,7 +67,7 @@ def pin(
     with opened(address.root) as catalogue:
         name = address.find(catalogue)
         catalogue.pin(name, reason)
-        document = PinDocument(root=catalogue.store.url, pin=_row(catalogue, name))
+        document = PinDocument(root=catalogue.store.url, pin=row(catalogue, pin_key(name)))
     return Reply(document, lambda _: print(f"pinned {name}"))
 
 
@@ -75,6 +75,9 @@ def _remove(where: str) -> Reply:
     """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
     address = needs_step(where)
     with opened(address.root) as catalogue:
+        if isinstance(address.step, str):
+            meant = catalogue.tagged(address.step)
+            address = CheckpointAddress(address.root, meant.step, meant.generation)
         name = _pinned(catalogue, address)
         catalogue.unpin(name)
         document = UnpinDocument(
@@ -85,7 +88,7 @@ def _remove(where: str) -> Reply:
 
 def _list(root: str) -> Reply:
     with opened(root) as catalogue:
-        rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
+        rows = tuple(row(catalogue, pin_key(name)) for name in sorted(catalogue.pins()))
         try:
             catalogue.line()
         except CorruptError as error:
@@ -114,10 +117,11 @@ def _reason(row: PinRow) -> str:
     return row.reason if row.exists else f"{row.reason} (the checkpoint is gone)".strip()
 
 
-def _row(catalogue: Catalogue, name: CommitName) -> PinRow:
-    record = catalogue.read(pin_key(name), Pin)
-    exists = catalogue.store.exists(commit_key(name))
-    return PinRow(name.step, name.generation, record.created, record.reason, exists)
+def row(catalogue: Catalogue, key: str) -> PinRow:
+    """Return a pin as a row."""
+    record = catalogue.read(key, Pin)
+    exists = catalogue.store.exists(commit_key(record.name))
+    return PinRow(record.step, record.generation, record.created, record.reason, exists)
 
 
 def _pinned(catalogue: Catalogue, address: CheckpointAddress) -> CommitName:

@@ -35,6 +35,7 @@ _COMMIT = re.compile(r"([0-9]{12})-g([0-9]{8})\.json")
 _ANNOTATION = re.compile(r"([0-9]{12})-g([0-9]{8})-([0-9]{8})\.json")
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _ATTEMPT = re.compile(r"[a-z0-9]{1,32}")
+_TAG = re.compile(r"(?!latest\.json)([A-Za-z][A-Za-z0-9._-]{0,63})\.json")
 _FOLDER = re.compile(r"([0-9]{12})-g([0-9]{8})-([a-z0-9]{1,32})/?")
 _RANK_FILE = re.compile(r"r([0-9]{5,8})\.safetensors")
 _DATA_PATH = re.compile(
@@ -83,6 +84,17 @@ def pin_key(name: CommitName) -> str:
     return f"{PINS}{name.stem}.json"
 
 
+def tag_key(tag: str) -> str:
+    """Key of a tag: of a pin whose name is a word; `UsageError` where it can be none."""
+    if parse_tag_name(f"{tag}.json") is None:
+        raise UsageError(
+            "not a name for a checkpoint",
+            wanted="a letter, then at most 63 letters, digits, dots, - and _; not latest",
+            found=repr(tag)[:100],
+        )
+    return f"{PINS}{tag}.json"
+
+
 def annotation_key(name: CommitName, number: int) -> str:
     """Key of the `number`-th annotation of a checkpoint, from 1."""
     return f"{ANNOTATIONS}{name.stem}-{number:08d}.json"
@@ -128,6 +140,12 @@ def parse_commit_name(name: str) -> CommitName | None:
     """Parse the last segment of a commit or pin key; None when it is something else."""
     m = _COMMIT.fullmatch(name)
     return CommitName(int(m[1]), int(m[2])) if m else None
+
+
+def parse_tag_name(name: str) -> str | None:
+    """Parse the last segment of a tag's key; None when it is something else."""
+    m = _TAG.fullmatch(name)
+    return m[1] if m else None
 
 
 def parse_annotation_name(name: str) -> tuple[CommitName, int] | None:

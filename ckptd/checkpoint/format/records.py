@@ -113,7 +113,7 @@ class Lease(OfCheckpoint, frozen=True):
 
 
 class Pin(OfCheckpoint, frozen=True):
-    """A checkpoint never to be deleted."""
+    """A checkpoint never to be deleted; where its name is a word, a tag, which may move."""
 
     created: str
     reason: str = ""

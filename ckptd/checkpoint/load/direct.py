@@ -45,7 +45,7 @@ _STALL_S = 300.0
 @contextmanager
 def open_direct(
     url: str,
-    step: int | None = None,
+    step: int | str | None = None,
     generation: int | None = None,
     *,
     store_options: Mapping[str, Any] | None = None,
@@ -58,7 +58,7 @@ def open_direct(
     url
         A root, or a checkpoint of another format: a folder or a file.
     step
-        Which checkpoint of a root; None takes the newest that counts.
+        Which checkpoint of a root, by step or tag; None takes the newest that counts.
     generation
         That of the checkpoint, wherever it is; None: on the line that counts.
     store_options
@@ -77,7 +77,7 @@ def open_direct(
     """
     folder, file = split_file(url)
     with root_spec(folder, store_options).open() as store:
-        catalogue = open_catalogue(store, url, file, step or 0)
+        catalogue = open_catalogue(store, url, file, step if isinstance(step, int) else 0)
         if step is None:
             lease = hold_latest(catalogue, holder=holder)
         else:

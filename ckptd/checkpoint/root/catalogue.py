@@ -34,6 +34,7 @@ from ckptd.checkpoint.format.names import (
     commit_key,
     generation_key,
     pin_key,
+    tag_key,
 )
 from ckptd.checkpoint.format.records import (
     Annotation,
@@ -496,6 +497,31 @@ class Catalogue(Index):
         except (NotFoundError, ConflictError):
             self.store.delete([pin_key(name)])
             raise
+
+    def tag(self, name: CommitName, tag: str) -> None:
+        """Let `tag` name a checkpoint, and no other from this moment on; durable on return.
+
+        It keeps the checkpoint as a pin does. The one that it named before may be deleted.
+
+        Raises
+        ------
+        NotFoundError
+            No commit of this step and generation; also when it is just being deleted.
+        UsageError
+            It is no name for a checkpoint.
+        """
+        key, record = tag_key(tag), Pin(name.step, name.generation, stamp())
+        self.check_root()
+        # Retention looks at leases first and at tags second: it sees one of the two.
+        with hold(self, name, holder="tag"):
+            self.store.put(key, encode_record(record))
+            self.check_root()
+
+    def untag(self, tag: str) -> None:
+        """Remove a tag; `NotFoundError` where there is none."""
+        self.check_root()
+        self.tagged(tag)
+        self.store.delete([tag_key(tag)])
 
     def unpin(self, name: CommitName) -> bool:
         """Remove a pin; tell whether there was one."""

@@ -137,8 +137,11 @@ def take(index: Index, now: float, whole: CommitName | None = None) -> Inventory
 
 def guarded(index: Index, now: float) -> dict[CommitName, tuple[str, ...]]:
     """Return what pins and leases protect at this moment, and why."""
+    leased = leases(index)  # first: what is tagged is leased until the tag is there
     out: dict[CommitName, list[str]] = {n: ["pinned"] for n in index.pins()}
-    for lease in leases(index).values():
+    for tag, name in index.tags().items():
+        out.setdefault(name, []).append(f"tagged {tag}")
+    for lease in leased.values():
         if not expired(lease, now):
             name = CommitName(lease.step, lease.generation)
             out.setdefault(name, []).append(f"leased by {lease.holder or 'a reader'}")

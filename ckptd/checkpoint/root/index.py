@@ -33,12 +33,15 @@ from ckptd.checkpoint.format.names import (
     parse_annotation_name,
     parse_commit_name,
     parse_generation_name,
+    parse_tag_name,
+    tag_key,
 )
 from ckptd.checkpoint.format.records import (
     MAX_RECORD_BYTES,
     Annotation,
     Commit,
     Generation,
+    Pin,
     R,
     RootMarker,
     decode_record,
@@ -449,13 +452,13 @@ class Index:
             return sorted([*names, parent.name])
         return names
 
-    def find(self, step: int, all: bool = False, generation: int | None = None) -> CommitName:
-        """Return the commit of `step` on the line.
+    def find(self, step: int | str, all: bool = False, generation: int | None = None) -> CommitName:
+        """Return the commit of `step` on the line, or the one that a tag names, wherever it is.
 
         Parameters
         ----------
         step
-            The step.
+            The step, or a tag.
         all
             Look at abandoned lines too; the line itself goes first, then newer generations.
         generation
@@ -466,6 +469,9 @@ class Index:
         NotFoundError
             Names the steps nearest to it, and says where else it exists.
         """
+        if isinstance(step, str):
+            name = self.tagged(step)
+            return self.find(name.step, True, name.generation)
         check_step(step)
         # A caller that names the generation too asks for one commit, whatever counts: also in a
         # root of which that is unknown, because this is the way out of it.
@@ -679,6 +685,32 @@ class Index:
         """Return the commits that are never to be deleted; a listing only."""
         names = self.store.children(PINS)
         return {c for c in map(parse_commit_name, names) if c is not None}
+
+    def tagged(self, tag: str) -> CommitName:
+        """Return the commit that a tag names, which need not exist any more.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such tag; names those that there are.
+        """
+        try:
+            return self.read(tag_key(tag), Pin).name
+        except NotFoundError:
+            raise NotFoundError(
+                f"no checkpoint is tagged {tag}",
+                where=self.store.url,
+                found=", ".join(self.tags()) or "no tags",
+                hint=f"ckptd tag {self.store.url}@STEP {tag}",
+            ) from None
+
+    def tags(self) -> dict[str, CommitName]:
+        """Return what each tag names. Commits that have one are not deleted."""
+        out = {}
+        for tag in filter(None, map(parse_tag_name, self.store.children(PINS))):
+            with suppress(NotFoundError):  # taken away since the listing
+                out[tag] = self.read(tag_key(tag), Pin).name
+        return out
 
 
 def tier_of(store: Store) -> str:

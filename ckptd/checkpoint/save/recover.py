@@ -272,7 +272,7 @@ def find_candidates(
     index: Index,
     near: UnionStore | None = None,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     without_root: bool = False,
 ) -> Candidates:
     """Return what can be loaded, newest first.
@@ -286,7 +286,7 @@ def find_candidates(
     near
         The near tiers.
     step
-        Only this step.
+        Only this step, or the commit that this tag names.
     without_root
         Where the root cannot be reached, take the snapshots of the newest generation that the near
         tiers know of; none if they are of several roots.
@@ -298,6 +298,9 @@ def find_candidates(
     StoreError
         The root fails, and nothing else was asked for or is there.
     """
+    if isinstance(step, str):
+        index.open()
+        return Candidates((_committed(index.find(step)),))
     # Before the line is looked at: a zombie's snapshot, found later, could pass for one of it.
     snapshots = _snapshots(near)
     try:

@@ -397,7 +397,7 @@ class Checkpointer(OfOneProcess):
     def load(
         self,
         state: Mapping[str, Any],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         strict: bool = True,
         only: str | Iterable[str] | Callable[[str], bool] | None = None,
@@ -421,7 +421,8 @@ class Checkpointer(OfOneProcess):
         Parameters
         ----------
         step
-            Which step; None takes the newest, and falls back to older ones where it is corrupt.
+            Which step, or the name that `tag` gave one; None takes the newest, and falls back
+            to older ones where it is corrupt.
         strict
             False: what is missing on either side is reported, and the rest is loaded.
         only
@@ -456,7 +457,7 @@ class Checkpointer(OfOneProcess):
         CorruptError
             Verification failed; `state` is untouched unless the error says otherwise.
         """
-        step = None if step is None else check_step(step)
+        step = step if step is None or isinstance(step, str) else check_step(step)
         not_at_exit("load")
         self._check_open()
         self._wait(None)
@@ -493,10 +494,13 @@ class Checkpointer(OfOneProcess):
         return report.step
 
     @contextmanager
-    def _elsewhere(self, source: str | os.PathLike[str], step: int | None) -> Iterator[Catalogue]:
+    def _elsewhere(
+        self, source: str | os.PathLike[str], step: int | str | None
+    ) -> Iterator[Catalogue]:
         """Give another root, or a foreign checkpoint as one, on every rank for the block."""
         with ExitStack() as stack:
-            there = opened(os.fspath(source), step or 0, like=self._spec)
+            number = step if isinstance(step, int) else 0
+            there = opened(os.fspath(source), number, like=self._spec)
             yield self._agreement.on_every_rank(lambda: stack.enter_context(there))
 
     def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
@@ -569,7 +573,7 @@ class Checkpointer(OfOneProcess):
         return self._metrics.text()
 
     @one_at_a_time
-    def annotate(self, step: int, metadata: Mapping[str, Any]) -> None:
+    def annotate(self, step: int | str, metadata: Mapping[str, Any]) -> None:
         """Add to the metadata of a checkpoint, as an evaluation does; rank 0 does it.
 
         Values are those of `save`. A key that is there gets the new value; nothing else of the
@@ -581,21 +585,41 @@ class Checkpointer(OfOneProcess):
         NotFoundError
             The step is not committed (yet: wait for its handle), or is just being deleted.
         """
-        step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.annotate(c.find(step), metadata))
 
     @one_at_a_time
-    def pin(self, step: int, reason: str = "") -> None:
+    def tag(self, step: int | str, name: str) -> None:
+        """Give a checkpoint a name, by which `load` takes it; rank 0 does it.
+
+        A name that another checkpoint has moves to this one, at one moment. What has a name is
+        never deleted. Durable on return.
+
+        Raises
+        ------
+        NotFoundError
+            The step is not committed (yet: wait for its handle), or is just being deleted.
+        UsageError
+            It is no name: a letter, then at most 63 letters, digits, dots, ``-`` and ``_``.
+        """
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.tag(c.find(step), name))
+
+    @one_at_a_time
+    def untag(self, name: str) -> None:
+        """Take a name away that `tag` gave."""
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.untag(name))
+
+    @one_at_a_time
+    def pin(self, step: int | str, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
-        step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
 
     @one_at_a_time
-    def unpin(self, step: int) -> None:
+    def unpin(self, step: int | str) -> None:
         """Undo `pin`."""
-        step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
 

@@ -145,7 +145,7 @@ class LoadSources:
         self._aimed: LoadCandidate | None = None
 
     def candidates(
-        self, step: int | None, *, without_root: bool = False
+        self, step: int | str | None, *, without_root: bool = False
     ) -> tuple[LoadCandidate, ...]:
         """Return what to try, newest first, the same on every rank.
 
@@ -217,7 +217,7 @@ class LoadSources:
 
     # -- what there is, on rank 0 ------------------------------------------------------------------
 
-    def _find(self, step: int | None, without_root: bool) -> Candidates:
+    def _find(self, step: int | str | None, without_root: bool) -> Candidates:
         """Ask the nodes of this life, and former ones where these may have something newer.
 
         Of a snapshot that is newer than all that is found, a node that this life left out may have
@@ -250,7 +250,7 @@ class LoadSources:
             raise first
         return first
 
-    def _may_be_more(self, found: Candidates | CkptdError, step: int | None) -> bool:
+    def _may_be_more(self, found: Candidates | CkptdError, step: int | str | None) -> bool:
         """Tell whether former nodes may have what is better than `found`.
 
         So it is where a newer attempt has left something among the nodes that are there; where
@@ -554,7 +554,7 @@ class Loader:
     def load(
         self,
         state: Mapping[str, Any],
-        step: int | None,
+        step: int | str | None,
         *,
         strict: bool,
         only: str | Iterable[str] | Callable[[str], bool] | None,

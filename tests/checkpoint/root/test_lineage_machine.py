@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.format.names import CommitName, lease_key
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root import index as marks
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -54,6 +54,7 @@ class Model:
     pins: set[CommitName] = field(default_factory=set)
     metadata: dict[CommitName, dict[str, Any]] = field(default_factory=dict)
     """What was added; the name of one that was deleted does not come back."""
+    tags: dict[str, CommitName] = field(default_factory=dict)
 
     @property
     def newest(self) -> int:
@@ -258,6 +259,31 @@ class LineageMachine(RuleBasedStateMachine):
             self.model.pins.add(name)
 
     @precondition(lambda self: self.model.commits)
+    @rule(pick=which, tag=st.sampled_from(["a", "b"]), number=st.none() | st.integers(1, 9))
+    def tag(self, pick: int, tag: str, number: int | None) -> None:
+        """Put a tag on a checkpoint, or move it; the process may die at some operation."""
+        name = sorted(self.model.commits)[pick % len(self.model.commits)]
+        rules = () if number is None else (FaultRule("die", number=number),)
+        try:
+            Catalogue(Fault(self.store, FaultSpec(rules))).tag(name, tag)
+        except StoreError:
+            # Its lease ends after an hour; here at once.
+            held = [*self.held, *(h for _, h in self.flying if h)]
+            ours = {lease_key(h.lease_id) for h in held}
+            self.store.delete([o.key for o in self.store.list("leases/") if o.key not in ours])
+            found = Catalogue(self.store).tags().get(tag)
+            assert found in (self.model.tags.get(tag), name)
+            if found is not None:
+                self.model.tags[tag] = found
+        else:
+            self.model.tags[tag] = name
+
+    @precondition(lambda self: self.model.tags)
+    @rule()
+    def untag(self) -> None:
+        self.job.untag(self.model.tags.popitem()[0])
+
+    @precondition(lambda self: self.model.commits)
     @rule(pick=which, dead=st.booleans())
     def lease(self, pick: int, dead: bool) -> None:
         """A reader takes any checkpoint; a dead one's lease has run out."""
@@ -334,7 +360,7 @@ class LineageMachine(RuleBasedStateMachine):
     def expect_gc(self, keep: Keep, abandoned: bool) -> None:
         """Work out what must be left: the rule, and what is never deleted."""
         line, model = self.model.line, self.model
-        guarded = model.pins | {h.commit.name for h in self.held}
+        guarded = model.pins | {h.commit.name for h in self.held} | {*model.tags.values()}
         guarded |= {h.commit.name for _, h in self.flying if h}
         records = {
             n: structs.replace(r, metadata=model.metadata.get(n, {}))
@@ -398,6 +424,7 @@ class LineageMachine(RuleBasedStateMachine):
             assert catalogue.line() == self.model.line
             assert catalogue.latest() == self.model.latest
             assert catalogue.pins() == self.model.pins
+            assert catalogue.tags() == self.model.tags
             assert self.seen(catalogue) == {
                 n: self.model.metadata.get(n, {}) for n in self.model.commits
             }

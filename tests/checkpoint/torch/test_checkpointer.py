@@ -25,6 +25,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.store import StoreSpec, open_store
+from tests.processes import until
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -165,22 +166,55 @@ def test_the_best_by_a_metric_that_comes_later(root: str) -> None:
     """A process that evaluates is two saves behind, and reads what it evaluates."""
     state, found = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
     keep = ckptd.Keep(last=1, best=("loss", "min", 1))
+    kept = [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [2, 4, 5, 6]]
+    losses = [None, None, 3.0, 1.0, 2.0, 5.0]
     with ckptd.Checkpointer(root, keep=keep) as ck, ckptd.Checkpointer(root) as evaluation:
-        for step, loss in enumerate([None, None, 3.0, 1.0, 2.0, 5.0], start=1):
+        for step, (loss, there) in enumerate(zip(losses, kept, strict=True), start=1):
             state["w"].fill_(step)
             ck.save(step, state)
-            ck.wait()
+            until(lambda there=there: steps_on_line(root) == there)
             if loss is not None:
-                assert evaluation.load(found, step - 2, weights_only=False, only="w") == step - 2
+                assert evaluation.load(found, step - 2, only="w") == step - 2
                 assert found["w"][0] == step - 2
                 evaluation.annotate(step - 2, {"loss": torch.tensor(loss)})
-        assert steps_on_line(root) == [2, 4, 5, 6]
         with pytest.raises(NotFoundError):
             evaluation.annotate(3, {"loss": 0.0})
         ck.annotate(6, {"loss": 0.5})
         ck.save(7, state, metadata={"loss": 1.0})
-        ck.wait()
     assert steps_on_line(root) == [6, 7]
+
+
+def test_a_tag_stands_where_a_step_does(root: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with ckptd.Checkpointer(root, keep=1) as ck:
+        for step in (1, 2, 3):
+            state["w"].fill_(step)
+            ck.save(step, state)
+            ck.wait()
+            if step < 3:
+                ck.tag(step, "prod" if step == 1 else "good")
+        assert steps_on_line(root) == [1, 2, 3]
+        ck.annotate("good", {"loss": 1.0})
+        ck.tag("good", "prod")
+        ck.save(4, state)
+        until(lambda: steps_on_line(root) == [2, 4])
+        with pytest.raises(NotFoundError, match="no checkpoint is tagged bad"):
+            ck.load(state, "bad")
+        with pytest.raises(UsageError, match="not a name"):
+            ck.tag(4, "4")
+    with ckptd.Checkpointer(root) as ck:
+        assert ck.load(state, "prod") == 2
+        assert torch.equal(state["w"], torch.full((3,), 2.0))
+        ck.untag("prod")
+        ck.untag("good")
+        state["w"].fill_(5)
+        ck.save(5, state)  # goes on from what the tag named
+    assert steps_on_line(root) == [2, 5]
+    with ckptd.Checkpointer(root + ".other") as ck:
+        with pytest.raises(NotFoundError, match="no checkpoint is tagged prod"):
+            ck.load(state, "prod", source=root)
+        Catalogue(open_store(root)).tag(Catalogue(open_store(root)).find(2), "prod")
+        assert ck.load(state, "prod", source=root) == 2
 
 
 def test_going_back_leaves_later_steps_beside_the_line(root: str) -> None:

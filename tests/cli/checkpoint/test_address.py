@@ -32,7 +32,11 @@ from tests.cli.running import Cli
         ("s3://user@host/run", CheckpointAddress("s3://user@host/run")),
         ("s3://bucket/run@10", CheckpointAddress("s3://bucket/run", 10)),
         ("run@10-g", CheckpointAddress("run@10-g")),
-        ("run@ten", CheckpointAddress("run@ten")),
+        ("run@ten", CheckpointAddress("run", "ten")),
+        ("run@v1.2-rc_3", CheckpointAddress("run", "v1.2-rc_3")),
+        ("s3://user@host/run@prod", CheckpointAddress("s3://user@host/run", "prod")),
+        ("run@prod@latest", CheckpointAddress("run@prod")),
+        ("run@-prod", CheckpointAddress("run@-prod")),
         ("run@\u0661", CheckpointAddress("run@\u0661")),  # a digit of another script
         ("@10", CheckpointAddress("@10")),
     ],
