@@ -210,6 +210,7 @@ def _manifest(
         owners=target.owners,
         tensors=target.tensors,
         objects=target.objects,
+        requires=target.requires,
         meshes=target.meshes,
         witness=witness,
         metadata=dict(target.metadata or {}),

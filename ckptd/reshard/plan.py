@@ -112,7 +112,7 @@ class Target:
     ----------
     world
         Number of ranks of the layout; one data file each.
-    tensors, grids, owners, objects, meshes, metadata, lay
+    tensors, grids, owners, objects, meshes, metadata, lay, requires
         As in the manifest.
     feeds
         What fills the pieces of each tensor.
@@ -134,6 +134,7 @@ class Target:
     lay: str = ""
     links: Mapping[int, int] | None = None
     plan: Callable[[int, int], TargetPlan] | None = None
+    requires: tuple[str, ...] = ()
 
     @cached_property
     def filemap(self) -> FileMap:

@@ -15,6 +15,7 @@ from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import Grid
 from ckptd.checkpoint.format.manifest import (
     FOREIGN,
+    SHARING,
     SUBCLASS,
     UNDIGESTED,
     ObjectEntry,
@@ -71,6 +72,8 @@ class Stock:
         Text that changes when its content does.
     step, world
         As in its manifest; a foreign source is of step 0 and one rank.
+    requires
+        What of its manifest's concerns objects.
     metadata
         As in its manifest, without what that says of a foreign checkpoint's files and names: the
         target has others.
@@ -80,8 +83,9 @@ class Stock:
         All of them.
     values
         Returns whole tensors by name: for numbers that follow a parameter, and scales.
-    per_rank
-        Returns the encoded values of a per-rank object by its name, by rank.
+    encoded
+        Returns the values of an object that lies in files, by its name, by rank; one of all ranks
+        is rank 0's.
     witness
         Its plan and values, where it has one that can be compared value by value.
     lay
@@ -117,7 +121,7 @@ class Stock:
     world: int = 1
     metadata: Mapping[str, Any] = field(default_factory=dict)
     objects: Sequence[ObjectEntry] = ()
-    per_rank: Callable[[str], Mapping[int, bytes]] = lambda name: {}
+    encoded: Callable[[str], Mapping[int, bytes]] = lambda name: {}
     witness: tuple[WitnessPlan, Witness] | None = None
     witness_note: str = ""
     lay: str = ""
@@ -130,6 +134,7 @@ class Stock:
     left_out: tuple[int, Sequence[str]] = (0, ())
     has_sections: bool = True
     outside: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> Mapping[str, StockTensor]:
@@ -192,12 +197,12 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
         reader.places,
         identity=f"{manifest.step} {reader.commit.manifest_digest}",
         tensors=tensors,
-        values=lambda names: _values(reader, names),
+        values=lambda names: reader.tensors(dict.fromkeys(names)),
         step=manifest.step,
         world=manifest.world_size,
         metadata={k: v for k, v in manifest.metadata.items() if k != FOREIGN},
         objects=[o for o in manifest.objects if o.kind != SUBCLASS],
-        per_rank=lambda name: _per_rank(reader, name),
+        encoded=lambda name: _encoded(reader, name),
         witness=witness,
         witness_note=note,
         lay=manifest.lay,
@@ -208,6 +213,7 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
         unread_tensors=dict(reader.unread)
         | {n: kind for n, kind in reader.wrapped.items() if n not in plain},
         has_sections=reader.has_sections,
+        requires=tuple(r for r in manifest.requires if r == SHARING),
     )
 
 
@@ -267,20 +273,14 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
         identity=f"{stock.identity}\nsection {section}",
         tensors=tensors,
         objects=objects,
-        values=lambda names: _renamed(stock.values([old[n] for n in names]), new),
-        per_rank=lambda name: stock.per_rank(above + name),
+        values=lambda names: {new[n]: v for n, v in stock.values([old[n] for n in names]).items()},
+        encoded=lambda name: stock.encoded(above + name),
         lay=lay,
         hinted=False,
         has_sections=stock.has_sections and section.rpartition(".")[2] != _MODEL,
         outside=tuple(outside),
         unread_tensors={n.removeprefix(above): kind for n, kind in unread.items()},
     )
-
-
-def _renamed(
-    values: Mapping[str, NDArray[Any]], new: Mapping[str, str]
-) -> Mapping[str, NDArray[Any]]:
-    return {new[n]: value for n, value in values.items()}
 
 
 _MODEL = "model"
@@ -298,15 +298,10 @@ def _ranks(reader: CkptdReader, number: int) -> list[int]:
     return [reader.manifest.files[f].rank if f >= 0 else -1 for f in files]
 
 
-def _values(reader: CkptdReader, names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
-    return reader.tensors(dict.fromkeys(names))
-
-
-def _per_rank(reader: CkptdReader, name: str) -> dict[int, bytes]:
+def _encoded(reader: CkptdReader, name: str) -> dict[int, bytes]:
     entry = next(o for o in reader.manifest.objects if o.name == name)
     found = reader.raw_object(entry)
-    if not isinstance(found, PerRankValues):
-        return {}
+    found = found if isinstance(found, PerRankValues) else {0: found}
     return {rank: msgspec.json.encode(value) for rank, value in found.items()}
 
 

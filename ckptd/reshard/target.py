@@ -135,6 +135,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         _meshes(layout),
         dict(stock.metadata),
         lay,
+        requires=stock.requires,
     )
     return Assembled(target, composed, carried.dropped, scales, apart)
 
@@ -459,9 +460,10 @@ def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> li
         )
     if on_change == "drop":
         return [msgspec.json.encode(marked(DROP, None))] * world
-    by_rank = stock.per_rank(entry.name)
+    by_rank = stock.encoded(entry.name)
     values = [_decoded(by_rank[rank], entry.name) for rank in sorted(by_rank)]
     if on_change == "reduce":
+        values = [_numbered(v, n, len(values)) for n, v in enumerate(values)]
         return [msgspec.json.encode(marked(REDUCE, values))] * world
     texts = {json.dumps(v, sort_keys=True) for v in values}
     if len(texts) == 1 and len(values) > 1:
@@ -469,6 +471,17 @@ def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> li
         return [msgspec.json.encode(values[0])] * world
     seeds = (derive_seed(values[0], rank, world) for rank in range(world))
     return [msgspec.json.encode(marked(RESEED, seed)) for seed in seeds]
+
+
+def _numbered(raw: Any, n: int, of: int) -> Any:
+    """Return encoded value `n` of those that become one: no other has the numbers of its parts."""
+    if isinstance(raw, list):
+        return [_numbered(v, n, of) for v in raw]
+    if not isinstance(raw, dict):
+        return raw
+    new = {k: _numbered(v, n, of) for k, v in raw.items()}
+    key = {"shared": "id", "again": "v"}.get(str(raw.get("$")), "")
+    return new | {key: raw[key] * of + n} if type(raw.get(key)) is int else new
 
 
 def _decoded(raw: bytes, where: str) -> Any:

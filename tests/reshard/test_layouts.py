@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.load.source import PerRankValues
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -233,6 +234,16 @@ def test_values_to_reduce_go_to_every_rank(tmp_path: Path) -> None:
     resharded(tmp_path / "a", tmp_path / "b", program("fsdp", "mesh fsdp = dp:2"))
     found = ranks_of(tmp_path / "b")
     assert found[0] == found[1] == {"$": "type", "name": "ckptd.Reduce", "v": [1, 2, 3, 4]}
+
+
+def test_values_to_reduce_share_nothing_with_each_other(tmp_path: Path) -> None:
+    # What one rank's value held twice was taken for what another's did.
+    saved = [codec.encode([one, one], shared=True) for one in ([n] for n in range(4))]
+    with_object(tmp_path / "a", "reduce", saved)
+    resharded(tmp_path / "a", tmp_path / "b", program("fsdp", "mesh fsdp = dp:2"))
+    found = codec.decode(ranks_of(tmp_path / "b")[0]["v"])
+    assert found == [[[n], [n]] for n in range(4)]
+    assert all(a is b for a, b in found)
 
 
 # --- values -------------------------------------------------------------------------------------

@@ -42,9 +42,15 @@ from ckptd.types import DTYPES, dtype_of
 MAX_DEPTH = 64
 MAX_ALIKE = 32
 """Most members of a set, or keys, with one hash."""
+MAX_AGAIN = 1 << 24
+"""Most parts for which all that comes again in a value stands; of a small one less (`_Met`)."""
+_FEW = 16
+"""Parts of a value that may be written any number of times."""
 MAX_DIMS = 32
 """What numpy before 2.0 can hold."""
 _ENUM, _NAMED = "ckptd.Enum", "ckptd.NamedTuple"
+_SHARING = re.compile(rb'"\$":"shared"|"ckptd\.(Value"|TensorRef","v":\[)|"v":\["state_dict",')
+"""In JSON, whose texts have a backslash before each quote."""
 _log = logging.getLogger("ckptd")
 _PLAIN = (bool, int, float, str, type(None))
 _by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
@@ -109,12 +115,35 @@ def _make_dataclass(cls: type, raw: dict[str, Any]) -> Any:
     return value
 
 
+class _TooOften(ValueError):
+    """What comes again stands for too many parts."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Met:
-    """What of a value was met that has an identity, and numbers of what comes again, by id."""
+    """What was met so far of a value, and the parts in it: by id, or by number when it is decoded.
 
-    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
+    `numbers` gives those of what comes again, by id; without `shared` nothing is numbered. `parts`
+    counts what the value stands for, `more` how much of that came before, and `twice` what came
+    before and is written again.
+    """
+
+    shared: bool = True
     numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
+    sizes: dict[int, int] = dataclasses.field(default_factory=dict)
+    parts: int = 0
+    more: int = 0
+    twice: int = 0
+
+    def again(self, key: int) -> Any:
+        """Return what came before, and count its parts again; raises `_TooOften`."""
+        size = self.sizes.get(key, 0)
+        self.parts += size
+        self.more += size
+        if self.more > min(MAX_AGAIN, (1 << 20) + 256 * (self.parts - self.more)):
+            raise _TooOften(f"{self.more} parts that come again")
+        return self.seen[key]
 
 
 def encode(value: Any, where: str = "value", *, shared: bool = False) -> Any:
@@ -130,44 +159,62 @@ def encode(value: Any, where: str = "value", *, shared: bool = False) -> Any:
     UsageError
         kind ``unsavable``: a type that is not registered, or nesting beyond 64 levels.
     """
-    met = _Met() if shared else None
-    raw = _encode(value, where, 0, met)
-    if met is not None and met.numbers:
-        raw = _encode(value, where, 0, _Met(numbers=met.numbers))
-    return raw
+    met = _Met(shared)
+    try:
+        raw = _encode(value, where, 0, met)
+        return _encode(value, where, 0, _Met(numbers=met.numbers)) if met.numbers else raw
+    except _TooOften as error:
+        message = "what a value holds again and again is too large"
+        raise UsageError(message, kind="unsavable", where=where, found=str(error)) from None
 
 
-def _encode(value: Any, where: str, depth: int, met: _Met | None) -> Any:
+def shares(encoded: bytes) -> bool:
+    """Tell whether the JSON of values holds what a reader must know ``sharing`` for."""
+    return _SHARING.search(encoded) is not None
+
+
+def _encode(value: Any, where: str, depth: int, met: _Met) -> Any:
     if depth > MAX_DEPTH:
         raise UsageError("nested too deeply", kind="unsavable", where=where)
     kind = type(value)
     if kind in _PLAIN:
         return _encode_plain(value)
     hashed: Any = kind.__hash__
-    if met is None or not (hashed in (None, object.__hash__) or kind in identified):
-        return _encode_new(value, where, depth, met)
-    if id(value) in met.seen:
+    same = met.shared and (hashed in (None, object.__hash__) or kind in identified)
+    if same and id(value) in met.seen:
+        met.again(id(value))
         return {"$": "again", "v": met.numbers.setdefault(id(value), len(met.numbers))}
+    met.twice += met.sizes.get(id(value), 0)
+    if met.twice > MAX_AGAIN:
+        raise _TooOften(f"{met.twice} parts that come again")
+    before = met.parts
     raw = _encode_new(value, where, depth, met)
-    met.seen[id(value)] = value  # and so its id is nothing else's
-    number = met.numbers.get(id(value))
+    number, size = met.numbers.get(id(value)), met.parts - before
+    if same or size > _FEW:
+        met.seen[id(value)] = value  # and so its id is nothing else's
+    if size > _FEW or number is not None:
+        met.sizes[id(value)] = size
     return raw if number is None else {"$": "shared", "id": number, "v": raw}
 
 
-def _encode_new(value: Any, where: str, depth: int, met: _Met | None) -> Any:
+def _encode_new(value: Any, where: str, depth: int, met: _Met) -> Any:
     kind = type(value)
     if kind in _by_type:
         name, function = _by_type[kind]
+        met.parts += 1
         return {"$": "type", "name": name, "v": _encode(function(value), where, depth + 1, met)}
     if kind is list:
+        met.parts += len(value)
         return [_encode(v, f"{where}[{i}]", depth + 1, met) for i, v in enumerate(value)]
     if isinstance(value, enum.Enum):
-        return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth)}
+        return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth, met)}
     if isinstance(value, tuple) and is_named_tuple(kind) and not getattr(value, "__dict__", None):
         content = [_class_name(kind), list(kind._fields), tuple(value)]
+        met.parts += 1
         return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1, met)}
     if kind in (tuple, set, frozenset):
         items = sorted(value, key=repr) if kind is not tuple else value
+        met.parts += len(items)
         return {"$": kind.__name__, "v": [_encode(v, where, depth + 1, met) for v in items]}
     if kind is dict:
         return _encode_dict(value, where, depth, met)
@@ -185,11 +232,13 @@ def _class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _encode_enum(value: enum.Enum, where: str, depth: int) -> Any:
+def _encode_enum(value: enum.Enum, where: str, depth: int, met: _Met) -> Any:
+    apart = _Met(shared=False)
     try:
-        plain = _encode(value.value, where, depth + 2, None)
+        plain = _encode(value.value, where, depth + 2, apart)
     except UsageError:
-        plain = None  # only what loads it without its class needs the value
+        plain, apart = None, _Met()  # only what loads it without its class needs the value
+    met.parts += 4 + apart.parts
     return [_class_name(type(value)), value.name, plain]
 
 
@@ -263,9 +312,11 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _encode_dict(value: dict[Any, Any], where: str, depth: int, met: _Met | None) -> Any:
+def _encode_dict(value: dict[Any, Any], where: str, depth: int, met: _Met) -> Any:
+    met.parts += len(value)
     if all(type(k) is str and _is_text(k) for k in value) and "$" not in value:
         return {k: _encode(v, f"{where}.{k}", depth + 1, met) for k, v in value.items()}
+    met.parts += len(value)
     pairs = [
         [_encode(k, where, depth + 1, met), _encode(v, f"{where}.{k}", depth + 1, met)]
         for k, v in value.items()
@@ -337,17 +388,19 @@ def decode(raw: Any, where: str = "value") -> Any:
     UsageError
         The type's name is not registered in this process.
     """
-    return _decode(raw, where, 0, {})
+    return _decode(raw, where, 0, _Met())
 
 
-def _decode(raw: Any, where: str, depth: int, met: dict[int, Any]) -> Any:
+def _decode(raw: Any, where: str, depth: int, met: _Met) -> Any:
     if depth > MAX_DEPTH + 2:
         raise CorruptError("object nested too deeply", where=where)
     if isinstance(raw, list):
+        met.parts += len(raw)
         return [_decode(v, where, depth + 1, met) for v in raw]
     if not isinstance(raw, dict):
         return raw
     if "$" not in raw:
+        met.parts += len(raw)
         return {k: _decode(v, where, depth + 1, met) for k, v in raw.items()}
     try:
         return _decode_tagged(raw, where, depth, met)
@@ -355,10 +408,11 @@ def _decode(raw: Any, where: str, depth: int, met: dict[int, Any]) -> Any:
         raise CorruptError("object does not decode", where=where, found=repr(error)[:200]) from None
 
 
-def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, Any]) -> Any:
-    tag, v = raw["$"], raw["v"]
+def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: _Met) -> Any:
+    tag, v, before = raw["$"], raw["v"], met.parts
 
     def inner(value: Any) -> Any:
+        met.parts += 1
         return _decode(value, where, depth + 1, met)
 
     simple: dict[str, Callable[[], Any]] = {
@@ -366,8 +420,8 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, A
         "set": lambda: set(_apart([*map(inner, v)])),
         "frozenset": lambda: frozenset(_apart([*map(inner, v)])),
         "dict": lambda: _pairs([(inner(k), inner(x)) for k, x in v]),
-        "shared": lambda: _share(raw["id"], _decode(v, where, depth, met), met),
-        "again": lambda: met[v],
+        "shared": lambda: _share(raw["id"], _decode(v, where, depth, met), before, met),
+        "again": lambda: met.again(v),
         "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
         "bytes": lambda: base64.b64decode(v, validate=True),
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
@@ -380,10 +434,10 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int, met: dict[int, A
     return simple[tag]()
 
 
-def _share(number: int, value: Any, met: dict[int, Any]) -> Any:
-    if number in met:
+def _share(number: int, value: Any, before: int, met: _Met) -> Any:
+    if number in met.seen:
         raise ValueError(f"two values have the number {number}")
-    met[number] = value
+    met.seen[number], met.sizes[number] = value, met.parts - before
     return value
 
 
@@ -440,10 +494,6 @@ def _delta(value: dt.timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-def _made_delta(raw: list[int]) -> dt.timedelta:
-    return dt.timedelta(*raw)
-
-
 def _zone(value: dt.timezone) -> list[Any]:
     offset = _delta(value.utcoffset(None))
     # A name that was given is part of the value; the one that follows from the offset is not.
@@ -470,30 +520,14 @@ def _moment(value: dt.datetime | dt.time) -> list[Any]:
     return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
 
 
-def _made_datetime(raw: list[Any]) -> dt.datetime:
-    return dt.datetime.fromisoformat(raw[0]).replace(tzinfo=_tz(raw[1]), fold=int(raw[2]))
-
-
-def _made_time(raw: list[Any]) -> dt.time:
-    return dt.time.fromisoformat(raw[0]).replace(tzinfo=_tz(raw[1]), fold=int(raw[2]))
-
-
-def _tz(value: Any) -> dt.tzinfo | None:
-    if value is not None and not isinstance(value, dt.tzinfo):
+def _made_moment(kind: Any, raw: list[Any]) -> Any:
+    if not isinstance(raw[1], dt.tzinfo | None):
         raise TypeError("not a time zone")
-    return value
+    return kind.fromisoformat(raw[0]).replace(tzinfo=raw[1], fold=int(raw[2]))
 
 
 def _bounds(value: range | slice) -> list[Any]:
     return [value.start, value.stop, value.step]
-
-
-def _made_range(raw: list[int]) -> range:
-    return range(*raw)
-
-
-def _made_slice(raw: list[Any]) -> slice:
-    return slice(*raw)
 
 
 def attributes(value: Any) -> list[str]:
@@ -552,10 +586,16 @@ def _decode_buffer(raw: Any) -> Any:
 
 
 def _register() -> None:
-    register(dt.datetime, name="datetime.datetime", encode=_moment, decode=_made_datetime)
+    for moment in (dt.datetime, dt.time):
+        made = partial(_made_moment, moment)
+        register(moment, name=f"datetime.{moment.__name__}", encode=_moment, decode=made)
     register(dt.date, name="datetime.date", encode=dt.date.isoformat, decode=dt.date.fromisoformat)
-    register(dt.time, name="datetime.time", encode=_moment, decode=_made_time)
-    register(dt.timedelta, name="datetime.timedelta", encode=_delta, decode=_made_delta)
+    register(
+        dt.timedelta,
+        name="datetime.timedelta",
+        encode=_delta,
+        decode=lambda raw: dt.timedelta(*raw),
+    )
     register(dt.timezone, name="datetime.timezone", encode=_zone, decode=_made_zone)
     register(zoneinfo.ZoneInfo, name="zoneinfo.ZoneInfo", encode=_key, decode=zoneinfo.ZoneInfo)
     # A path of this system is one of the system that loads it.
@@ -571,8 +611,8 @@ def _register() -> None:
         decode=lambda raw: fractions.Fraction(*raw),
     )
     register(bytearray, name="bytearray", encode=bytes, decode=bytearray)
-    register(range, name="range", encode=_bounds, decode=_made_range)
-    register(slice, name="slice", encode=_bounds, decode=_made_slice)
+    register(range, name="range", encode=_bounds, decode=lambda raw: range(*raw))
+    register(slice, name="slice", encode=_bounds, decode=lambda raw: slice(*raw))
     containers: list[tuple[Any, Any, Any]] = [
         (Counter, _items, Counter),
         (defaultdict, _encode_default, _decode_default),

@@ -33,7 +33,9 @@ SUBCLASSES = "subclasses"
 """Feature of a manifest some of whose tensors are parts of others, which wrap them."""
 SUBCLASS = "subclass"
 """Kind of the object that says what wraps the tensors below its name."""
-SUPPORTED = frozenset({UNDIGESTED, SUBCLASSES})
+SHARING = "sharing"
+"""Feature of a manifest some of whose objects hold what `codec.shares` finds."""
+SUPPORTED = frozenset({UNDIGESTED, SUBCLASSES, SHARING})
 """Features of ``requires`` that this reader knows."""
 FOREIGN = "ckptd.foreign"
 """Key of the metadata under which a manifest says what it was made from."""

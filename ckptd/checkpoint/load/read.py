@@ -672,13 +672,14 @@ class _Run:
             self._leave_out(self._in_memory)
         self._prepare(budget_bytes)
         mine = self._schedule.mine
+        parallel = cores() if self._local else self._store.capabilities.parallel
         # Files first, those of later waves too: what is missing is found before a byte is read.
         self._fetcher = Fetcher(
             self._store,
             self._plan.places,
             self._plan.line,
             self.files if self._local else None,
-            threads=self._threads or _share_of(self._parallel(), self._group.local_world),
+            threads=self._threads or _share_of(parallel, self._group.local_world),
             stall_s=self._stall_s,
         )
         files = self._plan.line.files_of(mine)
@@ -738,9 +739,6 @@ class _Run:
             files = self._plan.line.files_of(merge(np.concatenate(needs.runs)))
             self._local = group.same_files(self.files.identity(files))
         return needs
-
-    def _parallel(self) -> int:
-        return cores() if self._local else self._store.capabilities.parallel
 
     def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
         """Read for this rank only: nobody else is there, or memory cannot be shared."""

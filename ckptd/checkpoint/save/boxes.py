@@ -287,7 +287,7 @@ class BoxRoot:
         """
         self._catalogue.check_root(save.request.root_id)
         entries, bodies = _encoded(objects)
-        extra = tuple(Extra(name, len(body)) for name, body in bodies)
+        extra = tuple(Extra(name, len(body), shares=codec.shares(body)) for name, body in bodies)
         request = msgspec.structs.replace(save.request, extra=extra, objects=entries)
         rank_plan = RankPlan(save.plan, rank)
         file = data_file(rank_plan, request)

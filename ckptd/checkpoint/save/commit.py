@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
+from ckptd.checkpoint.format.codec import shares
 from ckptd.checkpoint.format.container import is_home
 from ckptd.checkpoint.format.manifest import (
+    SHARING,
     SUBCLASS,
     SUBCLASSES,
     FileEntry,
@@ -272,6 +274,9 @@ def assemble(
         placed = tables.placed(np.array([rank for rank, _, _ in holders]))
         tensors.append(TensorEntry(name, "uint8", shape, number, *placed))
         objects[name] = ObjectEntry(name, tensor=name, per_rank=holders[0][2])
+    wrapping = any(o.kind == SUBCLASS for o in objects.values())
+    shared = any(e.shares for p in parts for e in p.extra)
+    shared = shared or shares(msgspec.json.encode([*objects.values()]))
     return Manifest(
         step=save.step,
         generation=save.generation,
@@ -286,7 +291,7 @@ def assemble(
         witness=witness,
         metadata=parts[0].metadata,
         lay=plan.lay,
-        requires=(SUBCLASSES,) if any(o.kind == SUBCLASS for o in objects.values()) else (),
+        requires=(SHARING,) * shared + (SUBCLASSES,) * wrapping,
     )
 
 

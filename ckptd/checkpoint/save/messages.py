@@ -135,12 +135,13 @@ class Extra(msgspec.Struct, frozen=True):
     """A chunk whose size only its rank knows: an encoded object.
 
     `on_change` is the declared behaviour of a per-rank value; empty for a replicated object that
-    is too large for the manifest.
+    is too large for the manifest. `shares` is what `codec.shares` says of it.
     """
 
     name: str
     nbytes: int
     on_change: str = ""
+    shares: bool = False
 
 
 PROTOCOL = 2

@@ -18,7 +18,7 @@ from ckptd.base.digest import digest_hex
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement
-from ckptd.checkpoint.format.codec import checked_metadata
+from ckptd.checkpoint.format.codec import checked_metadata, shares
 from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.save.client import WriterClient, post_failure
@@ -457,8 +457,9 @@ class Saver:
         extras, bodies = [], []
         for name in sorted(leaves.per_rank):
             leaf = leaves.per_rank[name]
-            bodies.append(msgspec.json.encode(leaf.raw))
-            extras.append(Extra(name, len(bodies[-1]), leaf.on_change))
+            body = msgspec.json.encode(leaf.raw)
+            bodies.append(body)
+            extras.append(Extra(name, len(body), leaf.on_change, shares(body)))
         if self._board.rank not in plan.leaders:
             return (), tuple(extras), bodies
         large: dict[str, bytes] = {}
@@ -470,7 +471,7 @@ class Saver:
         for name in sorted(large):
             if plan.homes.get(name) == self._board.rank:
                 bodies.append(large[name])
-                extras.append(Extra(name, len(bodies[-1])))
+                extras.append(Extra(name, len(bodies[-1]), shares=shares(bodies[-1])))
         inline = tuple(
             ObjectEntry(name, value.raw, kind=value.kind)
             for name, value in leaves.objects.items()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ckptd.checkpoint.format import codec
-from ckptd.checkpoint.format.manifest import ObjectEntry, about_foreign
+from ckptd.checkpoint.format.manifest import about_foreign
 from ckptd.checkpoint.format.names import unescape_fqn, unescape_key
 from ckptd.errors import CorruptError, UsageError
 from ckptd.lay.resolve import Resolved
@@ -251,7 +251,6 @@ def _raws(assembled: Assembled) -> dict[str, Any]:
     target, stock = assembled.target, assembled.composed.stock
     numbers = {t.name: number for number, t in enumerate(target.tensors)}
     raws: dict[str, list[bytes]] = {}
-    copied: list[ObjectEntry] = []
     for entry in target.objects:
         if not entry.tensor:
             continue
@@ -260,13 +259,9 @@ def _raws(assembled: Assembled) -> dict[str, Any]:
         made = [target.feeds[number](piece).literal for piece in range(grid.npieces)]
         if all(made):
             raws[entry.name] = [literal() for literal in made if literal is not None]
-        elif entry.per_rank:
-            found = stock.per_rank(entry.name)
-            raws[entry.name] = [found[rank] for rank in sorted(found)]
         else:
-            copied.append(entry)
-    values = stock.values([e.tensor for e in copied]) if copied else {}
-    raws |= {e.name: [values[e.tensor].tobytes()] for e in copied}
+            found = stock.encoded(entry.name)
+            raws[entry.name] = [found[rank] for rank in sorted(found)]
     out = {e.name: e.value for e in target.objects if not e.tensor}
     for entry in target.objects:
         if entry.tensor:

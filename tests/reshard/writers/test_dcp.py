@@ -100,6 +100,16 @@ def test_a_plain_state_with_optimizer_and_objects(tmp_path: Path, cli: Cli) -> N
     assert cli("diff", str(folder), str(back)).code == 0
 
 
+def test_a_value_that_lies_in_a_file_is_written(tmp_path: Path) -> None:
+    # It was said to be a tensor that is not there.
+    with ckptd.Checkpointer(tmp_path / "source") as ck:
+        ck.save(1, {"w": torch.ones(2), "order": [*range(9000)]}).durable(60)
+    write(tmp_path / "source", tmp_path / "out", name="ddp")
+    state: dict[str, Any] = {"w": torch.zeros(2), "order": []}
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert state["order"] == [*range(9000)]
+
+
 @pytest.mark.parametrize("steps", [(7, 7.0), (7, 8)])
 def test_groups_that_count_the_steps(steps: tuple[float, float], tmp_path: Path) -> None:
     """As Megatron has it: its groups name no parameters, and parameters have no counters."""

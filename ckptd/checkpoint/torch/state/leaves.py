@@ -132,7 +132,7 @@ class Gathered:
 
 def derive_seed(material: Any, rank: int, world: int) -> int:
     """Return `ckptd.checkpoint.format.reseed.derive_seed` of a saved value."""
-    return reseed.derive_seed(codec.encode(material, "seed"), rank, world)
+    return reseed.derive_seed(codec.encode(material, "seed", shared=True), rank, world)
 
 
 def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -> Any:
@@ -341,7 +341,7 @@ class PerRankLeaf:
             values = values[0].values
         if self.on_change == "reduce" and self.reduce is not None:
             return self.reduce(values)
-        texts = {json.dumps(codec.encode(v, self.name), sort_keys=True) for v in values}
+        texts = {json.dumps(encode(v, self.name), sort_keys=True) for v in values}
         if len(texts) == 1 and saved_world > 1:
             # Streams that all ranks shared (a common shuffle, tensor-parallel dropout) must not
             # drift apart because a rank more takes part.
@@ -679,7 +679,8 @@ class Sink:
             live = tensor if self.saved is None else tensor.detach()
         filled = live
         if not is_fillable(local):
-            filled = _contiguous_copy(live.detach())
+            plain = live.detach().resolve_conj().resolve_neg()
+            filled = plain.clone(memory_format=torch.contiguous_format)
             local = local_tensor(filled)
         leaf = TensorLeaf(
             name=place.name,
@@ -778,11 +779,6 @@ def is_fillable(local: torch.Tensor) -> bool:
     if local.is_conj() or local.is_neg():
         return False
     return local.is_contiguous() or has_own_places(local)
-
-
-def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _give_both(

@@ -208,7 +208,7 @@ class ParameterOwners:
                 own.setdefault(id(entry.tensor), entry.fqn)
                 self._full.setdefault(id(entry.tensor), f"{name}.{entry.fqn}")
         else:
-            for at, tensor in _tensors_in(name, site.value):
+            for at, tensor in _tensors_in(name, site.value, set()):
                 self._full.setdefault(id(tensor), at)
 
     def names(self, optimizer: Optimizer, place: StatePlace) -> dict[int, str]:
@@ -692,12 +692,17 @@ def _below(name: str, part: str) -> str:
     return f"{name}.{escape_key(part)}"
 
 
-def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
+def _tensors_in(
+    name: str, value: Any, once: set[int] | None = None
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a value, and their paths; what comes again, if `once` is no set."""
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif type(value) in (list, tuple):
+    elif type(value) in (list, tuple) and (once is None or id(value) not in once):
+        if once is not None:
+            once.add(id(value))
         for i, item in enumerate(value):
-            yield from _tensors_in(f"{name}.{i}", item)
+            yield from _tensors_in(f"{name}.{i}", item, once)
 
 
 def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None) -> None:

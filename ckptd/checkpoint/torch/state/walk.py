@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from operator import setitem
 from typing import Any
 
 import torch
@@ -294,7 +295,7 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
         site
         for key, value in state.items()
         for site in walker.visit(
-            StatePlace(escape_key(key), f"state[{key!r}]", key), value, _put_item(state, key)
+            StatePlace(escape_key(key), f"state[{key!r}]", key), value, partial(setitem, state, key)
         )
     ]
     return _without_wrappers(sites)
@@ -375,7 +376,7 @@ class _Walker:
         self.enter(value, place.path)
         if isinstance(value, dict):
             yield from self._visit_dict(place, value, put)
-        elif self._holds_live(value, place.path):
+        elif self._holds(is_live, value, place.path):
             yield from self._visit_sequence(place, value, put)
         else:
             yield Site(place, value, partial(_put_container, value, put))
@@ -389,7 +390,7 @@ class _Walker:
         plain = value if type(value) in DICTS else dict(value)
         one = Site(place, plain, partial(_put_container, value, put))
         if isinstance(value, Counter) or not all(type(k) in (str, int) for k in value):
-            if self._holds_live(value, place.path):
+            if self._holds(is_live, value, place.path):
                 raise UsageError(
                     "a key cannot be a name in a checkpoint",
                     where=place.path,
@@ -399,14 +400,18 @@ class _Walker:
             yield one
         elif adopted := self._saved_below(place, value):
             yield from _adopt(place, value, adopted)
-        elif not value or (self._saved_as_one(place) and _is_plain(value)):
+        elif not value or (
+            self._saved is not None
+            and place.name in self._saved.objects
+            and not self._holds(_has_place, value, place.path)
+        ):
             # Where it is empty there is no leaf below that could tell that it exists.
             yield one
         else:
             names = fqn_segment if is_state_dict(value) else escape_key
             for key, item in value.items():
                 child = place.child(names(key), f"[{key!r}]")
-                yield from self.visit(child, item, _put_item(value, key))
+                yield from self.visit(child, item, partial(setitem, value, key))
 
     def _visit_sequence(
         self, place: StatePlace, value: list[Any] | tuple[Any, ...], put: Callable[[Any], None]
@@ -422,25 +427,26 @@ class _Walker:
         for i, item in enumerate(value):
             yield from self.visit(place.child(str(i), f"[{i}]"), item, partial(put_at, i))
 
-    def _holds_live(self, value: Any, path: str) -> bool:
-        if is_live(value):
-            return True
-        if not isinstance(value, dict | list | tuple):
-            return False
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            inner = isinstance(item, dict | list | tuple)
-            if inner:
-                self.enter(item, f"{path}[{key!r}]")
-            found = self._holds_live(item, f"{path}[{key!r}]")
-            if inner:
-                self.leave(item)
-            if found:
-                return True
-        return False
+    def _holds(self, wanted: Callable[[Any], bool], value: Any, path: str) -> bool:
+        """Tell whether there is anything in `value` that is `wanted`; it is entered already."""
+        clear: set[int] = set()
 
-    def _saved_as_one(self, place: StatePlace) -> bool:
-        return self._saved is not None and place.name in self._saved.objects
+        def inside(value: Any, path: str) -> bool:
+            if id(value) in clear:
+                return False
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if wanted(item):
+                    return True
+                if isinstance(item, dict | list | tuple):
+                    self.enter(item, f"{path}[{key!r}]")
+                    found = inside(item, f"{path}[{key!r}]")
+                    self.leave(item)
+                    if found:
+                        return True
+            clear.add(id(value))
+            return False
+
+        return inside(value, path)
 
     def _saved_below(self, place: StatePlace, value: dict[Any, Any]) -> list[str]:
         if self._saved is None or value:
@@ -453,12 +459,8 @@ def fqn_segment(key: str) -> str:
     return escape_fqn(canonical_fqn(key)) or escape_key(key)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(v) for v in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(v) for v in value)
-    return not isinstance(value, torch.Tensor) and not is_live(value)
+def _has_place(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_live(value)
 
 
 def _adopt(place: StatePlace, value: dict[Any, Any], names: list[str]) -> Iterator[Site]:
@@ -473,13 +475,6 @@ def _put_deep(container: dict[Any, Any], keys: list[str | int], new: Any) -> Non
     for key in keys[:-1]:
         container = container.setdefault(key, {})
     container[keys[-1]] = new
-
-
-def _put_item(container: Any, key: Any) -> Callable[[Any], None]:
-    def put(new: Any) -> None:
-        container[key] = new
-
-    return put
 
 
 def _put_container(live: Any, put: Callable[[Any], None], new: Any) -> None:

@@ -111,10 +111,6 @@ def says(module: nn.Module) -> bool:
     return not own.keys().isdisjoint(_SAYING_NAMES)
 
 
-def _says(module: nn.Module) -> bool:
-    return says(module) or _of_kinds((type(module),), _SAYING)
-
-
 def _takes(module: nn.Module) -> bool:
     """Tell whether a module has code of its own that sees the values before they are copied."""
     return _of_itself(module, _TAKING, _TAKING_HOOKS) or _of_kinds((type(module),), _TAKING)
@@ -238,7 +234,11 @@ class ModuleWords:
     @functools.cached_property
     def speaking(self) -> dict[str, ModulePlace]:
         """The modules that have code of their own in it, by prefix."""
-        return {p.prefix: p for p in self._placed if _says(p.module)}
+        return {
+            p.prefix: p
+            for p in self._placed
+            if says(p.module) or _of_kinds((type(p.module),), _SAYING)
+        }
 
     @functools.cached_property
     def _takers(self) -> list[tuple[nn.Module, Callable[[nn.Module], bool]]]:

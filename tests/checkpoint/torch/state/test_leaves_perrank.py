@@ -17,6 +17,8 @@ from ckptd.checkpoint.torch.state.leaves import (
 from ckptd.checkpoint.torch.state.rng import Rng
 from ckptd.errors import CorruptError, MismatchError, UsageError
 
+HELD = [1]
+
 
 def ask(on_change: Any, values: list[Any], rank: int, world: int, reduce: Any = None) -> Any:
     read = values.__getitem__
@@ -99,9 +101,9 @@ def test_what_a_reshard_left_to_the_load_is_done() -> None:
     assert "the values of several ranks are to be reduced" in caught.value.message
 
 
-def test_a_reshard_draws_the_seeds_that_a_load_would() -> None:
-    values = [11, 12]
-    drawn = [reseed.derive_seed(codec.encode(values[0]), r, 3) for r in range(3)]
+@pytest.mark.parametrize("values", [[11, 12], [[HELD, HELD], [HELD]]])
+def test_a_reshard_draws_the_seeds_that_a_load_would(values: list[Any]) -> None:
+    drawn = [reseed.derive_seed(codec.encode(values[0], shared=True), r, 3) for r in range(3)]
     assert [ask("reseed", values, r, 3).seed for r in range(3)] == drawn
 
 
