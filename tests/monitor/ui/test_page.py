@@ -38,10 +38,10 @@ def _missing() -> str:
         return "node is not installed: apt-get install nodejs npm, then tests/monitor/ui/install"
     if _chromium() is None:
         return "chromium is not installed: apt-get install chromium"
-    wanted = json.loads((HERE / "package.json").read_text())["dependencies"]["playwright-core"]
-    have = MODULES / "node_modules/playwright-core/package.json"
-    if not have.exists() or json.loads(have.read_text())["version"] != wanted:
-        return f"playwright-core {wanted} is not installed: run tests/monitor/ui/install"
+    for name, wanted in json.loads((HERE / "package.json").read_text())["dependencies"].items():
+        have = MODULES / "node_modules" / name / "package.json"
+        if not have.exists() or json.loads(have.read_text())["version"] != wanted:
+            return f"{name} {wanted} is not installed: run tests/monitor/ui/install"
     return ""
 
 
@@ -188,6 +188,16 @@ def test_progress_over_time_and_another_run_beside_it(tmp_path: Path) -> None:
     # Ranks that load show step 0 for a moment; ten minutes of nothing, and a fall, part runs.
     assert functions["runs"] == [[5, 50, 100, 0, 100, 110, 120], [130, 140]]
     assert functions["gap"] == [1, 1, None, 2, 2]
+
+
+def test_axe_finds_no_violation_and_nothing_sticks_out(tmp_path: Path) -> None:
+    with running(tmp_path / "history") as daemon, fed(daemon, 64, PlantedAt("stop", 5, 3.0)):
+        until(lambda: daemon.service.rounds.last.open, "no incident opens")
+        with script("axe.cjs", login(daemon), "5", home=tmp_path) as process:
+            found = report(process)
+    assert found["violations"] == []
+    assert found["looked"] == 4 * 9
+    assert all(n <= 0 for n in found["sideways"].values()), found["sideways"]
 
 
 def test_the_door_and_a_daemon_that_goes_away(tmp_path: Path) -> None:

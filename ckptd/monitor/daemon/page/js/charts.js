@@ -5,6 +5,7 @@ import { hideTip, showTip } from "./tip.js";
 
 /** Parts beside each other on one bar. `parts` are [key, value, series]; `most` is the value of the full width. */
 export function partsBar(parts, { most, label, words, width = 240 }) {
+  if (!parts.some(([, v]) => v > 0)) return h("span", { class: "quietly" }, "–");
   const height = 14;
   let x = 0;
   const cells = parts.filter(([, v]) => v > 0).map(([key, v, series]) => {

@@ -47,9 +47,19 @@ export function table(columns, rows, caption) {
   const head = columns.map((c, i) => h("th", { scope: "col", class: numeric[i] ? "num" : "" }, c.replace(/^>/, "")));
   const body = rows.map((row) => h("tr", row.properties ?? {},
     (row.cells ?? row).map((cell, i) => h("td", { class: numeric[i] ? "num" : "" }, cell ?? "–"))));
-  return h("div", { class: "scroller" }, h("table", {},
-    h("caption", { class: "hidden" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
+  const scroller = h("div", { class: "scroller", role: "group", "aria-label": caption });
+  wide.observe(scroller);
+  return put(scroller, {}, [h("table", {},
+    h("caption", { class: "hidden" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body))]);
 }
+
+/** What is wider than its place is moved by arrow keys, once it has the focus. */
+const wide = new ResizeObserver((all) => {
+  for (const { target } of all) {
+    if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
+    else target.removeAttribute("tabindex");
+  }
+});
 
 export function nothing(title, text) {
   return h("div", { class: "nothing" }, h("p", { class: "nothing-title" }, title), h("p", {}, text));
