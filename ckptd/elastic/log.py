@@ -89,7 +89,7 @@ class MembershipLog:
             self._store.put(key, encode_record(record), create_only=True)
         except ConflictError as error:
             raise ConflictError(
-                "another controller wrote to the membership log first",
+                "another controller wrote to the log first",
                 where=f"{self._store.url.rstrip('/')}/{key}",
                 hint="this controller ends; the other one goes on",
             ) from error

@@ -288,7 +288,5 @@ class WorkerLink(OfOneProcess):
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
     if not text.isdecimal():
-        raise ProcessError(
-            "a launcher's environment variable is not a number", where=name, found=text
-        )
+        raise ProcessError("a launcher's variable is not a number", where=name, found=text)
     return int(text)

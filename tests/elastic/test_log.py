@@ -38,7 +38,7 @@ def test_one_of_two_wins(log: MembershipLog) -> None:
     log.append(record(Shape(), 1, by="a"), 0)
     with pytest.raises(ConflictError) as caught:
         log.append(record(Shape(), 1, by="b"), 0)
-    assert "another controller wrote to the membership log first" in caught.value.message
+    assert "another controller wrote to the log first" in caught.value.message
     assert [r.by for r in log.read()] == ["a"]
 
 

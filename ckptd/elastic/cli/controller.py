@@ -99,9 +99,7 @@ def controller(
     port: Annotated[int, Parameter(help="Port; 0 picks a free one.")] = 0,
     host: Annotated[
         str | None,
-        Parameter(
-            help="Host name or address that nodes connect to; by default the address it listens at."
-        ),
+        Parameter(help="Host name that nodes connect to; by default its address."),
     ] = None,
     after: Annotated[
         int | None,

@@ -137,8 +137,7 @@ class TorchrunOptions:
     ] = ""
     standalone: Annotated[bool, _also(help="Run on one node; overrides the other options.")] = False
     max_restarts: Annotated[
-        int | None,
-        Parameter(help="Number of faults after which the job fails; unlimited by default."),
+        int | None, Parameter(help="Faults after which the job fails; unlimited by default.")
     ] = None
     monitor_interval: Annotated[float, _void()] = 0.1
     start_method: Annotated[str, _void()] = "spawn"

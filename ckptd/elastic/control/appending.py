@@ -84,7 +84,7 @@ class Appender:
     def _check(self) -> None:
         if len(self._log.read()) > self.number:
             raise ConflictError(
-                "another controller wrote to the membership log first",
+                "another controller wrote to the log first",
                 hint="this controller ends; the other one goes on",
             )
 

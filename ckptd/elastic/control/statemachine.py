@@ -387,12 +387,7 @@ class StateMachine:
             self._fault(culprit, what, now, ended=first)
         elif any(end.left for end in self._ends.values()) or self._ends.keys() != self.members:
             if event is first:
-                self._out.append(
-                    Tell(
-                        text=f"{what}. Some ranks finished successfully; waiting for the rest "
-                        "before failing the job"
-                    )
-                )
+                self._out.append(Tell(text=f"{what}. Others succeeded: waiting for all to end"))
         else:
             self.reason = f"{what}; all other ranks finished successfully"
             self._abort("exit-code", now)

@@ -67,7 +67,7 @@ def test_another_ones_record_ends_it(tmp_path: Path) -> None:
 
     with pytest.raises(ConflictError) as caught:
         run(log, taken)
-    assert "another controller wrote to the membership log first" in caught.value.message
+    assert "another controller wrote to the log first" in caught.value.message
     assert [r.by for r in log.read()] == ["other"]
 
 
