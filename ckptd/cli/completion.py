@@ -49,7 +49,7 @@ def _confirm(shell: Shell | None) -> None:
     whose = f"{shell}'s start-up file" if shell else "the shell's start-up file"
     if not sys.stdin.isatty():
         raise RefusedError(
-            f"{whose} would be changed, and no terminal is there to ask for confirmation",
+            f"{whose} would be changed, and there is no terminal to confirm it",
             hint="--yes changes it without asking; --no-startup only writes the script",
         )
     print(f"write a script for tab completion, and load it in {whose}? [y/N] ", end="", flush=True)

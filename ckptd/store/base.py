@@ -64,10 +64,10 @@ Names = list[str]
 def root_gone(where: str) -> StoreError:
     """Return the error for a folder that was a root and is none any more."""
     return StoreError(
-        "the root is gone: this folder is no root any more",
+        "the root is gone: this folder is no longer a root",
         kind="root-gone",
         where=where,
-        hint="it was renamed, deleted or unmounted: bring it back, and the next save goes on",
+        hint="it was renamed, deleted or unmounted: restore it, and the next save continues",
     )
 
 
@@ -81,7 +81,7 @@ def check_key(key: str) -> str:
     parts = key.split("/")
     if len(key) > MAX_KEY_BYTES or not all(is_segment(p) for p in parts):
         raise UsageError(
-            "not a legal object name",
+            "invalid object name",
             kind="bad-key",
             where=key[:200],
             wanted="segments of letters, digits and ._=+@,%- joined by /",
@@ -93,7 +93,7 @@ def check_prefix(prefix: str) -> str:
     """Return `prefix` when it is "" or a legal key and "/", raise `UsageError` otherwise."""
     if prefix and not prefix.endswith("/"):
         raise UsageError(
-            "a prefix names a folder", kind="bad-key", where=prefix[:200], wanted='"" or "folder/"'
+            "invalid prefix", kind="bad-key", where=prefix[:200], wanted='"" or "folder/"'
         )
     if prefix:
         check_key(prefix[:-1])
@@ -418,7 +418,7 @@ class SizedWriter(Writer):
 
     def __init__(self, key: str, size: int) -> None:
         if size < 0:
-            raise UsageError("a size is not negative", kind="size", where=key, found=size)
+            raise UsageError("a size must not be negative", kind="size", where=key, found=size)
         self.key = key
         self.size = size
         self.written = 0
@@ -464,11 +464,11 @@ class SizedWriter(Writer):
     def _check_open(self) -> None:
         if self._state != "open":
             raise UsageError(
-                "the writer is done",
+                "the writer has finished",
                 kind="closed",
                 where=self.key,
                 found=self._state,
-                hint="begin a new one with Store.writer",
+                hint="open a new one with Store.writer",
             )
 
     def _size_error(self, found: int) -> UsageError:
@@ -667,7 +667,7 @@ class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return _specs.decode(data)
         except msgspec.MsgspecError as error:
-            raise UsageError("not a description of a store", found=error) from None
+            raise UsageError("invalid description of a store", found=error) from None
 
     def __repr__(self) -> str:
         return f"StoreSpec({self.redacted()})"
@@ -696,7 +696,7 @@ class ReadOnlyStore(Store):
         self._refuse(prefix)
 
     def _refuse(self, where: str) -> NoReturn:
-        raise UsageError("this view of a store is only read", where=where)
+        raise UsageError("this view of a store is read-only", where=where)
 
 
 class Wrapper(Store):
@@ -826,10 +826,10 @@ def register_store(scheme: str, opener: Opener | str, *, replace: bool = False) 
         Take the scheme over when it is registered already; otherwise that is a `UsageError`.
     """
     if not _SCHEME.fullmatch(scheme):
-        raise UsageError("not a URL scheme", where=scheme)
+        raise UsageError("invalid URL scheme", where=scheme)
     with _lock:
         if scheme in _openers and not replace:
-            raise UsageError("this URL scheme has a store already", where=scheme)
+            raise UsageError("this URL scheme is already registered", where=scheme)
         _openers[scheme] = opener
 
 
@@ -908,7 +908,7 @@ def _check(entry: EntryPoint, seen: set[str]) -> str | None:
     if taken or entry.name in seen:
         return "another store has this URL scheme; this one is never used"
     if not _SCHEME.fullmatch(entry.name):
-        return "the entry point's name is not a URL scheme"
+        return "the entry point's name is invalid URL scheme"
     try:
         loaded = entry.load()
     except CkptdError as error:
@@ -956,7 +956,7 @@ def checked_url(url: object) -> str:
         text = os.fspath(url)
     if not isinstance(text, str) or not text.strip():
         raise UsageError(
-            "this names no store",
+            "invalid URL of a store",
             where=repr(url)[:200],
             wanted="a path, file:///path, s3://bucket/prefix, or another URL, as text",
             found=type(url).__name__,
@@ -964,19 +964,21 @@ def checked_url(url: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError("this name is no UTF-8", where=repr(text)[:200], wanted="text") from None
+        raise UsageError(
+            "a path is not valid UTF-8", where=repr(text)[:200], wanted="text"
+        ) from None
     found = _NEARLY.match(text)
     if found and not _URL.match(text.lstrip()) and found.group(1).lower() in _known():
         name, rest = found.group(1).lower(), found.group(2).lstrip("/")
         raise UsageError(
-            f"a URL has two slashes after {name}:",
+            f"a URL needs two slashes after {name}:",
             where=text[:200],
             wanted=f"{name}:///{rest}" if name == "file" else f"{name}://{rest}",
-            hint=f"a folder of that name is ./{text.strip()[:100]}; give URLs as text: a Path "
-            "joins their slashes",
+            hint=f"for a folder of that name write ./{text.strip()[:100]}; give URLs as str: a "
+            f"Path merges their slashes",
         )
     if text != text.strip() and _URL.match(text.strip()):
-        raise UsageError("a URL has no blanks around it", where=repr(text)[:200])
+        raise UsageError("a URL must not have spaces around it", where=repr(text)[:200])
     return text
 
 

@@ -118,7 +118,7 @@ class FsspecStore(Store):
             raise
         if len(data) != byte_range.length:
             check_end(path, byte_range.end, byte_range.start + len(data))
-            raise StoreError("the store sent more than was asked for", where=path)
+            raise StoreError("the store sent more bytes than requested", where=path)
         return data
 
     def stat(self, key: str) -> ObjectInfo:
@@ -179,11 +179,11 @@ class FsspecStore(Store):
             return
         if not self._single_writer:
             raise RefusedError(
-                "this store cannot decide between two writers",
+                "this store lacks atomic create-if-absent",
                 kind="no-create-only",
                 where=path,
-                hint="use s3://, gs://, az:// or a path; or open it with single_writer=True when "
-                "nothing else writes there",
+                hint="use s3://, gs://, az:// or a path; or open it with single_writer=True if no "
+                "other process writes there",
             )
         if self.exists(key):
             raise ConflictError("the object exists already", kind="exists", where=path)
@@ -213,7 +213,9 @@ class FsspecStore(Store):
                     with suppress(FileExistsError):
                         self._fs.makedirs(self._fs._parent(path), exist_ok=True)
                     return act()
-        raise TransientStoreError("the folder is removed as fast as it is made", where=path)
+        raise TransientStoreError(
+            "the folder was removed repeatedly while it was created", where=path
+        )
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes."""
@@ -294,7 +296,7 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         ) from error
     except (ValueError, TypeError) as error:
         raise UsageError(
-            "nothing opens this URL",
+            "no store for this URL scheme",
             where=url,
             wanted="a path, file://, memory://, s3://, or a scheme that fsspec knows",
             found=error,

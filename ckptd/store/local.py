@@ -346,7 +346,7 @@ class LocalWriter(SizedWriter):
                 self._go_buffered()
                 continue
             if count == 0:
-                raise OSError(errno.EIO, "the file system takes no bytes")
+                raise OSError(errno.EIO, "the file system accepts no bytes")
             if direct and count < len(view):
                 # A short write (the disk fills up): what remains must be aligned again.
                 count = count // ALIGN * ALIGN
@@ -404,7 +404,7 @@ def open_local(url: str, options: dict[str, Any]) -> LocalStore:
     if scheme.lower() != "file":
         path = url
     elif not path.startswith("/"):
-        raise UsageError("not a local URL", where=url, wanted="file:///path")
+        raise UsageError("invalid local URL", where=url, wanted="file:///path")
     return LocalStore(os.path.expanduser(path), parse_options(url, options, LocalOptions))
 
 
@@ -490,7 +490,7 @@ class LocalStore(Store):
             try:
                 info = os.fstat(fd)
                 if not stat_module.S_ISREG(info.st_mode):
-                    raise NotFoundError("no such object", where=path, found="not a plain file")
+                    raise NotFoundError("no such object", where=path, found="not a regular file")
                 yield path, fd, info.st_size
             finally:
                 os.close(fd)
@@ -502,7 +502,7 @@ class LocalStore(Store):
         with reading(path):
             info = os.stat(path)
         if not stat_module.S_ISREG(info.st_mode):
-            raise NotFoundError("no such object", where=path, found="not a plain file")
+            raise NotFoundError("no such object", where=path, found="not a regular file")
         return ObjectInfo(key, info.st_size, info.st_mtime, tag=f"{info.st_ino}-{info.st_mtime_ns}")
 
     def local_path(self, key: str) -> Path | None:
@@ -524,7 +524,7 @@ class LocalStore(Store):
                 where=path,
                 wanted=f"a path below {' or '.join(inside)}",
                 found=real,
-                hint="make the link's target the root of a store of its own",
+                hint="open a separate store at the link's target",
             )
 
     # -- listing -------------------------------------------------------------------------------
@@ -647,7 +647,9 @@ class LocalStore(Store):
             except FileNotFoundError:
                 with self._lock:
                     self._folders.clear()
-        raise TransientStoreError("the folder is removed as fast as it is made", where=folder)
+        raise TransientStoreError(
+            "the folder was removed repeatedly while it was created", where=folder
+        )
 
     def _make_folder(self, folder: str) -> None:
         """Make `folder` and those above it; each one's own name becomes durable."""

@@ -198,7 +198,7 @@ def write_all(system: Os, fd: int, data: memoryview, path: str) -> None:
     while done < len(data):
         count = system.pwrite(fd, data[done:], done, path)
         if count == 0:
-            raise OSError(errno.EIO, "the file system takes no bytes")
+            raise OSError(errno.EIO, "the file system accepts no bytes")
         done += count
 
 
@@ -355,7 +355,7 @@ def open_plain(path: str) -> int:
     if stat_module.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise NotFoundError("no such object", where=path, found="not a plain file")
+    raise NotFoundError("no such object", where=path, found="not a regular file")
 
 
 def knows_none(error: OSError, folder: str) -> bool:
@@ -399,7 +399,7 @@ def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdErro
         )
     if error.errno == errno.EFBIG:
         return StoreError(
-            "a file of this size may not be written",
+            "the file exceeds a size limit",
             kind="no-space",
             where=path,
             wanted=None if size is None else f"{size} bytes",

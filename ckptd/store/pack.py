@@ -323,7 +323,7 @@ def load_table(
         raise _bad("too short", where, stored)
     version, unit, size, lead, count, digest, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
     if magic != _END_MAGIC:
-        raise _bad("not finished, or no packed object", where, magic)
+        raise _bad("unfinished, or not a packed object", where, magic)
     if version != _VERSION or unit != FRAME_BYTES:
         raise CorruptError(
             "packed by a newer ckptd", kind="version", where=where, wanted=_VERSION, found=version
@@ -726,7 +726,7 @@ class Pack(Wrapper):
         super().__init__(inner, spec or PackSpec())
         level = self.spec.level
         if level is not None and (isinstance(level, bool) or level not in _LEVELS):
-            raise UsageError("not a level of zstd", wanted="1 to 22, or None", found=level)
+            raise UsageError("invalid level of zstd", wanted="1 to 22, or None", found=level)
         if level is not None:
             self.capabilities = replace(self.capabilities, local_files=False)
         self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -761,7 +761,7 @@ class Pack(Wrapper):
     def _check_free(self, key: str) -> None:
         if self._logical(check_key(key)) is not None:
             raise UsageError(
-                "this name is for packed objects",
+                "this name is reserved for packed objects",
                 kind="bad-key",
                 where=key,
                 wanted=f"a name that does not end in {self.spec.suffix}{PACKED}",

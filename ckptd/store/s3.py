@@ -155,7 +155,7 @@ class S3Store(Store):
             count = await self._client.read(part, Range=wanted, **place)
             check_end(where, start + len(part), start + count)
             if count != len(part):
-                raise StoreError("the store ignored the range asked for", where=where)
+                raise StoreError("the store ignored the requested range", where=where)
 
         await self._client.persist(where, once)
 
@@ -230,7 +230,7 @@ class S3Store(Store):
                 raise error from None
             # Taken and gone again: a new try may win.
             raise TransientStoreError(
-                "the object vanished after it was in the way", where=error.where, found=error.found
+                "the object was deleted during the write", where=error.where, found=error.found
             ) from error
         except TransientStoreError:
             if isinstance(error, StoreError):

@@ -222,7 +222,7 @@ class S3Client:
                         raise
                 await asyncio.sleep(random.uniform(0, pause))
                 pause *= 3
-        raise TransientStoreError("no try was made", where=where)
+        raise TransientStoreError("no attempt was made", where=where)
 
 
 def _leave(loop: asyncio.AbstractEventLoop, opened: AsyncExitStack) -> None:

@@ -118,7 +118,7 @@ def _from_botocore(error: Exception, where: str) -> CkptdError:
         )
     if isinstance(error, exceptions.SSLError):
         return StoreError(
-            "no secure connection", where=where, found=error, hint="see the options verify"
+            "no secure connection", where=where, found=error, hint="see the option verify"
         )
     healing = (
         exceptions.ConnectionError,
@@ -137,7 +137,7 @@ def _from_answer(response: dict[str, Any], where: str, size: int | None) -> Ckpt
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     found = _short(f"{status} {code}: {detail.get('Message', '')}".rstrip(": "))
     if status == 412 or code == "PreconditionFailed":
-        return PreconditionError("the key is taken", where=where, found=found)
+        return PreconditionError("the key already exists", where=where, found=found)
     if code == "NoSuchBucket":
         return StoreError("the bucket does not exist", where=where, found=found)
     if code in _GONE_CODES:
@@ -158,6 +158,6 @@ def _from_answer(response: dict[str, Any], where: str, size: int | None) -> Ckpt
         return TransientStoreError("the store failed", where=where, found=found)
     if code == "NotImplemented":
         return RefusedError(
-            "the store does not know this request", kind="no-create-only", where=where, found=found
+            "the store rejects this request", kind="no-create-only", where=where, found=found
         )
     return StoreError("the store refused", where=where, found=found)

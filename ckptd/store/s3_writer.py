@@ -148,7 +148,7 @@ class S3Writer(SizedWriter):
                 # After a lost answer the upload may be gone because it was completed.
                 if backoff.tries > 1 and self._stands():
                     return
-                raise StoreError("the upload vanished", where=self.key) from error
+                raise StoreError("the multipart upload no longer exists", where=self.key) from error
             except TransientStoreError as error:
                 if backoff.tries >= self._options.tries:
                     raise

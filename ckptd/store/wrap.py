@@ -162,7 +162,7 @@ class _RetryWriter(Writer):
     def _attempt(self, act: Callable[[Writer], None]) -> None:
         """Do `act` on a writer that has every buffer given so far."""
         if self._done:
-            raise UsageError("the writer is done", kind="closed", where=self._key)
+            raise UsageError("the writer has finished", kind="closed", where=self._key)
         backoff = Backoff(self._store.spec)
         while True:
             try:
@@ -307,7 +307,7 @@ def _bucket(rate: float | None) -> TokenBucket | None:
     if rate is None:
         return None
     if not rate > 0:
-        raise UsageError("a rate is above zero", found=rate)
+        raise UsageError("a rate must be above zero", found=rate)
     return TokenBucket(rate)
 
 

@@ -63,7 +63,7 @@ def zarr_store(
     NotFoundError
         There is no checkpoint, or not of that step.
     ConflictError
-        Kind ``busy``: checkpoints are replaced faster than one can be held.
+        Kind ``busy``: could not lease a checkpoint: each candidate was deleted first.
     MismatchError, CorruptError, RefusedError
         It is damaged, or of a kind that is not read.
     ImportError

@@ -190,6 +190,6 @@ def test_it_is_only_read() -> None:
     ):
         with pytest.raises(UsageError) as caught:
             act()
-        assert "this view of a store is only read" in caught.value.message
+        assert "this view of a store is read-only" in caught.value.message
     assert root.children() == ["ckptd.json", "commits/", "data/", "generations/"]
     assert not root.exists("data/x")

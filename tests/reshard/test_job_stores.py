@@ -148,7 +148,7 @@ def test_the_same_share_twice_at_once_is_refused() -> None:
         # Its lease is still there, and its process (this one) lives.
         with pytest.raises(ConflictError) as caught:
             case.run(out)
-        assert "another one is at work here" in caught.value.message
+        assert "another process is writing here" in caught.value.message
 
 
 def test_a_job_that_claims_the_root_meanwhile_wins() -> None:

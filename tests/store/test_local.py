@@ -57,7 +57,7 @@ def test_home_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_store("~/x").url == str(tmp_path / "x")
     assert open_store(f"file://{tmp_path}/a%20b").url == str(tmp_path / "a%20b")
-    with pytest.raises(UsageError, match="not a local URL"):
+    with pytest.raises(UsageError, match="invalid local URL"):
         open_store("file://host/share")
 
 

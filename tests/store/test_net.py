@@ -253,7 +253,7 @@ def test_read_only(memory: MemoryStore) -> None:
         for call in calls:
             with pytest.raises(RefusedError) as caught:
                 call()
-            assert "the server gives this store for reading only" in caught.value.message
+            assert "the server offers this store read-only" in caught.value.message
         store.sync("")
         assert store.get("a") == b"1"
         assert [o.key for o in store.list()] == ["a"]
@@ -378,7 +378,7 @@ def test_a_bug_of_a_store_is_told_to_its_client_alone() -> None:
 def test_bad_urls(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_store(url, secret=new_secret())
-    assert caught.value.message in ("not a Unix socket's URL", "not a store server's URL")
+    assert caught.value.message in ("invalid URL of a Unix socket", "invalid URL of a store server")
 
 
 def test_a_secret_is_needed_and_never_shown(memory: MemoryStore) -> None:

@@ -201,7 +201,7 @@ def test_names_of_packed_objects_are_taken(store: Store) -> None:
 def test_levels_are_those_of_zstd(level: int) -> None:
     with pytest.raises(UsageError) as caught:
         memory(PackSpec(level)).open()
-    assert "not a level of zstd" in caught.value.message
+    assert "invalid level of zstd" in caught.value.message
 
 
 def test_what_is_packed_is_no_local_file(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_forms_may_be_mixed(tmp_path: Path) -> None:
 def test_a_bad_level_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Checkpointer(str(tmp_path), storage=ckptd.Storage(compress=99))
-    assert "not a level of zstd" in caught.value.message
+    assert "invalid level of zstd" in caught.value.message
 
 
 @pytest.mark.parametrize("cut", [None, 5000, 0])

@@ -50,8 +50,8 @@ def test_bad_urls(url: str) -> None:
     assert caught.value.message in (
         "a memory store needs a name",
         "no bucket",
-        "nothing opens this URL",
-        "this names no store",
+        "no store for this URL scheme",
+        "invalid URL of a store",
     )
 
 
@@ -136,7 +136,7 @@ def test_problems_are_reported(packages: Path) -> None:
     assert "no driver" in problems["broken"].message
     assert problems["broken"].origin == "zz_broken 1.2 (zz_broken:x)"
     assert "another store" in problems["s3"].message
-    assert "not a URL scheme" in problems["No Scheme"].message
+    assert "invalid URL scheme" in problems["No Scheme"].message
     assert "not callable" in problems["number"].message
 
 

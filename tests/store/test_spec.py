@@ -78,7 +78,7 @@ def test_secrets_do_not_show() -> None:
 def test_what_is_no_description_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         StoreSpec.from_json(text)
-    assert "not a description of a store" in caught.value.message
+    assert "invalid description of a store" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -143,4 +143,4 @@ def test_a_position_in_other_data_is_refused_or_told(
     else:
         give(state, {"data": other})
         [record] = caplog.records
-        assert "this is other data than the position was saved in" in record.message
+        assert "the data differs from that of the saved position" in record.message

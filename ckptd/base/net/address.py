@@ -177,14 +177,14 @@ def parse_server(url: str) -> Address | UnixAddress:
     if scheme.lower() == "ckptd+unix":
         if not rest.startswith("/") or "\0" in rest or len(os.fsencode(rest)) > _MOST_PATH_BYTES:
             wanted = f"ckptd+unix:///path of at most {_MOST_PATH_BYTES} bytes"
-            raise UsageError("not a Unix socket's URL", where=url, wanted=wanted)
+            raise UsageError("invalid URL of a Unix socket", where=url, wanted=wanted)
         return UnixAddress(rest)
     parts = _split(url)
     plain = not (parts.query or parts.fragment or parts.username or parts.path.strip("/"))
     if plain and parts.hostname and parts.port is not None:
         return Address(parts.hostname, parts.port)
     wanted = "ckptd://host:port or ckptd+unix:///path"
-    raise UsageError("not a store server's URL", where=url, wanted=wanted)
+    raise UsageError("invalid URL of a store server", where=url, wanted=wanted)
 
 
 def parse_http(url: str, what: str, *, where: str | None = None, bare: bool = False) -> SplitResult:
@@ -208,7 +208,7 @@ def parse_http(url: str, what: str, *, where: str | None = None, bare: bool = Fa
     good = good and url.isascii() and url.isprintable() and " " not in url
     if not good or (bare and (parts.path not in ("", "/") or parts.username)):
         raise UsageError(
-            f"not the URL of {what}",
+            f"invalid URL of {what}",
             where=where,
             wanted="http://HOST:PORT or https://HOST:PORT",
             found=url,
@@ -365,7 +365,7 @@ def _not_reached(where: str, timeout_s: float) -> Iterator[None]:
             kind="link-lost",
             where=where,
             found=getattr(error, "strerror", None) or error,
-            hint="see whether it runs, and under this address",
+            hint="check that it runs at this address",
         ) from error
 
 

@@ -119,7 +119,7 @@ class Codec:
         try:
             return kind.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._wrong("a frame is no message of ours", str(error)[:200]) from error
+            raise self._wrong("a frame is not a valid message", str(error)[:200]) from error
 
     def feed(self, data: bytes) -> None:
         """Take bytes that have arrived; `take` returns the messages in them."""
@@ -149,7 +149,7 @@ class Codec:
     def check_seal(self, data: memoryview, seal: bytes) -> None:
         """Refuse received bytes that do not match their keyed hash."""
         if not hmac.compare_digest(seal, _keyed(self._receive_key, data)):
-            raise self._wrong("bytes do not match their seal")
+            raise self._wrong("bytes do not match their checksum")
 
     def _wrong(self, message: str, found: object = None) -> TransientStoreError:
         return TransientStoreError(message, kind="link-protocol", where=self.peer, found=found)
@@ -567,7 +567,7 @@ def greet_server(
             found=challenge.version,
         )
     if len(challenge.nonce) != _NONCE_BYTES:
-        raise connection.fail("not a greeting of ours", kind="link-protocol")
+        raise connection.fail("unexpected greeting", kind="link-protocol")
     nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def keyed(label: str) -> bytes:
@@ -587,14 +587,14 @@ def greet_server(
 def _checked(connection: Connection, secret: bytes) -> bytes:
     """Return the secret, which only a Unix socket can do without."""
     if not secret and not connection.local:
-        raise UsageError("no secret for a connection over TCP")
+        raise UsageError("a connection over TCP needs a secret")
     return secret
 
 
 def _refused(connection: Connection, refusal: Refusal) -> CkptdError:
     kind = _REFUSALS.get(refusal.kind)
     if kind is None:
-        return connection.fail("refused for no reason of ours", kind="link-protocol")
+        return connection.fail("refused with an unknown reason", kind="link-protocol")
     if kind is StoreError:
         return StoreError(_OTHER_SECRET, kind="permission", where=connection.peer)
     return kind(

@@ -67,7 +67,7 @@ def need_secret(
     """
     if not is_loopback(host) and not environ.get(SECRET_VARIABLE):
         raise RefusedError(
-            f"others could reach {what}, and no secret is set",
+            f"{what} would be reachable from the network without a secret",
             where=where or host,
             hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
         )
@@ -225,9 +225,9 @@ def _read(path: Path) -> bytes:
 
 def _not_ours(path: Path, info: os.stat_result, what: str, mode: str) -> RefusedError:
     return RefusedError(
-        "the job's secret is not ours alone",
+        "the file of the job's secret is accessible to others",
         where=str(path),
-        wanted=f"{what} of user {os.geteuid()} with mode {mode}, and no link",
+        wanted=f"{what} of user {os.geteuid()} with mode {mode}, not a link",
         found=f"user {info.st_uid}, {stat.filemode(info.st_mode)}",
         hint=f"remove it, or set {SECRET_VARIABLE}",
     )

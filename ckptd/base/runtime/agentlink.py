@@ -65,7 +65,7 @@ class AgentPlace:
 def _short(path: Path) -> Path:
     if len(os.fsencode(path)) > _MOST_PATH_BYTES:
         raise ProcessError(
-            "the node's agent has no place to listen",
+            "the node's agent cannot create its socket",
             where=str(path),
             wanted=f"a path of at most {_MOST_PATH_BYTES} bytes",
             hint="set CKPTD_RUN_DIR to a folder with a short path",
@@ -92,11 +92,11 @@ def run_folder(folder: str | None = None) -> Path:
     private = stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o077
     if info.st_uid != os.geteuid() or not private:
         raise RefusedError(
-            "the folder for sockets is open to others",
+            "the folder for sockets is accessible to others",
             where=str(path),
             wanted=f"a folder of user {os.geteuid()} with mode 0700",
             found=f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}",
-            hint="remove it, chmod 700 it if only you wrote there, or set CKPTD_RUN_DIR",
+            hint="remove it, or chmod 700 it if only you wrote there, or set CKPTD_RUN_DIR",
         )
     return path
 
@@ -206,7 +206,7 @@ def listen(place: AgentPlace) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ProcessError(
-            "the node's agent has no place to listen",
+            "the node's agent cannot create its socket",
             where=str(place.socket),
             found=str(error),
             hint="set CKPTD_RUN_DIR to a folder with a short path",

@@ -75,7 +75,7 @@ class SocketChannel:
                 frame = frame[sent:]
             self._out.sendall(frame)
         except OSError as error:
-            raise ProcessError("the other process is gone", found=str(error)) from error
+            raise ProcessError("the other process has ended", found=str(error)) from error
         except BaseException:
             self.shut()  # interrupted, perhaps in the middle of a frame
             raise

@@ -221,7 +221,7 @@ def limit_of(error: object) -> str | None:
         return None
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if most == resource.RLIM_INFINITY:
-        return "the file system takes no file of that size (FAT: 4 GiB)"
+        return "the file system does not support a file of that size (FAT: 4 GiB)"
     return f"this process may make files of {most} bytes, memory files too: raise `ulimit -f`"
 
 

@@ -64,7 +64,7 @@ class NativeBuild(ABC):
             return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
         except RuntimeError as error:
             raise UsageError(
-                "there is no folder for builds",
+                "no folder for builds",
                 wanted="CKPTD_BUILDS, XDG_CACHE_HOME or HOME in the environment",
                 found=str(error),
                 hint="set CKPTD_BUILDS to a folder that only this user may write",
@@ -95,7 +95,7 @@ class NativeBuild(ABC):
             found = [p for p in place.glob(f"{self.wanted()}-*.so") if _is_ours(p)]
             return max(found, key=lambda p: p.stat().st_mtime, default=None)
         except (OSError, UsageError) as error:
-            _log.debug("no build of %s is looked for: %s", self.purpose, error)
+            _log.debug("not looking for a build of %s: %s", self.purpose, error)
             return None
 
     def compiler(self) -> str:
@@ -112,7 +112,7 @@ class NativeBuild(ABC):
             raise UsageError(
                 f"{self.purpose} needs a C++ compiler",
                 wanted=wanted,
-                found="nothing of that name",
+                found="no program of that name",
                 hint=f"install g++ or clang, or set CXX; {self.hint}",
             )
         return compiler
@@ -162,7 +162,7 @@ class NativeBuild(ABC):
             where=str(place),
             wanted="a folder that only this user may write",
             found=found,
-            hint="set CKPTD_BUILDS to one, or take the others' right to write",
+            hint="set CKPTD_BUILDS to one, or remove write access for others (chmod go-w)",
         )
 
     def run(self, command: list[str]) -> str:
@@ -172,7 +172,7 @@ class NativeBuild(ABC):
                 command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
             )
         except subprocess.TimeoutExpired as error:
-            raise self._failed(command, f"no end after {_TIMEOUT_S:.0f} s") from error
+            raise self._failed(command, f"still running after {_TIMEOUT_S:.0f} s") from error
         except subprocess.CalledProcessError as error:
             lines = [x for x in error.stderr.splitlines() if "error" in x] or [error.stderr]
             raise self._failed(command, "\n".join(lines[:5])[:2000]) from error

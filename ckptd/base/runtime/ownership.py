@@ -53,7 +53,7 @@ def _after_fork() -> None:
         try:
             hook()
         except Exception:  # noqa: BLE001 - the others must be called as well
-            _log.warning("something of the parent was not left in a child", exc_info=True)
+            _log.warning("a child process could not drop resources of its parent", exc_info=True)
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -138,10 +138,10 @@ def _nothing(*_: object, **__: object) -> None:
 def _refusal(owner: str, name: str) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UsageError(
-            f"a {owner} belongs to the process that made it, and this one was forked from that",
+            f"a {owner} cannot be used in a forked process",
             kind="forked",
             where=f"{owner}.{name} in process {os.getpid()}",
-            hint=f"use it in the process that made it, or make another {owner} in this one",
+            hint=f"use it in the process that created it, or create another {owner} here",
         )
 
     return refuse
@@ -234,7 +234,7 @@ def _under_way(self: object, call: str, found: tuple[str, int, object]) -> Usage
     owner, (name, thread, _) = type(self).__name__, found
     if thread == threading.get_ident():
         where = f"{call}() within {name}(): in a signal handler, a destructor or a callback"
-        hint = f"note what is wanted, and call {call}() when {name}() has returned"
+        hint = f"set a flag there, and call {call}() when {name}() has returned"
     else:
         where = f"{call}() in {threading.current_thread().name}, {name}() in another thread"
         hint = f"make the calls of one {owner} in one thread"

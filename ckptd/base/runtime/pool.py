@@ -120,7 +120,7 @@ class _Pool(Generic[T]):
                             f"{what} made no progress",
                             kind="stalled",
                             wanted=f"a step within {stall_s:.0f} s",
-                            hint="is the file system or the object store reachable?",
+                            hint="check that the file system or object store is reachable",
                         )
                     self._changed.wait(min(1.0, stall_s))
         except DeadlineError:

@@ -252,7 +252,7 @@ def wait(
                 "a rank made no progress",
                 kind="board",
                 where=f"rank {rank}, waiting for {key}",
-                wanted=f"a sign within {stall_s:.0f} s",
+                wanted=f"progress within {stall_s:.0f} s",
                 hint=EVERY_RANK,
             )
         if own is not None:

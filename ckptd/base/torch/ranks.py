@@ -274,7 +274,7 @@ def _reported(error: Exception) -> CkptdError:
     if isinstance(error, CkptdError):
         return error
     return CkptdError(
-        "a rank was left by an error of its program",
+        "an error of the program interrupted a rank",
         kind="crashed",
         found=repr(error)[:500],
         hint="the output of that rank has the traceback",

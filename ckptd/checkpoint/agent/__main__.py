@@ -37,7 +37,7 @@ def main() -> None:
                 url = stack.enter_context(serve_metrics(address, _METRICS))
                 _log.info("metrics are at %s", url)
             except CkptdError as error:  # snapshots matter more
-                _log.warning("no metrics: %s", error)
+                _log.warning("metrics are not served: %s", error)
         if daemon := os.environ.get("CKPTD_DAEMON"):
             job = os.environ.get("CKPTD_JOB", "")
             try:

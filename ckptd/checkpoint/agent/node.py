@@ -109,7 +109,7 @@ class NodeAgent:
         sock.setblocking(True)
         pid, uid = peer_of(sock)
         if uid not in (-1, os.geteuid()):
-            _log.warning("a process of user %d is sent away", uid)
+            _log.warning("rejected a process of user %d", uid)
             sock.close()
             return
         thread = threading.Thread(target=self._serve, args=(sock, pid), name=f"ckptd-of-{pid}")
@@ -126,11 +126,9 @@ class NodeAgent:
             elif isinstance(first, AskEnd | AskStatus):
                 self._answer(channel, first)
         except EOFError:  # it only looked whether somebody listens
-            _log.debug("process %d came and said nothing", pid)
+            _log.debug("process %d connected and sent nothing", pid)
         except msgspec.MsgspecError as error:
-            _log.warning(
-                "process %d, perhaps of another version, is not understood: %s", pid, error
-            )
+            _log.warning("cannot understand process %d, perhaps of another version: %s", pid, error)
         except CkptdError as error:
             _log.error("process %d cannot be served: %s", pid, error)
         finally:

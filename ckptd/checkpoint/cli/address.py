@@ -85,7 +85,7 @@ def needs_step(text: str) -> CheckpointAddress:
     address = CheckpointAddress.of(text)
     if address.step is None:
         raise UsageError(
-            "say which step",
+            "no step given",
             where=text,
             wanted="ROOT@STEP, ROOT@STEP-gGENERATION or ROOT@TAG",
             hint=f"ckptd ls {address.root}",

@@ -19,14 +19,14 @@ from ckptd.parts import part
 
 agent = App(
     name="agent",
-    help="Run a node's agent, see what it holds, end it.",
+    help="Run, show or stop a node's agent.",
     help_format="plaintext",
     default_parameter=Parameter(negative=()),
 )
 
 MaybeRoot = Annotated[str | None, option("Path or URL of the job's root; need not exist yet.")]
-Job = Annotated[str | None, option("What CKPTD_JOB says in the trainers, where it is set.")]
-Node = Annotated[str | None, option("What CKPTD_NODE says in the trainers, where it is set.")]
+Job = Annotated[str | None, option("Value of CKPTD_JOB in the trainers, if set.")]
+Node = Annotated[str | None, option("Value of CKPTD_NODE in the trainers, if set.")]
 
 
 class AgentRunDocument(Document, frozen=True, kw_only=True, tag="agent run"):
@@ -83,16 +83,19 @@ def run(
     *,
     job: Job = None,
     node: Node = None,
-    stay: Annotated[bool, flag("Serve until a signal, also with nothing to do.")] = False,
+    stay: Annotated[bool, flag("Serve until a signal, even when idle.")] = False,
     watch: Annotated[
         str | None,
-        option("Watch the ranks and tell the daemon at this URL; stays. Otherwise CKPTD_DAEMON."),
+        option(
+            "Watch the ranks and report to the daemon at this URL; implies --stay. By default "
+            "CKPTD_DAEMON."
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
         option(
-            "Serve /metrics on this port of the loopback address; 0: any. Otherwise"
-            " CKPTD_AGENT_METRICS=HOST:PORT says where."
+            "Serve /metrics on this port of the loopback address; 0 picks a free one. By default "
+            "CKPTD_AGENT_METRICS=HOST:PORT."
         ),
     ] = None,
     json: Json = False,
@@ -200,7 +203,7 @@ def _place(root: str | None, job: str | None, node: str | None) -> AgentPlace:
     if not name:
         if not root:
             raise UsageError(
-                "say which job's agent",
+                "no job given",
                 wanted="ROOT, --job or CKPTD_JOB",
                 hint="ckptd agent status",
             )
@@ -260,7 +263,7 @@ def _show(one: AgentContents) -> None:
     if one.folder is not None:
         print(f"folder {one.folder}")
     if not one.snapshots:
-        print("nothing in memory")
+        print("no snapshot in memory")
         return
     print_rows(
         one.snapshots,

@@ -74,12 +74,12 @@ def _copy(
 def _show(document: CpDocument) -> None:
     for c in document.checkpoints:
         if c.state == "present":
-            print(f"step {c.step} is there already (generation {c.generation})")
+            print(f"step {c.step} exists already (generation {c.generation})")
             continue
-        again = f", {c.reused_files} of them there already" if c.reused_files else ""
+        again = f", {c.reused_files} of them copied before" if c.reused_files else ""
         print(
             f"copied step {c.step}: {size_text(c.bytes)} in {c.files} files{again}, now step"
             f" {c.step} of generation {c.generation} in {document.target}"
         )
     if not document.checkpoints:
-        print("no checkpoint counts there: nothing to copy")
+        print("no checkpoint counts at the source: nothing to copy")

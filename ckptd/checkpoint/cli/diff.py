@@ -202,7 +202,7 @@ def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> No
     if document.order == "confirmed":
         note("the order of tensors in buffers, which was not verified, is right: reshard --trust")
     elif document.order:
-        note(f"order {document.order}: read out of buffers that do not say which tensor lies where")
+        note(f"order {document.order}: read from buffers that do not record where each tensor lies")
 
 
 def _layouts(t: TensorDiff) -> str:

@@ -74,7 +74,7 @@ def doctor(
         bool, flag("Probe the nodes of a job and their links instead; start it once per node.")
     ] = False,
     nodes: Annotated[
-        str | None, option("--cluster: how many nodes, or their names (a,b,c).")
+        str | None, option("--cluster: number of nodes, or their names (a,b,c).")
     ] = None,
     node_rank: Annotated[
         int | None, option("--cluster: number of this node; 0 coordinates.")
@@ -82,11 +82,9 @@ def doctor(
     rendezvous: Annotated[
         str | None, option("--cluster: HOST:PORT where the coordinator listens.")
     ] = None,
-    wait_s: Annotated[
-        float, Parameter(help="--cluster: for all nodes to come, in seconds.")
-    ] = 30.0,
+    wait_s: Annotated[float, Parameter(help="--cluster: seconds to wait for all nodes.")] = 30.0,
     limit_s: Annotated[
-        float, Parameter(help="--cluster: for tests and probes after that, in seconds.")
+        float, Parameter(help="--cluster: seconds for the tests and probes.")
     ] = 60.0,
     probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 4 << 20,
     json: Json = False,
@@ -99,9 +97,7 @@ def doctor(
     """
     if cluster:
         if root is not None:
-            raise UsageError(
-                "--cluster takes no root", hint="probe the root by a command of its own"
-            )
+            raise UsageError("--cluster takes no root", hint="run ckptd doctor ROOT separately")
         probed: Reply | int = part("cluster")(
             nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes
         )
@@ -138,17 +134,17 @@ def _show(document: DoctorDocument) -> None:
         print(f"info  version      {name} {version or '(not installed)'}")
     for name, value in document.environment.items():
         print(f"info  environment  {name} = {value}")
-    print("\nall is well" if document.healthy else "\nsomething does not work: see `fail` above")
+    print("\nno problems found" if document.healthy else "\nproblems found: see `fail` above")
 
 
 def _refusal(document: DoctorDocument) -> RefusedError | None:
     for check in document.checks:
         if check.name == CREATE_ONLY and check.status == "fail":
             return RefusedError(
-                "checkpoints cannot be kept here",
+                "this store cannot hold a checkpoint root",
                 kind="no-create-only",
                 where=document.root,
-                wanted="a store on which exactly one of several writers creates an object",
+                wanted="a store with atomic create-if-absent",
                 found=check.message,
                 hint="the bucket itself (s3:// with If-None-Match, gs://, az://), or a folder on a "
                 "file system with hard links (ext4, XFS, NFS, Lustre, most SMB)",

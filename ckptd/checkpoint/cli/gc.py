@@ -64,7 +64,7 @@ def gc(
     /,
     *,
     keep: Annotated[
-        int | None, Parameter(help="Keep the newest so many of the line; all without any --keep.")
+        int | None, Parameter(help="Keep the newest N of the line; all without any --keep.")
     ] = None,
     keep_every_steps: Annotated[
         int | None, Parameter(help="Keep the first at or after each multiple.")
@@ -75,13 +75,13 @@ def gc(
     keep_best: Annotated[
         str | None, Parameter(help="Keep the best by a metric: loss:min:3, accuracy:max:1.")
     ] = None,
-    abandoned: Annotated[str, Parameter(help="How long commits beside the line are kept.")] = "7d",
+    abandoned: Annotated[str, Parameter(help="How long to keep commits beside the line.")] = "7d",
     leftover: Annotated[
-        str, Parameter(help="Age at which an attempt of the newest generation is given up.")
+        str, Parameter(help="Age at which an unfinished save of the newest generation is deleted.")
     ] = "1d",
     other_runs: Annotated[
         bool,
-        flag("Delete abandoned lines of other runs too: what the newest does not descend from."),
+        flag("Delete abandoned lines of other runs too: not ancestors of the newest checkpoint."),
     ] = False,
     dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
     yes: Annotated[bool, flag("Do not ask.")] = False,
@@ -145,7 +145,7 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
         return
     if not ask or not sys.stdin.isatty():
         raise RefusedError(
-            f"{len(plan.items)} things would be deleted, and nobody is there to confirm it",
+            f"deleting {len(plan.items)} things needs confirmation, and there is no terminal",
             where=root,
             hint="--yes deletes without asking; --dry-run only shows the plan",
         )
@@ -206,4 +206,4 @@ def _show_report(report: GcReport) -> None:
         freed = size_text(sum(i.nbytes for i in report.deleted))
         print(f"deleted {len(report.deleted)} things, {freed}")
     if report.swept:
-        print(f"removed {len(report.swept)} remains of interrupted calls")
+        print(f"removed {len(report.swept)} leftovers of interrupted calls")

@@ -130,7 +130,7 @@ def list_root(catalogue: Catalogue, *, everything: bool) -> LsDocument:
     try:
         counted = line(newest, names, catalogue.ancestor) if newest else []
     except CorruptError as error:  # what there is must be seen then more than ever
-        note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
+        note(f"{error.message} ({error.where}): no checkpoint counts until that is fixed")
         counted = []
     if catalogue.suspect() is not None:
         counted = []

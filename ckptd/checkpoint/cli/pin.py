@@ -93,7 +93,7 @@ def _list(root: str) -> Reply:
             catalogue.line()
         except CorruptError as error:
             if error.kind != "missing-record":  # which `opened` has said
-                note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
+                note(f"{error.message} ({error.where}): no checkpoint counts until that is fixed")
         document = PinsDocument(root=catalogue.store.url, pins=rows)
     return Reply(document, _show)
 

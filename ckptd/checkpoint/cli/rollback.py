@@ -50,7 +50,7 @@ def rollback(
     /,
     *,
     all: Annotated[
-        bool, flag("Look for the step on abandoned lines too, the newest generation first.")
+        bool, flag("Also look for the step on abandoned lines, newest generation first.")
     ] = False,
     json: Json = False,
 ) -> Reply:

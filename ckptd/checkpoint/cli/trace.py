@@ -60,11 +60,11 @@ class TraceDocument(Document, frozen=True, kw_only=True, tag="trace"):
 
 
 def trace(
-    folder: Annotated[str, Parameter(help="Folder that events were recorded to.")],
+    folder: Annotated[str, Parameter(help="Folder with recorded events.")],
     /,
     *,
     out: Annotated[str | None, option("Write a Chrome trace to this file, for Perfetto.")] = None,
-    last: Annotated[int, Parameter(help="Show so many saves, the newest.")] = 20,
+    last: Annotated[int, Parameter(help="Number of saves to show, the newest.")] = 20,
     json: Json = False,
 ) -> Reply:
     """Show what each save cost and which rank was slowest, from recorded events."""

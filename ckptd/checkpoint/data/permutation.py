@@ -60,7 +60,7 @@ class Permutation:
         wanted = np.asarray(places, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self.size):
             raise UsageError(
-                "there is no such place in the permutation",
+                "index out of range of the permutation",
                 wanted=f"from 0 to {self.size - 1}",
                 found=f"{wanted.min()} to {wanted.max()}",
             )

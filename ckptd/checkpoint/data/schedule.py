@@ -28,7 +28,7 @@ def share(count: int, parts: int, part: int) -> range:
     """
     if not 0 <= part < parts or count < 0:
         raise UsageError(
-            "there is no such part",
+            "part out of range",
             wanted="0 <= part < parts, 0 <= count",
             found=f"part {part} of {parts}, count {count}",
         )
@@ -114,10 +114,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         """
         if world > self.microbatches:
             raise UsageError(
-                "some ranks would have nothing to compute",
+                "more ranks than micro-batches",
                 wanted=f"at most {self.microbatches} ranks, one a micro-batch",
                 found=f"{world} ranks",
-                hint="more and smaller micro-batches, or park the surplus as spares",
+                hint="use more and smaller micro-batches, or keep the other ranks as spares",
             )
         return share(self.microbatches, world, rank)
 

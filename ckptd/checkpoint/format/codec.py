@@ -274,7 +274,7 @@ def _decode_named(raw: Any) -> Any:
     name, fields, values = raw
     known = _by_name(str(name)) or loaded_class(str(name), tuple)
     if not isinstance(values, tuple) or len(fields) != len(values):
-        raise ValueError("not a named tuple")
+        raise ValueError("invalid named tuple")
     if known is None or not is_named_tuple(known) or list(known._fields) != list(fields):
         _log.warning(
             "%s is not loaded here with these fields: loaded as a plain tuple", one_line(name)
@@ -364,7 +364,7 @@ def _way_out(value: object) -> str:
     if isinstance(value, code):
         return (
             "functions and classes are code, which a checkpoint does not hold: take it out of the "
-            "state, make it anew in the program, and save the values that it is made of"
+            "state, create it in the program, and save the values that it is made of"
         )
     if isinstance(value, Iterator):
         return (
@@ -463,7 +463,7 @@ def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
     data = base64.b64decode(raw["v"], validate=True)
     shape = tuple(raw["shape"])
     if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError("not a shape")
+        raise ValueError("invalid shape")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError("array length and shape disagree")
     return np.frombuffer(data, dtype=dtype.numpy).reshape(shape).copy()
@@ -484,7 +484,7 @@ def _decode_type(name: str, v: Any, where: str, inner: Callable[[Any], Any]) -> 
     except CkptdError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's code, given data from a file
-        raise ValueError(f"{name} was not made: {error!r}") from None
+        raise ValueError(f"{name} could not be created: {error!r}") from None
 
 
 # --- values of the standard library ---------------------------------------------------------------
@@ -568,8 +568,8 @@ def _encode_default(value: Any) -> Any:
     factory = value.default_factory
     name: Any = getattr(factory, "__name__", None)
     if factory is not _FACTORIES.get(name):
-        message = "a defaultdict makes what is missing by code, which a checkpoint does not hold"
-        hint = f"save dict(value); or let it be made by {', '.join(_FACTORIES)}"
+        message = "a defaultdict with this factory cannot be saved: checkpoints hold no code"
+        hint = f"save dict(value); or use as its factory {', '.join(_FACTORIES)}"
         raise UsageError(message, kind="unsavable", found=repr(factory)[:200], hint=hint)
     return [name, _items(value)]
 
@@ -665,13 +665,13 @@ def unique_keys(pairs: list[tuple[K, V]]) -> dict[K, V]:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:40]} is no number")
+        raise ValueError(f"invalid number {text[:40]}")
     return value
 
 
@@ -698,7 +698,7 @@ def checked_metadata(metadata: Mapping[str, Any], *, numbers: bool = True) -> di
     """
     if not isinstance(metadata, Mapping):
         raise UsageError(
-            "the metadata is no dict",
+            "metadata must be a dict",
             where="metadata",
             wanted="a dict with text as keys",
             found=type(metadata).__name__,
@@ -712,23 +712,23 @@ def checked_metadata(metadata: Mapping[str, Any], *, numbers: bool = True) -> di
             largest,
             f"at most {MAX_METADATA_BYTES} bytes of JSON in all",
             f"{total} bytes, of which {len(texts[largest])} are this key's",
-            "what is large belongs into the state",
+            "put large values into the state",
         )
     return {key: parse_json(text) for key, text in texts.items()}
 
 
 def _encoded(key: object, value: object, numbers: bool) -> bytes:
     wanted = f"JSON: numbers, text, lists, dicts with text as keys; at most {MAX_DEPTH} deep"
-    hint = "a tensor or an array has one number here; what has more belongs into the state"
+    hint = "a tensor or an array must have one element here; put larger ones into the state"
     if not isinstance(key, str):
-        raise _bad("a key of the metadata is no text", key, "str", type(key).__name__, None)
+        raise _bad("a key of the metadata is not a string", key, "str", type(key).__name__, None)
     try:
         key.encode()
         text = msgspec.json.encode(_plain(value, MAX_DEPTH, numbers))
         parse_json(text)
     except (TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError) as error:
         found = f"{type(value).__name__}: {error}"[:200]
-        raise _bad("a value of the metadata is no JSON", key, wanted, found, hint) from error
+        raise _bad("a value of the metadata is not JSON", key, wanted, found, hint) from error
     return text
 
 
@@ -759,7 +759,7 @@ def _number(value: Any, numbers: bool) -> object:
         raise TypeError(f"it has {count} numbers")
     if not numbers and getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
         if value.device.type == "meta" or value.is_complex():
-            raise TypeError(f"no number: {value.dtype} on {value.device}")
+            raise TypeError(f"not a number: {value.dtype} on {value.device}")
         return 0
     return _plain(value.item(), 0, numbers)
 

@@ -186,7 +186,7 @@ def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
             )
         if highest[t.owners] != ABSENT and highest[t.owners] + t.base >= files:
             found = highest[t.owners] + t.base
-            raise _bad("an owner that is no file", place, f"below {files}", found)
+            raise _bad("an owner that is not a file", place, f"below {files}", found)
 
 
 def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_bytes: int) -> None:
@@ -195,7 +195,7 @@ def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_byt
     distinct = {(t.grid, t.owners, t.base) for t in manifest.tensors}
     total = sum(filemap.grids[grid].npieces for grid, _, _ in distinct)
     if total > limit:
-        raise _bad("more pieces than its length justifies", where, limit, total)
+        raise _bad("more pieces than elements", where, limit, total)
 
 
 def check_chunks(filemap: FileMap, header_bytes: int, where: str) -> None:

@@ -70,7 +70,7 @@ def check_step(step: int) -> int:
             step = operator.index(step)
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         step = given
-        raise UsageError("not a step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step))
+        raise UsageError("invalid step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step))
     return step
 
 
@@ -300,7 +300,7 @@ def _unescaped(text: str, escape: Callable[[str], str]) -> str:
     except UnicodeDecodeError:
         found = ""
     if not found or escape(found) != text:
-        raise CorruptError("not an escaped name", where=text[:200])
+        raise CorruptError("invalid escape in a name", where=text[:200])
     return found
 
 
@@ -367,14 +367,14 @@ def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None
             return tensor, offset, int(m[3]) if m[3] else None
     except ValueError:
         pass
-    raise CorruptError("not a chunk name", where=name[:200])
+    raise CorruptError("invalid chunk name", where=name[:200])
 
 
 def check_name(name: str, where: str) -> str:
     """Return a tensor or object name from a file when it is legal, else raise `CorruptError`."""
     if not name or len(name) > MAX_NAME_CHARS or "\x00" in name or not name.isprintable():
         raise CorruptError(
-            "not a legal name",
+            "invalid name",
             where=where,
             wanted=f"1 to {MAX_NAME_CHARS} printable characters",
             found=repr(name[:80]),

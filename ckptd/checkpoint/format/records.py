@@ -190,7 +190,7 @@ def _check_digest(raw: bytes, document: dict[str, Any], where: str) -> None:
         kind="digest",
         where=where,
         wanted=str(stated)[:64],
-        found=found or "a digest that is not the last field, or under another name",
+        found=found or "a digest that is not the last field, or has another name",
         hint="bring the file back from a copy of the root",
     )
 

@@ -186,7 +186,7 @@ def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:
         The item size is not one of the format's.
     """
     if itemsize not in _WORDS:
-        raise UsageError("not an item size", found=itemsize)
+        raise UsageError("invalid item size", found=itemsize)
     words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
     return words.reshape(-1, 2) if itemsize == 16 else words
 

@@ -247,22 +247,22 @@ def hint_text(lay: str, sizes: Mapping[str, int]) -> str:
     return " ".join([*([title[1]] if title else []), *said])
 
 
-# -- tensors of kinds that are not read ------------------------------------------------------------
+# -- tensors of unsupported kinds ------------------------------------------------------------
 
 PLAIN_HINT = "save plain tensors: dequantize(), to_dense() or unwrap it before torch.save"
 MODULE = "a module, pickled whole: "
 MODULE_HINT = (
-    "where its classes can be imported, and if you trust it, as this runs what it says:"
+    "where its classes can be imported, and if you trust it, as this runs code of the file:"
     " torch.save(torch.load(OLD, weights_only=False).state_dict(), NEW)"
 )
 _MOST_SHOWN = 8
 
 
 def unread_tensors(values: Mapping[str, str], where: str, hint: str = "") -> RefusedError:
-    """Return the error for tensors of kinds that are not read: their names, and what each is."""
+    """Return the error for tensors of unsupported kinds: their names, and what each is."""
     is_module = any(kind.startswith(MODULE) for kind in values.values())
     return RefusedError(
-        "tensors of kinds that are not read",
+        "tensors of unsupported kinds",
         kind="unreadable-format",
         where=where,
         found=shown_tensors(values),

@@ -64,10 +64,10 @@ def _native() -> _Copy | None:
         library.ckptd_copy.restype = None
         gains = bool(library.ckptd_copier_gains())
     except (OSError, AttributeError) as error:
-        _log.warning("numpy copies what is loaded: %s cannot be used: %s", path, error)
+        _log.warning("loads copy with numpy, which is slower: cannot use %s: %s", path, error)
         return None
     if gains and not _is_right(library.ckptd_copy):
-        _log.error("numpy copies what is loaded: %s copies wrongly", path)
+        _log.error("loads copy with numpy, which is slower: %s failed its self-test", path)
         return None
     return library.ckptd_copy if gains else None
 

@@ -72,7 +72,7 @@ class HostBuffer:
         self._at = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         if int(self._at[-1]) * BLOCK_BYTES > len(self.memory):
             raise UsageError(
-                "a wave does not fit the host buffer",
+                "a batch of reads exceeds the host buffer",
                 wanted=f"{int(self._at[-1]) * BLOCK_BYTES} bytes",
                 found=f"{len(self.memory)} bytes",
             )
@@ -134,7 +134,7 @@ class SharedMemory:
                 found.append(f"{place}: {error.strerror}")
                 limit = limit_of(error)
         raise StoreError(
-            "no room for a buffer that the ranks of this host share",
+            "no space for the buffer that the ranks of this host share",
             kind="no-space",
             wanted=f"{size} bytes",
             found="; ".join(found),
@@ -173,7 +173,7 @@ class SharedMemory:
         if info.st_uid != os.geteuid() or info.st_size != size:
             os.close(fd)
             raise StoreError(
-                "the host's shared buffer is somebody else's",
+                "the host's shared buffer belongs to another user or has another size",
                 where=path,
                 wanted=f"{size} bytes of user {os.geteuid()}",
                 found=f"{info.st_size} bytes of user {info.st_uid}",
@@ -387,7 +387,7 @@ class HostGroup:
     ) -> None:
         if rank != board.rank or rank not in members or not all(m < board.world for m in members):
             raise UsageError(
-                "not the ranks of a host",
+                "invalid list of ranks of a host",
                 wanted=f"ranks of a world of {board.world}, {board.rank} among them",
                 found=f"rank {rank}, members {list(members)[:16]}",
             )

@@ -116,7 +116,7 @@ def begin_root(catalogue: Catalogue) -> RootMarker:
         return found
     if found:
         raise RefusedError(
-            "a checkpoint of another format is there, which a root would hide",
+            "this folder holds a checkpoint of another format, which a root would hide",
             kind="exists",
             where=catalogue.store.url,
             wanted="a root, or a folder without a checkpoint",

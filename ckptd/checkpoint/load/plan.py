@@ -632,9 +632,9 @@ def _absent_error(filemap: FileMap, absent: list[tuple[int, Box]]) -> MismatchEr
     ]
     more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
     return MismatchError(
-        "the checkpoint leaves out what the state wants",
+        "the checkpoint lacks parts of tensors that the state needs",
         where="; ".join(named) + more,
-        wanted="pieces that some file holds",
+        wanted="all parts in files of the checkpoint",
         found=f"{len(absent)} absent pieces",
         hint="load with strict=False to keep the live values there",
     )

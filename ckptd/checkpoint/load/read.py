@@ -704,7 +704,7 @@ class _Run:
         try:
             fetcher.check_memory(found.file, found.data, plan.needed)
         except CorruptError as error:
-            _log.warning("what this process has in memory is not read from there: %s", error)
+            _log.warning("not reading from this process's memory: %s", error)
             return
         others = {*range(len(plan.manifest.files))} - {found.file}
         self._from_memory, self._plan = plan, self._whole.of_files(others)

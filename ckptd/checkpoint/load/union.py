@@ -82,7 +82,7 @@ class UnionStore(ReadOnlyStore):
 
     def __init__(self, sources: Sequence[Store | UnionSource], *, aside_s: float = ASIDE_S) -> None:
         if not sources:
-            raise UsageError("a union of no stores", wanted="at least one")
+            raise UsageError("an empty union of stores", wanted="at least one")
         self._sources = [_Held(s, i) for i, s in enumerate(sources)]
         self._aside_s = aside_s if len(sources) > 1 else 0.0
         self._lock = threading.Lock()

@@ -70,7 +70,7 @@ class Auto:
             check_positive("mtbf_hours", self.mtbf_hours, (int, float))
             if self.nodes is not None:
                 raise UsageError(
-                    "mtbf_hours is the whole job's, so nodes do not matter",
+                    "mtbf_hours is for the whole job: it cannot be combined with nodes",
                     wanted="mtbf_hours, or nodes with node_mtbf_hours",
                     found=repr(self),
                 )
@@ -81,7 +81,7 @@ class Auto:
         check_positive("beyond_near", self.beyond_near, (int, float))
         if self.beyond_near > 1:
             raise UsageError(
-                "beyond_near is a share",
+                "beyond_near must be a fraction",
                 wanted="above 0, and at most 1",
                 found=repr(self.beyond_near),
             )
@@ -157,7 +157,7 @@ class IntervalChoice:
 
     def __str__(self) -> str:
         cost = self.cost
-        again = f", {duration(self.restart_s)} to start again" if self.restart_s else ""
+        again = f", {duration(self.restart_s)} to restart" if self.restart_s else ""
         lost = "saves, to restarts and to work" if self.restart_s else "saves and to work"
         why = {
             "": "the optimum",

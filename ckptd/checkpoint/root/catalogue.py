@@ -135,7 +135,7 @@ class Catalogue(Index):
             except NotFoundError:  # deleted since the listing, or just being deleted
                 gone.add(newest)
         raise ConflictError(
-            "checkpoints are replaced faster than one can be held",
+            "could not lease a checkpoint: each candidate was deleted first",
             kind="busy",
             where=self.store.url,
         )
@@ -226,7 +226,7 @@ class Catalogue(Index):
 
     def _all_taken(self) -> ConflictError:
         return ConflictError(
-            "others claimed every generation that was tried",
+            "could not claim a generation: other jobs claimed each one first",
             kind="busy",
             where=self.where(GENERATIONS),
             found=f"{MAX_TRIES} tries, up to generation {self.newest_generation()}",
@@ -246,12 +246,12 @@ class Catalogue(Index):
             found = self.read(key, Generation).claim_id
         if found != claim_id:
             raise ConflictError(
-                f"generation {generation} is not this job's any more",
+                f"generation {generation} no longer belongs to this job",
                 where=self.where(key),
                 wanted=f"claim {claim_id}",
                 found=found,
-                hint="the root was made anew, or brought back from an older copy: stop this job"
-                " and start it anew",
+                hint="the root was deleted and created again, or restored from an older copy: "
+                "restart this job",
             )
 
     def continue_line(self, step: int, new_run: bool | None = False) -> CommitName | None:
@@ -284,8 +284,8 @@ class Catalogue(Index):
                 wanted="a load() before the first save, or a root of its own",
                 found="a run that began from nothing, or loaded something else",
                 hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
-                " new_run=True (of the Checkpointer or a framework's writer) begins a line of"
-                " its own, beside which this one stays; new_run=False goes on from it",
+                " new_run=True (of the Checkpointer or a framework's writer) starts a separate "
+                "line and keeps this one; new_run=False continues this one",
             )
         raise RefusedError(
             f"step {step} is not later than the newest checkpoint here",
@@ -293,8 +293,8 @@ class Catalogue(Index):
             where=self.store.url,
             wanted=f"a step after {latest.step}",
             found=f"step {step}",
-            hint="load() first to continue that run, or say that this is a fresh line"
-            " (its older checkpoints then no longer count)",
+            hint="load() first to continue that run, or pass new_run=True (its older checkpoints "
+            "then no longer count)",
         )
 
     def rollback(self, step: int, all: bool = False, generation: int | None = None) -> Generation:
@@ -378,8 +378,8 @@ class Catalogue(Index):
                     where=self.where(key),
                     wanted=f"attempt {commit.attempt}, write id {commit.write_id}",
                     found=f"attempt {won.attempt}, write id {won.write_id}, at {won.created}",
-                    hint="what was saved first stays; give the next save a later step, or load() "
-                    "first to begin anew from there",
+                    hint="the first save stays; give the next save a later step, or load() first "
+                    "to continue from there",
                 )
         self.store.sync(COMMITS)
         self._known.add(commit.name)
@@ -405,7 +405,7 @@ class Catalogue(Index):
                 kind="behind",
                 where=self.where(commit_key(commit.name)),
                 wanted=f"a step after {parent.step}",
-                hint="roll back to an earlier step first",
+                hint="run ckptd rollback to an earlier step first",
             )
         manifest = commit.folder + commit.manifest
         if self.size(manifest) != commit.manifest_bytes:
@@ -431,7 +431,7 @@ class Catalogue(Index):
 
     def _missing(self, commit: Commit, key: str) -> CorruptError:
         return CorruptError(
-            f"{commit.name} refers to something that is not there",
+            f"{commit.name} refers to a missing file",
             where=self.where(key),
             hint="ckptd gc removes attempts of older generations, and those that took too long",
         )
@@ -553,7 +553,7 @@ def write_witness(
         slots = np.frombuffer(raw_slots, dtype="<u4").astype(np.int64)
         rows = np.frombuffer(raw_values, dtype=np.uint8)
         if len(rows) != 8 * len(slots) or (len(slots) and int(slots.max()) >= plan.total):
-            raise CorruptError("a part's witness is malformed", where=where)
+            raise CorruptError("the checksums of a rank's part are malformed", where=where)
         witness.put(slots, rows.reshape(-1, 8))
     raw = witness.encode()
     store.put(folder + WITNESS, raw)

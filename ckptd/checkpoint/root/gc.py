@@ -524,8 +524,8 @@ def _why_left(name: CommitName, modified: float, inventory: Inventory, old: floa
     if any(n.generation == name.generation and n.step > name.step for n in inventory.records):
         # A job commits its saves in their order. Kept for a day, failed attempts would fill the
         # very disk that they failed on.
-        return "never committed, and a later step of its generation is"
-    return "never committed, and nothing was written for long" if modified < old else None
+        return "never committed, but a later step of its generation was"
+    return "never committed, and no file was written recently" if modified < old else None
 
 
 def _weigh(store: Store, kind: Kind, folder: str) -> GcItem:
@@ -577,10 +577,10 @@ def _markers(
             yield item
     for name in sorted(catalogue.pins()):
         if name not in inventory.records:
-            yield GcItem("pin", pin_key(name), "what it pinned is gone")
+            yield GcItem("pin", pin_key(name), "the pinned checkpoint is gone")
     for key, lease in leases(catalogue).items():
         if expired(lease, now):
-            yield GcItem("lease", key, f"ran out ({lease.holder or 'a reader'})")
+            yield GcItem("lease", key, f"expired ({lease.holder or 'a reader'})")
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -651,7 +651,7 @@ class _Run:
                 where=self.store.url,
                 wanted=f"generation {self.plan.newest}",
                 found=f"generation {newest}",
-                hint="plan again",
+                hint="run gc again",
             )
         if self.plan.claim:
             self.catalogue.check_claim(newest, self.plan.claim)

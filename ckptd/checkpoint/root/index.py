@@ -67,7 +67,7 @@ def seconds_of(text: str, where: str) -> float:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise CorruptError(
-            "not a time", where=where, wanted="ISO 8601", found=repr(text[:80])
+            "invalid time", where=where, wanted="ISO 8601", found=repr(text[:80])
         ) from None
 
 
@@ -192,13 +192,13 @@ class Index:
             raise root_gone(self.where(ROOT_MARKER)) from None
         if found != self.root_id:
             raise ConflictError(
-                "another root was made at this place",
+                "another root was created at this URL",
                 kind="other-root",
                 where=self.where(ROOT_MARKER),
                 wanted=f"root {self.root_id}",
                 found=f"root {found}",
-                hint="this job belongs to the root that was here before: bring that back, or stop"
-                " this job and start it again",
+                hint="this job belongs to the root that was here before: restore that root, or "
+                "restart this job",
             )
 
     def where(self, key: str) -> str:
@@ -288,7 +288,7 @@ class Index:
         for folder in (COMMITS, GENERATIONS):
             if self.store.children(folder):
                 raise RefusedError(
-                    f"this folder has {folder} but no {ROOT_MARKER}",
+                    f"this folder has {folder} but not {ROOT_MARKER}",
                     where=self.store.url,
                     hint=f"give another folder, or put {ROOT_MARKER} back",
                 )
@@ -297,7 +297,7 @@ class Index:
         """Create an object and tell whether it is ours, also where the reply was lost."""
         if not self.store.capabilities.create_only:
             raise RefusedError(
-                "this store cannot decide who creates an object first",
+                "this store lacks atomic create-if-absent",
                 kind="no-create-only",
                 where=self.store.url,
                 hint=f"ckptd doctor {self.store.url}",
@@ -415,7 +415,7 @@ class Index:
                     raise error
                 return newest, self._with_parent(newest, names)
         raise ConflictError(
-            "generations are claimed faster than they can be listed",
+            "could not list generations: new ones kept appearing",
             kind="busy",
             where=self.where(GENERATIONS),
         )
@@ -434,13 +434,13 @@ class Index:
         if later is None:
             return None
         return CorruptError(
-            "this root has commits of a generation whose record is gone: what counts is not known",
+            "the record of a generation with commits is missing: the newest checkpoint is unknown",
             kind="missing-record",
             where=self.where(generation_key(later.generation)),
             wanted=f"the record of generation {later.generation}, which made step {later.step}",
             found=f"generation {newest} is the newest" if newest else "no generation at all",
-            hint=f"bring {GENERATIONS} back (a copy under way may bring it last); or decide what"
-            f" counts: ckptd rollback {self.store.url}@STEP-gGENERATION",
+            hint=f"bring {GENERATIONS} back (a copy under way may bring it last); or choose a "
+            f"checkpoint: ckptd rollback {self.store.url}@STEP-gGENERATION",
         )
 
     def _with_parent(self, newest: int, names: list[CommitName]) -> list[CommitName]:
@@ -519,7 +519,7 @@ class Index:
             raise CorruptError(
                 f"{name} was written by another life of the job, and does not count",
                 where=self.where(commit_key(name)),
-                wanted="what this root, and the claim of its generation, have written",
+                wanted="a commit of this root and of the claim of its generation",
                 found=foreign,
             )
         return record
@@ -645,7 +645,7 @@ class Index:
         return record
 
     def _misnamed(self, key: str, found: str) -> CorruptError:
-        return CorruptError("the record is another one's", where=self.where(key), found=found)
+        return CorruptError("a record of another object", where=self.where(key), found=found)
 
     def manifest(self, name: CommitName) -> Manifest:
         """Return a checkpoint's manifest; size and digest are checked before it is decoded."""

@@ -76,7 +76,7 @@ class Hold(OfOneProcess):
             self.index.store.delete([lease_key(self.lease_id)])
         except StoreError as error:
             # What was read or written under it is done: its end decides nothing any more.
-            _log.info("a lease stays until it runs out: %s", error.message)
+            _log.info("a lease could not be removed and stays until it expires: %s", error.message)
 
     def __enter__(self) -> Self:
         return self
@@ -175,8 +175,8 @@ def hold_or_read(index: Index, name: CommitName, *, holder: str = "") -> Hold | 
         return hold(index, name, holder=holder)
     except StoreError as error:
         commit = index.commit(name)
-        text = f"{name} is read without a lease, which could not be written: {error.message}"
-        return Unheld(commit, f"{text}; if it is deleted meanwhile, this fails")
+        text = f"cannot write a lease, reading {name} without one: {error.message}"
+        return Unheld(commit, f"{text}; the read fails if {name} is deleted meanwhile")
 
 
 @contextmanager
@@ -239,11 +239,11 @@ def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:
         except NotFoundError:
             continue
     raise ConflictError(
-        "checkpoints are replaced faster than one can be held",
+        "could not lease a checkpoint: each candidate was deleted first",
         kind="busy",
         where=index.store.url,
         wanted="the newest checkpoint",
-        found=f"{MAX_TRIES} that were deleted at this very moment",
+        found=f"{MAX_TRIES} that were deleted first",
         hint="try again; ckptd pin keeps a checkpoint",
     )
 

@@ -128,9 +128,7 @@ class Keep:
             case (str(), "min" | "max", count):
                 check_positive("best", count, (int,))
             case _:
-                raise UsageError(
-                    "best is not a rule", wanted='("loss", "min", 3)', found=repr(best)
-                )
+                raise UsageError("invalid best=", wanted='("loss", "min", 3)', found=repr(best))
 
     @staticmethod
     def of(value: int | Keep | None) -> Keep:

@@ -104,7 +104,7 @@ class Working(OfOneProcess):
                 self._catalogue.store.delete([key])
                 continue
             raise ConflictError(
-                "another one is at work here",
+                "another process is writing here",
                 where=self._catalogue.where(key),
                 found=f"{lease.holder}, generation {self.generation}",
                 hint="wait for it; if its machine is gone, remove that lease",
@@ -131,7 +131,7 @@ def refuse_behind(catalogue: Catalogue, line: Sequence[CommitName], step: int) -
     """Raise `RefusedError` (kind ``behind``) unless `step` comes after a root's line."""
     if line and line[-1].step >= step:
         raise RefusedError(
-            f"the target has step {line[-1].step} already, and what is written must come after it",
+            f"steps must be later than the target's newest, {line[-1].step}",
             kind="behind",
             where=catalogue.store.url,
             wanted=f"a step after {line[-1].step}",

@@ -402,7 +402,7 @@ class Slots:
             except SaveError:
                 if not self._taken or slot is not None:
                     raise
-            _log.info("no memory for another slot: saves wait for the %d that there are", number)
+            _log.info("no memory for another slot: saves wait for one of %d slots", number)
             self._most = self._wanted = len(self._arena)
         return self.acquire(nbytes, timeout_s)
 
@@ -426,8 +426,8 @@ class Slots:
         if tier not in self._sacrificed:
             self._sacrificed.add(tier)
             _log.warning(
-                "no memory for a slot beside the newest snapshot: while one is copied and written "
-                "the %s tier has none whole",
+                "no memory for a second slot: while a snapshot is copied the %s tier holds no "
+                "complete one",
                 tier,
             )
         return self._kept[tier]

@@ -124,11 +124,11 @@ class BoxTensor:
 
 def _misplaced(name: str, wanted: str, found: str) -> UsageError:
     return UsageError(
-        "the boxes of a tensor do not make a whole",
+        "the boxes of a tensor do not cover it exactly",
         where=name,
         wanted=wanted,
         found=found,
-        hint="the ranks of one save hold the whole tensor between them",
+        hint="the boxes of all ranks together must cover the tensor",
     )
 
 

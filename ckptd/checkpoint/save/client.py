@@ -569,7 +569,7 @@ class WriterClient(OfOneProcess):
         self.life += 1
         for number, job in list(self._jobs.items()):
             if job.freed and not job.handle.done and job.tries > _MOST_TRIES:
-                why = "the writing process died with this save again and again"
+                why = "the writing process died repeatedly during this save"
                 self._fail_all(number, ProcessError(why, hint=self._hint()))
             self._release(number, job)
         return self.dead is None
@@ -869,7 +869,7 @@ def _ended(process: subprocess.Popen[bytes] | None) -> int | None:
         raise ProcessError(
             "the writing process does not end",
             where=f"process {process.pid}",
-            found="killed, and held by the kernel: a store that hangs?",
+            found="killed, but still in the kernel: does the store hang?",
         ) from None
 
 

@@ -103,7 +103,7 @@ def _files(parts: Sequence[RankPart], folder: str) -> list[FileEntry]:
             raise _bad(part, "too many files", len(part.refers))
         for file in (r.file for r in part.refers):
             if not is_data_path(file.path) or is_home(file.path, folder) or not file.data_start:
-                raise _bad(part, "a file that is no older checkpoint's", file.path)
+                raise _bad(part, "a file that belongs to no older checkpoint", file.path)
             if found.setdefault(file.path, file) != file:
                 raise _bad(part, "another file of the same name", file.path)
     if len({file.folder for file in found.values()}) >= MOST_FOLDERS:
@@ -151,7 +151,7 @@ def _numbers(part: RankPart, refer: Refer, chunks: int) -> I64:
 
 def _bad(part: RankPart, what: str, found: object) -> SaveError:
     return SaveError(
-        f"a part refers to {what}",
+        f"a rank's part refers to {what}",
         kind="structure",
         where=f"rank {part.rank}",
         found=str(found)[:200],
@@ -208,7 +208,7 @@ def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
 
 def _gone(base: Base, found: str) -> SaveError:
     return SaveError(
-        "the checkpoint that this save refers to was deleted meanwhile",
+        "the checkpoint that this save refers to was deleted during the save",
         wanted=f"{base.name}, attempt {base.attempt}",
         found=found,
         hint="the next save writes everything",
@@ -330,12 +330,12 @@ def _check_per_rank(
         else:
             continue
         raise SaveError(
-            "a name has two meanings",
+            "a name means different things on different ranks",
             kind="structure",
             where=name,
             wanted=f"{_declared(declared)} on every rank that has it, as on rank {rank}",
             found=found,
-            hint="declare it in the same way on every rank",
+            hint="declare it alike on every rank",
         )
 
 
@@ -649,7 +649,7 @@ def _missing(
         where=folder,
         wanted=f"{world} parts within {timeout_s:.0f} s",
         found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
-        hint="see why those ranks are slow or dead; the previous checkpoint is untouched",
+        hint="check the logs of those ranks; the previous checkpoint is intact",
     )
 
 
@@ -657,11 +657,11 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
     """Raise naming what differs between ranks that should agree."""
     for shared, by_digest in differing_groups(parts).items():
         hint = (
-            "what a layout names may differ on purpose, as statistics of norm layers do: write"
-            " `any` in its rule to save one rank's; otherwise the ranks have drifted apart"
+            "if the values differ on purpose, as statistics of norm layers do, write `any` in the "
+            "layout's rule to save one rank's; otherwise the ranks have diverged"
             if shared.startswith("lay:")
-            else "values that differ on purpose are declared with ckptd.PerRank(value, "
-            "on_change=...); otherwise the ranks have drifted apart"
+            else "if the values differ on purpose, declare them with ckptd.PerRank(value, "
+            "on_change=...); otherwise the ranks have diverged"
         )
         tables = []
         for digest in list(by_digest)[:8]:
@@ -676,7 +676,7 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
                 "replicas differ between ranks",
                 kind="replicas-differ",
                 where=", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
-                wanted=f"what ranks {ranks[:8]} hold",
+                wanted=f"the values of ranks {ranks[:8]}",
                 found=f"other values on ranks {others[:8]} ({len(names)} names differ)",
                 hint=hint,
             )

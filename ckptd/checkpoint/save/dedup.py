@@ -395,7 +395,7 @@ class ChunkDedup:
         try:
             return Announced(base, self._folders(commit))
         except (CorruptError, NotFoundError) as error:
-            _log.warning("step %d is not referred to: %s", commit.step, error.message)
+            _log.warning("step %d is not reused: %s", commit.step, error.message)
             return Announced()
 
     def _folders(self, commit: Commit) -> tuple[str, ...]:
@@ -451,7 +451,7 @@ class ChunkDedup:
         try:
             held = recall(self._catalogue, base, plan)
         except (CorruptError, NotFoundError) as error:
-            _log.warning("step %d is not referred to: %s", base.step, error.message)
+            _log.warning("step %d is not reused: %s", base.step, error.message)
             return None
         if held is not None:
             self._held[base] = held

@@ -118,7 +118,7 @@ def visit(
         channel.send(message)
         item = channel.receive(timeout_s)
     except (EOFError, msgspec.MsgspecError) as error:
-        raise ProcessError("the agent gives no answer", found=str(error)) from error
+        raise ProcessError("the agent closed the connection", found=str(error)) from error
     finally:
         channel.close()
     if item is None:
@@ -163,10 +163,10 @@ def check_protocol(protocol: int, sender: str) -> None:
     """
     if protocol != PROTOCOL:
         raise ProcessError(
-            f"{sender} is of another version of ckptd",
+            f"{sender} has another version of ckptd",
             wanted=f"protocol {PROTOCOL}",
             found=f"protocol {protocol}",
-            hint="end the agent of that version: ckptd agent stop --now",
+            hint="stop the other agent: ckptd agent stop --now",
         )
 
 

@@ -114,7 +114,7 @@ class NodeTiers:
             self._complete.clear()
             self._lost.clear()
         _log.warning(
-            "the root is another one than before: what memory holds of that one is cleared"
+            "the root was replaced by another one: clearing the old root's snapshots from memory"
         )
         self.memory.clear_all()
 
@@ -131,11 +131,11 @@ class NodeTiers:
         if found is not None:
             return found
         if tier == "local":
-            raise StoreError("this node's agent was given no folder")
+            raise StoreError("the local tier of this node's agent has no folder")
         raise StoreError(
-            "no other node keeps this one's snapshots",
+            "no other node can hold this node's snapshots",
             kind="no-peer",
-            hint="a job of several nodes has peers; CKPTD_NODE names a node",
+            hint="the peer tier needs a job of several nodes; CKPTD_NODE names each node",
         )
 
     def set_peer(self, url: str, secret: str) -> None:
@@ -249,7 +249,7 @@ class NodeTiers:
                     store.sweep(folder, older_than_s=0.0)  # what a death in mid-write left
                     store.delete([info.key for info in store.list(folder)])
         except CkptdError as error:
-            _log.warning("old snapshots stay in %s: %s", store.url, error.message)
+            _log.warning("old snapshots in %s could not be deleted: %s", store.url, error.message)
 
     # -- other nodes -------------------------------------------------------------------------------
 

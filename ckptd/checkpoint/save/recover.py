@@ -96,14 +96,14 @@ def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list
                         )
                     )
             except CkptdError as error:
-                _log.warning("the snapshot %s is not used: %s", folder, error)
+                _log.warning("skipping the snapshot %s: %s", folder, error)
     return sorted(out)
 
 
 def _root_of(parts: Sequence[RankPart], folder: str) -> str:
     roots = {part.root for part in parts}
     if len(roots) > 1:
-        raise CorruptError("parts of several roots", where=folder, found=", ".join(roots))
+        raise CorruptError("parts of different roots", where=folder, found=", ".join(roots))
     return roots.pop()
 
 
@@ -194,7 +194,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         plan = _read(union, plan_key(save.folder), decode_plan)
         if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):
             raise CorruptError(
-                "the plan of a snapshot is another one",
+                "a snapshot has another plan",
                 where=plan_key(save.folder),
                 wanted=snapshot.plan,
                 found=plan.digest,
@@ -313,9 +313,9 @@ def find_candidates(
         if len({s.root for s in snapshots if s.root}) > 1:
             # A folder of another run, an agent on the address of one that is gone: the wrong state
             # would be trained on, unnoticed.
-            error.add_note("near tiers hold snapshots of several roots; only the root tells whose")
+            error.add_note("near tiers hold snapshots of several roots; only the root says which")
             raise
-        _log.warning("the root cannot be read, only near tiers are looked at: %s", error)
+        _log.warning("the root cannot be read, using near tiers only: %s", error)
         items = [LoadCandidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]
         return Candidates(tuple(items), rooted=False)
     if not items and step is not None:

@@ -332,14 +332,14 @@ def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
         structure = group.structure
         for tensor in structure.tensors:
             if tensor.name == name:
-                found.setdefault("a tensor of its own", group.ranks[0])
+                found.setdefault("a separate tensor", group.ranks[0])
             elif name in tensor.aliases:
                 found.setdefault(f"another name of {tensor.name}", group.ranks[0])
         if name in structure.objects:
             found.setdefault("a value", group.ranks[0])
     meanings = [f"{what} on rank {rank}" for what, rank in found.items()]
     return UsageError(
-        "a name has two meanings",
+        "a name means different things on different ranks",
         kind="structure",
         where=name,
         wanted=meanings[0],
@@ -391,7 +391,7 @@ def _sharded(
             written[pick] += max(1, _nbytes(tensor))
             return grid, files
     raise UsageError(
-        "no set of ranks holds this tensor whole",
+        "the ranks do not hold this tensor completely",
         kind="structure",
         where=tensor.name,
         wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
@@ -624,7 +624,7 @@ def _cut_twice(name: str, groups: Sequence[RankGroup], one: int, other: int) -> 
         where=name,
         wanted=held(one),
         found=held(other),
-        hint="one of them would be saved and the others lost: give tensors of different stages "
+        hint="only one of them would be saved: give tensors of different stages "
         "different names, or cut them alike; with a layout, every rank gives the same one",
     )
 

@@ -156,7 +156,7 @@ def _spec(tier: object) -> TierSpec:
             store = root_spec(tier.url, tier.store_options, tier.throttle, tier.compress)
             return TierSpec(tier.name, tier.keep, store)
     raise UsageError(
-        "not a tier",
+        "invalid tier",
         where="tiers",
         wanted="Memory(), Peer() or Local(folder); the url is the root, the last tier",
         found=repr(tier)[:200],

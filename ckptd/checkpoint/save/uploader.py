@@ -177,7 +177,7 @@ def _mapped(store: Store, shard: StagedShard, stack: ExitStack) -> memoryview | 
         size = start + shard.data_bytes
         mapped = stack.enter_context(mmap.mmap(opened.fd, size, access=mmap.ACCESS_READ))
     except (CkptdError, OSError, ValueError) as error:
-        _log.warning("step %d is not read from its folder: %s", shard.save.step, error)
+        _log.warning("cannot read step %d from its folder: %s", shard.save.step, error)
         return None
     whole = stack.enter_context(memoryview(mapped))
     return stack.enter_context(whole[start:])

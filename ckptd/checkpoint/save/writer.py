@@ -228,7 +228,7 @@ class SaveWriter:
         if self._near is not None:
             self._near.memory.adopt(self._arena.values())
             if ahead:  # logged once it is so: the next life may begin at that
-                _log.error("the root has not got the newest snapshot: it is kept in memory")
+                _log.error("the newest snapshot is not at the root yet: keeping it in memory")
         else:
             for slot in self._arena.values():
                 slot.close()
@@ -408,7 +408,7 @@ class SaveWriter:
                     return
                 self._catalogue.check_not_superseded(shard.save.generation)
             except CkptdError as error:
-                _log.warning("step %d stays in memory: %s", shard.save.step, error.message)
+                _log.warning("keeping step %d in memory: %s", shard.save.step, error.message)
                 return
             self._shard_to_root(shard, shard.slot.data)
 
@@ -472,7 +472,7 @@ class SaveWriter:
             if self._orphan.is_set():
                 orphaned_at = orphaned_at or time.monotonic()
                 if time.monotonic() - orphaned_at > ORPHAN_COMMIT_S:
-                    return "the trainers are gone and not every rank's part arrived"
+                    return "the trainers have ended before every rank's part arrived"
             return None
 
         rank, gathered = self._hello.rank, self._unchanged.gathered

@@ -332,7 +332,7 @@ class Transfer:
         self._working: Working | None = None
         if source.open().root_id == begin_root(target).root_id:
             raise UsageError(
-                "source and target are one root",
+                "source and target are the same root",
                 where=source.store.url,
                 hint="ckptd rollback goes back to an older step; ckptd pin keeps one",
             )

@@ -390,7 +390,7 @@ class _Verification:
         for name, kind in self._reader.unread.items():
             self._findings.note(
                 "unreadable-format",
-                "a tensor of this kind is not read",
+                "a tensor of this kind cannot be verified",
                 tensor=name,
                 where=self._manifest.folder,
                 found=kind,

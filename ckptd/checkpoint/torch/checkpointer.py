@@ -801,7 +801,7 @@ class Checkpointer(OfOneProcess):
     def _raise_unseen(self) -> None:
         if (broken := self._poisoned) is not None:
             raise type(broken)(
-                "an earlier call broke off, so that the state is of no step",
+                "an earlier call failed, so the state is inconsistent",
                 kind=broken.kind,
                 where=broken.where,
                 found=broken.message,

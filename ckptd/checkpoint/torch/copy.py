@@ -436,7 +436,7 @@ class Snapshot:
     @property
     def _live(self) -> CopySources:
         if self._sources is None:
-            raise SaveError("this snapshot has been copied already")
+            raise SaveError("this snapshot was copied already")
         return self._sources
 
     # -- in save ---------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ class Snapshot:
                 "collectives were cut off while this snapshot was copied",
                 kind="aborted",
                 wanted="values that were computed before the generation ended",
-                hint="nothing: the next generation loads an earlier step",
+                hint="no action needed: the next generation loads an earlier step",
             )
         changed = self._changes() + self._unsteady
         if self._on_device is not None:
@@ -638,8 +638,8 @@ def _note_if_without_streams(kind: str) -> None:
     """Log, once in a process, that a kind of device has no lazy path."""
     if kind not in ("cpu", "meta") and not kind_of(kind).has_streams:
         _log.warning(
-            "tensors on %s are copied in save, which waits for them: torch has no streams and "
-            "events for that kind of device",
+            "save() waits until tensors on %s are copied: torch has no streams and events for that "
+            "kind of device",
             kind,
         )
 
@@ -651,9 +651,9 @@ def _mutated(names: Iterable[str]) -> SaveError:
         kind="mutated",
         where=", ".join(found[:5]) + (", ..." if len(found) > 5 else ""),
         wanted="no change between save() and before_mutation() or the optimizer's step",
-        hint="call before_mutation() of the checkpointer before whatever changes them, or "
-        'make it with copy=CopyOptions(lazy="off"); memory that other processes write needs '
-        "them to wait",
+        hint="call the checkpointer's before_mutation() before code that changes tensors, or "
+        'create it with copy=CopyOptions(lazy="off"); other processes that write this memory '
+        "must wait too",
     )
 
 

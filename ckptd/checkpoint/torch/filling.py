@@ -157,7 +157,7 @@ class Filling:
         try:
             self._settle(_HUNG_S if isinstance(error, DeadlineError) else STALL_S)
         except (CkptdError, RuntimeError) as other:
-            error.add_note(f"what was sent to devices before did not arrive: {other}")
+            error.add_note(f"earlier copies to devices failed: {other}")
         else:
             del _kept[id(kept)]  # another load of this process may have kept its own since
 

@@ -213,7 +213,7 @@ class Gate(OfOneProcess):
         if hung or any(snapshot.stuck for snapshot in self._earlier):
             raise SaveError(
                 "the copying of an earlier save still hangs",
-                hint="make another checkpointer, or restart the job",
+                hint="create a new Checkpointer, or restart the job",
             )
 
     def leave(self, timeout_s: float) -> None:

@@ -202,7 +202,7 @@ class Lineage:
             except (StoreError, RefusedError) as error:
                 if isinstance(error, RefusedError) and error.kind != "no-create-only":
                     raise
-                text = f"no generation is claimed before the first save: {error.message}"
+                text = f"no generation could be claimed before the first save: {error.message}"
                 return 0, parent.step, "", "", text, self._catalogue.newest_generation()
 
         *claimed, text, newest = self._agreement.on_rank_zero("claim", claim)
@@ -255,8 +255,8 @@ class Lineage:
                 kind="behind",
                 wanted=f"a step from {self.last_step} on",
                 found=step,
-                hint="count on through epochs, and from what load() returns after a restart;"
-                " to go back, load() the older step first",
+                hint="count steps across epochs, and after a restart from the step that load() "
+                "returns; to go back, load() the older step first",
             )
         before, self._called = self._called, step
         self._still = self._still + 1 if step == before else 0
@@ -264,14 +264,14 @@ class Lineage:
             return
         if before is not None and step < before:
             _log.warning(
-                "save(%d) after save(%d): steps go back, and only one that is later than the last "
-                "that was saved is due: count on through epochs",
+                "save(%d) after save(%d): steps went backwards, and only a step later than the "
+                "last saved one is due: count steps across epochs",
                 step,
                 before,
             )
         elif self._still == _STILL:
             _log.warning(
-                "save(%d) was called %d times: steps must grow for another save to be due",
+                "save(%d) was called %d times: steps must increase for another save to be due",
                 step,
                 _STILL + 1,
             )

@@ -235,7 +235,7 @@ class NoLayout:
         """
         if source is not None:
             raise UsageError(
-                "a checkpoint's layout is of no use without one of the live state",
+                "a checkpoint's layout needs a layout of the live state too",
                 kind="lay-use",
                 hint="give Checkpointer(..., layout=...) the layout of the live state",
             )

@@ -163,7 +163,7 @@ class LoadSources:
         found = _candidates(self._agreement.on_rank_zero("candidates", find))
         if not found.items:
             raise NotFoundError(
-                "there is no checkpoint on the line",
+                "no checkpoint on the line",
                 where=self.catalogue.store.url,
                 hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
             )
@@ -656,9 +656,9 @@ class Loader:
         there = report.unexpected if self._agreement.board.rank == 0 else ()
         left = []
         if report.missing:
-            left.append(f"{_few(report.missing)} not in the checkpoint: the state keeps its own")
+            left.append(f"{_few(report.missing)} not in the checkpoint: the live values stay")
         if there:
-            left.append(f"{_few(there)} in the checkpoint, and no rank has a place for it")
+            left.append(f"{_few(there)} in the checkpoint, but not in the state of any rank")
         if left:
             _log.warning("step %d is loaded in part: %s", report.step, "; ".join(left))
 
@@ -801,7 +801,7 @@ class Loader:
             except Exception as error:
                 # The state is half written: the checkpointer must know it, whatever was raised.
                 raise CkptdError(
-                    "what was read could not be brought to its place",
+                    "values that were read could not be copied into the state",
                     kind="crashed",
                     found=repr(error)[:500],
                 ) from error
@@ -851,7 +851,7 @@ class Loader:
         own = b"found" if some or not matching.missing else b""
         if not self._agreement.all_reports("found", own, max):
             raise MismatchError(
-                "the checkpoint has nothing of the state",
+                "the checkpoint and the state have no name in common",
                 wanted=", ".join(matching.missing[:4]),
                 found=", ".join(matching.unexpected[:4]),
                 hint="rename= maps names",
@@ -967,11 +967,11 @@ def _compare_overlaps(tried: _Tried) -> None:
             if differ:
                 names = ", ".join(other.name for other in group[:8])
                 raise MismatchError(
-                    "tensors of the state lie over one another, and were apart when saved",
+                    "tensors of the state share memory, but had separate memory when saved",
                     where=names + (" ..." if len(group) > 8 else ""),
-                    wanted="equal values where they have memory in common",
+                    wanted="equal values where they share memory",
                     found=f"{differ} bytes of {leaf.name} differ from what another has there",
-                    hint="give each of them memory of its own: tensor.clone()",
+                    hint="give each tensor its own memory: tensor.clone()",
                 )
 
 
@@ -1031,7 +1031,7 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
                     "two parts of the state have the names of the checkpoint's tensors",
                     where=name,
                     found=f"{bare[name]} and {own}",
-                    hint="only= selects one of them, rename= says which is which",
+                    hint="only= selects one of them, rename= maps names explicitly",
                 )
     return replace(
         options,
@@ -1050,11 +1050,11 @@ def _doubtful(
     name = next(n for n in chain(*inner) if n in there)
     other = next(n for n in chain(*mine) if n in there)
     return MismatchError(
-        "the names of the checkpoint fit the state with and without a section, and neither in full",
+        "some names of the checkpoint fit the state with a section prefix, and some without",
         where=name,
         wanted="all names with the section, or all without",
         found=f"{section}.{name} without {section!r}; {other} with it",
-        hint="rename= says which is which",
+        hint="rename= maps names explicitly",
     )
 
 

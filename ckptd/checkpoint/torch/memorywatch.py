@@ -65,7 +65,7 @@ class Pages:
         """
         number = _SYSCALL.get(platform.machine())
         if number is None:
-            raise OSError("no number of the system call for this machine")
+            raise OSError("the system call is unknown on this machine")
         libc = ctypes.CDLL(None, use_errno=True)
         self._lock = threading.RLock()
         self._beginning = False

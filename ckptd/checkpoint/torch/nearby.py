@@ -204,8 +204,8 @@ class Nearby:
         self.agent = AgentSpec(self._place, specs, linger_s, bind, key)
         if not alone and secret is None and self._reports_former and agreement.board.rank == 0:
             _log.warning(
-                "%s is not set: what reaches the port of torch's store can read there the key to "
-                "the memory of these nodes; set it, the same on all nodes",
+                "%s is not set: any process that reaches the port of torch's store can read the "
+                "key to the memory of these nodes; set it to the same value on all nodes",
                 SECRET_VARIABLE,
             )
         self._nodes: _Nodes = {}

@@ -216,7 +216,7 @@ class Buffers:
         try:
             self._idle += [_buffer() for _ in range(IN_FLIGHT)]
         except RuntimeError as error:
-            _log.warning("no page-locked memory at all: each copy waits (%s)", error)
+            _log.warning("no page-locked memory: each copy is synchronous (%s)", error)
         return len(self._idle)
 
     def take(self) -> torch.Tensor:
@@ -582,7 +582,7 @@ def cloned(
     try:
         return [p.clone(memory_format=torch.contiguous_format) for p in parts()]
     except torch.OutOfMemoryError:
-        _log.info("no device memory to clone %.2f GB: save waits for their copies", nbytes / 1e9)
+        _log.info("no device memory to clone %.2f GB: save() waits for the copy", nbytes / 1e9)
         return None
 
 

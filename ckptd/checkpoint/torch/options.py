@@ -115,7 +115,7 @@ def given(name: str, value: object, kind: type[T]) -> T:
     if isinstance(value, kind):
         return value
     raise UsageError(
-        f"{name} is no {kind.__name__}",
+        f"'{name} must be {kind.__name__}'",
         where=name,
         wanted=f"ckptd.{kind.__name__}(...)",
         found=repr(value),
@@ -139,5 +139,5 @@ def one_of(name: str, value: object, names: tuple[str, ...]) -> None:
     """Raise `UsageError` where an option is none of its values."""
     if value not in names:
         raise UsageError(
-            f"{name} is none of its values", where=name, wanted=", ".join(names), found=repr(value)
+            f"invalid value of {name}", where=name, wanted=", ".join(names), found=repr(value)
         )

@@ -312,7 +312,7 @@ class Saver:
             if root:
                 handle.fail(error)
         except BaseException as error:  # of the program's own methods, or of its user
-            left = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
+            left = SaveError(f"save was interrupted: {error!r}"[:500], kind="aborted")
             handle.fail(left)
             with suppress(CkptdError):  # what was raised counts
                 post_failure(self._board, key, left, near)

@@ -207,7 +207,7 @@ def _checked(signals: Iterable[int] | int) -> list[int]:
 def _number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in _ANSWERED:
         raise UsageError(
-            "preemption wants signals that a program can answer",
+            "preemption needs signals that a program can handle",
             where="preemption",
             wanted="Preemption(signals=(signal.SIGTERM, signal.SIGUSR1))",
             found=repr(value),
@@ -238,7 +238,7 @@ def lost(handles: Sequence[SaveHandle], durable: int | None, grace_s: float) -> 
         kind="grace",
         wanted=f"durable within {grace_s:g} s of the signal",
         found="; ".join(was),
-        hint="the writing process finishes it if it may live; ask the scheduler for more time"
+        hint="the writing process finishes it unless it is killed; ask the scheduler for more time"
         " (Slurm: --signal=TERM@120) and give it as Preemption(grace_s=...)",
     )
 
@@ -658,7 +658,7 @@ def rule_of(value: object) -> Every | Auto | None:
     if isinstance(value, numbers.Integral):
         return Every.of(plain_int(value))
     raise UsageError(
-        "every is not a rule",
+        "invalid every=",
         where="every",
         wanted="a number of steps, Every(...) or Auto(...)",
         found=repr(value),

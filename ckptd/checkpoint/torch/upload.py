@@ -92,7 +92,7 @@ class BufferRing:
             try:
                 return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                _log.info("no page-locked memory: each copy to a device is waited for (%s)", error)
+                _log.info("no page-locked memory: each copy to a device is synchronous (%s)", error)
                 self.locked = False
         return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
 
@@ -312,15 +312,15 @@ def _failures() -> Iterator[None]:
         raise CkptdError(
             "a device failed while a checkpoint was copied to it",
             found=f"{type(error).__name__}: {error}",
-            hint="after a lack of memory load again with more of it free; otherwise start the"
-            " process anew: most errors of a device stay until it ends",
+            hint="if memory ran out, free some and load again; otherwise restart the process: most "
+            "device errors last until it ends",
         ) from error
 
 
 def _stalled(timeout_s: float) -> DeadlineError:
     return DeadlineError(
-        "a device does not copy what was sent to it",
+        "a copy to a device did not finish in time",
         kind="stalled",
         wanted=f"a copy within {timeout_s:.0f} s",
-        hint="a kernel that never ends stands before it; the state is half written",
+        hint="a kernel that never ends may block the stream; the state is half written",
     )

@@ -148,7 +148,7 @@ class NetStore(Store):
             size = link.expect(messages.Sized).size
             # Without a range these are records and manifests: no claim is allocated beyond.
             if not 0 <= size <= _MOST_WHOLE or (end is not None and size != end - start):
-                raise link.wire.fail("not the bytes that were asked for", kind="link-protocol")
+                raise link.wire.fail("other bytes than requested", kind="link-protocol")
             data = bytearray(size)
             link.receive_bytes(memoryview(data), sealed=True)
             return bytes(data)

@@ -71,7 +71,7 @@ class StoreLink:
                 self.capabilities = _promised(greeting)
             except msgspec.ValidationError as error:
                 raise self.wire.fail(
-                    "not a store's promise", kind="link-protocol", found=error
+                    "an invalid greeting of a store server", kind="link-protocol", found=error
                 ) from error
         except BaseException:
             self.wire.release()

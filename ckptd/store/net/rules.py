@@ -47,7 +47,7 @@ class Rules:
         names = _names(request)
         if self.read_only and operation in _CHANGES:
             raise RefusedError(
-                "the server gives this store for reading only", where=names[0] if names else None
+                "the server offers this store read-only", where=names[0] if names else None
             )
         for name in names:
             if self.allow is not None and not self.allow(operation, name):

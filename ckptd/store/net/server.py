@@ -190,7 +190,7 @@ class StoreServer(OfOneProcess):
                 return False
             with self._lock:
                 room = len(self._wires) - len(self._strangers) < self._limits.connections
-            busy = Refusal("link-busy", "the server has no room")
+            busy = Refusal("link-busy", "the server is full")
             greeting = greet_client(
                 wire,
                 self._secret,

@@ -222,7 +222,7 @@ class Session:
             left = min(messages.MOST_PIECE_BYTES, size - len(body))
             message, count = self._wire.receive(_WRITING, self._limits.idle_s, most_bulk=left)
             if not isinstance(message, ObjectPiece) or not count:
-                raise self._wire.fail("not a piece of a put", kind="link-protocol")
+                raise self._wire.fail("unexpected message during a put", kind="link-protocol")
             start = len(body)
             body += bytes(count)
             with memoryview(body) as view:
@@ -271,7 +271,7 @@ class Session:
 
 def _range(start: int, end: int) -> ByteRange:
     if not 0 <= start <= end:
-        raise StoreError("not a range of bytes", where=f"[{start}, {end})")
+        raise StoreError("invalid range of bytes", where=f"[{start}, {end})")
     return ByteRange(start, end)
 
 

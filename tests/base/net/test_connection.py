@@ -302,7 +302,7 @@ def test_a_server_that_cannot_prove_itself_is_found_out() -> None:
     ("challenge", "words"),
     [
         (Challenge(VERSION + 1, bytes(32)), "the server speaks another version of the protocol"),
-        (Challenge(VERSION, b"x"), "not a greeting of ours"),
+        (Challenge(VERSION, b"x"), "unexpected greeting"),
     ],
 )
 def test_another_protocol(challenge: Challenge, words: str) -> None:

@@ -77,7 +77,7 @@ def test_file_that_others_could_have_made_is_refused(tmp_path: Path, how: str) -
         path.mkdir()
     with pytest.raises(RefusedError) as caught:
         job_secret("a", tmp_path)
-    assert "the job's secret is not ours alone" in caught.value.message
+    assert "the file of the job's secret is accessible to others" in caught.value.message
 
 
 def test_file_that_holds_too_little_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_folder_that_others_may_enter_is_refused(mode: int) -> None:
     run_folder().chmod(mode)
     with pytest.raises(RefusedError) as caught:
         AgentPlace("job", "node")
-    assert "the folder for sockets is open to others" in caught.value.message
+    assert "the folder for sockets is accessible to others" in caught.value.message
 
 
 def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_nobody_listens_where_nobody_ever_did_or_no_longer_does() -> None:
 def test_a_place_that_cannot_be_bound_is_told() -> None:
     place = AgentPlace("job", "node")
     place.socket.mkdir()
-    with pytest.raises(ProcessError, match="no place to listen"):
+    with pytest.raises(ProcessError, match="cannot create its socket"):
         listen(place)
 
 

@@ -149,6 +149,6 @@ def test_a_device_without_a_lazy_path_is_logged_once(logged: pytest.LogCaptureFi
     copy._note_if_without_streams("xpu")
     (line,) = logged.messages
     assert line == (
-        "tensors on mps are copied in save, which waits for them: torch has no streams and events "
+        "save() waits until tensors on mps are copied: torch has no streams and events "
         "for that kind of device"
     )

@@ -87,7 +87,7 @@ def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(
     data.rename(f"{root}-data")
     data.write_text("in the way")
     job.close()
-    until(lambda: "kept in memory" in job.place.log.read_text(), job.place.log.read_text)
+    until(lambda: "keeping it in memory" in job.place.log.read_text(), job.place.log.read_text)
     data.unlink()
     Path(f"{root}-data").rename(data)
     again = NearJob(root)
@@ -329,9 +329,9 @@ def test_a_trainer_refuses_an_agent_of_another_version(root: str) -> None:
         )
     try:
         job = NearJob(root)
-        with pytest.raises(ProcessError, match="is of another version of ckptd") as caught:
+        with pytest.raises(ProcessError, match="has another version of ckptd") as caught:
             job.client.answer()
-        assert "is of another version of ckptd" in caught.value.message
+        assert "has another version of ckptd" in caught.value.message
         assert "ckptd agent stop" in str(caught.value.hint)
         job.close()
         visit(reached(place), AskEnd(now=True))
@@ -345,7 +345,7 @@ def test_an_agent_refuses_a_trainer_of_another_version(
 ) -> None:
     monkeypatch.setattr("ckptd.checkpoint.save.client.PROTOCOL", 1)
     job = NearJob(root)
-    with pytest.raises(ProcessError, match="the trainer is of another version of ckptd"):
+    with pytest.raises(ProcessError, match="the trainer has another version of ckptd"):
         job.client.answer()
     job.close()
     visit(reached(job.place), AskEnd(now=True))

@@ -60,7 +60,7 @@ def test_a_size_out_of_range_is_refused(size: int) -> None:
 
 @pytest.mark.parametrize("place", [-1, 10])
 def test_a_place_out_of_range_is_refused(place: int) -> None:
-    with pytest.raises(UsageError, match="no such place"):
+    with pytest.raises(UsageError, match="index out of range"):
         Permutation(10)[np.array([place])]
 
 

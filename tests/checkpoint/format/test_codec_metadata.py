@@ -90,7 +90,7 @@ def test_what_is_no_dict() -> None:
     wrong: Any = [("loss", 1.0)]
     with pytest.raises(UsageError) as caught:
         checked_metadata(wrong)
-    assert (caught.value.message, caught.value.where) == ("the metadata is no dict", "metadata")
+    assert (caught.value.message, caught.value.where) == ("metadata must be a dict", "metadata")
 
 
 def deep(levels: int) -> Any:
@@ -119,7 +119,7 @@ BAD = {
 def test_a_value_that_is_no_json(key: str) -> None:
     with pytest.raises(UsageError) as caught:
         checked_metadata({"fine": 1, key: BAD[key]})
-    assert caught.value.message == "a value of the metadata is no JSON"
+    assert caught.value.message == "a value of the metadata is not JSON"
     assert caught.value.where == f"metadata[{key!r}]"
 
 

@@ -360,7 +360,7 @@ def test_mutations_reach_every_check() -> None:
             case = CASES[name]
             met.append(outcome(case, case.change(rng.choice(case.seeds), rng)))
     wanted = ("not JSON", "not a ckptd manifest", "not a Manifest", "a mesh breaks a rule")
-    wanted += ("manifest breaks a rule", "not one owner for each piece", "not a legal name")
+    wanted += ("manifest breaks a rule", "not one owner for each piece", "invalid name")
     wanted += (
         "impossible sizes, rank or digest",
         "not in a 1-d uint8 tensor",

@@ -133,25 +133,25 @@ BROKEN: list[tuple[str, Manifest]] = [
     ("grid, owners or base out of range", with_tensor(owners=1)),
     ("grid, owners or base out of range", with_tensor(owners=-1)),
     ("grid, owners or base out of range", with_tensor(base=-1)),
-    ("an owner that is no file", with_tensor(base=1)),
+    ("an owner that is not a file", with_tensor(base=1)),
     ("grid, owners or base out of range", with_tensor(base=10**30)),
     ("not the shape of its grid", with_tensor(shape=(3, 4))),
     ("not the shape of its grid", with_tensor(shape=(12,))),
     ("not one owner for each piece", replace(owners=(((0, 1, 3),),))),
     ("not one owner for each piece", replace(owners=(((0, 0, 3),),))),
     ("not one owner for each piece", replace(owners=(((0, 0, 1),),))),
-    ("an owner that is no file", replace(owners=(((0, 2, 2),),))),
-    ("an owner that is no file", replace(files=GOOD.files[:1])),
-    ("not a legal name", with_tensor(name="")),
-    ("not a legal name", with_tensor(name="a\nb")),
-    ("not a legal name", with_tensor(name="x" * 5000)),
+    ("an owner that is not a file", replace(owners=(((0, 2, 2),),))),
+    ("an owner that is not a file", replace(files=GOOD.files[:1])),
+    ("invalid name", with_tensor(name="")),
+    ("invalid name", with_tensor(name="a\nb")),
+    ("invalid name", with_tensor(name="x" * 5000)),
     ("have one name", with_tensor(name="rng")),
     ("have one name", with_tensor(aliases=("w",))),
     ("have one name", with_tensor(aliases=("rng",))),
     ("have one name", with_tensor(aliases=("a", "a"))),
-    ("not a legal name", with_tensor(aliases=("\x00",))),
+    ("invalid name", with_tensor(aliases=("\x00",))),
     ("have one name", with_object(ObjectEntry("a"), ObjectEntry("a"))),
-    ("not a legal name", with_object(ObjectEntry(""))),
+    ("invalid name", with_object(ObjectEntry(""))),
     ("not in a 1-d uint8 tensor", with_object(ObjectEntry("a", tensor="gone"))),
     ("not in a 1-d uint8 tensor", with_object(ObjectEntry("a", tensor="w"))),
     ("both a value and a tensor", with_object(ObjectEntry("a", tensor="rng", value=1))),
@@ -218,7 +218,7 @@ def test_pieces_are_in_proportion_to_the_file() -> None:
     for manifest in (pieces((1 << 20) + 64_001, 1), pieces(1 << 20, 2, bases=2)):
         with pytest.raises(CorruptError) as caught:
             check(manifest)
-        assert "more pieces than its length justifies" in caught.value.message
+        assert "more pieces than elements" in caught.value.message
 
 
 def test_nothing_of_the_size_of_the_pieces_is_allocated_to_find_that_out() -> None:

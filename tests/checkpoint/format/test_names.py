@@ -220,12 +220,12 @@ def test_steps_that_can_be_named() -> None:
 def test_steps_that_cannot_be_named(step: object) -> None:
     with pytest.raises(UsageError) as caught:
         names.check_step(step)  # type: ignore[arg-type]
-    assert "not a step" in caught.value.message
+    assert "invalid step" in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\x00", "x" * 4097, "\ud800", "\u200b"])
 def test_illegal_names_in_files(name: str) -> None:
     with pytest.raises(CkptdError) as caught:
         names.check_name(name, "manifest.json")
-    assert "not a legal name" in caught.value.message
+    assert "invalid name" in caught.value.message
     assert "manifest.json" in str(caught.value)

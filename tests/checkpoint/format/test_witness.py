@@ -190,7 +190,7 @@ def test_elements_outside_the_buffer(elements: list[int]) -> None:
 def test_sizes_that_no_element_has() -> None:
     with pytest.raises(UsageError) as caught:
         gather(np.zeros(21, np.uint8), 3, np.array([0]))
-    assert "not an item size" in caught.value.message
+    assert "invalid item size" in caught.value.message
 
 
 # --- the file -----------------------------------------------------------------------------------

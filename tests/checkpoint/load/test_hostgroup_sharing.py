@@ -303,7 +303,7 @@ def test_no_room_in_memory_falls_back_to_the_temporary_folder(
 
 def test_a_shared_file_of_another_size_is_refused(tmp_path: Path) -> None:
     with SharedMemory.create(1 << 20, str(tmp_path)) as memory:
-        with pytest.raises(StoreError, match="somebody else's"):
+        with pytest.raises(StoreError, match="another user"):
             SharedMemory.open(memory.path, 1 << 19)
 
 

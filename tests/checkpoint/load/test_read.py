@@ -302,7 +302,7 @@ def test_absent_pieces_are_named(store: Store) -> None:
     built, _ = absent_checkpoint(store)
     with pytest.raises(MismatchError, match=r"lora \[2, 2\] at \[2, 0\]") as caught:
         read_whole(built, store)
-    assert "the checkpoint leaves out what the state wants" in caught.value.message
+    assert "the checkpoint lacks parts of tensors that the state needs" in caught.value.message
 
 
 def test_absent_pieces_that_nobody_wants(store: Store) -> None:

@@ -85,7 +85,7 @@ def test_absent_pieces() -> None:
     reader = make({"w": Saved(np.arange(4), grid, [ABSENT, 0])})
     with pytest.raises(MismatchError) as caught:
         reader.tensor("w")
-    assert "the checkpoint leaves out what the state wants" in caught.value.message
+    assert "the checkpoint lacks parts of tensors that the state needs" in caught.value.message
     assert reader.tensor("w", allow_absent=True).tolist() == [0, 0, 2, 3]
     assert reader.absent_elements("w") == 2
 

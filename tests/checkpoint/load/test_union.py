@@ -241,7 +241,7 @@ def test_only_for_reading(make: Make) -> None:
     ):
         with pytest.raises(UsageError) as caught:
             act()
-        assert "this view of a store is only read" in caught.value.message
+        assert "this view of a store is read-only" in caught.value.message
     with pytest.raises(UsageError):
         UnionStore([])
     with pytest.raises(UsageError):

@@ -103,10 +103,10 @@ def test_names_that_are_none(tmp_path: Path, cli: Cli) -> None:
     with pytest.raises(UsageError) as caught:
         Checkpointer(os.fsdecode(bytes(tmp_path) + b"/\xff"))
     assert (caught.value.message, caught.value.message) == (
-        "this name is no UTF-8",
-        "this name is no UTF-8",
+        "a path is not valid UTF-8",
+        "a path is not valid UTF-8",
     )
-    assert "this name is no UTF-8" in cli("ls", os.fsdecode(b"\xff"), "--json").error["message"]
+    assert "a path is not valid UTF-8" in cli("ls", os.fsdecode(b"\xff"), "--json").error["message"]
     assert "ENAMETOOLONG" in save(str(tmp_path / ("x" * 256)))
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "is in the way" in save(str(tmp_path / "dangling"))
@@ -202,7 +202,7 @@ def test_a_limit_of_file_sizes_is_no_full_disk(
     assert len(said) == 2
     for text in said:
         assert "no space left" not in text
-        assert "a file of this size may not be written" in text
+        assert "the file exceeds a size limit" in text
         assert "raise `ulimit -f`" in text
 
 

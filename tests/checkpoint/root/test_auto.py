@@ -182,7 +182,7 @@ def test_a_restart_is_counted_and_told() -> None:
     without, told = choose(Auto(), cost, mtbf), choose(Auto(), cost, mtbf, 60.0)
     assert told.interval_s == without.interval_s
     assert told.waste - without.waste == pytest.approx(60.0 / 3600.0, rel=0.1)
-    assert "every 60 min (measured by the controller), 60 s to start again, and" in str(told)
+    assert "every 60 min (measured by the controller), 60 s to restart, and" in str(told)
     assert "goes to saves, to restarts and to work done twice" in str(told)
 
 

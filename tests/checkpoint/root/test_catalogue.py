@@ -83,7 +83,7 @@ def test_continue_line(catalogue: Catalogue) -> None:
         error = error_of(lambda s=step: catalogue.continue_line(s), RefusedError)  # type: ignore[misc]
         assert error.kind == "behind"
         assert "load()" in str(error.hint)
-        assert "fresh line" in str(error.hint)
+        assert "new_run=True" in str(error.hint)
     catalogue.claim(None, 1, "fresh")
     assert catalogue.continue_line(3) is None
 
@@ -217,12 +217,12 @@ def test_nothing_hollow_is_published(catalogue: Catalogue, store: Store) -> None
     raw = store.get(manifest_key(attempt))
     store.delete([manifest_key(attempt)])
     assert (
-        "refers to something that is not there"
+        "refers to a missing file"
         in error_of(lambda: catalogue.publish(attempt), CorruptError).message
     )
     store.put(manifest_key(attempt), raw + b" ")
     assert (
-        "refers to something that is not there"
+        "refers to a missing file"
         in error_of(lambda: catalogue.publish(attempt), CorruptError).message
     )
     store.put(manifest_key(attempt), raw)
@@ -230,7 +230,7 @@ def test_nothing_hollow_is_published(catalogue: Catalogue, store: Store) -> None
         attempt, folders=(attempt.folder, "data/000000000001-g00000001-a/")
     )
     error = error_of(lambda: catalogue.publish(gone), CorruptError)
-    assert "refers to something that is not there" in error.message
+    assert "refers to a missing file" in error.message
     assert "000000000001" in str(error.where)
     assert catalogue.commits() == []
 

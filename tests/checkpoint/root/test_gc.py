@@ -126,8 +126,8 @@ def test_plan_says_what_and_why(scene: Scene) -> None:
         ("leftover", "data/000000000050-g00000002-lost/"): "another attempt committed this step",
         ("parts", "data/000000000020-g00000001-a/parts/"): "the attempt is committed",
         ("parts", "data/000000000050-g00000002-a/parts/"): "the attempt is committed",
-        ("pin", "pins/000000000005-g00000001.json"): "what it pinned is gone",
-        ("lease", "leases/old.json"): "ran out (a reader)",
+        ("pin", "pins/000000000005-g00000001.json"): "the pinned checkpoint is gone",
+        ("lease", "leases/old.json"): "expired (a reader)",
     }
     assert [(k.step, k.reasons) for k in plan.kept] == [
         (50, ("newest 1", "the newest complete checkpoint"))

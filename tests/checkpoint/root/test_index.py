@@ -72,7 +72,7 @@ def test_find(catalogue: Catalogue) -> None:
     d = save(catalogue, 20, g3)
     assert catalogue.find(20) == catalogue.find(20, all=True) == d
     assert "no checkpoint of step" in error_of(lambda: catalogue.find(20, generation=g1)).message
-    assert "not a step" in error_of(lambda: catalogue.find(-1), UsageError).message
+    assert "invalid step" in error_of(lambda: catalogue.find(-1), UsageError).message
 
 
 def test_foreign_names_are_not_seen(catalogue: Catalogue, store: Store) -> None:
@@ -275,7 +275,7 @@ def test_a_generation_of_another_number(catalogue: Catalogue, store: Store) -> N
     catalogue.claim(None, 1)
     store.put(generation_key(2), store.get(generation_key(1)))
     error = error_of(lambda: Catalogue(store).latest(), CorruptError)
-    assert "the record is another one's" in error.message
+    assert "a record of another object" in error.message
     assert generation_key(2) in str(error.where)
 
 
@@ -283,7 +283,7 @@ def test_a_commit_of_another_step(catalogue: Catalogue, store: Store) -> None:
     record, other = one(catalogue), CommitName(8, 1)
     store.put(commit_key(other), encode_record(record))
     error = error_of(lambda: Catalogue(store).commit(other), CorruptError)
-    assert "the record is another one's" in error.message
+    assert "a record of another object" in error.message
     assert commit_key(other) in str(error.where)
 
 

@@ -212,7 +212,7 @@ def test_a_generation_that_another_life_claimed_again(ram: Path) -> None:
     (place.root / "generations/00000001.json").unlink()
     with pytest.raises(ConflictError) as caught:
         publish(old, place)
-    assert "is not this job's" in caught.value.message
+    assert "no longer belongs to this job" in caught.value.message
     assert not (place.root / commit_key(OLD)).exists()
     place.close()
 

@@ -117,7 +117,7 @@ def test_without_memory_for_another_slot_the_tier_is_given_up_and_said_once(
         slots.take(slots.acquire(8, 1.0), job)
         slots.keep("memory", job)
         slots.release(job)
-    assert sum("the memory tier has none whole" in r.message for r in caplog.records) == 1
+    assert sum("the memory tier holds no complete one" in r.message for r in caplog.records) == 1
     slots.close()
 
 

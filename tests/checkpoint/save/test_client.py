@@ -390,7 +390,7 @@ def test_a_worker_that_takes_nothing_more(
     job.save(1, values(1)).durable(20.0)
 
     def broken(message: msgspec.Struct, fd: int | None = None) -> None:
-        error = ProcessError("the other process is gone")
+        error = ProcessError("the other process has ended")
         raise error from (TimeoutError() if stuck else ConnectionResetError())
 
     monkeypatch.setattr(job.client._channel, "send", broken)

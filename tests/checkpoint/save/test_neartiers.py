@@ -39,7 +39,7 @@ def test_what_is_not_there_is_said() -> None:
     near = NodeTiers()
     with pytest.raises(StoreError) as caught:
         _ = near.store("local")
-    assert "this node's agent was given no folder" in caught.value.message
+    assert "the local tier of this node's agent has no folder" in caught.value.message
     with pytest.raises(StoreError) as caught:
         _ = near.store("peer")
     assert caught.value.kind == "no-peer"

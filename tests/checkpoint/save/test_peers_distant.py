@@ -68,5 +68,5 @@ def test_it_is_only_read(inner: MemoryStore) -> None:
     ):
         with pytest.raises(UsageError) as caught:
             act()
-        assert "this view of a store is only read" in caught.value.message
+        assert "this view of a store is read-only" in caught.value.message
     assert inner.get("data/a") == b"abc"

@@ -108,7 +108,7 @@ def test_one_step(made: Made) -> None:
     assert look(made, step=11) == [(11, 1, "0001")]
     error = error_of(lambda: look(made, step=12), NotFoundError)
     assert "no checkpoint of step" in error.message
-    assert "not a step" in error_of(lambda: look(made, step=-1), UsageError).message
+    assert "invalid step" in error_of(lambda: look(made, step=-1), UsageError).message
 
 
 def test_no_root_and_no_near_tier(made: Made) -> None:
@@ -142,7 +142,7 @@ def test_an_unreachable_root(made: Made, caplog: pytest.LogCaptureFixture) -> No
     assert found(look(without_root=True))[0] == (16, 2, "0001")
     snapshot(near, 99, 7, root="another run's")
     told = error_of(lambda: look(without_root=True), TransientStoreError)
-    assert "several roots" in str(told.__notes__)
+    assert "different roots" in str(told.__notes__)
 
 
 def test_a_damaged_root_is_not_taken_for_an_unreachable_one(made: Made) -> None:

@@ -115,7 +115,7 @@ def test_a_save_whose_processes_all_die_is_given_up(root: str) -> None:
         os.kill(job.client.pid, signal.SIGKILL)
         until(lambda life=life: handle.done or job.client.life > life)
     assert isinstance(handle.error, ProcessError)
-    assert "again and again" in handle.error.message
+    assert "died repeatedly" in handle.error.message
     assert newest_at(root) == 0
     job.close()
 

@@ -24,8 +24,8 @@ def test_the_nearest_comes_first(tmp_path: Path) -> None:
     ("tiers", "words"),
     [
         ([Memory(), Memory(every=3)], "two memory tiers"),
-        (["memory"], "not a tier"),
-        ([Memory], "not a tier"),
+        (["memory"], "invalid tier"),
+        ([Memory], "invalid tier"),
     ],
 )
 def test_what_is_no_list_of_tiers_is_refused(tiers: list[Any], words: str) -> None:

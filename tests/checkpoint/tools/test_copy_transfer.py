@@ -119,7 +119,7 @@ def test_another_checkpoint_of_that_step_is_no_copy(source: Catalogue, target: S
 
 
 def test_into_itself(source: Catalogue) -> None:
-    with pytest.raises(UsageError, match="one root"):
+    with pytest.raises(UsageError, match="the same root"):
         Transfer(source, Catalogue(source.store))
 
 
@@ -291,7 +291,7 @@ def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, targe
         catalogue = Catalogue(store)
         with pytest.raises(ConflictError) as caught:
             copy(source, store, 10)
-        assert "another one is at work here" in caught.value.message
+        assert "another process is writing here" in caught.value.message
         running.send_signal(signal.SIGKILL)
         running.wait(PATIENCE_S)
         assert catalogue.line() == []
@@ -362,7 +362,7 @@ def test_who_comes_a_moment_later_does_not_go_first(target: Store) -> None:
         patch.setattr(late, "_refuse", refuse)
         with pytest.raises(ConflictError) as caught:
             late.enter(name)
-    assert "another one is at work here" in caught.value.message
+    assert "another process is writing here" in caught.value.message
     first.end()
     late.enter(name)
     late.end()

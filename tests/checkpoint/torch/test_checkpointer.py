@@ -433,7 +433,7 @@ def test_a_state_left_half_written_cannot_be_saved(
             ck.load(live)
         assert caught.value.poisoned
         assert "values arrived at the wrong places" in caught.value.message
-        with pytest.raises(CorruptError, match="an earlier call broke off"):
+        with pytest.raises(CorruptError, match="an earlier call failed"):
             ck.save(2, live)
         monkeypatch.undo()
         ck.load(live)
@@ -651,8 +651,8 @@ def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: 
             with pytest.raises(UsageError) as caught:
                 ck.save(1, state, metadata=bad)
             assert caught.value.message in (
-                "a value of the metadata is no JSON",
-                "the metadata is no dict",
+                "a value of the metadata is not JSON",
+                "metadata must be a dict",
             )
         for step in range(1, 11):
             loss = torch.tensor(step / 2, requires_grad=True)
@@ -666,7 +666,7 @@ def test_metadata_that_cannot_be_kept_is_refused_where_nothing_is_due(tmp_path: 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:
     error = refused(tmp_path, {"model": {"w" * 2100: {"v" * 2100: torch.zeros(2)}}})
-    assert "this cannot be a name in a checkpoint" in error.message
+    assert "invalid name in a checkpoint" in error.message
     assert str(error.where).startswith("state['model']['www")
 
 

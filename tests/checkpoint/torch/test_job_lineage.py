@@ -31,7 +31,7 @@ def test_a_loop_that_counts_from_1_in_each_epoch_is_refused(root: str, every: An
         with pytest.raises(RefusedError) as caught:
             ck.save(1, state)
         assert (caught.value.kind, caught.value.found) == ("behind", "1")
-        assert "through epochs" in (caught.value.hint or "")
+        assert "across epochs" in (caught.value.hint or "")
         assert not ck.save(7, state)  # and goes on with the next step
 
 
@@ -80,7 +80,7 @@ def test_steps_that_go_back_before_anything_was_saved_are_told(
             assert not ck.save(step, state)
         told = [r.message for r in caplog.records if r.levelno == logging.WARNING]
         assert len(told) == 1
-        assert told[0].startswith("save(1) after save(6): steps go back")
+        assert told[0].startswith("save(1) after save(6): steps went backwards")
         # What was rolled back in memory to a step after the last save may go on.
         assert ck.save(12, state)
         assert not ck.save(17, state)
@@ -94,4 +94,4 @@ def test_a_step_that_stands_still_is_told_once(root: str, caplog: pytest.LogCapt
         for _ in range(500):
             ck.save(3, state)
     told = [r.message for r in caplog.records]
-    assert told == ["save(3) was called 101 times: steps must grow for another save to be due"]
+    assert told == ["save(3) was called 101 times: steps must increase for another save to be due"]

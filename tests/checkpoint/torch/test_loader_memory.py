@@ -79,7 +79,7 @@ def test_what_is_in_memory_and_not_what_was_written_is_read(
         fill(state, -1)
         with caplog.at_level(logging.WARNING, "ckptd"):
             assert ck.load(state) == 1
-        assert "is not read from there" in caplog.text
+        assert "not reading from this process's memory" in caplog.text
         assert is_filled(state, 1)
         assert "memory" not in sources(ck)
 

@@ -118,7 +118,7 @@ def test_the_first_interrupt_asks_and_the_second_interrupts() -> None:
 def test_what_cannot_be_answered_is_refused(bad: Any) -> None:
     with pytest.raises(UsageError) as info:
         SignalWatch((USR1, bad))
-    assert "preemption wants signals that a program can answer" in info.value.message
+    assert "preemption needs signals that a program can handle" in info.value.message
 
 
 def test_only_the_main_thread_can_watch() -> None:
@@ -245,8 +245,8 @@ def test_bad_options(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as info:
         ckptd.Checkpointer(str(tmp_path), **arguments)
     assert info.value.message in (
-        "every is not a rule",
-        "preemption wants signals that a program can answer",
+        "invalid every=",
+        "preemption needs signals that a program can handle",
     )
 
 

@@ -47,7 +47,7 @@ def test_parsing(text: str, wanted: CheckpointAddress) -> None:
 
 def test_some_verbs_want_a_step() -> None:
     assert needs_step("run@3").step == 3
-    with pytest.raises(UsageError, match="say which step"):
+    with pytest.raises(UsageError, match="no step given"):
         needs_step("run")
 
 

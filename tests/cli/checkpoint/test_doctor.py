@@ -36,7 +36,7 @@ def test_a_good_root(cli: Cli, root: str) -> None:
     assert "newest step 20 of generation 1" in document["checks"][0]["message"]
     assert sorted(p for p in Path(root).rglob("*")) == before, "nothing is left over"
     out = cli.good("doctor", root, "--quick").out
-    assert out.rstrip().endswith("all is well")
+    assert out.rstrip().endswith("no problems found")
     assert "speed" not in out
 
 
@@ -178,11 +178,11 @@ def opened_as(kind: Any, url: str) -> list[StoreCheck]:
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        (LyingStore, "create-only", "8 of 8 writers were told"),
+        (LyingStore, "create-only", "8 of 8 writers got the answer"),
         (LinklessStore, "create-only", "not permitted"),
         (ShakyStore, "write", "the race broke off: reset"),
-        (LaggingStore, "listing", "although this store promises otherwise"),
-        (ForgetfulStore, "write", "not what a get returns"),
+        (LaggingStore, "listing", "a store with consistent_list must not lag"),
+        (ForgetfulStore, "write", "a get returns other bytes"),
         (DeniedStore, "write", "not permitted"),
     ],
 )

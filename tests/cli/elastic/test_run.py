@@ -166,7 +166,7 @@ def test_a_job_of_several_machines_needs_a_secret(
     for endpoint in ("192.0.2.1:29400", "head:29400", "[2001:db8::1]:29400"):
         result = cli("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "train.py")
         assert (result.code, result.out) == (5, "")
-        assert "no secret is set" in result.err
+        assert "without a secret" in result.err
         assert "CKPTD_SECRET" in result.err
         assert f"where:  {endpoint}" in result.err
 

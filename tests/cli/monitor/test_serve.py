@@ -139,7 +139,7 @@ def test_forwarder_and_lingering(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--bind", "0.0.0.0"), "no secret is set"),
+        (("--bind", "0.0.0.0"), "without a secret"),
         (("--fault", "hang:1"), "--fault needs --simulate"),
         (("--simulate", "0"), "no job of that size"),
         (("--simulate", "8", "--fault", "hang"), "not a fault"),
@@ -147,7 +147,7 @@ def test_forwarder_and_lingering(serve: Any) -> None:
         (("--floor", "train=x"), "a setting cannot be changed so"),
         (("--webhook", "ftp://x"), "not the URL of a service for incidents"),
         (("--forward-to", "nowhere"), "not the URL of the daemon"),
-        (("--bind", "192.0.2.1"), "no secret is set"),
+        (("--bind", "192.0.2.1"), "without a secret"),
     ],
 )
 def test_what_is_refused(cli: Cli, options: tuple[str, ...], words: str) -> None:

@@ -76,7 +76,7 @@ def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")
         assert found.code
-        assert "this view of a store is only read" in found.error["message"], verb
+        assert "this view of a store is read-only" in found.error["message"], verb
 
 
 def test_a_copy_is_a_checkpoint_with_digests(cli: Cli, sample: str, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_folder_that_somebody_else_made_is_refused(
         return
     with pytest.raises(RefusedError) as caught:
         _secret(plan, env)
-    assert "the job's secret is not ours alone" in caught.value.message
+    assert "the file of the job's secret is accessible to others" in caught.value.message
 
 
 def test_a_requeued_job_has_the_secret_that_it_had(tmp_path: Path) -> None:

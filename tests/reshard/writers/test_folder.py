@@ -336,7 +336,7 @@ def test_two_processes_of_one_share(
             inner.append("refused")
             with pytest.raises(ConflictError) as caught:
                 run("dcp", source, out)
-            assert "another one is at work here" in caught.value.message
+            assert "another process is writing here" in caught.value.message
             with pytest.raises(ConflictError):  # a share of another count has files of this one
                 run("dcp", source, out, ReshardShare(2, 2))
             with monkeypatch.context() as patch:

@@ -129,7 +129,7 @@ class Batches(OfOneProcess):
     ) -> None:
         if type(ahead) is not int or ahead < 0:
             raise UsageError(
-                "batches ahead are a number", wanted="an int, at least 0", found=repr(ahead)
+                "ahead= must be a number", wanted="an int, at least 0", found=repr(ahead)
             )
         self.source = source
         self._kind = _kind_of(source)
@@ -224,8 +224,8 @@ class Batches(OfOneProcess):
                 self._end_epoch()
         elif turn is not self._turn:
             raise UsageError(
-                "this loop over the batches has been left: a later one was begun",
-                hint="make another Batches for a second loop over the same data",
+                "this loop over the batches has ended: a later one was started",
+                hint="create another Batches for a second loop over the same data",
             )
         with self._drawing():
             if (batch := next(self._epoch_on(), _END)) is not _END:
@@ -311,7 +311,7 @@ class Batches(OfOneProcess):
         skip = at.taken or 0 if self._kind == "loader" else 0
         self._at = replace(at, taken=at.taken or 0)
         if skip >= _LONG and self._refetch:
-            what = "%d batches are made again to get to where the data was; refetch=False or a "
+            what = "%d batches are fetched again to reach the saved position; refetch=False or a "
             what += "loader with state_dict() takes less (docs/guide/exact-resume.md)"
             _log.warning(what, skip)
         if skip and not self._refetch and isinstance(source, torch.utils.data.DataLoader):
@@ -330,9 +330,9 @@ class Batches(OfOneProcess):
                 raise _ended(f"fewer than {skip} batches", at.epoch)
         if skip and at.last and at.last != _digest(batch) and not self._changed:
             _log.warning(
-                "batches that were taken come out otherwise when they are made again: the data has "
-                "other samples, or something draws from a stream that ckptd does not know, so that "
-                "this resume is not exact (docs/guide/exact-resume.md)"
+                "batches differ when they are fetched again, so this resume is not exact: the data "
+                "has other samples, or the loader draws from a random stream that ckptd does not "
+                "know (docs/guide/exact-resume.md)"
             )
         return inner
 
@@ -444,7 +444,7 @@ class Batches(OfOneProcess):
                 hint=_AS_SAVED,
             )
         _log.warning(
-            "this is other data than the position was saved in: %s. The resume is not exact: %s "
+            "the data differs from that of the saved position: %s. The resume is not exact: %s "
             "(docs/guide/exact-resume.md)",
             "; ".join(found),
             self._done(at),
@@ -496,13 +496,13 @@ class Batches(OfOneProcess):
         if self._kind == "loader" and any(s["taken"] for s in states):
             sizes = {s["batch_size"] for s in states} | {_batch_size(self.source)}
             if None in sizes:
-                raise _no_share(len(states), world, "the loader does not tell its batch_size")
+                raise _no_share(len(states), world, "the loader has no batch_size")
             samples = sum((s["taken"] or 0) * s["batch_size"] for s in states)
             own["last"] = ""
             own["taken"] = samples // (world * int(_batch_size(self.source) or 1))
             _log.warning(
-                "%d ranks shared the data and %d do now: the epoch goes on after as many samples, "
-                "but not exactly with those that are left (ckptd.elastic.ElasticSampler can)",
+                "%d ranks shared the data and %d do now: the epoch resumes after the same number "
+                "of samples, but some may repeat or be skipped (ckptd.elastic.ElasticSampler can)",
                 len(states),
                 world,
             )
@@ -601,16 +601,16 @@ def _no_function() -> Any:
 def _kind_of(source: Any) -> _Kind:
     if isinstance(source, Iterator):
         raise UsageError(
-            "an iterator cannot be begun anew, so nothing leads it back to a position",
+            "an iterator cannot be restarted, so its position cannot be restored",
             wanted="a loader, or a function that returns a batch",
             found=type(source).__name__,
-            hint="give ckptd.Batches what the iterator was made from",
+            hint="pass to ckptd.Batches the loader that the iterator was made from",
         )
     if not hasattr(type(source), "__iter__"):
         if callable(source):
             return "function"
         raise UsageError(
-            "no batches can be taken from this",
+            "the source of batches is not iterable",
             wanted="a loader, or a function that returns a batch",
             found=type(source).__name__,
         )
@@ -701,7 +701,7 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
         ) from error
     if saved != kind:
         raise MismatchError(
-            "the position is that in another kind of data",
+            "the saved position belongs to another kind of data",
             wanted=str(saved)[:40],
             found=kind,
             hint=_AS_SAVED,
@@ -717,11 +717,11 @@ def _rank_and_world() -> tuple[int, int]:
 
 def _no_share(saved: int, world: int, found: str) -> MismatchError:
     return MismatchError(
-        "the position in the data cannot be shared out anew",
+        "the position in the data cannot be split over another number of ranks",
         wanted=f"{saved} ranks, as saved",
         found=f"{world} ranks; {found}",
-        hint="ckptd.elastic.ElasticSampler goes on exactly on any number of ranks; "
-        'ckptd.PerRank(data, on_change="drop") begins the data anew',
+        hint="ckptd.elastic.ElasticSampler resumes exactly on any number of ranks; "
+        'ckptd.PerRank(data, on_change="drop") restarts the data',
     )
 
 

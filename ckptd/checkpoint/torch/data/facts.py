@@ -26,7 +26,7 @@ _WORDS = {
     "drop_last": "drop_last",
     "order": "the order",
     "workers": "the number of workers",
-    "samples": "samples that were looked at",
+    "samples": "sampled items",
 }
 
 

@@ -72,7 +72,7 @@ class ElasticSampler:
         """
         if not all(0 <= index < self.schedule.microbatches for index in indices):
             raise UsageError(
-                "a step has no such micro-batch",
+                "micro-batch out of range",
                 wanted=f"numbers from 0 to {self.schedule.microbatches - 1}",
                 found=str(list(indices)),
             )
@@ -140,8 +140,8 @@ class ElasticSampler:
             ]
             if found:
                 _log.warning(
-                    "the position is that in another schedule: %s. The resume is not exact: it "
-                    "goes on after %d samples of the schedule that is here now "
+                    "the saved position belongs to another schedule: %s. The resume is not exact: "
+                    "it continues after %d samples of the present schedule "
                     "(docs/guide/exact-resume.md)",
                     "; ".join(found),
                     consumed,

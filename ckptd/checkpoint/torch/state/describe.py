@@ -95,7 +95,7 @@ class Describer:
         wanted = local_shape(shape, entry.shape, cuts, coordinate)
         if tuple(local.shape) != wanted:
             raise UsageError(
-                "a local tensor has not the shape that its placements imply",
+                "a local tensor's shape does not match its placements",
                 where=name,
                 wanted=wanted,
                 found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
@@ -170,11 +170,11 @@ def _check_order(name: str, tensor: DTensor, turned: Sequence[int]) -> None:
     strided = any(type(p).__name__ == "_StridedShard" for p in tensor.placements)
     if turned or (not strided and any(o != tuple(sorted(o)) for o in orders)):
         raise UsageError(
-            "the parts of this tensor lie in another order than its mesh says",
+            "the parts of this tensor do not lie in the order of its mesh",
             where=name,
             wanted="a mesh whose ranks ascend along each axis that cuts, from left to right",
             found=f"{tensor.placements} over ranks {tensor.device_mesh.mesh.tolist()}",
-            hint="make the mesh of ascending ranks, or redistribute() the tensor before saving",
+            hint="create the mesh with ascending ranks, or redistribute() the tensor before saving",
         )
 
 
@@ -191,7 +191,7 @@ def _check_readable(
     crowded = any(cuts.count(dim) > 2 for dim in cuts)
     if crowded and ambiguous(shape, mesh.shape, placements):
         raise UsageError(
-            "placements of this tensor can be read in two ways",
+            "placements of this tensor are ambiguous",
             where=name,
             wanted="at most two cuts of one dimension, or sizes that divide evenly",
             found=f"{list(shape)} by {list(placements)}",

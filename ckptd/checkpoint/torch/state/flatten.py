@@ -418,10 +418,10 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
     place, value = site.place, declared.value
     if isinstance(value, nn.Module | torch.optim.Optimizer | PerRank):
         raise UsageError(
-            "modules and optimizers are not per-rank values",
+            "modules and optimizers cannot be PerRank values",
             where=place.name,
             found=f"PerRank of {type(value).__name__} at {place.path}",
-            hint="put it into the state as it is; shards are found from its DTensors",
+            hint="put it into the state directly; ckptd finds the shards from its DTensors",
         )
     if isinstance(value, DataLoader) and not is_stateful(value):
         raise _no_position(place)
@@ -446,7 +446,7 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
 
 def _no_position(place: StatePlace) -> UsageError:
     return UsageError(
-        "a DataLoader does not tell where in the data it is",
+        "a DataLoader does not expose its position in the data",
         kind="unsavable",
         where=place.name,
         found=place.path,
@@ -458,8 +458,8 @@ def _give_state(value: Any, name: str, saved: Any) -> None:
     """Give an object its saved state; warn of a loader's iterator, which it does not reach."""
     if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
         _log.warning(
-            "an iterator of the loader %s was made before the load, and goes on where it was: make "
-            "a new one, or put ckptd.Batches(loader) into the state (docs/guide/exact-resume.md)",
+            "an iterator of the loader %s was created before the load and is not rewound: create a "
+            "new one, or put ckptd.Batches(loader) into the state (docs/guide/exact-resume.md)",
             name,
         )
     call_with(value.load_state_dict, name, saved)

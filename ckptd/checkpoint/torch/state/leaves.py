@@ -141,7 +141,7 @@ def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -
         return value
     if reduce is None:
         raise MismatchError(
-            "the values of several ranks are to be reduced, and nothing says how",
+            "values of several ranks need a reduction",
             where=name,
             wanted='PerRank(value, on_change="reduce", reduce=...)',
         )
@@ -150,13 +150,13 @@ def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -
 
 def _reseed(raw: Any) -> Reseed:
     if type(raw) is not int or not 0 <= raw < 1 << 63:
-        raise ValueError("not a seed")
+        raise ValueError("invalid seed")
     return Reseed(raw)
 
 
 def _gathered(raw: Any) -> Gathered:
     if not isinstance(raw, list):
-        raise TypeError("not a list of values")
+        raise TypeError("invalid list of values")
     return Gathered(raw)
 
 
@@ -506,7 +506,7 @@ def check_name(place: StatePlace) -> None:
     name = place.name
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise UsageError(
-            "this cannot be a name in a checkpoint",
+            "invalid name in a checkpoint",
             where=place.path[:200],
             wanted=f"1 to {MAX_NAME_CHARS} printable characters",
             found=f"{name[:80]!r}, {len(name)} characters",
@@ -622,11 +622,11 @@ class Sink:
         )
         if other and (found := difference(record, saved)) is not None:
             raise MismatchError(
-                "a tensor is of one class here and of another in the checkpoint",
+                "a tensor has another class than in the checkpoint",
                 where=place.name,
                 wanted=f"{found[0]}, as the live one is",
                 found=found[1],
-                hint="make the live state as it was saved: quantize it first, for instance",
+                hint="build the live state as it was saved, for example quantize it first",
             )
         if record is None:
             whole = tensor if around is None else around(tensor)
@@ -634,9 +634,9 @@ class Sink:
         if tensor.is_meta and self.saved is not None:
             raise bad(
                 place,
-                "a tensor on the meta device that wraps others cannot be given memory",
+                "a wrapper tensor on the meta device cannot be allocated",
                 record["class"],
-                "make it on a real device before the load",
+                "create it on a real device before the load",
             )
         said = self.add_object(place, record, put_nothing, kind="subclass")
         self.records += [] if self._fresh else [said]
@@ -752,7 +752,7 @@ def twice(name: str, one: str, other: str) -> UsageError:
         "two values of the state have one name",
         where=name,
         found=f"{one} and {other}",
-        hint="give one of them another key",
+        hint="rename one of the keys",
     )
 
 
@@ -815,12 +815,12 @@ def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> N
             place,
             "only dense tensors and DTensors can be saved",
             f"{type(tensor).__name__}, layout {tensor.layout}",
-            "save the dense tensors that it is made of",
+            "save its dense tensors instead",
         )
     if not is_dtensor(tensor) and is_hollow(tensor):
         raise bad(
             place,
-            "a subclass without memory of its own does not say what it is made of",
+            "a tensor subclass without memory lacks __tensor_flatten__",
             f"{type(tensor).__module__}.{type(tensor).__qualname__}",
             "give it __tensor_flatten__ and __tensor_unflatten__, or save what it wraps",
         )

@@ -397,7 +397,7 @@ def _named_modules(
 def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:
     if is_fsdp1(module):
         raise UsageError(
-            "FullyShardedDataParallel (FSDP1) flattens parameters, and their names and shapes go",
+            "FullyShardedDataParallel (FSDP1) flattens parameters and loses their names and shapes",
             where=place.child(prefix.removesuffix("."), "").name,
             hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
         )

@@ -284,7 +284,7 @@ def add_optimizer(
             "an optimizer has no groups of parameters",
             where=place.name,
             found=f"{type(optimizer).__name__} without param_groups",
-            hint="put the optimizer that it is around into the state",
+            hint="put the wrapped optimizer into the state",
         )
     if sink.saved is None:
         if place.name not in sink.said:
@@ -435,7 +435,7 @@ class _Said:
 
         def wrong(found: str) -> UsageError:
             return UsageError(
-                "an optimizer's own state_dict() does not say what belongs to which parameter",
+                "an optimizer's own state_dict() does not map its state to parameters",
                 where=place.name,
                 wanted="state and param_groups, with the numbers of parameters, as torch has them",
                 found=f"{type(asked).__name__}: {found}"[:500],
@@ -459,7 +459,7 @@ class _Said:
             raise wrong("parameters that are not numbered one by one")
         mine = {known[n]: entry for n, entry in state.items() if n in known}
         if bad := [n for n, entry in mine.items() if not isinstance(entry, Mapping)]:
-            raise wrong(f"state of parameter {bad[0]} that is no dictionary")
+            raise wrong(f"state of parameter {bad[0]} that is not a dict")
         more = {k: v for k, v in whole.items() if k not in _TORCHS}
         if loose := {n: entry for n, entry in state.items() if n not in known}:
             more["state"] = loose
@@ -658,7 +658,7 @@ class _Parameter:
                 return make_wrapped(inner, lambda n: part(_below(at, n)), at)
             entry = saved.tensor(at) if saved is not None else None
             if entry is None:
-                raise MismatchError("no such part of a tensor in the checkpoint", where=at)
+                raise MismatchError("the checkpoint lacks this part of a tensor", where=at)
             shape = part_shape(record, entry[1])
             return torch.empty(shape, dtype=torch_dtype(entry[0], at), device=device)
 
@@ -668,7 +668,7 @@ class _Parameter:
         """Return a tensor like the `live` one, or as the optimizer's first step would make it."""
         entry = self.sink.saved.tensor(name) if self.sink.saved else None
         if entry is None:
-            raise MismatchError("no such optimizer state in the checkpoint", where=name)
+            raise MismatchError("the checkpoint lacks this optimizer state", where=name)
         dtype, shape = torch_dtype(entry[0], name), entry[1]
         if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
             return fresh_tensor(live, dtype, shape, self.sink.device)
@@ -709,7 +709,8 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
     inside = optimizer.optimizers if isinstance(optimizer, HostedOptimizer) else ()
     if speaking := [o for o in inside if has_own_words(o)]:
         raise UsageError(
-            "an optimizer inside another says its state itself, and is not asked there",
+            "an optimizer inside another has its own state_dict or hooks, which would not be "
+            "called",
             where=place.name,
             found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
         )
@@ -727,7 +728,7 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
     for entry in optimizer.state.values():
         if not isinstance(entry, Mapping) and entry is not None:
             raise UsageError(
-                "an optimizer's state of a parameter is no dictionary",
+                "an optimizer's state of a parameter is not a dict",
                 where=place.name,
                 found=type(entry).__name__,
                 hint='keep it under a key: optimizer.state[parameter]["name"]',
@@ -835,7 +836,7 @@ def _match_groups(
     try:
         left = [(tuple(sorted(group["params"])), group) for group in saved]
     except (KeyError, TypeError) as error:
-        raise MismatchError("not optimizer groups", where=where, found=repr(error)) from error
+        raise MismatchError("invalid optimizer groups", where=where, found=repr(error)) from error
     wanted, found = Counter(k for k, _ in live), Counter(k for k, _ in left)
     if wanted != found:
         around = [[g for k, g in left if key and {*key} <= {*k}] for key, _ in live]

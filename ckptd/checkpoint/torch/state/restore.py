@@ -268,7 +268,7 @@ def match(
         differences += [f"{n}: both a tensor and a value in the checkpoint" for n in doubtful]
         return found
     for name, why in misfits.items():
-        _log.warning("%s keeps its own state: %s", name, why)
+        _log.warning("%s keeps its live state: %s", name, why)
         found.missing.append(f"{name}.groups")
     return found
 
@@ -481,7 +481,7 @@ def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[s
     unknown += [n for n in per_rank if n not in leaves.per_rank]
     if unknown:
         raise MismatchError(
-            "values without a place in the state",
+            "values that the state does not have",
             found=", ".join(unknown[:16])
             + (f", ... {len(unknown)} in all" if unknown[16:] else ""),
         )

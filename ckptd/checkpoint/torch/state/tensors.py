@@ -171,7 +171,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     lazy = plain.is_conj() or plain.is_neg()
     if plain.device.type != "cpu" or not plain.is_contiguous() or lazy:
         raise UsageError(
-            "the memory of this tensor is not its bytes",
+            "this tensor's memory does not hold its bytes in order",
             wanted="a contiguous CPU tensor",
             found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
         )
@@ -180,10 +180,10 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
         return np.empty(0, np.uint8)
     if not plain.data_ptr():
         raise UsageError(
-            "this tensor has no memory of its own",
+            "this tensor has no memory",
             wanted="a plain tensor, or a DTensor",
             found=f"{type(plain).__name__}, {nbytes} bytes",
-            hint="save the tensors that it wraps, or register(...) a type for it",
+            hint="save the tensors that it wraps, or register its type with ckptd.register(...)",
         )
     return np.asarray(_Memory(plain, plain.data_ptr(), nbytes))
 

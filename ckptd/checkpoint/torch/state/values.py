@@ -79,9 +79,9 @@ def _as_tensor(array: Array, place: StatePlace) -> tuple[bool, torch.Tensor]:
             f"a numpy array of this kind cannot be saved: {place.path}",
             kind="unsavable",
             where=place.name,
-            wanted="numbers or bools, and no more than these",
+            wanted="numbers or bools only",
             found=f"{type(array).__name__} of {array.dtype}",
-            hint="save what it is made of: of a masked array data and mask",
+            hint="save its parts: of a masked array data and mask",
         )
     strides_fit = all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
     shared = array.flags.writeable and array.dtype.isnative and strides_fit
@@ -363,9 +363,9 @@ def _forms(tensors: Iterable[torch.Tensor], place: StatePlace) -> dict[int, _For
         if type(tensor) not in _PLAIN:
             if is_dtensor(tensor) or is_async(tensor):
                 continue
-            hint = "tensor.as_subclass(torch.Tensor), and what it has besides as values"
+            hint = "tensor.as_subclass(torch.Tensor), and its other attributes as values"
             found = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-            raise bad(place, "a tensor of a class that may add to tensors", found, hint)
+            raise bad(place, "a tensor of a class that may hold more than the tensor", found, hint)
         if not tensor.is_conj() and not tensor.is_neg():
             first, reach = int(tensor.storage_offset()), max(1, tensor.numel())
             if not tensor.is_contiguous():
@@ -415,7 +415,7 @@ def _filled(
                     memory[of] = tensor.detach().new_empty(first + reach)
         made = {k: _in_form(tensors[r.name], r.form, memory) for k, r in refs.items()}
     except (LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
-        message, found = "a tensor inside a value has no such form", repr(error)[:200]
+        message, found = "a tensor inside a value cannot have this form", repr(error)[:200]
         raise CorruptError(message, found=found) from None
     return _with_tensors(value, lambda r: tensors[r.name] if r.name in live else made[key(r)])
 
@@ -461,7 +461,7 @@ def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     [form] = _forms([tensor], place).values()
     if tensor.nbytes > MAX_INLINE_BYTES:
         found = f"{tensor.nbytes} bytes, shape {tuple(tensor.shape)}"
-        hint = "put it into a dict or a list of the state, where it becomes a tensor of its own"
+        hint = "put it into a dict or a list of the state, where it is saved as a tensor"
         raise bad(place, f"a tensor is larger than {MAX_INLINE_BYTES} bytes", found, hint)
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = as_bytes(plain).tobytes()

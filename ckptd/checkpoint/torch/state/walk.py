@@ -204,11 +204,11 @@ def _speaks(wrapper: Any, inner: _Inner, where: str) -> bool:
     own += [h for h in _SAYING + _TAKING if mine.get(h) and mine[h] is not theirs.get(h)]
     if own:
         raise UsageError(
-            "a wrapper of an optimizer has state or words of its own beside the optimizer's",
+            "a wrapper of an optimizer has its own state or state_dict()",
             where=where,
             found=f"{type(wrapper).__name__} with {', '.join(own[:6])}, around "
             f"{type(inner.value).__name__} in {inner.at.removeprefix('.')}",
-            hint=f"put the optimizer into the state, and what the wrapper keeps as values: "
+            hint=f"put the optimizer into the state, and the wrapper's values beside it: "
             f'{{"optim": wrapper{inner.at}, "wrapper": ...}}',
         )
     return bool(words)
@@ -243,7 +243,7 @@ def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
         "an optimizer holds others whose state would be lost",
         where=where,
         found=f"{type(value).__name__} with {', '.join(type(i.value).__name__ for i in inner[:6])}",
-        hint="put the optimizers that it holds into the state, each by itself: "
+        hint="put each of the optimizers that it holds into the state: "
         f'{{"optim": [{", ".join(ways[:4])}{", ..." if len(ways) > 4 else ""}], ...}}',
     )
 
@@ -281,7 +281,7 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
     given: object = state
     if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
         raise UsageError(
-            "a state is a mapping with string keys",
+            "the state must be a dict with string keys",
             wanted='{"model": model, "optim": optimizer, ...}',
             found=type(state).__name__,
         )
@@ -342,7 +342,7 @@ def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
     ids = [g.get("params") for g in groups if isinstance(g, dict)]
     if any(isinstance(i, list) and any(isinstance(x, int) for x in i) for i in ids):
         raise UsageError(
-            "an optimizer's state_dict() numbers the parameters, and numbers mean nothing later",
+            "an optimizer's state_dict() refers to parameters by number, which is not stable",
             where=place.name,
             found=place.path,
             hint="put the optimizer itself into the state",
@@ -392,7 +392,7 @@ class _Walker:
         if isinstance(value, Counter) or not all(type(k) in (str, int) for k in value):
             if self._holds(is_live, value, place.path):
                 raise UsageError(
-                    "a key cannot be a name in a checkpoint",
+                    "a key cannot be used as a name in a checkpoint",
                     where=place.path,
                     wanted="str or int",
                     found=", ".join(repr(k)[:40] for k in value if type(k) not in (str, int)),

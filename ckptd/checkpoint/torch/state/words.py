@@ -167,7 +167,7 @@ def ask(place: StatePlace, top: nn.Module) -> Mapping[str, Any]:
         message = "a module's own state_dict() failed"
         raise _refused(place, ModulePlace("", "", top), message, repr(error)[:500]) from error
     if not isinstance(said, Mapping) or {*map(type, said)} - {str}:
-        message = "a module's own state_dict() is no dict with names as keys"
+        message = "a module's own state_dict() must be a dict with strings as keys"
         raise _refused(place, ModulePlace("", "", top), message, "")
     return said
 
@@ -226,7 +226,7 @@ class ModuleWords:
         for key, value in self.said.items():
             name = escape_fqn("".join(_headed(self._prefixes, key) or ("", key)))
             if name in self.keys:
-                message = "a module's own state_dict() has two values of one name"
+                message = "a module's own state_dict() has two values for one name"
                 found = f"{self.keys[name]} and {key}"
                 raise _refused(place, ModulePlace("", "", top), message, found)
             self.values[name], self.keys[name] = value, key
@@ -320,7 +320,7 @@ class ModuleWords:
         if lost:
             by = self._speaker(lost[0]) or ModulePlace("", "", self._top)
             names = ", ".join(n.removeprefix(escape_fqn(by.prefix)) for n in lost[:8])
-            message = "a module says state that it does not take when it is loaded"
+            message = "a module's load_state_dict() does not accept what its state_dict() returns"
             raise _refused(self._place, by, message, names)
 
 
@@ -508,10 +508,11 @@ class LoadPath:
             word = self.said.values.get(name[start:], tensor)
             if name in names and not is_same_memory(word, tensor):
                 raise UsageError(
-                    "a module says of a tensor another value than lies in its memory",
+                    "a module's state_dict() returns another value of a tensor than its memory "
+                    "holds",
                     where=name,
                     found=type(self._module).__name__,
-                    hint="a live move takes the memory: save and load, or publish; or move "
+                    hint="a live move copies the memory: save and load, or publish; or move "
                     "dict(module.named_parameters())",
                 )
 

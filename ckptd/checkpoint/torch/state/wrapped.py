@@ -158,7 +158,7 @@ def _cut(tensor: Any, where: str) -> list[list[Any]]:
             where=where,
             wanted="sizes that the mesh divides",
             found=f"{type(_local(tensor)).__name__} of {tuple(tensor.shape)} by {found}",
-            hint="pad the parameter, or save the plain tensor that it stands for",
+            hint="pad the parameter, or save the plain tensor that it represents",
         )
     return found
 
@@ -192,7 +192,7 @@ def make_wrapped(
         cls = loaded_class(str(record["class"]), torch.Tensor)
         unflatten = getattr(cls, "__tensor_unflatten__", None)
         if unflatten is None:
-            raise TypeError("no such class is loaded, or it cannot be made of its parts")
+            raise TypeError("the class is not imported, or cannot be built from its parts")
         parts = {str(name): part(str(name)) for name in record["parts"]}
         known = isinstance(live, torch.Tensor) and is_wrapped(live)
         if known and difference(record_of(live, where), record) is None:
@@ -202,11 +202,11 @@ def make_wrapped(
         shape, stride = torch.Size(record["shape"]), tuple(record["stride"])
         made = unflatten(parts, context, shape, stride)
         if not isinstance(made, torch.Tensor) or tuple(made.shape) != tuple(shape):
-            raise TypeError("it makes another tensor of its parts")
+            raise TypeError("rebuilding it from its parts gives another tensor")
         return made if like is None else _cut_alike(made, like)
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
         raise MismatchError(
-            "a tensor of a wrapper subclass cannot be made here",
+            "a tensor of a wrapper subclass cannot be rebuilt",
             where=where,
             wanted=_words(_compared(record), None),
             found=f"{type(error).__name__}: {error}"[:_MOST_SHOWN],
@@ -262,7 +262,7 @@ def _encoded(value: Any, owner: str, where: str) -> Any:
         fields = [f.name for f in dataclasses.fields(value) if f.name != _UNCOMPARED]
         return ["dataclass", _class_name(kind), {f: inner(getattr(value, f)) for f in fields}]
     raise UsageError(
-        f"the context of a {owner} holds what is not plain",
+        f"the context of a {owner} holds unsupported values",
         kind="unsavable",
         where=where,
         wanted="numbers, texts, torch's types and sizes, enums, dataclasses, lists and dicts",
@@ -290,4 +290,4 @@ def _decoded(raw: Any) -> Any:
             return tuple(_decoded(i) for i in items)
         case "dict":
             return {str(k): _decoded(v) for k, v in items[0].items()}
-    raise TypeError(f"a context with a {tag} is not made again")
+    raise TypeError(f"a context with a {tag} cannot be rebuilt")

@@ -105,7 +105,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "larger batches": (loader, lambda: loader(batch=3), "the batch size was 2 and is 3"),
     "shuffled": (loader, lambda: loader(shuffle=True), "RandomSampler"),
     "whole batches": (loader, lambda: loader(drop_last=True), "drop_last was False and is True"),
-    "other samples": (loader, lambda: loader(add=1000), "samples that were looked at differ"),
+    "other samples": (loader, lambda: loader(add=1000), "sampled items differ"),
     "another seed": (lambda: sharded(1), lambda: sharded(2), "seed=2"),
     "another loader": (loader, lambda: loader(Other), "the loader was DataLoader and is Other"),
     "another data set": (loader, lambda: DataLoader(Own(), 2), "the data set was list and is Own"),
@@ -293,7 +293,7 @@ def test_samples_in_memory_are_looked_at(data: Any, other: Any) -> None:
 
     assert facts(data)["samples"]
     assert changes(facts(data), facts(data)) == []
-    assert changes(facts(data), facts(other)) == ["samples that were looked at differ"]
+    assert changes(facts(data), facts(other)) == ["sampled items differ"]
 
 
 def test_samples_that_would_have_to_be_made_are_not() -> None:

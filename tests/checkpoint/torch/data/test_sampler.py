@@ -56,5 +56,5 @@ def test_a_strange_state_is_refused(state: object) -> None:
 
 
 def test_a_rank_without_micro_batches_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to compute"):
+    with pytest.raises(UsageError, match="more ranks than micro-batches"):
         ElasticSampler(SCHEDULE, rank=5, world=6)

@@ -19,7 +19,7 @@ from tests.processes import PATIENCE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 WHOLE = torch.arange(16.0).reshape(8, 2)
-REFUSED = "the parts of this tensor lie in another order than its mesh says"
+REFUSED = "the parts of this tensor do not lie in the order of its mesh"
 
 
 def fsdp(mesh: DeviceMesh) -> torch.Tensor:

@@ -170,7 +170,7 @@ def test_a_module_and_its_state_dict_are_stored_once() -> None:
 
 @pytest.mark.parametrize("state", [None, [1], {1: 2}, {"a": 1, 2: 3}], ids=repr)
 def test_a_state_is_a_mapping_with_string_keys(state: Any) -> None:
-    refused(state, "a state is a mapping with string keys")
+    refused(state, "the state must be a dict with string keys")
 
 
 def test_a_read_only_mapping_at_the_top_is_fine_to_save() -> None:
@@ -192,7 +192,7 @@ def test_two_values_with_one_name_inside_a_value() -> None:
 
 
 def test_names_that_no_reader_would_accept() -> None:
-    assert refused({"x" * 5000: 1}, "this cannot be a name in a checkpoint").where
+    assert refused({"x" * 5000: 1}, "invalid name in a checkpoint").where
     assert names({"line\nbreak": 1})[1] == ["line%0Abreak"]
 
 
@@ -264,13 +264,13 @@ def test_dtypes_that_the_format_lacks() -> None:
 
 def test_keys_that_cannot_be_names_are_fine_for_values_only() -> None:
     assert names({"a": {(1, 2): "x", None: 3}})[1] == ["a"]
-    refused({"a": {(1, 2): nn.Linear(1, 1)}}, "a key cannot be a name in a checkpoint")
-    refused({"a": {True: nn.Linear(1, 1)}}, "a key cannot be a name in a checkpoint")
+    refused({"a": {(1, 2): nn.Linear(1, 1)}}, "a key cannot be used as a name in a checkpoint")
+    refused({"a": {True: nn.Linear(1, 1)}}, "a key cannot be used as a name in a checkpoint")
 
 
 def test_wrapped_modules_are_refused_as_per_rank_values() -> None:
-    refused({"a": PerRank(nn.Linear(1, 1))}, "modules and optimizers are not per-rank values")
-    refused({"a": PerRank(PerRank(1))}, "modules and optimizers are not per-rank values")
+    refused({"a": PerRank(nn.Linear(1, 1))}, "modules and optimizers cannot be PerRank values")
+    refused({"a": PerRank(PerRank(1))}, "modules and optimizers cannot be PerRank values")
 
 
 # --- values and back -----------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class Packed(nn.Module):
 def test_state_outside_parameters_and_buffers_is_not_lost_in_silence() -> None:
     error = refused(
         {"m": nn.Sequential(Block(), Packed())},
-        "says state that it does not take when it is loaded",
+        "does not accept what its state_dict",
     )
     assert error.where == "m.1"
     assert error.found == "Packed: packed"

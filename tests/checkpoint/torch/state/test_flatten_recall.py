@@ -800,7 +800,7 @@ def test_a_module_that_writes_its_own_state_is_asked_each_time() -> None:
     state["model"].used = True
     with pytest.raises(UsageError) as caught:
         flattener.flatten(state)
-    assert "a module says state that it does not take when" in caught.value.message
+    assert "does not accept what its state_dict" in caught.value.message
 
 
 class Drained:

@@ -98,7 +98,7 @@ def test_what_a_reshard_left_to_the_load_is_done() -> None:
     assert ask("reduce", gathered, 1, 4, sum) == 6
     with pytest.raises(MismatchError) as caught:
         ask("drop", gathered, 1, 2)
-    assert "the values of several ranks are to be reduced" in caught.value.message
+    assert "values of several ranks need a reduction" in caught.value.message
 
 
 @pytest.mark.parametrize("values", [[11, 12], [[HELD, HELD], [HELD]]])

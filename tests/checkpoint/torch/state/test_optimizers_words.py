@@ -323,7 +323,7 @@ def test_a_tensor_as_the_state_of_a_parameter_is_refused() -> None:
     optimizer.state[model.weight] = torch.ones(3)  # type: ignore[assignment]
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": optimizer})
-    assert "an optimizer's state of a parameter is no dictionary" in caught.value.message
+    assert "an optimizer's state of a parameter is not a dict" in caught.value.message
 
 
 def test_hooks_that_come_later_are_asked() -> None:
@@ -359,7 +359,7 @@ def test_a_wrapper_with_hooks_of_its_own_is_refused(hooks: str) -> None:
     flatten({"m": model, "o": Around(optimizer)})
     with pytest.raises(UsageError) as caught:
         flatten({"m": model, "o": Around(optimizer, **{f"_optimizer_{hooks}_hooks": {1: print}})})
-    assert "a wrapper of an optimizer has state or words of its own beside" in caught.value.message
+    assert "a wrapper of an optimizer has its own state or state_dict()" in caught.value.message
 
 
 def test_names_of_state_that_are_no_identifiers() -> None:

@@ -52,7 +52,7 @@ def test_a_parameter_that_needs_gradients_has_bytes_too() -> None:
 def test_memory_that_is_not_the_bytes_is_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(UsageError) as caught:
         as_bytes(tensor)
-    assert "the memory of this tensor is not its bytes" in caught.value.message
+    assert "this tensor's memory does not hold its bytes in order" in caught.value.message
 
 
 def test_a_dtype_without_a_name_is_refused_with_the_tensors_name() -> None:

@@ -402,7 +402,7 @@ def test_state_that_would_be_lost_is_an_error(kind: str) -> None:
     with pytest.raises(UsageError) as caught:
         flatten({"model": model, "optim": wrapper})
     assert caught.value.message in (
-        "a wrapper of an optimizer has state or words of its own beside the optimizer's",
+        "a wrapper of an optimizer has its own state or state_dict()",
         "an optimizer holds others whose state would be lost",
     )
     assert caught.value.where == "optim"

@@ -865,15 +865,15 @@ class Reserved(Own):
     ("module", "words", "where"),
     [
         (Raises(1, 1), "own state_dict() failed", "m"),
-        (Pairs(1, 1), "is no dict with names as keys", "m"),
+        (Pairs(1, 1), "must be a dict with strings as keys", "m"),
         (
             nn.Sequential(Override()),
-            "does not take when it is loaded",
+            "does not accept what its state_dict",
             "m.0",
         ),  # torch does not take it, either
         (nn.Sequential(Unsavable()), "a value of this type cannot be saved", "m.0.n"),
-        (nn.Sequential(Reserved(3)), "does not take when it is loaded", "m.0"),
-        (nn.Sequential(Reserved(torch.ones(1))), "does not take when it is loaded", "m.0"),
+        (nn.Sequential(Reserved(3)), "does not accept what its state_dict", "m.0"),
+        (nn.Sequential(Reserved(torch.ones(1))), "does not accept what its state_dict", "m.0"),
     ],
     ids=["raises", "no dict", "taken by none", "no value", "a note", "a note, of a tensor"],
 )

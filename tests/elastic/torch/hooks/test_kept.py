@@ -199,7 +199,7 @@ def test_what_is_no_use_is_refused() -> None:
     with pytest.raises(UsageError, match="a different count of numbers"):
         canonical.add(1, 1)
     sampler = ElasticSampler(SCHEDULE)
-    with pytest.raises(UsageError, match="no such micro-batch"):
+    with pytest.raises(UsageError, match="micro-batch out of range"):
         sampler.assign([6])
 
 
