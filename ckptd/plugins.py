@@ -81,7 +81,7 @@ def load_entry(group: str, package: str, where: str) -> Any:
             where=where,
             hint="install ckptd from its wheel or its source tree: both hold it",
         )
-    return load_plugin(found[0], f"{where} takes the first of the group {group}")
+    return load_plugin(found[0], f"{where} uses the first of the group {group}")
 
 
 def load_plugin(entry: EntryPoint, why: str) -> Any:
@@ -96,10 +96,10 @@ def load_plugin(entry: EntryPoint, why: str) -> Any:
         return entry.load()
     except Exception as error:
         raise UsageError(
-            "an installed package does not load",
+            "an installed plugin fails to load",
             where=origin(entry),
             found=repr(error),
-            hint=f"repair or remove it: {why}",
+            hint=f"reinstall or uninstall it: {why}",
         ) from error
 
 

@@ -66,7 +66,7 @@ def test_a_package_that_does_not_load_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError) as caught:
         load_entry(DUMPS, "ckptd_nccl", "--flight-recorder")
-    assert "an installed package does not load" in caught.value.message
+    assert "an installed plugin fails to load" in caught.value.message
     assert "aaa 1.2" in str(caught.value.where)
 
 

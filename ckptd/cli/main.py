@@ -199,7 +199,7 @@ def installed_verbs() -> dict[str, Verb]:
             if not isinstance(verb, Verb):
                 raise TypeError(f"wanted a ckptd.plugins.Verb, found {type(verb).__name__}")
         except Exception as error:  # noqa: BLE001 - one broken package leaves the other verbs
-            text = f"verb {entry.name} of {origin(entry)} does not load: {error!r}"
+            text = f"verb {entry.name} of {origin(entry)} fails to load: {error!r}"
             print(f"note: {text}", file=sys.stderr)
             continue
         number = len(VERBS) + len(found)

@@ -53,7 +53,7 @@ def _check_refined(refined: Mapping[str, Dim], sizes: Mapping[str, int]) -> None
         known = name in sizes and all(a in sizes for a in _leaves((name,), refined))
         if known and sequence(dim, ValueScope(sizes, {}, refined)).length != sizes[name]:
             raise MismatchError(
-                f"the parts of {name} do not make up its length",
+                f"the lengths of {name}'s parts do not add up",
                 kind="lay-fit",
                 wanted=f"{name} = {sizes[name]}",
                 found=sequence(dim, ValueScope(sizes, {}, refined)).length,

@@ -66,7 +66,7 @@ def pack(numels: tuple[int, ...], limit: int | None, start: int, end: int) -> Pa
     """
     if start < 1 or end < 1:
         raise UsageError(
-            "a flat is aligned to nothing", kind="lay-rule", found=f"start {start}, end {end}"
+            "the alignment of a flat is missing", kind="lay-rule", found=f"start {start}, end {end}"
         )
     groups: list[list[int]] = []
     ends: list[int] = []

@@ -181,9 +181,11 @@ def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
     if isinstance(part, NameIndex) and part.axis in numbers:
         return str(numbers[part.axis]).zfill(part.width)
     if isinstance(part, Glob):
-        raise UsageError("a name with globs is no tensor's name", kind="lay-rule", found=name.parts)
+        raise UsageError(
+            "a name with globs cannot name one tensor", kind="lay-rule", found=name.parts
+        )
     raise UsageError(
-        "nothing says an index of a name",
+        "an index of a name has no value",
         kind="lay-rule",
         where=show(name),
         wanted="an axis of the tensor, or a mesh axis that the rule is cut over",

@@ -100,7 +100,7 @@ def meetings(
     if missing:
         shown = " ".join(f"{a}={r.start}..{r.start + r.size - 1}" for a, r in missing[0].items())
         raise MismatchError(
-            "the source holds no such tensor, or not all of it",
+            "the source lacks this tensor, or a part of it",
             kind="lay-cover",
             where=where,
             wanted=shown,

@@ -45,7 +45,7 @@ class Places:
         for axis in self.axes:
             if not self.mesh.strides.get(axis):
                 raise UsageError(
-                    f"a dimension is split over {axis}, which is no rank axis of the mesh",
+                    f"a dimension is split over {axis}, which is not a rank axis of the mesh",
                     kind="lay-rule",
                 )
 

@@ -93,14 +93,14 @@ def _following(
         if isinstance(m, Affine):
             if power is None:
                 raise UsageError(
-                    "a parameter is shifted or scaled, and how one of its states follows is not"
-                    " known",
+                    "a rule shifts or scales a parameter, but how its state changes with it is "
+                    "unknown",
                     kind="lay-rule",
                     where=f"state {state}",
                     wanted="m (mean of gradients), s (mean of their squares) or w (copy of the"
                     " parameter)",
                     found=show(m),
-                    hint=f"call it so in the space: `follow m={state}` saves m as {state}",
+                    hint=f"declare it in the space: `follow m={state}` saves m as {state}",
                 )
             if power < 0:
                 m = replace(m, scale=m.scale**power if m.scale else 0.0, shift=0.0)

@@ -205,11 +205,11 @@ def _line(call: np.void, texts: Mapping[int, str], names: Mapping[int, GroupInfo
     spent = call["end"] - call["start"]
     flags = CallFlag(int(call["flags"]))
     if CallFlag.UNSEEN in flags:
-        ended = "its end is not known"
+        ended = "end unknown"
     elif spent == spent:
         ended = f"took {spent:.6f} s"
     else:
-        ended = "its device has not come to it" if CallFlag.QUEUED in flags else "goes on"
+        ended = "its device has not reached it" if CallFlag.QUEUED in flags else "goes on"
     site = texts.get(int(call["site"]), "")
     return (
         f"{call['start']:+.3f} s  {group} #{int(call['seq'])}  {op}  "
@@ -409,7 +409,7 @@ class IncidentTracker:
     def get(self, ident: str) -> Incident:
         """Return an incident; NotFoundError."""
         if ident not in self._incidents:
-            raise NotFoundError("no incident has this id", where=ident)
+            raise NotFoundError("unknown incident", where=ident)
         return self._incidents[ident]
 
     def change(self, ident: str, **fields: Any) -> Incident:

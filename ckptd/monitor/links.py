@@ -316,7 +316,7 @@ def slow_links(
         ),
         evidence=(
             *(f"{e.target} {_name(names, e)}: {e.ratio:.1f} times, links: {e.edges}" for e in sure),
-            *(f"{name} may be an echo of these: probe it again" for name in echoes),
+            *(f"{name} may be a side effect of these: probe it again" for name in echoes),
         ),
         rules_out=("a slow rank: probes do not pass through the trainer",),
         refuted_by="a second round of probes, one source at a time, shows usual delays",

@@ -191,7 +191,7 @@ class JobRecording:
         try:
             return _File(self.path)
         except FileNotFoundError as error:
-            raise NotFoundError("there is no such recording", where=str(self.path)) from error
+            raise NotFoundError("the recording does not exist", where=str(self.path)) from error
         except OSError as error:
             raise _unusable(self.path, error) from error
 
@@ -209,7 +209,7 @@ class JobRecording:
 
     def _bad(self, found: str) -> CorruptError:
         return CorruptError(
-            "this is not a recording",
+            "not a recording of ckptd",
             where=str(self.path),
             wanted="the header of a recording of this version",
             found=found,

@@ -326,7 +326,7 @@ class RingWriter:
         self.shape = shape or RingShape()
         if sys.byteorder != "little" or not self.shape.fits():
             raise UsageError(
-                "a ring cannot be made like this",
+                "invalid shape of a ring",
                 where=str(path),
                 wanted="a little-endian machine, and a shape within its limits",
                 found=f"{sys.byteorder}-endian, {self.shape}",
@@ -625,7 +625,7 @@ class RankFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise NotFoundError(f"there is no {self.WHAT}", where=str(path)) from error
+            raise NotFoundError(f"no {self.WHAT} found", where=str(path)) from error
         except OSError as error:
             raise self._unreadable(error) from error
         try:
@@ -672,9 +672,7 @@ class RankFile:
         return raw
 
     def _corrupt(self, wanted: str, found: str) -> CorruptError:
-        return CorruptError(
-            f"this is not a {self.WHAT}", where=str(self.path), wanted=wanted, found=found
-        )
+        return CorruptError(f"not a {self.WHAT}", where=str(self.path), wanted=wanted, found=found)
 
     def _unreadable(self, error: OSError) -> StoreError:
         return StoreError(

@@ -94,7 +94,7 @@ class SampleWriter:
     def __init__(self, path: Path, identity: RingIdentity, slots: int = 1024) -> None:
         if not 0 < slots <= _MOST_SLOTS:
             raise UsageError(
-                "samples cannot be kept like this",
+                "invalid number of sample slots",
                 where=str(path),
                 wanted=f"1 to {_MOST_SLOTS} slots",
                 found=str(slots),

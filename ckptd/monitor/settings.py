@@ -163,7 +163,7 @@ def _number(assignment: str, text: str, before: float) -> Any:
 
 def _bad(assignment: str, wanted: str) -> UsageError:
     return UsageError(
-        "a setting cannot be changed so",
+        "invalid setting",
         wanted=wanted,
         found=assignment,
         hint=f"settings are {', '.join(setting_names())}",

@@ -221,7 +221,7 @@ def _count(report: NodeReport) -> int:
 def old(source: str, taken: int, number: int) -> ConflictError:
     """Return the error of a message that is not newer than what was taken."""
     return ConflictError(
-        "this report, or a newer one of its source, was taken before",
+        "this report, or a newer one of its source, was already received",
         where=source,
         wanted=f"a number above {taken}",
         found=str(number),

@@ -44,7 +44,7 @@ from ckptd.monitor.verdict import Suspect, Verdict, VerdictKind
 
 STUCK = "communication stands still"
 SLOWER = "steps take longer, and no rank's own time does"
-RECHECK = "to see whether it is still so"
+RECHECK = "to check whether it still holds"
 HELD_S = 1.0
 """With a controller, an end is held back for this long: the controller may have meant it."""
 
@@ -160,7 +160,7 @@ class JobWatch:
 
     def _check_job(self, job: str) -> None:
         if job != self.name:
-            raise RefusedError("this message is of another job", wanted=self.name, found=job)
+            raise RefusedError("this message belongs to another job", wanted=self.name, found=job)
 
     # --- a round --------------------------------------------------------------------------------
 

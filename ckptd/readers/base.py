@@ -168,12 +168,12 @@ class SeenFiles:
             )
         if self._is_another(key, before, now):
             raise CorruptError(
-                "a file was written anew while it was read",
+                "a file was replaced while it was read",
                 kind="replaced",
                 where=key,
                 wanted=f"what was written at {time_text(before.modified)}",
                 found=f"what was written at {time_text(now.modified)}",
-                hint="begin again, once no program writes there",
+                hint="try again once no program writes there",
             )
 
     def check_read(self) -> None:
@@ -413,11 +413,11 @@ def json_value(value: Any) -> Any:
         size = leaf.bit_length() * 8 if isinstance(leaf, int) else size
         if left < 0 or not good or size > _MAX_CHARS:
             found = leaf.cls if isinstance(leaf, PickledObject) else type(leaf).__name__
-            raise MismatchError("no plain value, or too much", where=path[:200], found=found)
+            raise MismatchError("not a plain value, or too large", where=path[:200], found=found)
     try:
         return codec.encode(_plain(value))
     except UsageError as error:
-        raise MismatchError("no plain value", found=error.message) from None
+        raise MismatchError("not a plain value", found=error.message) from None
 
 
 def _plain(value: Any) -> Any:

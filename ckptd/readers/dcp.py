@@ -104,13 +104,13 @@ class _Items:
         if not all(
             type(k) is str and isinstance(v, PickledObject) for k, v in self.tensors.items()
         ):
-            raise self._bad("an entry that is no object, or without a name")
+            raise self._bad("an entry that is not an object, or has no name")
         self._sizes: dict[str, int] = {}
         self._headers: dict[str, _Header] = {}
 
     def _bad(self, found: str, name: str = "") -> CorruptError:
         return CorruptError(
-            "not the metadata of a distributed checkpoint",
+            "invalid metadata of a distributed checkpoint",
             where=f"{self._where}: {name}" if name else self._where,
             found=found[:200],
         )
@@ -177,7 +177,7 @@ class _Items:
             raise self._bad("an item without file, offset or length", name)
         if fields.get("transform_descriptors"):
             raise RefusedError(
-                "items that are compressed or otherwise transformed are not read",
+                "compressed or otherwise transformed items are not supported",
                 kind="unreadable-format",
                 where=f"{file}: {name}",
                 found=_transforms(fields["transform_descriptors"]),
@@ -186,7 +186,7 @@ class _Items:
         if file not in self._sizes:
             self._sizes[file] = self._names.size(file)
         if max(start, length).bit_length() > 62 or min(start, length) < 0:
-            raise self._bad("an offset or length that is no count", name)
+            raise self._bad("an offset or length that is not a count", name)
         if start + length > self._sizes[file]:
             raise CorruptError(
                 "a file is shorter than the metadata says",
@@ -250,7 +250,7 @@ class _Item:
             # Before its length is judged: a subclass may take less room than what it stands for.
             check_read(tensor, where)
             if not isinstance(tensor, PickledTensor):
-                raise CorruptError("an item is no tensor", where=where)
+                raise CorruptError("an item is not a tensor", where=where)
             found, extent = (tensor.dtype, tensor.shape), extent_of(file, tensor, where)
         else:
             chunk, start = self._chunk(where)

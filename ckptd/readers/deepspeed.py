@@ -86,7 +86,7 @@ class DeepSpeedReader:
         cut, universal = _is_cut(sets, names), _UNIVERSAL in names.names
         if not universal and (cut or any(one.value.get("ds_autoep_layers") for one in sets)):
             raise RefusedError(
-                "tensor parallelism and AutoEP of DeepSpeed are not read",
+                "DeepSpeed's tensor parallelism and AutoEP are not supported",
                 kind="unreadable-format",
                 where=names.where,
                 found=f"mp ranks {[one.mp for one in sets][:8]}",
@@ -203,11 +203,11 @@ def _check_step(wanted: Any, found: Any, where: str) -> None:
 
 def _other_step(wanted: Any, found: Any, where: str) -> MismatchError:
     return MismatchError(
-        "files are of different steps",
+        "the files belong to different steps",
         where=where,
         wanted=short_text(wanted),
         found=short_text(found),
-        hint="bring the files of all ranks, of one save",
+        hint="copy the files of all ranks from one save",
     )
 
 
@@ -287,17 +287,17 @@ def _check_layers(names: Listing, sets: Sequence[_Model], files: Sequence[Foreig
                 where=names.where,
                 wanted=f"{number} tensors of shape {shape}, which the optimizers train",
                 found=f"{there[shape]} in all files layer_*",
-                hint="bring the files of all layers, of one save",
+                hint="copy the files of all layers from one save",
             )
 
 
 def _other_file(where: str, wanted: str, found: str) -> MismatchError:
     return MismatchError(
-        "a file holds what belongs into another one",
+        "a file holds the contents of another file",
         where=where,
         wanted=wanted,
         found=short_text(found),
-        hint="bring the files of one save, each under the name that it was saved as",
+        hint="copy the files of one save under their original names",
     )
 
 
@@ -305,7 +305,7 @@ def _tagged(names: Listing) -> Listing:
     latest = next(n for n in _LATEST if n in names.names)
     tag = names.read(latest, 4096).decode("utf-8", "replace").strip() + "/"
     if tag not in names.names:
-        raise missing(names.key(tag), f"the file {latest!r} names a folder that is not there")
+        raise missing(names.key(tag), f"the file {latest!r} names a missing folder")
     return names.inside(tag)
 
 
@@ -679,7 +679,7 @@ def _shared_first(model: _Model) -> bool:
     found = config.get(_SHARED_FIRST, False) if isinstance(config, dict) else None
     if type(found) is not bool:
         raise RefusedError(
-            "which rank has which experts is not said",
+            "the files do not record which rank has which experts",
             kind="unreadable-format",
             where=model.key,
             wanted=f"param_slice_mappings of the ranks, or ds_config with {_SHARED_FIRST}",
@@ -801,7 +801,7 @@ def _groups(value: Any, names: Listing) -> list[dict[str, tuple[int, ...]]]:
         if not all(type(k) is str for g in out for k in g):
             raise ValueError("a parameter without a name")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = "a model's file does not say the shapes of its parameters"
+        what = "a model's file lacks the shapes of its parameters"
         raise damaged(what, names.where, error) from None
     return out
 
@@ -846,7 +846,7 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
         if not {len(pads), len(mapping), len(fillers)} <= {0, len(weights)} and stage < 3:
             raise ValueError("paddings and weights have different numbers of groups")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise damaged("not the optimizer's file of a rank of ZeRO", key, error) from None
+        raise damaged("invalid optimizer file of a rank of ZeRO", key, error) from None
     own = _Optimizer.of(found, key)
     return _Rank(rank, key, found, stage, max(shares), shares, buffers, pads, mapping, fillers, own)
 
@@ -882,7 +882,7 @@ def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
             flat = isinstance(part, PickledTensor) and part.strides == (1,)
             if not isinstance(part, PickledTensor) or not flat or part.shape != (share,):
                 raise MismatchError(
-                    "a rank's share of a frozen parameter is not there", where=f"{key}: {name}"
+                    "a rank's share of a frozen parameter is missing", where=f"{key}: {name}"
                 )
             part = PickledTensor(part.storage, part.offset, (high - low,), (1,), part.dtype)
             at, box = TensorAt(found, part, f"{key}: {name}"), Box.whole(shape)
@@ -912,4 +912,6 @@ def _table(value: Any, name: str, where: str) -> Mapping[Any, Any]:
 
 
 def _no_table(name: str, where: str) -> CorruptError:
-    return CorruptError("a value of a model's file is no table of names", where=f"{where}: {name}")
+    return CorruptError(
+        "a value of a model's file is not a dict of names", where=f"{where}: {name}"
+    )

@@ -77,7 +77,9 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
         places = [(reader, names) for names in below if (reader := _best(known, names))]
         if len(places) > 1:
             raise _ambiguous(
-                "several checkpoints are here", here, [f"{n.prefix} ({r.name})" for r, n in places]
+                "several checkpoints in one folder",
+                here,
+                [f"{n.prefix} ({r.name})" for r, n in places],
             )
         if not places:
             return None
@@ -151,7 +153,9 @@ def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:
     if not most:
         return None
     if len(best) > 1:
-        raise _ambiguous("checkpoints of several formats are here", names, [r.name for r in best])
+        raise _ambiguous(
+            "checkpoints of several formats in one folder", names, [r.name for r in best]
+        )
     return best[0]
 
 
@@ -162,7 +166,7 @@ def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError
         where=names.where,
         wanted="one",
         found=", ".join(found[:_MOST_NAMED]) + more,
-        hint="name the file or the folder of the one that is meant",
+        hint="give the path of one checkpoint",
     )
 
 

@@ -24,7 +24,7 @@ from ckptd.types import Box
 END = ".safetensors"
 _ITEM = re.compile(r".+_(0|[1-9][0-9]{0,5})\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
-_SHAPES = "shapes follow from the files that are there: bring those of all ranks"
+_SHAPES = "shapes are computed from all files: copy those of all ranks"
 
 
 class HfReader:
@@ -84,7 +84,7 @@ def read_header_of(names: Listing, file: str) -> _Header:
         info = parse_json(metadata[_SHARDING].encode()) if _SHARDING in metadata else {}
         offsets = {str(k): tuple(v["saved_offsets"]) for k, v in info.items()}
         if not all(type(n) is int and 0 <= n < 1 << 62 for v in offsets.values() for n in v):
-            raise ValueError("an offset that is no count")
+            raise ValueError("an offset that is not a count")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{_SHARDING} of a header is damaged"
         raise damaged(what, names.key(file), error) from None
@@ -108,11 +108,11 @@ def _check_items(names: Listing, files: Sequence[str]) -> None:
     found = read_pickle(names.read(METADATA, MAX_PICKLE_BYTES), where)
     if not isinstance(found, dict) or found.get("world_size") != 1:
         raise RefusedError(
-            "parts of ranks in safetensors, whose headers do not say which parts they are",
+            "safetensors files of ranks whose headers do not say which parts they hold",
             kind="unreadable-format",
             where=names.key(parts[0]),
-            hint="torch_checkpointing.hf makes whole tensors of them; items that it saves in"
-            " files of torch.save are read",
+            hint="join them with torch_checkpointing.hf; files that it writes with torch.save are "
+            "supported",
         )
 
 
@@ -131,7 +131,7 @@ def _check_index(
         if name not in headers[file][0]:
             elsewhere = next((f for f, (chunks, _, _) in headers.items() if name in chunks), None)
             raise CorruptError(
-                "an index names a tensor that its file has not",
+                "an index names a tensor that its file lacks",
                 where=f"{names.key(where)}: {name}",
                 wanted=f"in {file}",
                 found=f"in {elsewhere}" if elsewhere else "in no file",

@@ -67,7 +67,7 @@ class MegatronReader:
         folders = _legacy(names)
         if folders:
             raise RefusedError(
-                "a checkpoint of Megatron in its legacy form, a folder a rank, needs a layout",
+                "a legacy Megatron checkpoint (one folder per rank) needs a layout",
                 kind="unreadable-format",
                 where=names.where,
                 wanted="torch_dist",
@@ -79,11 +79,11 @@ class MegatronReader:
             about = parse_json(names.read(_METADATA, _MAX_BYTES))
             backend = about["sharded_backend"]
         except (ValueError, KeyError, TypeError) as error:
-            what = "not the metadata of a checkpoint of Megatron"
+            what = "invalid metadata of a Megatron checkpoint"
             raise damaged(what, names.key(_METADATA), error) from None
         if backend != "torch_dist":
             raise RefusedError(
-                "a checkpoint of Megatron in a form that is not read",
+                "unsupported format of a Megatron checkpoint",
                 kind="unreadable-format",
                 where=names.key(_METADATA),
                 wanted="torch_dist",
@@ -155,7 +155,7 @@ def open_buckets(names: Listing) -> Foreign | None:
 
 def _not_one(names: Listing, wanted: str, found: str) -> RefusedError:
     return RefusedError(
-        "the buckets of this optimizer are not read by a layout",
+        "a layout cannot read the buckets of this optimizer",
         kind="unreadable-format",
         where=names.key(METADATA),
         wanted=wanted,
@@ -174,10 +174,10 @@ def _lengths(names: Listing, objects: Mapping[str, Any], group: str, buffer: str
             found = found[0]
         (lengths,) = found[number].values()
         if not all(type(n) is int and 0 < n < 1 << 62 for n in lengths):
-            raise ValueError("a length that is no count")
+            raise ValueError("a length that is not a count")
         return list(lengths)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = "the optimizer does not say how long its buckets are"
+        what = "the optimizer does not record the length of its buckets"
         where = names.key(f"{METADATA}: {group}{_LENGTHS}")
         raise damaged(what, where, error) from None
 
@@ -218,7 +218,7 @@ def _command(names: Listing, folders: Sequence[str]) -> str:
     if math.prod(sizes) != len(places):
         whole = product(*map(range, sizes)) if math.prod(sizes) <= MAX_NAMES else ()
         gone = next((place for place in whole if place not in set(places)), sizes)
-        raise missing(names.key(f"mp_rank_{'_'.join(map(str, gone))}/"), "bring those of all ranks")
+        raise missing(names.key(f"mp_rank_{'_'.join(map(str, gone))}/"), "copy those of all ranks")
     inside = names.inside(folders[0])
     file = next(n for n in _WEIGHTS if n in inside.names)
     value = load_torch(inside, file).value

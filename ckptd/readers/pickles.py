@@ -177,7 +177,7 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
         struct.error,
     ) as error:
         raise CorruptError(
-            "not a pickle",
+            "invalid pickle",
             where=f"{where}, byte {machine.at}",
             found=f"{type(error).__name__}: {error}"[:200],
         ) from None
@@ -199,7 +199,7 @@ def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
             raise MismatchError(
                 "two values of one file have one name",
                 where=f"{where}: {name}"[:400],
-                hint="rename the keys, or drop one of both, before the file is saved",
+                hint="rename or drop one of the keys before saving the file",
             )
         seen.add(name)
         yield name or ("tensor" if leaf is value else name), leaf
@@ -242,10 +242,10 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
 def counts(values: Any, most: int = _MAX_DEPTH) -> tuple[int, ...]:
     """Return numbers such as the sizes or strides of a tensor; `ValueError` for anything else."""
     if not isinstance(values, list | tuple) or len(values) > most:
-        raise ValueError("no list of sizes, or too many of them")
+        raise ValueError("not a list of sizes, or too many")
     for n in values:
         if type(n) is not int or not 0 <= n < 1 << 62:
-            raise ValueError("a size that is no count")
+            raise ValueError("a size that is not a count")
     return tuple(values)
 
 
@@ -314,7 +314,7 @@ def check_read(value: Any, where: str) -> None:
     found = unread_kind(value)
     if found is not None:
         raise RefusedError(
-            "a tensor of this kind is not read",
+            "unsupported kind of tensor",
             kind="unreadable-format",
             where=where[:400],
             found=found[0][:200],
@@ -354,7 +354,7 @@ def _numpy_dtype(about: Any) -> np.dtype[Any]:
     state = about.fields.get("state", ())
     dtype = np.dtype(name) if _NUMBERS.fullmatch(name) else None
     if dtype is None or dtype.name not in DTYPES:
-        raise ValueError("a type that is not one of numbers")
+        raise ValueError("a dtype that is not numeric")
     is_big = len(state) > 1 and state[1] == ">"
     found: np.dtype[Any] = dtype.newbyteorder(">") if is_big else dtype
     return found
@@ -389,7 +389,7 @@ def _text_size(key: Any) -> int:
 
 def _dtype(name: object) -> str:
     if not isinstance(name, GlobalName):
-        raise TypeError("a type of numbers that is no global")
+        raise TypeError("a dtype that is not a global")
     return name.removeprefix("torch.")
 
 
@@ -421,7 +421,7 @@ def _tensor(
 def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     """Do `torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, with its attributes."""
     if not isinstance(function, GlobalName) or not isinstance(args, tuple):
-        raise TypeError("what is called is no global")
+        raise TypeError("a call of something that is not a global")
     if function in _CALLS and not function.startswith("torch._utils."):
         raise ValueError(f"a tensor of a subclass that {function[:80]} makes")
     known = _CALLS.get(function)
@@ -595,7 +595,7 @@ class _Machine:
 
     def limits(self, what: str) -> CorruptError:
         """Return the error for a pickle that costs more than its length justifies."""
-        return CorruptError("a pickle costs too much", where=self.where, found=what)
+        return CorruptError("a pickle needs too much time or memory", where=self.where, found=what)
 
     def spend(self, n: int) -> None:
         """Count elements that are copied, and containers that are made."""
@@ -650,21 +650,21 @@ class _Machine:
     def unsafe(self, what: str) -> RefusedError:
         """Return the error for a pickle that wants to do something."""
         return RefusedError(
-            "a pickle wants what no checkpoint needs",
+            "a pickle imports or calls code that no checkpoint needs",
             kind="unsafe-pickle",
             where=f"{self.where}, byte {self.at}",
             found=what[:200],
-            hint="nothing was run; do not open this file with torch.load(weights_only=False)",
+            hint="no code was run; do not open this file with torch.load(weights_only=False)",
         )
 
     def call(self, function: Any, args: Any) -> None:
         """Push what a constructor makes."""
         if not isinstance(args, tuple):
-            raise TypeError("arguments that are no tuple")
+            raise TypeError("arguments that are not a tuple")
         if type(function) is not GlobalName:
             if isinstance(function, PickledObject):
                 raise self.unsafe(f"a call of what {function.cls} returned")
-            raise TypeError("what is called is no global")
+            raise TypeError("a call of something that is not a global")
         known = _CALLS.get(function)
         copied = 1
         for arg in args:
@@ -763,7 +763,7 @@ class _Machine:
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))
         elif not isinstance(target, PickledObject):
-            raise TypeError(f"{type(target).__name__} is no mapping")
+            raise TypeError(f"{type(target).__name__} is not a mapping")
 
     def extend(self, items: list[Any]) -> None:
         """Append to the list on top."""
@@ -771,7 +771,7 @@ class _Machine:
         if isinstance(target, list):
             target += items
         elif not isinstance(target, PickledObject):
-            raise TypeError(f"{type(target).__name__} is no list")
+            raise TypeError(f"{type(target).__name__} is not a list")
 
     def op_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -838,7 +838,7 @@ class _Machine:
         if dtype is None and text.endswith("Storage"):  # Float8_e4m3fnStorage and its kin
             dtype = text.removesuffix("Storage").replace("Float8", "float8")
         if dtype is None:
-            raise ValueError(f"no storage: {text[:80]}")
+            raise ValueError(f"'unknown storage: {text[:80]}")
         if dtype in DTYPES:
             self.push(PickledStorage(key, dtype, numel))
         else:
@@ -849,7 +849,7 @@ class _Machine:
         raise self.unsafe(f"opcode {self.raw[self.at - 1 : self.at]!r}")
 
     def op_unknown(self) -> None:
-        raise ValueError(f"no opcode: {self.raw[self.at - 1 : self.at]!r}")
+        raise ValueError(f"'unknown opcode: {self.raw[self.at - 1 : self.at]!r}")
 
     # -- the memo, and the rest
 
@@ -860,7 +860,7 @@ class _Machine:
     def keep(self, number: int) -> None:
         """Put what is on top into the memo."""
         if len(self.memo) > self.most:
-            raise self.limits("more memos than its length justifies")
+            raise self.limits("too many memo entries for its length")
         if isinstance(self.memo, list):
             if number == len(self.memo):
                 self.memo.append(self.stack[-1])

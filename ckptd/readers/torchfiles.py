@@ -206,7 +206,7 @@ def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
         document = parse_json(names.read(found[0], _MAX_INDEX_BYTES))
         weights = {str(k): str(v) for k, v in document["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = "not the index of a sharded model"
+        what = "invalid index of a sharded model"
         raise damaged(what, names.key(found[0]), error) from None
     there = set(names.names)
     for file in sorted(set(weights.values())):
@@ -322,7 +322,7 @@ def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool)
             raise _twice(first, piece, "tensors of one name", *remedy)
         if not _same(names, first, piece):
             raise CorruptError(
-                "ranks hold different values of a tensor that none of them says it has a part of",
+                "ranks hold different values of a tensor that is not marked as sharded",
                 kind="replicas-differ",
                 where=f"{first.file} and {piece.file}: {piece.name}"[:400],
                 wanted="equal bytes on all ranks",
@@ -352,7 +352,7 @@ def _blocks(names: Listing, piece: ForeignPiece) -> Iterator[bytes]:
         span = 1 + sum((n - 1) * s for n, s in zip(piece.shape, at.strides, strict=True))
         if max(span, piece.numel) * item > _MAX_SPAN:
             raise RefusedError(
-                "a view that is too large to be compared with other ranks'",
+                "a view is too large to compare with other ranks'",
                 kind="unreadable-format",
                 where=f"{piece.file}: {piece.name}"[:400],
                 wanted=f"at most {_MAX_SPAN} bytes",
@@ -371,14 +371,14 @@ def _blocks(names: Listing, piece: ForeignPiece) -> Iterator[bytes]:
             yield read(at.start + start, at.start + end)
 
 
-_ONE_FILE = "one file", "name the file that is meant"
+_ONE_FILE = "one file", "give the path of one file"
 _LAYOUT = (
-    "DTensors, or a layout that says which file is whose",
+    "DTensors, or a layout that assigns files to ranks",
     "ckptd reshard --from LAYOUT, with a line 'files' in the layout",
 )
 _RENAME = (
-    "files of ranks that their names tell, such as model_rank_0.pt and optim_rank_0.pt",
-    "rename them to NAME_rank_N.pt; if they are not of one job, name the file that is meant",
+    "file names with the rank, such as model_rank_0.pt and optim_rank_0.pt",
+    "rename them to NAME_rank_N.pt; if they are not of one job, give the path of one file",
 )
 """Each: what is wanted where two files hold a name, and what to do."""
 
@@ -387,7 +387,7 @@ def _twice(
     first: ForeignPiece, piece: ForeignPiece, what: str, wanted: str, hint: str
 ) -> MismatchError:
     return MismatchError(
-        f"two files hold {what}, and nothing says which one counts",
+        f"two files hold {what}, and it is unknown which one is current",
         where=f"{first.file} and {piece.file}: {piece.name}"[:400],
         wanted=wanted,
         found=f"{piece.shape} in both",
@@ -424,7 +424,7 @@ def _shards(
                 raise ValueError("a shard of another number of dimensions")
             shards.append((box, tensor, (box.offset, said)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged("not a sharded tensor that this reads", where, error) from None
+        raise damaged("unsupported sharded tensor", where, error) from None
     _check_rank(said, rank, where)
     return shape, shards
 
@@ -433,7 +433,7 @@ def _check_rank(said: int, rank: int | None, where: str) -> None:
     """Check that a file is of the rank that its name says."""
     if rank is not None and said != rank:
         raise MismatchError(
-            "a file was renamed, or is of another job: its tensors are another rank's",
+            "a file was renamed or belongs to another job: its tensors are another rank's",
             where=where,
             wanted=f"rank {rank}, as its name says",
             found=f"rank {said}",
@@ -464,11 +464,11 @@ def _box(
         if not good or any(d is not None and not 0 <= d < len(shape) for d, _ in splits):
             raise ValueError("mesh, coordinates and placements do not fit each other")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise damaged("not a DTensor that this reads", where, error) from None
+        raise damaged("unsupported DTensor", where, error) from None
     turned = all(factor == 1 for _, factor in splits) and any(o != tuple(sorted(o)) for o in orders)
     if turned or not ascend:
         raise RefusedError(
-            "a DTensor of a mesh whose ranks, or splits, are in an order which this does not read",
+            "unsupported order of ranks or splits in a DTensor's mesh",
             kind="unreadable-format",
             where=where,
             found=f"splits from right to left, {orders}" if turned else "ranks do not ascend",
@@ -507,7 +507,7 @@ def _cut(
         late = factor == 1 and size[d] != shape[d] and _late(splits, axis)
         if factor not in (1, right) or unclear or late:
             raise RefusedError(
-                "a DTensor that is split in an order which this does not read",
+                "unsupported order of splits in a DTensor",
                 kind="unreadable-format",
                 where=where,
                 found=f"splits {splits} of {shape[d]} over {extents}",
@@ -564,7 +564,7 @@ def _ascend(mesh: PickledObject, extents: tuple[int, ...]) -> bool:
     """
     ranks = tuple(mesh.get("_flatten_rank_map", mesh.get("_flatten_mesh_list", ())))
     if set(map(type, ranks)) - {int}:
-        raise ValueError("ranks of a mesh that are no numbers")
+        raise ValueError("ranks of a mesh that are not numbers")
     grid = np.array(ranks).reshape(extents if len(ranks) == math.prod(extents) else -1)
     return all((np.diff(grid, axis=axis) > 0).all() for axis in range(grid.ndim))
 

@@ -112,7 +112,7 @@ class _Tensor:
             where=f"{self.name} {self.shape}",
             wanted=wanted,
             found=str(found)[:200],
-            hint="are files of all ranks there, and of one step only?",
+            hint="check that the files of all ranks are there, from one step only",
         )
 
     @cached_property
@@ -128,7 +128,7 @@ class _Tensor:
         axes = tuple(self._axis(d, list(boxes)) for d in range(len(self.shape)))
         if math.prod(a.ncells for a in axes) != len(boxes):
             raise self._bad(
-                "the parts of a tensor are no grid, or leave holes",
+                "the parts of a tensor do not form a grid, or leave holes",
                 f"{len(boxes)} parts",
                 f"{' x '.join(str(a.ncells) for a in axes)} parts",
             )
@@ -139,7 +139,9 @@ class _Tensor:
             found = boxes.get(box.offset, [])
             if not found or any(p.box != box for p in found):
                 raise self._bad(
-                    "the parts of a tensor are no grid", [p.box for p in found[:1]] or "none", box
+                    "the parts of a tensor do not form a grid",
+                    [p.box for p in found[:1]] or "none",
+                    box,
                 )
             flats.append(self._flat(box, sorted(p.flat or (0, box.numel) for p in found)))
         if all(axis.ncells == 1 for axis in flats):
@@ -519,7 +521,7 @@ class ForeignRoot(ForeignStore):
             count = _span(piece, extent)
             if max(count, piece.numel) * item > _MAX_SPAN:
                 raise UsageError(
-                    "a tensor that is no contiguous part of its file is too large to be gathered",
+                    "a non-contiguous tensor is too large to gather",
                     where=f"{piece.file}: {piece.name}",
                     wanted=f"at most {_MAX_SPAN} bytes",
                     found=f"{count * item} bytes, strides {strides}",

@@ -89,9 +89,7 @@ class TorchZip:
         self._found: dict[str, tuple[int, int]] = {}
         order = entries.get("byteorder")
         if order is not None and (order.size > 16 or self._bytes("byteorder") != b"little"):
-            raise RefusedError(
-                "numbers of another byte order", kind="unreadable-format", where=where
-            )
+            raise RefusedError("unsupported byte order", kind="unreadable-format", where=where)
         self.value = read_pickle(self._bytes("data.pkl"), where, storages=True)
 
     def _bytes(self, name: str) -> bytes:
@@ -191,14 +189,14 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
         (stop,) = struct.unpack("<Q", back[8:16])
         raw = read(start + stop, start + stop + _END64_BYTES) if stop <= at - _ENDS64 else b""
         if raw[:4] != _END64:
-            raise _bad("a zip64 whose end lies elsewhere", where)
+            raise _bad("a zip64 whose end is at the wrong position", where)
         disk, disk2, here, count, size, first = struct.unpack("<16x2I4Q", raw)
     elif _NONE16 in (here, count) or _NONE32 in (size, first):
         raise _bad("a zip64 without its locator", where)
     if disk or disk2 or here != count or count > MAX_ENTRIES or size > _MAX_DIRECTORY:
         raise _bad("a zip of several files, or with too many entries", where)
     if first + size != stop or first > at:
-        raise _bad("a zip's directory is not where it must be", where)
+        raise _bad("a zip's directory is at the wrong position", where)
     raw = read(start + first, start + first + size)
     entries = _with_ends(_directory(raw, count, where), first, where)
     tops = {name.partition("/")[0] for name in entries}
@@ -211,16 +209,20 @@ def open_zip(read: ReadRange, start: int, end: int, where: str) -> TorchZip:
 def _no_zip(read: ReadRange, start: int, end: int, where: str) -> Exception:
     if _OLD in read(start, min(end, start + 64)):
         return RefusedError(
-            "a file of torch.save in its legacy format, which is no zip",
+            "unsupported legacy format of torch.save (not a zip file)",
             kind="unreadable-format",
             where=where,
-            wanted="a zip, which torch.save writes since 1.6 unless it is asked for the other",
+            wanted="the zip format, the default of torch.save since 1.6",
             hint="torch.save(torch.load(OLD, weights_only=True), NEW) converts it",
         )
     head = read(start, min(end, start + 8))
     is_zip = head[: len(_LOCAL)] == _LOCAL
-    hint = "it begins as one and does not end: is it complete?" if is_zip else foreign_start(head)
-    return CorruptError("not a file of torch.save", kind="bad-zip", where=where, hint=hint)
+    hint = (
+        "it starts like one but is cut short: check the download or copy"
+        if is_zip
+        else foreign_start(head)
+    )
+    return CorruptError("invalid torch.save file", kind="bad-zip", where=where, hint=hint)
 
 
 def _bad(what: str, where: str, found: str = "") -> CorruptError:
@@ -278,7 +280,7 @@ def _with_ends(
         try:
             name = raw.decode()
         except UnicodeDecodeError:
-            raise _bad("a name in a zip is no text", where, repr(raw)) from None
+            raise _bad("a name in a zip is not text", where, repr(raw)) from None
         if local < 0 or size < 0 or local + _LOCAL_BYTES + len(raw) + size > end or end > first:
             raise _bad("entries of a zip overlap, or lie outside of it", where, repr(name))
         if name in out:

@@ -21,10 +21,7 @@ from ckptd.lay.local import LocalPiece
 
 _ALIGNMENT = 64
 """Each tensor starts at a multiple of so many elements of its bucket."""
-_HINT = (
-    "the rules have to stand in the order of the job's named_parameters(); is the mesh that of"
-    " the job?"
-)
+_HINT = "put the rules in the order of named_parameters(), and check that the mesh is the job's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ def check_bounds(
             near = bisect.bisect_left(bucket.bounds, bound)
             if bucket.bounds[near : near + 1] != (bound,):
                 raise MismatchError(
-                    "a bucket of the optimizer is cut elsewhere than the layout says",
+                    "a bucket of the optimizer is not cut where the layout says",
                     kind="lay-fit",
                     where=where,
                     wanted=f"{name} in elements {lo} to {hi} of bucket {buckets.index(bucket)}",
@@ -184,7 +181,7 @@ def _check_shares(bucket: Bucket, ends: set[int], where: str) -> None:
     good = len(shares) < count and set(shares) <= set(bucket.bounds)
     if not good or bucket.bounds[-1] not in ends:
         raise MismatchError(
-            "a bucket of the optimizer has parts that the layout does not",
+            "a bucket of the optimizer has parts that the layout lacks",
             kind="lay-fit",
             where=where,
             wanted="ends where a tensor ends, or an equal share of "

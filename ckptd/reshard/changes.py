@@ -117,7 +117,7 @@ def _named(dtype: str, where: str) -> DType:
         return dtype_of(_LONG.get(dtype, dtype), where)
     except CorruptError:
         raise UsageError(
-            "a cast to a type that does not exist", kind="lay-rule", where=where, found=dtype
+            "unknown dtype of a cast", kind="lay-rule", where=where, found=dtype
         ) from None
 
 
@@ -152,7 +152,7 @@ def change_of(source: DType, target: DType, values: Values | None, where: str) -
         return None
     if source.name.startswith("complex") or target.name.startswith("complex"):
         raise MismatchError(
-            "complex numbers are not cast", kind="lay-fit", where=where, found=source.name
+            "complex numbers cannot be cast", kind="lay-fit", where=where, found=source.name
         )
     return Linear(where, scale, shift)
 
@@ -210,7 +210,7 @@ def largest(dtype: DType, where: str | None = None) -> float:
 
         return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
     raise MismatchError(
-        "values are quantized to float8 types and int8",
+        "unsupported dtype for quantized values",
         kind="lay-fit",
         where=where,
         wanted="float8_e4m3fn, float8_e5m2, ..., int8",

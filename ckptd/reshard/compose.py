@@ -249,7 +249,7 @@ class Composed:
             source = self.stock.by_name[copy.source.name]
             if copy.values is not None and quantized(copy.values.target) is not None:
                 raise MismatchError(
-                    "what a rank holds is not quantized on the way",
+                    "values of ranks cannot be quantized in this reshard",
                     kind="lay-fit",
                     where=tensor.name,
                     hint="reshard twice: first into a checkpoint of ckptd",
@@ -494,10 +494,10 @@ def _both(take: Take, change: Change | None, where: str) -> Take:
         return take
     if take.change is not None or isinstance(change, Scaled):
         raise MismatchError(
-            "what ranks hold is combined or scaled, and not changed at once",
+            "values of ranks are combined or scaled, and cannot be changed in the same reshard",
             kind="lay-fit",
             where=where,
-            hint="reshard twice: first into a layout that only gathers what ranks hold",
+            hint="reshard twice: first into a layout that only gathers the ranks' values",
         )
     return replace(take, change=change)
 
@@ -506,7 +506,7 @@ def _grid(stock: Stock, name: str) -> Grid:
     found = stock.by_name.get(name)
     if found is None:
         raise MismatchError(
-            "the source holds no such tensor", kind="lay-cover", where=name, wanted=name
+            "the source lacks this tensor", kind="lay-cover", where=name, wanted=name
         )
     return found.grid
 
@@ -624,12 +624,12 @@ def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
             missing = [n for n in names if n not in stock.by_name]
             if missing or not names:
                 raise MismatchError(
-                    "the source has a copy of a tensor, and not the tensor",
+                    "the source has a copy of a tensor, but not the tensor",
                     kind="lay-cover",
                     where=name,
                     wanted=", ".join(missing[:_MOST_NAMED]) or "a tensor that it is a copy of",
-                    hint="let the source's layout say that this is the tensor: a rule for it"
-                    " without alias, -e 'from: NAME = ...'",
+                    hint="give it a rule without alias in the source's layout: -e 'from: NAME = "
+                    "...'",
                 )
             grid = form.tensor(*key).grid
             if grid.shape != tensor.shape:
@@ -647,7 +647,7 @@ def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
 def not_plain(where: str, found: str) -> MismatchError:
     """Return the error for a wrapped tensor that no rule takes, so that nothing dequantizes it."""
     return MismatchError(
-        "a wrapped tensor is dequantized by rules alone",
+        "a wrapped tensor can only be dequantized by a rule",
         kind="lay-fit",
         where=where,
         wanted="a rule of the source's layout, which is no alias",
@@ -860,7 +860,7 @@ def _halved(grid: Grid, where: str) -> Grid:
 
 def _no_pairs(where: str, found: str) -> MismatchError:
     return MismatchError(
-        "two elements are in a byte, and this would cut them apart",
+        "this cut would split a byte that holds two elements",
         kind="lay-fit",
         where=where,
         wanted="a last dimension whose parts are even, unpadded, and no flat buffer",
@@ -896,7 +896,7 @@ def _is_scaled(values: Values | None, where: str, *, is_plain: bool) -> bool:
         return False
     if sum(map(bool, sides)) > 1 or others:
         raise MismatchError(
-            "quantized values are read or written, not both at once, and not shifted",
+            "quantized values cannot be both read and written, or shifted, in one reshard",
             kind="lay-fit",
             where=where,
             hint="reshard twice: first into a layout without q(...)",
@@ -918,7 +918,7 @@ def _check_quantized(composition: Composition, stock: Stock, links: Sequence[Ten
             half = modifier.dtype == HALF_BYTE
             if tensor.dtype.name not in (_PAIRS if half else (modifier.dtype,)):
                 raise MismatchError(
-                    "values are of another type than the rule says of quantized ones",
+                    "the dtype of quantized values differs from the rule's",
                     kind="lay-fit",
                     where=tensor.name,
                     wanted=" or ".join(_PAIRS) if half else modifier.dtype,
@@ -934,12 +934,12 @@ def _check_quantized(composition: Composition, stock: Stock, links: Sequence[Ten
                 fits = "float" in scales.dtype.name
             if not fits:
                 raise MismatchError(
-                    "scales of quantized values are of another type",
+                    "unsupported dtype of scales",
                     kind="lay-fit",
                     where=scales.name,
                     wanted=modifier.kind or "float32, bfloat16, float8_e8m0fnu, ...",
                     found=scales.dtype.name,
-                    hint="say what they are: scale=NAME as uint8 are exponents of two",
+                    hint="declare them: scale=NAME as uint8 are exponents of two",
                 )
 
 
@@ -966,9 +966,9 @@ def _check_all_fed(
     if lost:
         more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         raise MismatchError(
-            "the target holds no such tensor",
+            "the target's layout has no place for this tensor",
             kind="lay-cover",
             where=", ".join(lost[:_MOST_NAMED]) + more,
             wanted="a rule of the target for everything that the source has",
-            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+            hint="to drop it, write in the source's layout: -e 'from: NAME = drop'",
         )

@@ -182,7 +182,7 @@ def plan_export(
         raise _left_out(reader, prefix, weights_out)
     if not items:
         raise NotFoundError(
-            "there is no tensor to export",
+            "no tensor to export",
             where=f"{reader.url}, {reader.title}",
             hint=f"--section {EVERYTHING} for everything",
         )
@@ -283,14 +283,14 @@ def _renamer(rules: Sequence[Rename]) -> Callable[[str], str]:
     try:
         compiled = [(re.compile(old), new) for old, new in rules]
     except re.error as error:
-        raise UsageError("not a regular expression", found=error) from None
+        raise UsageError("invalid regular expression", found=error) from None
 
     def apply(name: str) -> str:
         for old, new in compiled:
             try:
                 name = old.sub(new, name)
             except (re.error, IndexError) as error:
-                raise UsageError("not a replacement", where=new, found=error) from None
+                raise UsageError("invalid replacement", where=new, found=error) from None
         return name
 
     return apply
@@ -369,7 +369,7 @@ def run_export(
     Raises
     ------
     RefusedError
-        Kind ``exists``: a model is there already. Nothing was changed.
+        Kind ``exists``: the folder already holds a model. Nothing was changed.
     UsageError
         A value does not fit the type it is cast to; nothing was replaced.
     CorruptError, StoreError
@@ -379,7 +379,7 @@ def run_export(
     old = sorted(n for n in _names(folder) if is_model_file(n))
     if old and not force:
         raise RefusedError(
-            "a model is there already",
+            "the folder already holds a model",
             kind="exists",
             where=str(folder / old[0]),
             hint="name another folder, or replace it with --force",

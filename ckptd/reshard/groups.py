@@ -151,7 +151,7 @@ def _check_one(groups: Sequence[Mapping[str, Any]], above: str) -> None:
         return
     (first, one), (second, other), *_ = kinds.items()
     raise MismatchError(
-        "groups of several optimizers, which a state dict of torch holds as those of one",
+        "parameter groups of several optimizers cannot be written as those of one",
         kind="lay-fit",
         where=f"{above}{one} and {above}{other}",
         wanted="groups of one optimizer: all of them have the same hyperparameters",

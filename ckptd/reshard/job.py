@@ -85,7 +85,7 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     except NotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise CorruptError("a part is not one", where=key, found=str(error)[:200]) from None
+        raise CorruptError("a malformed part", where=key, found=str(error)[:200]) from None
     return part if size == part.file.data_start + part.file.data_bytes else None
 
 
@@ -458,5 +458,5 @@ def check_share(text: str) -> ReshardShare:
     number, slash, count = text.partition("/")
     good = slash and number.isdecimal() and count.isdecimal()
     if not good or not 1 <= int(number) <= int(count) <= 1 << 20:
-        raise UsageError("not a shard", where="--shard", wanted="1/16 to 16/16", found=text)
+        raise UsageError("invalid --shard", where="--shard", wanted="1/16 to 16/16", found=text)
     return ReshardShare(int(number), int(count))

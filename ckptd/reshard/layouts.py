@@ -160,7 +160,7 @@ class _Both:
             if self._contradict(a, b):
                 at = np.unravel_index(cell, rules[1].shape)
                 return MismatchError(
-                    "the program given for the source contradicts the one that it keeps",
+                    "the source layout given contradicts the one stored in the source",
                     kind="lay-fit",
                     where=f"{name}[{', '.join(map(str, at))}]",
                     wanted=_said(a, rules[0]),
@@ -491,7 +491,7 @@ def _parse(path: str) -> File:
         raw = Path(path).read_bytes()
     except FileNotFoundError:
         raise NotFoundError(
-            "there is no such program",
+            "the program does not exist",
             where=path,
             hint="a .lay file, or a shipped layout: " + ", ".join(library.names()),
         ) from None
@@ -516,7 +516,7 @@ def _the_layout(file: File, path: str, side: str, choose: Callable[[Reshard], st
     names = [i.name for i in layouts if i.name not in used] or [i.name for i in layouts]
     if len(names) != 1:
         raise UsageError(
-            "say which layout is meant",
+            "the program has several layouts: name one",
             kind="lay-rule",
             where=f"{side} {path}",
             wanted=" or ".join(f"{path}:{n}" for n in names) or "a layout in it",

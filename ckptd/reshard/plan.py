@@ -374,9 +374,9 @@ class RoundPlanner:
     def _absent(self, chunk: ChunkRef, tensor: int) -> MismatchError:
         source, target = self._source.manifest.tensors[tensor], self._target.tensors[chunk.tensor]
         return MismatchError(
-            "the source leaves out what the target wants",
+            "the source lacks parts of tensors that the target needs",
             where=f"{target.name}, from {source.name}",
-            wanted="pieces that some file holds",
+            wanted="all parts in files of the source",
             hint="drop it in the target layout",
         )
 

@@ -145,7 +145,7 @@ def _read_kept(text: str, step: int, world: int, *, own: bool) -> LayoutProgram:
             where=f"the program of step {step}",
             wanted=f"at most {world} ranks",
             found=f"{mesh.world}",
-            hint="say the layout yourself: --from LAYOUT",
+            hint="give the layout: --from LAYOUT",
         )
     return program
 
@@ -264,12 +264,12 @@ def _check_recognised(
     groups = [o.name for o in stock.objects if o.kind == "groups"]
     section = _section_of(first, stock)
     raise MismatchError(
-        "the names of the source do not tell parameters from states of an optimizer",
+        "the source's names do not distinguish parameters from optimizer states",
         kind="lay-fit",
         where=first,
         wanted="one model and one optimizer, states named by their parameters",
         found=f"groups of {len(groups)} optimizers: {', '.join(groups[:4])}" if groups else None,
-        hint=f"--section {section}, which reads the names below it without it"
+        hint=f"--section {section}, which strips that prefix"
         if section
         else "leave states out, for example -e 'from: optimizer.** = drop' --allow lossy, keep the"
         " names (a recipe without names.*), or say with --from LAYOUT how they are"
@@ -317,13 +317,12 @@ def _fitting_hint(
             note = f"{said}, does not fit: {error.message}"
             return SourceProgram(kept="hint", hinted=True, note=note)
         raise MismatchError(
-            "the files of the source hint at a layout that does not describe them, or not in full",
+            "the layout that the source's files suggest does not fit them",
             kind="lay-fit",
             where=error.where,
             wanted=f"{said}, as the files hint",
             found=error.message,
-            hint="say what it lacks or has wrong: -e 'let ...', -e 'from: ...'; or another layout:"
-            " --from LAYOUT",
+            hint="correct it: -e 'let ...', -e 'from: ...'; or another layout: --from LAYOUT",
         ) from error
     known = tuple(f"{a}={bound.sizes[a]}" for a in stock.sizes if a in bound.sizes)
     return SourceProgram(kept="hint", hinted=True, known=known)
@@ -345,7 +344,7 @@ def _checked(
     except CkptdError as error:
         # Whoever gives a program for a checkpoint may well do so because of that.
         return SourceProgram(kept="unreadable", hinted=stock.hinted, note=error.message)
-    found = compare(bound, used, stock.shapes, "leave --from out; or --allow layout")
+    found = compare(bound, used, stock.shapes, "omit --from; or give --allow layout")
     wrong = found.difference
     # Hints are a guess: the user's word goes before them.
     if wrong is not None and not allowed and not stock.hinted:
@@ -374,7 +373,7 @@ def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:
     names += [f"{n} (no place in the target)" for n in composed.lost]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return RefusedError(
-        "values would change, or be left out",
+        "values would change or be dropped",
         where=", ".join(names[:4]) + more,
         wanted="a reshard that can be undone",
         found="casts to narrower types, averages, scales or drops",

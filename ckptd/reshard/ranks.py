@@ -99,7 +99,7 @@ class _Ranks:
             return self._takes(key, tensor, rule, piece, blocks, owner)
         if target.name not in _COMBINED:
             raise UsageError(
-                "replicas of this type are not combined",
+                "replicas of this dtype cannot be combined",
                 where=name,
                 wanted=f"one of {', '.join(_COMBINED)}",
                 found=target.name,
@@ -235,7 +235,7 @@ class _Ranks:
                     where=self._shown(mine),
                     wanted=f"what rank {other.rank} holds",
                     found=f"other values on rank {mine.rank}",
-                    hint="if they may differ, say so in the rule: any, or avg(axis)",
+                    hint="if they may differ, write `any` or `avg(axis)` in the rule",
                 )
 
     def _shown(self, replica: _Replica) -> str:
@@ -402,7 +402,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
             dtype = dtypes.setdefault(key, local.dtype)
             if dtype is not local.dtype:
                 raise MismatchError(
-                    "ranks hold a tensor in different types",
+                    "ranks hold a tensor in different dtypes",
                     kind="lay-fit",
                     where=f"{local.name} of rank {rank}",
                     wanted=dtype.name,
@@ -544,7 +544,7 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
         raise UsageError("too many files", where=store.url, found=len(keys))
     if not keys:
         raise NotFoundError(
-            "no file of a rank is here",
+            "no file of a rank found",
             kind="no-root",
             where=store.url,
             wanted=show_name(layout.files, quoted=True) if layout.files else None,
@@ -568,7 +568,7 @@ def _check_all_described(
     if over:
         more = f" and {len(over) - 4} more" if len(over) > 4 else ""
         raise MismatchError(
-            "there are files of ranks that the mesh does not have",
+            "files of ranks that the mesh does not have",
             kind="lay-fit",
             where=", ".join(over[:4]) + more,
             wanted=f"{len(files)} ranks, in {len(set(files))} files",
@@ -593,11 +593,11 @@ def _check_all_described(
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise MismatchError(
-            "the layout has no place for what ranks hold",
+            "the layout has no place for tensors of the ranks",
             kind="lay-cover",
             where=", ".join(lost[:4]) + more,
             found=f"{len(lost)} tensors",
-            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+            hint="to drop it, write in the source's layout: -e 'from: NAME = drop'",
         )
 
 
@@ -615,13 +615,13 @@ def _check_none_absent(
                 kind="lay-cover",
                 where=f"{paths[lacking]}: {name}",
                 wanted=f"what rank {lacking} holds of it; rank {rank} has its own in {paths[rank]}",
-                hint="if this rank does not hold it, the rule says so: on AXIS=NUMBER",
+                hint="if this rank does not hold it, write in the rule: on AXIS=NUMBER",
             )
 
 
 def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str]) -> int:
     if layout.files is None:
-        raise UsageError("the layout does not say which file is whose", kind="lay-rule")
+        raise UsageError("the layout lacks a 'files' line", kind="lay-rule")
     name = write_name(layout.files, mesh.coordinates(rank))
     if name in paths:
         return paths.index(name)
@@ -707,7 +707,7 @@ def _note(form: StoredForm) -> str:
 
 def _no_values(names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
     raise UsageError(
-        "numbers that follow parameters, and scales, are not read from files of ranks",
+        "per-parameter numbers and scales cannot be read from files of ranks",
         where=", ".join(names[:4]),
         hint="drop them in the source's layout",
     )

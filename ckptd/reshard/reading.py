@@ -83,7 +83,7 @@ class Ledger:
                         "writing made no progress",
                         kind="stalled",
                         wanted=f"a step within {self._stall_s:.0f} s",
-                        hint="is the file system or the object store reachable?",
+                        hint="check that the file system or object store is reachable",
                     )
                 self._changed.wait(_POLL_S)
                 waited += _POLL_S

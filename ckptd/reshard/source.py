@@ -234,7 +234,7 @@ def in_section(stock: Stock, section: str, lay: str) -> Stock:
     """
     if stock.locate is not None:
         raise UsageError(
-            "names in files of ranks are what the layout says",
+            "--section does not apply to files of ranks: their names come from the layout",
             where=f"--section {section}",
             hint="-e 'from: stored \"SECTION.{name}\"'",
         )

@@ -213,7 +213,7 @@ def _add_scalars(build: _Builder, composed: Composed) -> None:
         for other in found[1:]:
             if (values[other.name], other.dtype) != (values[first.name], first.dtype):
                 raise MismatchError(
-                    "parameters that become one tensor are at different steps",
+                    "parameters that are joined into one tensor have different optimizer steps",
                     kind="lay-fit",
                     where=link.tensor.name,
                     wanted=f"{first.name} and {other.name} to be equal",
@@ -241,7 +241,7 @@ def _scalars_of(composed: Composed, link: TensorLink, scalar: str) -> list[Stock
             out.append(found)
     if out and len(out) != len(link.sources):
         raise MismatchError(
-            "the source lacks a number that follows a parameter",
+            "the source lacks a per-parameter number",
             kind="lay-cover",
             where=link.tensor.name,
             wanted=f"{scalar} of {len(link.sources)} parameters",
@@ -262,14 +262,14 @@ def _add_apart(build: _Builder, composed: Composed) -> range:
         if tensor.name not in stock.apart:
             continue
         if tensor.plain is not None:
-            raise not_plain(tensor.name, "a tensor that the layout does not speak of")
+            raise not_plain(tensor.name, "a tensor that the layout does not mention")
         name = _apart_name(composed, templates, tensor)
         for one in (name, *tensor.aliases):
             if one in known:
                 raise UsageError(
-                    "a tensor that the layout does not speak of has the name of another one",
+                    "a tensor that the layout does not mention has the name of another one",
                     where=one,
-                    hint="leave one of them out: -e 'from: NAME = drop'",
+                    hint="drop one of them: -e 'from: NAME = drop'",
                 )
             known.add(one)
         grid, owners = _rows(tensor.shape, build.world)
@@ -296,11 +296,11 @@ def _apart_name(composed: Composed, templates: NameTemplates, tensor: StockTenso
     rules = [source.rules[key[0]] for key in link.sources], target.rules[link.key[0]]
     if len(links) > 1 or len(rules[0]) > 1 or rules[0][0].dims != rules[1].dims:
         raise MismatchError(
-            "a state of another shape than its parameter follows it as it is only",
+            "a state of another shape than its parameter can only be kept unchanged",
             kind="lay-cover",
             where=tensor.name,
             wanted=f"{state.name} as one tensor of the same dimensions",
-            hint="to leave it out, say so: -e 'from: NAME = drop'",
+            hint="to drop it: -e 'from: NAME = drop'",
         )
     new = rules[1].global_name(link.key[1])
     return target.bound.layout.state_name(new, state.state)
@@ -456,7 +456,7 @@ def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> li
             where=entry.name,
             wanted=f"{stock.world} ranks, as saved",
             found=f"{world} ranks",
-            hint=f"say what becomes of it in the target's layout: obj {entry.name} on-change drop",
+            hint=f"decide in the target's layout: obj {entry.name} on-change drop",
         )
     if on_change == "drop":
         return [msgspec.json.encode(marked(DROP, None))] * world

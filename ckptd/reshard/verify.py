@@ -162,8 +162,7 @@ class FileSamples:
             where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else ""),
             wanted="the source's witness",
             found=f"{len(wrong)} of {checked} values differ in this part of a file",
-            hint="one of the two layouts does not say what the source or the target is; nothing"
-            " was committed",
+            hint="one of the two layouts does not describe its checkpoint; nothing was committed",
         )
 
 
@@ -335,6 +334,6 @@ def _check(stock: Stock, one: Duplicate) -> None:
                 where=entry.name,
                 wanted=f"what {one.original} holds",
                 found=f"another value at element {byte // dtype.itemsize}",
-                hint="if it is a tensor of its own, give it a rule of its own in the source's"
-                " layout, in place of the alias",
+                hint="if it is a separate tensor, give it a separate rule in the source's layout, "
+                "in place of the alias",
             )

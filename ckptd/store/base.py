@@ -876,7 +876,7 @@ def find_opener(scheme: str) -> Opener | None:
         found = entry.load()
     except Exception as error:
         raise UsageError(
-            "the package that opens this URL scheme does not load",
+            "the package that opens this URL scheme fails to load",
             where=f"{scheme}:// from {origin(entry)}",
             found=f"{type(error).__name__}: {error}",
             hint="reinstall or remove that package; `ckptd doctor` lists such problems",

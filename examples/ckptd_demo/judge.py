@@ -164,7 +164,7 @@ def violations(
     promised: Mapping[int, int],
     tolerance: float = CLASS_C,
 ) -> list[str]:
-    """Return what must never be and was; empty if all is well.
+    """Return what must never be and was; empty if no problems found.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ class AtRoot:
         """
         if checkpoint_id is not None and not self.validate_checkpoint_id(checkpoint_id):
             raise UsageError(
-                "a checkpoint_id is no step",
+                "a checkpoint_id is not a step",
                 where="checkpoint_id",
                 wanted="a number; the root's URL is the first argument of the writer or reader",
                 found=repr(str(checkpoint_id)[:200]),

@@ -102,7 +102,7 @@ class CkptdReader(AtRoot, dcp.StorageReader):
                 kind="busy",
                 where=self._url,
                 found=", ".join(found[:4]),
-                hint="load again, or say which: CkptdReader(url, step=...)",
+                hint="load again, or choose one: CkptdReader(url, step=...)",
             )
         taken = {self._canonical[i.storage_index.fqn] for plan in plans for i in plan.items}
         whole = taken >= set(self._canonical.values())

@@ -124,7 +124,7 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
 
 def _unusable(found: str, wanted: str) -> UsageError:
     return UsageError(
-        "DCP asks for what a checkpoint of ckptd cannot be saved with",
+        "this use of DCP is not supported",
         where="CkptdWriter",
         wanted=wanted,
         found=found,
@@ -151,7 +151,9 @@ def _bytes(planner: dcp.SavePlanner, items: Sequence[WriteItem], box: Box) -> ND
             part = part.detach().resolve_conj().resolve_neg().cpu().contiguous()
             found: NDArray[np.uint8] = part.reshape(-1).view(torch.uint8).numpy()
             return found
-    raise UsageError("a plan gives a rank what it has not", kind="structure", found=str(box))
+    raise UsageError(
+        "a plan assigns an item to a rank that does not hold it", kind="structure", found=str(box)
+    )
 
 
 def _object(planner: dcp.SavePlanner, item: WriteItem) -> Any:
@@ -163,9 +165,9 @@ def _object(planner: dcp.SavePlanner, item: WriteItem) -> Any:
         return torch.load(body, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(
-            "a planner gives bytes that are no plain value",
+            "a planner returned bytes that are not a plain value",
             kind="unsavable",
             where=item.index.fqn,
-            wanted="what torch.load(..., weights_only=True) reads",
+            wanted="bytes that torch.load(..., weights_only=True) can read",
             found=str(error)[:200],
         ) from error

@@ -142,7 +142,7 @@ class EtcdStore(Store):
         self._members = [member for member in found if member is not None]
         if not prefix or len(self._members) < len(found):
             raise UsageError(
-                "this is no place in etcd",
+                "invalid etcd URL",
                 wanted="etcd://HOST:PORT[,HOST:PORT]/PREFIX",
                 found=url[:200],
             )
@@ -232,7 +232,7 @@ class EtcdStore(Store):
                 begin = name + b"\0"
             more = order == "ASCEND" and answer.more and bool(answer.kvs)
             if more and begin <= before:
-                raise CorruptError("etcd repeats its keys", where=self.url)
+                raise CorruptError("etcd returned a key twice", where=self.url)
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted."""
@@ -259,7 +259,7 @@ class EtcdStore(Store):
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise CorruptError("etcd answers in no base64", where=self.url) from error
+            raise CorruptError("etcd returned invalid base64", where=self.url) from error
 
     def _ask(self, verb: str, request: dict[str, Any], kind: type[_Answer]) -> _Answer:
         failures = []

@@ -112,7 +112,7 @@ class CkptdCallback(TrainerCallback):
         """Load what `resume` found."""
         if self._trainer is None:
             raise UsageError(
-                "the callback does not know its trainer",
+                "the callback is not attached to a Trainer",
                 where="CkptdCallback",
                 wanted="trainer.train(resume_from_checkpoint=callback.resume(trainer))",
             )
@@ -145,8 +145,8 @@ class CkptdCallback(TrainerCallback):
         self._let_go()
         if self._saved and self._options.get("new_run") is None:
             _log.warning(
-                "training begins at step 0 again: what it saves at %s is a line of its own, and "
-                "what was saved before stays beside it; resume(trainer) goes on from that instead",
+                "training restarts at step 0: its saves at %s start a new line, and earlier "
+                "checkpoints stay; resume(trainer) continues from those instead",
                 self._url,
             )
             options = {**self._options, "new_run": True}

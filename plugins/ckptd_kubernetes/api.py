@@ -91,7 +91,7 @@ class Api:
         plain = parts.scheme == "http" and parts.hostname in _LOCAL
         if not plain and (parts.scheme != "https" or not parts.hostname):
             raise UsageError(
-                "this is no address of a Kubernetes API",
+                "invalid address of a Kubernetes API",
                 where=url,
                 wanted="https://HOST:PORT, or http:// on this machine",
             )
@@ -205,7 +205,7 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
         namespace, there = "", False
     if not (host and namespace and there):
         raise UsageError(
-            "this process is in no pod with a service account",
+            "this process does not run in a pod with a service account",
             where=str(folder),
             wanted="KUBERNETES_SERVICE_HOST, and token, ca.crt and namespace in that folder",
             hint="automountServiceAccountToken: true, and serviceAccountName as in"

@@ -331,7 +331,7 @@ class JobPods(KubernetesPods):
         pods = self._pods(timeout_s)
         self._check(pods, [node])
         if (old := pods.get(node)) is None:
-            raise NotFoundError("the Job has no pod for it now", kind="no-spare", where=node)
+            raise NotFoundError("the Job has no pod for this node now", kind="no-spare", where=node)
         self._delete(old, end)
         return node
 
@@ -371,4 +371,4 @@ def _left(end: float) -> float:
 def _as_error(error: Exception) -> CkptdError:
     if isinstance(error, CkptdError):
         return error
-    return DeadlineError("the Kubernetes API cannot be followed", found=str(error)[:500])
+    return DeadlineError("cannot follow events of the Kubernetes API", found=str(error)[:500])

@@ -27,7 +27,7 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
-            "Kubernetes takes no such name",
+            "invalid Kubernetes name",
             wanted="1 to 63 of a-z, 0-9 and -, with a letter or digit at both ends",
             found=name[:100],
         )

@@ -54,7 +54,7 @@ class _Signalled(Exception):
 
     def __init__(self, number: int) -> None:
         name = signal.Signals(number).name
-        super().__init__(f"{name}: the job goes on, and waits for another one")
+        super().__init__(f"{name}: the job continues and waits for another one")
         # Not 0: a Job would take it for the end of all.
         self.code = 128 + number
 
@@ -94,7 +94,7 @@ def kubernetes(
     secret = os.environ.get(SECRET_VARIABLE, "")
     if (template is None) == (selector is None) or (selector is not None and words):
         raise UsageError(
-            "it must be known whose pods these are",
+            "give --template or --selector",
             wanted="--template NAME with what ckptd run is to start, or --selector LABELS alone",
         )
     if not secret:

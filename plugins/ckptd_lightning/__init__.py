@@ -221,7 +221,7 @@ class _Kept:
 
     def _warn(self, key: str, found: str) -> None:
         if key not in self._warned:
-            what = "the state of %s is not saved, and a resume begins it anew: %s"
+            what = "the state of %s is not saved, and a resume starts it from scratch: %s"
             _log.warning(what, key, found)
         self._warned.add(key)
 
@@ -234,7 +234,7 @@ class _Kept:
             return
         states, added = self._loaded["states"], self._loaded["added"]
         if gone := sorted((states.keys() | added.keys()) - self._names()):
-            _log.warning("%s had a state when it was saved, and is not here", ", ".join(gone))
+            _log.warning("%s had a state when it was saved, but is missing now", ", ".join(gone))
         module = self._trainer.lightning_module
         checkpoint: dict[str, Any] = {}
         if any(_has_hook(owner, "load") for owner in (module, *self._callbacks.values())):

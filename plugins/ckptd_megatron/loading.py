@@ -238,7 +238,8 @@ class _Planner(dcp.DefaultLoadPlanner):
                 where=part.name,
                 wanted=str(mine),
                 found=str(stored),
-                hint="make the state's tensor of the checkpoint's type, and convert it afterwards",
+                hint="create the state's tensor with the checkpoint's dtype, and convert it "
+                "afterwards",
             )
 
     def _items(self, part: Part, shape: tuple[int, ...]) -> list[ReadItem]:

@@ -126,7 +126,7 @@ def storable(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         if value.nbytes > _MOST_BYTES:
             raise UsageError(
-                "a tensor stands among values that are no tensors",
+                "a tensor is mixed with non-tensor values",
                 kind="unsavable",
                 where=where,
                 wanted=f"at most {_MOST_BYTES} bytes",
@@ -153,7 +153,7 @@ def _name(dtype: torch.dtype) -> str:
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"no dtype: {name!r}")
+        raise TypeError(f"'unknown dtype: {name!r}")
     return found
 
 
@@ -172,7 +172,7 @@ def _made(raw: list[Any]) -> Any:
             return torch.Size(value)
         case "bytes":
             return io.BytesIO(value)
-    raise ValueError(f"no kind of value: {kind!r}")
+    raise ValueError(f"'unknown kind of value: {kind!r}")
 
 
 ckptd.register(

@@ -145,12 +145,12 @@ def _prepared(
         for name in common:
             if not isinstance(name, str) or is_shard(name):
                 raise UsageError(
-                    "a value that is no tensor has a name that no checkpoint can hold",
+                    "a non-tensor value has a name that no checkpoint can hold",
                     kind="unsavable",
                     where=repr(name),
                     wanted="a string, not one that ends as those of a ShardedObject's shards",
                     found=type(name).__name__,
-                    hint="put it into a dict under a name of its own",
+                    hint="put it into a dict under another name",
                 )
         planner.common = {name: storable(value, name) for name, value in common.items()}
         if validate:
@@ -213,11 +213,11 @@ class _Planner(dcp.DefaultSavePlanner):
                 holders.setdefault(index, {})[rank] = mine
         if both := sorted(tensors & objects):
             raise UsageError(
-                "a name is that of a tensor and of a value that is no tensor",
+                "a tensor and a non-tensor value have the same name",
                 kind="structure",
                 where=both[0],
                 found=f"{len(both)} such names",
-                hint="put the value into a dict under a name of its own",
+                hint="put the value into a dict under another name",
             )
         # Of equal ones, the rank with least to write writes one; of others Megatron's main one.
         writers = dict[MetadataIndex, int]()

@@ -138,7 +138,7 @@ def read_folder(folder: Path) -> FlightRecords:
         rank = _rank_of(path)
         try:
             if rank is None:
-                raise CorruptError("no number of a rank in its name")
+                raise CorruptError("no rank number in its name")
             dump, at = read(path)
         except CkptdError as error:
             out.unread[path.name] = error.found or error.message
@@ -153,7 +153,7 @@ def read_folder(folder: Path) -> FlightRecords:
 
 def _none(folder: Path, found: str) -> NotFoundError:
     return NotFoundError(
-        "no dump of a flight recorder is there",
+        "no dump of a flight recorder found",
         where=str(folder),
         found=found,
         hint="TORCH_FR_BUFFER_SIZE=2000 keeps one; a file a rank, with its number in the name",
@@ -190,7 +190,7 @@ def read(path: Path) -> tuple[_Dump, float]:
 
 
 def _bad(path: Path, found: str) -> CorruptError:
-    return CorruptError("this is not a dump of a flight recorder", where=str(path), found=found)
+    return CorruptError("not a flight recorder dump", where=str(path), found=found)
 
 
 # --- views --------------------------------------------------------------------------------------

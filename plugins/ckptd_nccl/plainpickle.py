@@ -64,7 +64,7 @@ def loads(data: bytes, where: str) -> Any:
 
 def _bad(where: str, found: str) -> CorruptError:
     return CorruptError(
-        "this is not a dump of a flight recorder",
+        "not a flight recorder dump",
         where=where,
         wanted="pickled dicts, lists, tuples, texts and numbers",
         found=found,
@@ -155,7 +155,7 @@ class _Machine:
             items = self._two() if name == "SETITEM" else self._since_mark()
             # The hash of tuples within tuples takes as long as whoever made them likes.
             if not all(_is_key(key) for key in items[::2]):
-                raise TypeError("a key that is no text or number")
+                raise TypeError("a key that is not a string or number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise ValueError(f"instruction {name}")

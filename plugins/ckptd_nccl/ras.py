@@ -91,7 +91,7 @@ def parse(data: bytes) -> RasReport:
         return _reports.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(
-            "this is not an answer of NCCL's RAS",
+            "invalid answer of NCCL's RAS",
             wanted="what ncclras -f json prints, of NCCL 2.28.7 or later",
             found=str(error)[:200],
         ) from error
@@ -145,7 +145,7 @@ def _behind(one: RasCommunicator, late: list[RasRank], most: int) -> Verdict:
         ),
         rules_out=("a communicator that is only busy: its counts would move",),
         refuted_by="a later answer shows other counts, or the rank waits in another communicator",
-        action="look at the named ranks' stacks, and at what the rings say of them",
+        action="look at the named ranks' stacks and recorded calls",
         numbers={"behind": len(late), "ranks": one.size, "launched": most},
     )
 

@@ -68,6 +68,6 @@ def _show(document: FlightDocument) -> None:
         print(f"  refuted if {verdict.refuted_by}")
         print(f"  what to do: {verdict.action}")
     if not document.verdicts:
-        print("nothing stands out: nobody waits for a rank that did not come")
+        print("no suspects: no rank waits for a missing rank")
     for name, why in document.unread.items():
-        note(f"{shorten(name, _TEXT_WIDTH)} is no dump: {shorten(why, _TEXT_WIDTH)}")
+        note(f"{shorten(name, _TEXT_WIDTH)} is not a dump: {shorten(why, _TEXT_WIDTH)}")

@@ -103,7 +103,7 @@ class SlurmLauncher(Launcher):
             )
         if env.get("SLURM_HET_SIZE"):
             raise RefusedError(
-                "a job of several components has no one list of nodes",
+                "heterogeneous jobs (several components) are not supported",
                 where="SLURM_HET_SIZE",
                 hint="submit a job of one component; its nodes may differ",
             )

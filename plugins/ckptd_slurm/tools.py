@@ -210,4 +210,4 @@ def _job(job: str) -> str:
 
 
 def _refused(where: str, found: str) -> StoreError:
-    return StoreError("Slurm said no", where=where, found=found)
+    return StoreError("Slurm rejected the request", where=where, found=found)

@@ -188,9 +188,7 @@ def plan_of(
     words = separated(command)
     given = {word.partition("=")[0] for word in words[: words.index("--")]}
     if wrong := sorted(given & _OURS):
-        raise UsageError(
-            "this option is for one node, and is filled in here", where=", ".join(wrong)
-        )
+        raise UsageError("ckptd slurm sets this option on each node", where=", ".join(wrong))
     number = environ["SLURM_JOB_ID"]
     folder = Path.cwd() / f"ckptd-{number}"
     more = {
@@ -378,9 +376,9 @@ class _Batch:
 
 def _stop(supervisor: Supervisor, number: signal.Signals) -> None:
     if number is signal.SIGUSR1:
-        supervisor.stop("the allocation's time is over", requeue=True)
+        supervisor.stop("the allocation's time limit is reached", requeue=True)
     else:
-        supervisor.stop(f"the batch step got {number.name}", requeue=False)
+        supervisor.stop(f"'the batch step received {number.name}'", requeue=False)
 
 
 def _say(text: str) -> None:

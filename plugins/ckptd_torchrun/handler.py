@@ -141,7 +141,7 @@ class CkptdRendezvous(RendezvousHandler):
     def _info(self, joined: Joined) -> RendezvousInfo:
         begin, node = joined.begin, self._side.node
         if self._client is None:
-            raise RendezvousConnectionError("there is no store")
+            raise RendezvousConnectionError("no store")
         self._agents = begin.nodes
         self._store = GenerationStore(self._client, node.over, node.succeeded)
         return RendezvousInfo(

@@ -258,7 +258,7 @@ class TorchrunNode:
     def _come_in(self) -> None:
         """Note that the agent is here, once its workers are gone for good."""
         while not self.workers.kill(_KILL_S):
-            _LOG.warning("workers %s do not die", sorted(self.workers.look()))
+            _LOG.warning("workers %s do not end after SIGKILL", sorted(self.workers.look()))
         with self._news:
             if self._joined and not self._is_over():
                 self._tell_ended(1)
@@ -395,7 +395,7 @@ class TorchrunNode:
     def _keep_lease(self) -> None:
         until = self._link.lease_until if self._link is not None else 0.0
         if not self._inside and not self._lapsed and 0.0 < until <= time.monotonic():
-            _LOG.warning("the lease is over: no controller answered")
+            _LOG.warning("the lease has expired: no controller answered")
             self._lapsed, self._fence_at = True, time.monotonic()
 
     def _enforce(self) -> None:

@@ -127,7 +127,7 @@ def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
         value = -1.0
     if not 0.0 < value < 1e9:
         raise UsageError(
-            "this is no number of seconds",
+            "invalid number of seconds",
             where=f"--rdzv-conf {key}",
             found=str(conf.get(key))[:100],
         )

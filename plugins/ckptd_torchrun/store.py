@@ -137,6 +137,6 @@ class GenerationStore(Store):
             if self._over():
                 raise DistStoreError("the generation of this store is over")
             if time.monotonic() >= end:
-                raise DistStoreError(f"nobody has set {keys[:3]} in the store in time")
+                raise DistStoreError(f"{keys[:3]} were not set in the store in time")
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE_S)

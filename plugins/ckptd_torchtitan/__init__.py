@@ -71,7 +71,7 @@ class CkptdManager(BaseCheckpointManager):
             return
         if config.last_save_in_hf:
             raise UsageError(
-                "a checkpoint of ckptd is no Hugging Face model",
+                "a checkpoint of ckptd is not a Hugging Face model",
                 where="checkpoint.last_save_in_hf",
                 wanted=False,
                 hint="ckptd export makes one of any checkpoint",
@@ -122,7 +122,7 @@ class CkptdManager(BaseCheckpointManager):
         unknown = sorted(set(excluded) - set(self._state))
         if unknown:
             raise UsageError(
-                "nothing of this name is loaded",
+                "unknown name of a part to load",
                 where="checkpoint.exclude_from_loading",
                 wanted=", ".join(self._state),
                 found=", ".join(unknown),

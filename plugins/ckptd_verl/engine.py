@@ -137,7 +137,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
     def _publish(self) -> None:
         publisher = self._publisher
         if publisher is None:
-            raise UsageError("there are no weights to publish")
+            raise UsageError("no weights to publish")
         done = publisher.publish(self._step, {"model": self._shares}, wait_s=self._wait_s)
         if done.skipped:
             raise DeadlineError(
@@ -219,7 +219,7 @@ class CkptdCheckpointEngine(CheckpointEngine):
             return read_published(self._at / _FILE)
         held = self._subscriber
         raise DeadlineError(
-            "the actors' weights do not come",
+            "the actors' weights did not arrive",
             kind="no-version",
             wanted=f"version {self._step} within {self._wait_s:.0f} s",
             found=str(held and (held.last_error or held.version)),

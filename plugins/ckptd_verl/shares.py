@@ -39,7 +39,7 @@ class WholeTensor(NamedTuple):
         """The type."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
-            raise CorruptError("no type of torch", found=self.dtype[:100])
+            raise CorruptError("unknown torch dtype", found=self.dtype[:100])
         return found
 
     @property
@@ -161,5 +161,5 @@ def read_published(path: Path) -> Published | None:
         return None
     except ValueError as error:  # msgspec's are
         raise CorruptError(
-            "not a list of tensors", where=str(path), found=str(error)[:200]
+            "invalid list of tensors", where=str(path), found=str(error)[:200]
         ) from None

@@ -48,7 +48,7 @@ def rollout_layout(name: str, config: Any, ranks: int, *, experts: bool = False)
     missing = [_SIZES[axis] for axis in axes if axis not in sizes]
     if missing:
         raise UsageError(
-            "the model's config does not say the sizes of the layout",
+            "the model's config lacks the sizes of the layout",
             kind="lay-use",
             where=name,
             wanted=", ".join(missing),

@@ -83,7 +83,7 @@ class CkptdTrainerWeightTransferEngine(TrainerWeightTransferEngine):
         state = {"model": source} if isinstance(source, nn.Module) else source
         if not isinstance(state, Mapping):
             raise UsageError(
-                "ranks publish what they hold, so the source is a module or a state",
+                "the source must be a module or a state, as each rank publishes its own part",
                 wanted='the model, or {"model": model, "optim": optimizer}',
                 found=type(source).__name__,
             )

@@ -152,7 +152,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
         subscriber = self._subscriber
         if subscriber is None:
             raise UsageError(
-                "no weights can be had before init_weight_transfer_engine", kind="closed"
+                "weights are not available before init_weight_transfer_engine", kind="closed"
             )
         # Ranks give up after as many looks, which have the same result on all of them: by its own
         # clock one of them would, while others go on.
@@ -161,7 +161,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
         while not self._has(update_info):
             if not looks:
                 raise DeadlineError(
-                    "the version does not come",
+                    "the version did not arrive",
                     kind="no-version",
                     wanted=f"version {update_info.number} within {self._info.wait_s:.0f} s",
                     found=str(subscriber.last_error or subscriber.version),

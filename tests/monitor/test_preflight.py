@@ -123,7 +123,7 @@ def test_a_node_that_reaches_few_is_named_and_not_its_links() -> None:
 def test_who_is_missing(
     names: tuple[str, ...], came: list[tuple[str, int]], wanted: list[tuple[str, str, str]]
 ) -> None:
-    found = absent_findings(came, 3, names, "did not come")
+    found = absent_findings(came, 3, names, "did not connect")
     assert [(f.target, f.name, f.what) for f in found] == wanted
 
 

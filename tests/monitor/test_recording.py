@@ -123,11 +123,11 @@ def test_any_bytes_are_frames_or_refused(data: bytes, behind: bool) -> None:
 def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as missing:
         JobRecording(tmp_path / "none")
-    assert "there is no such recording" in missing.value.message
+    assert "the recording does not exist" in missing.value.message
     (tmp_path / "text").write_text("hello")
     with pytest.raises(CorruptError) as bad:
         JobRecording(tmp_path / "text")
-    assert "this is not a recording" in bad.value.message
+    assert "not a recording of ckptd" in bad.value.message
     with pytest.raises(StoreError):
         JobRecording(tmp_path)
 

@@ -33,4 +33,4 @@ def test_floors_policies_and_parts() -> None:
 def test_what_cannot_be_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError) as caught:
         changed(WatchSettings(), wrong)
-    assert "a setting cannot be changed so" in caught.value.message
+    assert "invalid setting" in caught.value.message

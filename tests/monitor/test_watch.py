@@ -155,7 +155,7 @@ def plain(**other: Any) -> NodeReport:
 def test_sheets_of_another_job_are_refused() -> None:
     with pytest.raises(RefusedError) as caught:
         JobWatch(JOB).take(plain(job="other"), 0.0)
-    assert "this message is of another job" in caught.value.message
+    assert "this message belongs to another job" in caught.value.message
     with pytest.raises(RefusedError):
         JobWatch(JOB).take_found(EvidenceReport(job="other", source="a", number=0), 0.0)
 
@@ -497,7 +497,7 @@ def test_people_can_say_that_they_have_seen_it() -> None:
     assert fed.watch.incidents[0].acknowledged_at == pytest.approx(fed.now + 1e9)
     with pytest.raises(NotFoundError) as caught:
         fed.watch.acknowledge("job-99", "", fed.now)
-    assert "no incident has this id" in caught.value.message
+    assert "unknown incident" in caught.value.message
 
 
 def test_stacks_of_suspects_are_asked_for_once_and_kept() -> None:

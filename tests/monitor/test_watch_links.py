@@ -48,7 +48,7 @@ def test_probes_are_evidence_of_the_hang_for_which_they_were_made(
     (first,) = fed.watch.incidents
     assert first.kind == VerdictKind.COMM_HANG
     assert any(line.startswith(words) for line in first.verdict.evidence)
-    for k in range(300):  # 75 s in which all is well
+    for k in range(300):  # 75 s in which no problems found
         fed.show(at(10 + k, 0.1))
     fed.show(at(400, 2.0), rounds=2)
     assert len(fed.opened) == 2

@@ -411,7 +411,7 @@ def test_a_publisher_refuses_what_it_cannot_publish(tmp_path: Path) -> None:
         some = {n: t for n, t in whole(1).items() if "layers" not in n}
         with pytest.raises(MismatchError) as caught:  # what workers would miss
             publisher.publish(1, {"model": some})
-        assert "no shape says" in caught.value.message
+        assert "no shape determines" in caught.value.message
     with ckptd.Publisher(WHOLE, tmp_path / "at") as publisher:
         publisher.publish(1, {"model": whole(1)}).wait(30)
         with pytest.raises(UsageError) as caught:

@@ -75,7 +75,7 @@ def test_extra_state_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Subscriber(ONE, into, tmp_path / "at")
     assert (caught.value.message, caught.value.where) == (
-        "a module has extra state beside the tensors that a live move fills",
+        "a module has extra state, which a live move cannot fill",
         "model._extra_state",
     )
     into.count = None
@@ -119,6 +119,6 @@ def test_weights_that_lie_over_one_another_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Subscriber(layout, state, tmp_path / "at")
     assert (caught.value.message, caught.value.where) == (
-        "tensors that are filled lie over one another",
+        "tensors to fill share memory",
         "model.a, model.b",
     )

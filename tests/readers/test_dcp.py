@@ -189,7 +189,7 @@ def test_flattened_ranges_of_another_shape(flattened: Path, shape: object) -> No
     saved = pickle.loads(path.read_bytes())
     saved.mcore_data = {"w": {"nd_reformulated_orig_global_shape": shape}}
     path.write_bytes(pickle.dumps(saved))
-    assert "not the metadata of a distributed checkpoint" in fails(flattened).message
+    assert "invalid metadata of a distributed checkpoint" in fails(flattened).message
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_values_that_laugh(broken: Path, field: str) -> None:
             m.storage_data[key].__dict__[field] = laugh
 
     edit(broken, change)
-    assert "not the metadata of a distributed checkpoint" in fails(broken).message
+    assert "invalid metadata of a distributed checkpoint" in fails(broken).message
 
 
 class Laughing:
@@ -281,9 +281,9 @@ def test_holes_and_overlaps(broken: Path) -> None:
         m.storage_data[type(key)(name, chunk.offsets)] = info
 
     edit(broken, lambda m: m.state_dict_metadata[name].chunks.pop())
-    assert "the parts of a tensor are no grid, or leave holes" in fails(broken).message
+    assert "the parts of a tensor do not form a grid, or leave holes" in fails(broken).message
     edit(broken, lambda m: shift(m, 1))
-    assert "the parts of a tensor are no grid, or leave holes" in fails(broken).message
+    assert "the parts of a tensor do not form a grid, or leave holes" in fails(broken).message
 
 
 def test_a_box_outside_of_its_tensor(broken: Path) -> None:
@@ -318,9 +318,9 @@ def test_a_tensor_of_a_terabyte(broken: Path) -> None:
 
 def test_no_metadata(broken: Path) -> None:
     (broken / ".metadata").write_bytes(b"rubbish")
-    assert "not a pickle" in fails(broken).message
+    assert "invalid pickle" in fails(broken).message
     (broken / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    assert "not the metadata of a distributed checkpoint" in fails(broken).message
+    assert "invalid metadata of a distributed checkpoint" in fails(broken).message
 
 
 def test_a_file_that_changes_under_our_hands(broken: Path) -> None:

@@ -140,7 +140,7 @@ def test_an_expert_under_the_number_of_another(sample: Callable[[str], Path], nu
     shutil.copy(folder / file.format(0), folder / file.format(number))
     error = fails(folder)
     assert (error.message, error.where) == (
-        "a file holds what belongs into another one",
+        "a file holds the contents of another file",
         file.format(number),
     )
     assert str(error.wanted) == f"weights of expert {number}"
@@ -186,7 +186,7 @@ def test_experts_of_ranks_that_do_not_say_where_parameters_are(
 def test_one_name_in_two_files(sample: Callable[[str], Path]) -> None:
     folder, file = sample("pipe0-fp32") / TAG, "layer_{}-model_states.pt"
     shutil.copy(folder / file.format("01"), folder / file.format("001"))
-    assert "a file holds what belongs into another one" in fails(folder).message
+    assert "a file holds the contents of another file" in fails(folder).message
 
 
 def test_a_file_of_an_expert_with_an_absurd_number(sample: Callable[[str], Path]) -> None:
@@ -322,7 +322,7 @@ def test_files_of_different_steps(tmp_path: Path) -> None:
         group["step"] += 2
     torch.save(value, path)
     error = fails(tmp_path / TAG)
-    assert (error.message, error.where) == ("files are of different steps", path.name)
+    assert (error.message, error.where) == ("the files belong to different steps", path.name)
     assert "different steps" in error.message
 
 
@@ -340,7 +340,7 @@ def test_a_model_of_an_earlier_step_than_its_optimizer(tmp_path: Path) -> None:
     assert open_reader(tmp_path / TAG).commit.step == 12
     change(path, lambda value: value.update(skipped_steps=4))
     error = fails(tmp_path / TAG)
-    assert (error.message, error.found) == ("files are of different steps", "9.0")
+    assert (error.message, error.found) == ("the files belong to different steps", "9.0")
     assert str(error.wanted).startswith("at most 8")
 
 
@@ -360,7 +360,7 @@ def test_stages_of_a_pipeline_of_different_steps(tmp_path: Path) -> None:
     torch.save(value, files / "mp_rank_01_model_states.pt")
     error = fails(files)
     assert (error.message, error.where) == (
-        "files are of different steps",
+        "the files belong to different steps",
         OPTIM.format(0).replace("_00_", "_01_"),
     )
     assert "different steps" in error.message
@@ -376,7 +376,7 @@ def test_files_of_ranks_under_the_numbers_of_others(zero3: Path, both: bool) -> 
         one.write_bytes(before)
     error = fails(zero3)
     assert (error.message, error.where) == (
-        "a file holds what belongs into another one",
+        "a file holds the contents of another file",
         f"{TAG}/{(one if both else two).name}",
     )
 
@@ -391,7 +391,7 @@ def test_a_copy_of_a_rank_that_was_written_into_a_stream(tmp_path: Path) -> None
             torch.save(value, file)
     error = fails(tmp_path / TAG)
     assert (error.message, error.where) == (
-        "a file holds what belongs into another one",
+        "a file holds the contents of another file",
         OPTIM.format(1),
     )
     for part in (*value["optimizer_state_dict"]["base_optimizer_state"]["state"][0].values(),):
@@ -468,7 +468,7 @@ def test_shapes_that_are_none(tmp_path: Path, shapes: object) -> None:
 @pytest.mark.parametrize("shared", [5, [[[], []]], [("a",)], {"a": 3}, {"tied": ("a.weight",)}])
 def test_shared_parameters_that_are_none(tmp_path: Path, shared: object) -> None:
     write(tmp_path, shared_params=shared)
-    assert "a value of a model's file is no table of names" in fails(tmp_path / TAG).message
+    assert "a value of a model's file is not a dict of names" in fails(tmp_path / TAG).message
 
 
 def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
             value["optimizer_state_dict"]["partition_count"],
         ) * 2
     torch.save(value, path)
-    assert "not the optimizer's file of a rank of ZeRO" in fails(tmp_path / TAG).message
+    assert "invalid optimizer file of a rank of ZeRO" in fails(tmp_path / TAG).message
 
 
 # -- the universal form ----------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_a_package_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monkey
     announce(monkeypatch, ImportError("no such thing"))
     with pytest.raises(UsageError) as caught:
         find_foreign(open_store(tmp_path))
-    assert "an installed package does not load" in caught.value.message
+    assert "an installed plugin fails to load" in caught.value.message
 
 
 def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(MismatchError) as caught:
         find_foreign(open_store(tmp_path))
     assert (caught.value.message, caught.value.found) == (
-        "checkpoints of several formats are here",
+        "checkpoints of several formats in one folder",
         "raw, other",
     )
 

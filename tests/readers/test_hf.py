@@ -89,8 +89,8 @@ def test_shards_make_a_whole(tmp_path: Path) -> None:
 def test_shards_that_leave_holes_or_overlap(tmp_path: Path, offsets: list[list[int]]) -> None:
     sharded(tmp_path, offsets)
     assert fails(tmp_path).message in (
-        "the parts of a tensor are no grid",
-        "the parts of a tensor are no grid, or leave holes",
+        "the parts of a tensor do not form a grid",
+        "the parts of a tensor do not form a grid, or leave holes",
     )
 
 
@@ -104,7 +104,10 @@ def test_two_formats_in_one_folder(tmp_path: Path, foreign: Path) -> None:
     save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
     (tmp_path / ".metadata").write_bytes((foreign / "dcp/dcp-safetensors/.metadata").read_bytes())
     error = fails(tmp_path)
-    assert (error.message, error.found) == ("checkpoints of several formats are here", "dcp, hf")
+    assert (error.message, error.found) == (
+        "checkpoints of several formats in one folder",
+        "dcp, hf",
+    )
     assert open_reader(tmp_path, "model.safetensors").names == ["w"]
 
 
@@ -124,7 +127,7 @@ def test_a_missing_part_of_dcp(tmp_path: Path) -> None:
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
     error = fails(tmp_path)
     assert (error.message, error.where) == ("a file of the checkpoint is missing", "shard-00001-*")
-    assert "shapes follow" in str(error.hint)
+    assert "shapes are computed" in str(error.hint)
     (tmp_path / "shard-00000-model-00001-of-00001.safetensors").unlink()
     assert "a file of the checkpoint is missing" in fails(tmp_path).message
 

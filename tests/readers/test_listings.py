@@ -184,5 +184,5 @@ def test_an_object_that_only_was_moved_is_the_same(
         found |= {"etag": "y", "updated": 2.0}
         seen.check_read()
         found["generation"] = "18"
-        with pytest.raises(CorruptError, match="written anew"):
+        with pytest.raises(CorruptError, match="replaced while it was read"):
             seen.check_read()

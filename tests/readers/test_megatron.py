@@ -128,7 +128,7 @@ NORM = "  decoder.layers.{#l@pp}.pre_mlp_layernorm.weight = L{l}.n2[h]\n"
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ([(PROJ, ""), (NORM, NORM + PROJ)], "is cut elsewhere than the layout says"),
+        ([(PROJ, ""), (NORM, NORM + PROJ)], "is not cut where the layout says"),
         ([("order reverse ", "")], "elements, and the rules make"),
         ([("start/64 ", "")], "elements, and the rules make"),
         ([("let hd = 4", "let hd = 2")], "elements, and the rules make"),
@@ -175,14 +175,18 @@ def edited(source: Path, folder: Path, change: Callable[[str], str | None]) -> P
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("optimizer.distributed.", "chained_1.optimizer.distributed.", "are not read by a layout"),
-        ("dp_group_idx_0.per_bucket_numel/", None, "does not say how long its buckets are"),
+        (
+            "optimizer.distributed.",
+            "chained_1.optimizer.distributed.",
+            "a layout cannot read the buckets",
+        ),
+        ("dp_group_idx_0.per_bucket_numel/", None, "does not record the length of its buckets"),
         (
             "dp_group_idx_1.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_1.exp_avg",
             None,
             "buckets of an optimizer are missing",
         ),
-        ("float32).bucket_idx_1", "bfloat16).bucket_idx_1", "are not read by a layout"),
+        ("float32).bucket_idx_1", "bfloat16).bucket_idx_1", "a layout cannot read the buckets"),
     ],
 )
 def test_buckets_that_are_not_whole(
@@ -203,7 +207,7 @@ def test_other_forms_are_refused(foreign: Path, tmp_path: Path) -> None:
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert fails(folder).kind == "unreadable-format"
     (folder / "metadata.json").write_text("[]")
-    assert "not the metadata of a checkpoint of Megatron" in fails(folder).message
+    assert "invalid metadata of a Megatron checkpoint" in fails(folder).message
 
 
 TE_NAMES = {

@@ -104,7 +104,7 @@ HOSTILE: dict[str, bytes] = {
     "build on a global": b"\x80\x02" + names("torch", "Tensor") + b"}b.",
     "build on a number": b"\x80\x02K\x01}b.",
     "call of a number": b"\x80\x02K\x01)R.",
-    "arguments that are no tuple": b"\x80\x02" + names("torch", "Size") + b"K\x01R.",
+    "arguments that are not a tuple": b"\x80\x02" + names("torch", "Size") + b"K\x01R.",
     "a size of no numbers": b"\x80\x02" + names("torch", "Size") + b"K\x01\x85R.",
     "a frame of absurd length": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
     "text of absurd length": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.",

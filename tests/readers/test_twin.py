@@ -132,7 +132,7 @@ BAD: dict[str, Any] = {
     "a hole at the beginning": [(Box((2, 0), (2, 4)), None)],
     "an overlap": [(Box((0, 0), (3, 4)), None), (Box((2, 0), (2, 4)), None)],
     "two of one place": [(Box((0, 0), (4, 4)), None), (Box((0, 0), (4, 2)), None)],
-    "no grid": [
+    "do not form a grid": [
         (Box((0, 0), (2, 4)), None),
         (Box((2, 0), (2, 2)), None),
         (Box((2, 2), (2, 2)), None),
@@ -155,7 +155,7 @@ def test_tables_that_make_no_tensor(name: str) -> None:
     words = (
         "hold no tensor"
         if name == "nothing"
-        else "no grid|begins with a hole|overlap|outside of it"
+        else "do not form a grid|begins with a hole|overlap|outside of it"
     )
     assert re.search(words, caught.value.message)
 

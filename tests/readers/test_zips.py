@@ -81,7 +81,7 @@ def test_a_zip_in_a_file_of_several() -> None:
     ("raw", "hint"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
-        (saved({"w": torch.ones(100)})[:-1], "is it complete"),
+        (saved({"w": torch.ones(100)})[:-1], "is cut short"),
     ],
 )
 def test_what_is_no_whole_zip_says_what_it_seems_to_be(raw: bytes, hint: str) -> None:
@@ -162,7 +162,7 @@ HOSTILE: dict[str, bytes] = {
     "fewer entries": patched(-END + 8, "<HH", 1, 1),
     "several disks": patched(-END + 4, "<HH", 1, 1),
     "zip64 without its locator": patched(-END + 8, "<HH", 0xFFFF, 0xFFFF),
-    "zip64 whose end lies elsewhere": zip64(100, 0, 1 << 60),
+    "zip64 whose end is at the wrong position": zip64(100, 0, 1 << 60),
     "zip64 whose end is no end": zip64(100, 0, 0),
     "zip64 that lies about its size": zip64(1 << 62, 0),
     "zip64 that lies about its place": zip64(10, 1 << 62),

@@ -48,11 +48,11 @@ def test_bounds_that_agree(sizes: list[int], ranges: list[tuple[int, int]]) -> N
 @pytest.mark.parametrize(
     ("sizes", "ranges", "message"),
     [
-        ([100, 28, 40], [(0, 40), (64, 104)], r"is cut elsewhere .* tensor 0 in elements 0 to 40"),
-        ([96, 32, 192], [(0, 320)], "has parts that the layout does not"),
-        ([128, 192], [(0, 320)], "has parts that the layout does not"),
-        ([100, 92], [(0, 192)], "has parts that the layout does not"),
-        ([128, 64], [(0, 128)], "has parts that the layout does not"),  # the rest is nobody's
+        ([100, 28, 40], [(0, 40), (64, 104)], r"is not cut where .* tensor 0 in elements 0 to 40"),
+        ([96, 32, 192], [(0, 320)], "has parts that the layout lacks"),
+        ([128, 192], [(0, 320)], "has parts that the layout lacks"),
+        ([100, 92], [(0, 192)], "has parts that the layout lacks"),
+        ([128, 64], [(0, 128)], "has parts that the layout lacks"),  # the rest is nobody's
     ],
 )
 def test_bounds_that_do_not_agree(
@@ -65,7 +65,7 @@ def test_bounds_that_do_not_agree(
 
 
 def test_a_tensor_over_two_buckets() -> None:
-    with pytest.raises(CkptdError, match="is cut elsewhere"):
+    with pytest.raises(CkptdError, match="is not cut where"):
         check(buffer([128], [128]), (0, 256))
 
 

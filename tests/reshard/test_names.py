@@ -84,7 +84,7 @@ def test_names_that_differ_in_dots_alone(tmp_path: Path, cli: Cli) -> None:
     found = cli("reshard", a, b, "--to", "fsdp", "-e", "mesh fsdp = dp:2")
     assert found.code == 0, found.err
     assert cli("diff", a, b).code == 0
-    # And by the program that it keeps.
+    # And by its stored program.
     found = cli("reshard", b, str(tmp_path / "c"), "--to", "ddp")
     assert found.code == 0, found.err
     assert cli("diff", a, str(tmp_path / "c")).code == 0
@@ -333,8 +333,8 @@ def test_a_section_has_the_names_of_a_layout(tmp_path: Path, cli: Cli) -> None:
     wrong = tmp_path / "swapped.lay"
     wrong.write_text(KV_SWAPPED)
     said = ("--from", str(wrong), "--to", "hf.llama", "-e", "let kv = 2", "--section", "model")
-    assert "contradicts the one that it keeps" in cli("reshard", kept, f"{out}2", *said).err
-    # A rule for the source, where the program that it keeps was made with rules.
+    assert "contradicts the one stored in the source" in cli("reshard", kept, f"{out}2", *said).err
+    # A rule for the source, where its stored program was made with rules.
     more = ("-e", "from: lm_head.weight = head[v h]")
     found = cli("reshard", kept, f"{out}3", *more, "--to", "hf.llama")
     assert found.code == 0, found.err

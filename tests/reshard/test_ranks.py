@@ -188,7 +188,7 @@ def test_replicas_that_are_no_real_numbers_are_not_combined(tmp_path: Path, kind
             found = reshard(tmp_path, text, "z", "whole", allow_lossy=True)
             assert found["a"].tolist() == [3.0 if kind == "avg" else 6.0] * 4
         else:
-            with pytest.raises(UsageError, match="not combined"):
+            with pytest.raises(UsageError, match="cannot be combined"):
                 reshard(tmp_path, text, "z", "whole", allow_lossy=True)
 
 

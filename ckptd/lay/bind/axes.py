@@ -123,10 +123,8 @@ def _declared(resolved: Resolved, sizes: Mapping[str, int]) -> tuple[dict[str, i
     findings = []
     for name in sorted(set(sizes) & set(resolved.sizes)):
         if sizes[name] != resolved.sizes[name]:
-            message = (
-                f"the program says {name} = {resolved.sizes[name]}, and {sizes[name]} is said"
-                " besides: by a config.json, or with what it is compared with"
-            )
+            message = f"the program says {name} = {resolved.sizes[name]}, "
+            f"but a config.json, or the layout that it is compared with, says {sizes[name]}"
             findings.append(Finding("sizes", message, fit=True))
     return {**sizes, **resolved.sizes}, findings
 
@@ -295,17 +293,17 @@ def _unsolved(group: Sequence[str], users: Sequence[Equation], solution: Solutio
     bounds = solution.bounds.get(group[0])
     if len(group) == 1 and bounds is not None:
         low, high = bounds
-        message = f"padding leaves open how long {names} is: {low} to {high}"
+        message = f"padding hides the length of {names}: {low} to {high}"
         notes.append(
             f"declare it: let {names} = <its length without padding, {low} to {high}>, as the"
-            " model's configuration says it; the padded length would make rows of the padding"
+            " model's configuration says it; with the padded length, padding would become rows"
         )
     elif known:
         shown = " and ".join(f"{'*'.join(_in_order(m, users[0]))} = {v}" for m, v in known[:3])
-        message = f"the shapes do not say how long {names} are; all they say is {shown}"
+        message = f"the shapes do not determine the lengths of {names}; they give only {shown}"
         some = "one of them" if len(group) == 2 else "all of them but one"
         notes.append(f"declare {some}: let {group[0]} = <a divisor of {known[0][1]}>")
     else:
-        message = f"no shape says how long {names} is"
+        message = f"no shape determines the length of {names}"
         notes.append(f"declare it: let {group[0]} = <length>")
     return Finding("unsolved", message, first[0], first[1], tuple(notes), fit=True)

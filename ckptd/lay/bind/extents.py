@@ -253,7 +253,7 @@ def _gap(
             ),
             quoted=False,
         )
-        notes = (f"there is no tensor {name}{where}, and others of this rule are there",)
+        notes = (f"there is no tensor {name}{where}, but others of this rule exist",)
     return Finding("numbers", message, equation.at, equation.text, notes, fit=True)
 
 

@@ -52,7 +52,7 @@ def first_wins(layout: Resolved, sizes: Mapping[str, int]) -> tuple[Resolved, li
         if earlier:
             left = _left(equation, earlier, sizes)
             if left is None:
-                message = "too many numbers to tell which of them are an earlier rule's"
+                message = "too many numbers to decide which of them an earlier rule covers"
                 findings.append(Finding("numbers", message, equation.at, equation.text))
             else:
                 found = left

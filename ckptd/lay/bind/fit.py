@@ -149,7 +149,7 @@ def _wrong_split(
             return None
         left = length - total
         rest = (
-            f"the last {left if left > 1 else 'one'} {'are' if left > 1 else 'is'} held by nobody"
+            f"the last {left if left > 1 else 'one'} {'are' if left > 1 else 'is'} on no rank"
             if total < length
             else (f"the widths hold {total - length} too many")
         )

@@ -62,7 +62,7 @@ def with_globs(resolved: Resolved, found: Sequence[FilledGlobs]) -> Resolved:
         globs = [] if equation is None else [p for p in equation.name.parts if isinstance(p, Glob)]
         if equation is None or not globs or len(globs) != len(texts):
             raise UsageError(
-                "what globs stood for is of another layout",
+                "the expansion of globs belongs to another layout",
                 kind="lay-use",
                 where=resolved.name,
                 found=f"rule {rule}: {', '.join(texts)[:200]}",

@@ -151,11 +151,11 @@ def _instances(resolved: Resolved, observed: Observed) -> tuple[Resolved, list[E
 def _empty(layout: Resolved, resolved: Resolved) -> Iterator[Finding]:
     """Yield that nothing is left of a layout, or what stands for several tensors in buffers."""
     if resolved.equations and not layout.equations:
-        message = "no rule of this layout has any of the tensors that were observed"
+        message = "no rule of this layout matches an observed tensor"
         yield Finding("empty", message, rule=f"layout {resolved.name}", fit=True)
     yield from (_glob(e) for e in layout.equations if has_globs(e.name))
 
 
 def _glob(equation: Equation) -> Finding:
-    message = "nothing says which tensors this name stands for: write it without '*'"
+    message = "this name matches no known tensors: write it without '*'"
     return Finding("glob", message, equation.at, equation.text)

@@ -137,7 +137,7 @@ class Lengths:
     def _part(self, inner: Polynomial, dim: Split, at: Mapping[str, int]) -> Polynomial:
         extent = self.extents.get(dim.axis)
         if extent is None:
-            raise UsageError(f"there is no mesh axis {dim.axis}", kind="lay-rule")
+            raise UsageError(f"unknown mesh axis {dim.axis}", kind="lay-rule")
         if isinstance(dim.how, Even) and dim.how.rule == "even" and dim.how.grain == UNIT:
             return times(inner, {(): Fraction(1, extent)})
         coordinate = at.get(dim.axis, 0)

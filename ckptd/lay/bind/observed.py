@@ -300,8 +300,8 @@ def _unmatched(
         )
     if above:
         notes.append(
-            f"the layout has such names without {above!r}: reshard --section {above}, or, with what"
-            f' else there is, a line in it: stored "{above}.{{name}}"'
+            f"the layout has such names without {above!r}: use reshard --section {above}; to keep"
+            f' the rest too, add a line: stored "{above}.{{name}}"'
         )
     else:
         notes.append(f"to leave it out, write: {drop} = drop")

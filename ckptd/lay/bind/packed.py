@@ -55,9 +55,7 @@ def buffer_findings(
         Rules of which nothing was observed.
     """
     form = StoredForm(bound)
-    notes = tuple(
-        f"nothing of it but the buffers was observed: {e.text}" for e in kept[:_MAX_SHOWN]
-    )
+    notes = tuple(f"only its buffers were observed: {e.text}" for e in kept[:_MAX_SHOWN])
     for rank, found in observed.buffers.items():
         try:
             wanted = _lengths(form, rank)

@@ -109,9 +109,7 @@ def solve(
     for name, value in (relations or {}).items():
         solver.relate(name, value)
     for name, number in declared.items():
-        solver.learn(
-            name, Fraction(number), Origin(what="a let, or what is said besides the program")
-        )
+        solver.learn(name, Fraction(number), Origin(what="a let, or sizes given with the program"))
     solver.run()
     return solver.out
 
@@ -155,7 +153,9 @@ class _Solver:
             return False
         if value.denominator != 1 or value < 0:
             if not name.startswith("#"):
-                message = f"{origin.what} would make {name} = {_number(value)}, which is no length"
+                message = (
+                    f"{origin.what} would make {name} = {_number(value)}, which is not a length"
+                )
                 self._tell(message, origin)
             return False
         self._known[name] = int(value)
@@ -298,7 +298,7 @@ class _Solver:
                 continue
             whole, factor = self._known[name], inner[names[0]]
             if multiple < 1 or whole % multiple:
-                message = f"{whole} is no multiple of {multiple}, to which this rule pads"
+                message = f"{whole} is not a multiple of {multiple}, to which this rule pads"
                 self._tell(message, self.out.origins[name])
             elif len(names[0]) == 1 and factor.denominator == 1:
                 low = (whole - multiple) // int(factor) + 1

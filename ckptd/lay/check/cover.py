@@ -150,12 +150,12 @@ def _duplicate(resolved: Resolved, family: Family, first: int, second: int) -> F
     one, two = resolved.equations[first], resolved.equations[second]
     return Finding(
         "duplicate",
-        f"{family.name} is held by an earlier rule already",
+        f"{family.name} is already held by an earlier rule",
         two.at,
         two.text,
         (
             f"earlier: {one.at.file}:{one.at.line}  {one.text}",
-            f"if it is a second copy, say so: alias {family.name}; if either will do, add 'any'",
+            f"if it is a second copy, write alias {family.name}; if any copy will do, add 'any'",
         ),
     )
 

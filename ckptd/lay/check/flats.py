@@ -33,8 +33,8 @@ def order_findings(resolved: Resolved) -> Iterator[Finding]:
                 axis = beginning[1].axis
                 yield Finding(
                     "order",
-                    f"a number in place of {{{axis}}} parts the rules of a module: flats pack what"
-                    " stands before this rule for all numbers, then this one, then the rest",
+                    f"a number in place of {{{axis}}} splits the rules of a module: flats pack the"
+                    " rules before this one for all numbers, then this one, then the rest",
                     equations[apart].at,
                     equations[apart].text,
                     (f"write {{{axis}}} in the name, and for {axis}=NUMBER behind the rule",),

@@ -70,7 +70,7 @@ def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterat
     for axis in indexes:
         if axis not in mesh.local and not any(axis in f.axes for f in equation.families.values()):
             families = " or ".join(sorted({signature(f) for f in equation.families.values()}))
-            message = f"the name has the index {{{axis}}}, which is no axis of {families}"
+            message = f"the name has the index {{{axis}}}, which is not an axis of {families}"
             note = (
                 f"{axis} is an axis of the mesh: write {{a@{axis}}}, with the axis a that it cuts"
             )
@@ -89,7 +89,7 @@ def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterat
     yield _finding(
         equation,
         "tag-order",
-        f"the tags stand in another order than the parts: {wrong[0].message}",
+        f"the order of the tags differs from that of the parts: {wrong[0].message}",
         (f"instead of {written}, the order {'|'.join(order)} gives each tensor its axes",),
     )
 
@@ -109,7 +109,7 @@ def _repeated(equation: Equation, indexes: Sequence[str]) -> Iterator[Finding]:
             )
             notes = (
                 f"declare it for each {axis} in the space, as {signature(others[0])} is",
-                "or hold it by a rule of its own, and say that these are copies: alias",
+                "or give it its own rule, and mark these as copies with alias",
             )
             yield _finding(equation, "duplicate", message, notes)
 
@@ -125,7 +125,7 @@ def _path(equation: Equation, path: Path, indexes: Sequence[str]) -> Iterator[Fi
     for axis in unknown:
         near = get_close_matches(axis, missing or family.axes, n=1, cutoff=0.3)
         notes = (f"did you mean {near[0]}?",) if near else ()
-        message = f"{axis} is no axis of {signature(family)}{tag}"
+        message = f"{axis} is not an axis of {signature(family)}{tag}"
         yield _finding(equation, "unknown-axis", message, notes)
     if missing and not unknown:
         names = " and ".join(missing)
@@ -136,7 +136,7 @@ def _path(equation: Equation, path: Path, indexes: Sequence[str]) -> Iterator[Fi
         yield _finding(equation, "missing-axis", message, notes)
     for axis, count in counts.items():
         if count > 1 and axis in family.axes:
-            message = f"{axis} of {signature(family)}{tag} comes {count} times, and should once"
+            message = f"{axis} of {signature(family)}{tag} occurs {count} times instead of once"
             yield _finding(equation, "axis-twice", message, _either(equation, path, axis))
 
 
@@ -200,7 +200,7 @@ def _mesh_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> It
             if message:
                 reported.add(axis)
                 known = {a for f in equation.families.values() for a in f.axes}
-                behind = f"behind '@' stands an axis of the mesh, and {axis} is one of the tensor"
+                behind = f"'@' needs an axis of the mesh, but {axis} is an axis of the tensor"
                 notes = (behind,) if axis in known - set(mesh.extents) else ()
                 yield _finding(equation, "mesh-axis", message, notes)
     if reported:
@@ -240,10 +240,10 @@ def _unknown_axis(axis: str, mesh: MeshShape) -> str | None:
     if axis in mesh.extents:
         return None
     if not mesh.extents:
-        return f"this layout is on none, so there is no mesh axis {axis}"
+        return f"this layout is 'on none', so it has no mesh axis {axis}"
     near = get_close_matches(axis, mesh.extents, n=1)
     known = f"did you mean {near[0]}?" if near else f"the mesh has {' '.join(mesh.extents)}"
-    return f"there is no mesh axis {axis}; {known}"
+    return f"unknown mesh axis {axis}; {known}"
 
 
 def _widths(axis: str, how: object, mesh: MeshShape) -> str | None:
@@ -271,7 +271,7 @@ def _cut_twice(
                 return _finding(equation, "cut-twice", message)
             if not independent(mesh, (other, axis)):
                 message = f"@{other} and @{axis}{tag} cut over the same ranks"
-                notes = ("not every pair of their coordinates is a rank's, so parts would be lost",)
+                notes = ("some pairs of their coordinates have no rank, so parts would be lost",)
                 return _finding(equation, "cut-twice", message, notes)
     if not independent(mesh, [a for a, _ in cuts]):
         axes = " ".join(f"@{a}" for a, _ in cuts)
@@ -303,7 +303,7 @@ def _modifiers(equation: Equation, mesh: MeshShape) -> Iterator[Finding]:
                     equation, "on", f"'on {modifier.axis}' comes twice: no rank has both"
                 )
             if modifier.coordinate != "last" and modifier.coordinate >= extent:
-                message = f"'on {modifier.axis}={modifier.coordinate}' is no rank's"
+                message = f"'on {modifier.axis}={modifier.coordinate}' matches no rank"
                 notes = (f"{modifier.axis} has the coordinates 0 to {extent - 1}",)
                 yield _finding(equation, "on", message, notes)
             seen.add(modifier.axis)
@@ -327,7 +327,7 @@ def _quantized(equation: Equation, modifier: Quantized) -> Iterator[Finding]:
                 equation, "block", "the name of the scales lacks {name}: all would share one"
             )
     if (modifier.overall is None) != (modifier.kind != "float8_e4m3fn"):
-        message = "scales as float8_e4m3fn have one number above them, overall=NAME, and no others"
+        message = "scales of float8_e4m3fn need overall=NAME, and other scales must not have it"
         yield _finding(equation, "block", message)
     if modifier.kind not in SCALE_KINDS:
         message = f"scales are {', '.join(filter(None, SCALE_KINDS))}, and not {modifier.kind}"
@@ -347,7 +347,7 @@ def _values(equation: Equation, axes: AbstractSet[str], mesh: MeshShape) -> Iter
             yield _finding(equation, "value", message, (f"declare it: let {name} = <number>",))
         elif name in axes and name in mesh.extents:
             message = f"{name} may be the axis of the space or that of the mesh"
-            yield _finding(equation, "value", message, ("name one of them otherwise",))
+            yield _finding(equation, "value", message, ("rename one of them",))
 
 
 def _values_in(dim: Dim) -> Iterator[Value]:

@@ -19,7 +19,7 @@ def statement_findings(resolved: Resolved) -> Iterator[Finding]:
     for held in resolved.objects:
         for axis in held.axes:
             if axis not in mesh.extents:
-                yield _finding(held, f"there is no mesh axis {axis}")
+                yield _finding(held, f"unknown mesh axis {axis}")
     if "{name}" not in resolved.params:
         message = f'stored "{resolved.params}" lacks {{name}}: all tensors would have one name'
         yield Finding("stored", message)
@@ -33,7 +33,7 @@ def statement_findings(resolved: Resolved) -> Iterator[Finding]:
 def _flat(flat: Flat, resolved: Resolved, mesh: MeshShape) -> Iterator[Finding]:
     axis = flat.split[0]
     if axis not in mesh.extents:
-        yield _finding(flat, f"there is no mesh axis {axis}")
+        yield _finding(flat, f"unknown mesh axis {axis}")
     elif axis in mesh.local:
         yield _finding(flat, f"{axis} is a local axis: all its parts lie on the same rank")
     if flat.called is not None:
@@ -42,7 +42,7 @@ def _flat(flat: Flat, resolved: Resolved, mesh: MeshShape) -> Iterator[Finding]:
     for state in flat.states:
         if state not in known:
             names = ", ".join(sorted(known - {"*"}))
-            yield _finding(flat, f"there is no state {state}; the space has {names}")
+            yield _finding(flat, f"unknown state {state}; the space has {names}")
 
 
 def _called(flat: Flat, called: Name) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _called(flat: Flat, called: Name) -> Iterator[Finding]:
     for part in called.parts:
         index = isinstance(part, NameIndex) and part.axis in known and not part.splits
         if not isinstance(part, Text) and not index:
-            message = f"{show(part)} is nothing in the name of a buffer: there is {names}"
+            message = f"{show(part)} is unknown in the name of a buffer: use {names}"
             yield _finding(flat, message)
 
 
@@ -70,7 +70,7 @@ def _pipe(pipe: Pipe, resolved: Resolved) -> Iterator[Finding]:
     }
     if (pipe.axis, pipe.splits) not in used:
         other = [splits for axis, splits in used if axis == pipe.axis]
-        message = "no name is cut as this pipe says"
+        message = "no name is cut like this pipe"
         if other:
             message += f": names have {{{pipe.axis}@{'@'.join(other[0])}}}"
         at, text = pipe.at, show(pipe)

@@ -55,7 +55,7 @@ class ValueScope:
         """
         found = self.extents.get(axis)
         if found is None:
-            raise _wrong(f"there is no mesh axis {axis}")
+            raise _wrong(f"unknown mesh axis {axis}")
         return found
 
 

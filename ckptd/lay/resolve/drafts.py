@@ -373,7 +373,7 @@ def wrapped(pattern: Sequence[Dim], dims: Sequence[Dim]) -> tuple[Dim, ...] | No
 
 def _wrong_default(default: Default) -> str | None:
     if any(isinstance(m, For) for m in default.modifiers):
-        return "'for' says which names a rule has: it stands in rules"
+        return "''for' selects names of a rule: it belongs in rules"
     if sum(isinstance(d, Rest) for d in default.dims) > 1:
         return "'...' stands for all further dimensions, so it comes once"
     if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, Rest)):

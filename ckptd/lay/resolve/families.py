@@ -66,16 +66,16 @@ class Families:
                     f"{show(declared)} {twice}",
                     kind="lay-rule",
                     where=f"{declared.at.file}:{declared.at.line}  space {space.name}",
-                    hint="name the axes apart and say their sizes: let h2 = size h",
+                    hint="use different names for the axes and give their sizes: let h2 = size h",
                 )
             only = numbers_of(declared.only, lets)
             strange = [a for a in only if a not in indexes]
             if strange:
                 raise UsageError(
-                    f"{show(declared)} has no number {strange[0]} in its name",
+                    f"{show(declared)} has no index {strange[0]} in its name",
                     kind="lay-rule",
                     where=f"{declared.at.file}:{declared.at.line}  space {space.name}",
-                    hint="'for' says which of the numbers in a name there are",
+                    hint="''for' selects numbers of an index in the name",
                 )
             self.add(Family(name, axes, len(indexes), only), components)
 
@@ -111,7 +111,7 @@ class Families:
         last = self._by_last.get(wanted[-1].text, ()) if wanted else ()
         self._left -= len(last)
         if self._left < 0:
-            raise _wrong("too many tensors of the space end alike: write whole names")
+            raise _wrong("too many tensors of the space have the same ending: write whole names")
         found = [n for n in last if _ends(self._components[n], wanted)]
         exact = [n for n in found if len(self._components[n]) == len(wanted)]
         close = [
@@ -185,10 +185,10 @@ def _components(name: Name) -> Components:
             case NameIndex():
                 out[-1] = Component(out[-1].text, (*out[-1].axes, part.axis))
             case Glob():
-                raise _wrong(f"{show(name)}: a reference has no globs")
+                raise _wrong(f"{show(name)}: a reference cannot contain globs")
     found = tuple(c for c in out if c.text or c.axes)
     if not found:
-        raise _wrong("a tensor's name has more than dots")
+        raise _wrong("a tensor's name must contain more than dots")
     return found
 
 

@@ -201,7 +201,7 @@ def _two_meanings(equations: Iterable[Equation], mesh: MeshShape | None) -> Iter
                     f"{part.axis} is an axis of the tensor and an axis of the mesh: {show(part)} "
                     f"in a name may be either"
                 )
-                note = f"name the mesh axis otherwise: mesh M = {part.axis}p:..., and @{part.axis}p"
+                note = f"rename the mesh axis: mesh M = {part.axis}p:..., and @{part.axis}p"
                 yield Finding("index", message, equation.at, equation.text, (note,))
 
 

@@ -85,7 +85,7 @@ class Lets:
         apart = kind is self.names and before.at.file != let.at.file
         if before.value != let.value and not apart:
             place = f"{before.at.file}:{before.at.line}"
-            raise _wrong(f"{let.name} stands for something else in {place}", let.at)
+            raise _wrong(f"{let.name} has another value in {place}", let.at)
 
     def name(self, name: Name, depth: int = 0) -> Name:
         """Return a name with the let that it begins with put in."""

@@ -42,7 +42,7 @@ def mesh_shape(meshes: Sequence[Mesh]) -> MeshShape:
     for mesh in meshes:
         for name, extent, stride in _axes(mesh):
             if (extents.get(name, extent), strides.get(name, stride)) != (extent, stride):
-                raise _wrong(mesh, f"axis {name} is another one in another mesh of this layout")
+                raise _wrong(mesh, f"axis {name} differs between meshes of this layout")
             extents[name], strides[name] = extent, stride
     return MeshShape(world, extents, strides)
 

@@ -228,7 +228,7 @@ def _deep(name: Name, k: int) -> str:
     if not (isinstance(before, Text) and before.text.endswith(".")) or not (
         after is None or (isinstance(after, Text) and after.text.startswith("."))
     ):
-        raise _wrong(name, "'**' stands for whole components: write a dot next to it, or use '*'")
+        raise _wrong(name, "''**' matches whole components: write a dot next to it, or use '*''")
     return "(.+)" if after is None else r"((?:[^.]+\.)*)"
 
 

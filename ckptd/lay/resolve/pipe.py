@@ -52,7 +52,7 @@ def stage_parts(pipe: Pipe, mesh: MeshShape) -> tuple[Stage, ...]:
     """
     unknown = [a for a in pipe.splits if a not in mesh.extents]
     if unknown:
-        raise _wrong(pipe.stages, f"pipe over {unknown[0]}, which is no axis of the mesh", pipe)
+        raise _wrong(pipe.stages, f"pipe over {unknown[0]}, which is not an axis of the mesh", pipe)
     found = stages(pipe.stages)
     wanted = math.prod(mesh.extents[a] for a in pipe.splits)
     if len(found) != wanted:
@@ -84,7 +84,7 @@ def _sequence(text: str, at: int, depth: int) -> tuple[str, int]:
         elif letter in _LETTERS or letter == "|":
             unit = letter
         else:
-            raise _wrong(text, f"{letter!r} at position {at} is no letter of a stage string")
+            raise _wrong(text, f"{letter!r} at position {at} is not a letter of a stage string")
         times, at = _times(text, at)
         if len(out) + len(unit) * times > _MAX_SYMBOLS:
             raise _wrong(text, f"more than {_MAX_SYMBOLS} layers and stages")

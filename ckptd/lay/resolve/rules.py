@@ -229,11 +229,13 @@ def _only(
     for family in families:
         for axis, numbers in family.only.items():
             if axis in pinned and not numbers.has(pinned[axis]):
-                raise _wrong(f"there is no {family.name} with {axis}={pinned[axis]}: see its space")
+                raise _wrong(
+                    f"{family.name} with {axis}={pinned[axis]} does not exist: see its space"
+                )
             if axis not in indexes and axis not in pinned:
                 raise _wrong(
-                    f"{family.name} is not there for every {axis}, so {axis} has to be an index "
-                    f"of the name: {{{axis}}}"
+                    f"{family.name} does not exist for every {axis}, so {axis} must be an index of "
+                    f"the name: {{{axis}}}"
                 )
         out = _both(out, {a: n for a, n in family.only.items() if a in indexes})
     return out
@@ -266,7 +268,7 @@ def _suffix(rule: Draft) -> str:
             return FOLLOWER
         case Name(parts=(Text(text=text),)) if "." not in text:
             return text
-    raise _wrong("the reference of a follower is one word: what its tensors are called")
+    raise _wrong("the reference of a follower must be one word: the name of its tensors")
 
 
 def _derived(
@@ -333,7 +335,7 @@ def _in_place(own: Equation, other: Equation) -> bool:
 def _check_dims(dims: Sequence[Dim]) -> None:
     for dim in dims:
         if _unfilled(dim):
-            raise _wrong("'_' and '...' stand for dimensions of a rule that this layout uses")
+            raise _wrong("''_' and '...' repeat dimensions of a rule that this layout uses")
 
 
 def _unfilled(dim: Dim) -> bool:

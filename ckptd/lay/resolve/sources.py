@@ -77,7 +77,9 @@ class ProgramSource:
             spaces = list(_items(self._own, Space)) or list(_items(self.files, Space))
         spaces = list(dict.fromkeys(spaces))
         if not spaces and is_recipe(layout):
-            message = f"layout {layout.name} has no rules: it says how those of others are cut"
+            message = (
+                f"layout {layout.name} has no rules: it only says how to cut the rules of others"
+            )
             hint = f"layout x on M {{ use hf.llama; use {layout.name} }}"
             raise _wrong(message, layout.at, hint)
         exact = [s for s in spaces if s.name == name]
@@ -173,7 +175,7 @@ def _unknown(
     near = get_close_matches(name, names, n=1)
     shipped = f"; {cause.hint}" if cause is not None and cause.hint else ""
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names) or 'none'}{shipped}"
-    return _wrong(f"there is no {what} {name}", at, hint)
+    return _wrong(f"unknown {what} {name}", at, hint)
 
 
 def _wrong(message: str, at: Position, hint: str | None = None) -> UsageError:

@@ -190,7 +190,7 @@ def _primary(s: Scanner) -> tree.Dim:
         return _ATOM.take(s)
     hint = None
     if token.kind == "number":
-        hint = "a length has a name: write an axis here and say its size with `let axis = number`"
+        hint = "lengths need a name: write an axis here, and its size as `let axis = number`"
     raise s.fail(_DIM, hint=hint)
 
 

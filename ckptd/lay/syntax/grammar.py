@@ -88,7 +88,7 @@ def show(node: Shown) -> str:
     """
     form = FORMS.get(type(node))
     if form is None:
-        raise TypeError(f"{type(node).__name__} is no part of a program")
+        raise TypeError(f"{type(node).__name__} is not part of a program")
     return form.show(node)
 
 
@@ -690,7 +690,7 @@ _AXIS: Form[tree.MeshAxis] = Form(
         Marks(")"),
     ),
 )
-_NO_MESH = "another name: none stands for no mesh"
+_NO_MESH = "another name: 'none' means no mesh"
 ITEMS: dict[str, Form[Any] | BlockForm[Any]] = {
     "mesh": Form(
         tree.Mesh,

@@ -277,7 +277,7 @@ class Scanner:
             found = f"'{_cut(self.text[start:end])}'" if start < len(self.text) else _END
         where = self.position(start, start + 1)
         return UsageError(
-            "this is not Lay:\n" + self._line(where),
+            "Lay syntax error:\n" + self._line(where),
             kind="lay-syntax",
             where=f"{where.file}:{where.line}:{where.column}",
             wanted=wanted,

@@ -32,7 +32,7 @@ def text(name: str) -> str:
     if name not in names():
         near = get_close_matches(name, names(), n=1)
         raise UsageError(
-            f"no layout or space named {name} comes with ckptd",
+            f"ckptd ships no layout or space named {name}",
             kind="lay-rule",
             wanted=", ".join(names()),
             hint=f"did you mean {near[0]}?" if near else "define it in the program",

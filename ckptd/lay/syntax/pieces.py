@@ -326,7 +326,7 @@ def words(what: str) -> Syntax[tuple[str, ...]]:
         out: list[str] = []
         while not s.at("]"):
             if s.at(*RESERVED):
-                raise s.fail(what, hint="pad, lcm, min, max and _ are no names of axes")
+                raise s.fail(what, hint="pad, lcm, min, max and _ cannot name an axis")
             out.append(s.word(what))
             s.accept(",")
         return tuple(out)

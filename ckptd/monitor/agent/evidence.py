@@ -122,7 +122,7 @@ def _thread(place: Path) -> str:
         where = (place / "wchan").read_text(errors="replace").strip()
     except OSError as error:
         return f"  thread {place.name}: {error.strerror}"
-    doing = f"in {where}" if where not in ("", "0") else "not waiting in the kernel, or not told"
+    doing = f"in {where}" if where not in ("", "0") else "not waiting in the kernel, or hidden"
     return f"  thread {place.name} {name!r}: {rest.split()[0]}, {doing}"
 
 
@@ -146,7 +146,7 @@ def _short(text: str) -> str:
 
 _log = logging.getLogger("ckptd.monitor")
 _MOST_WAITING = 256
-_NOT_HERE = "its process has ended, or runs in another container; nothing was kept of it\n"
+_NOT_HERE = "its process has ended, or runs in another container; no stack was kept\n"
 _AGAIN_S = 2.0
 """The same rank is not looked at more often than this."""
 

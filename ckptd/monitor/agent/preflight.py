@@ -554,7 +554,7 @@ class _Check:
         last = self._end - _RESERVE * self._plan.limit_s
         for pairs in rounds(len(self._nodes), self._plan.seed):
             if time.monotonic() > last:
-                self._tell("the time is over before all pairs were probed")
+                self._tell("the time ran out before all pairs were probed")
                 return
             gone = self._unreachable()
             self._probes += self._probe([p for p in pairs if not gone & set(p)]).values()
@@ -645,15 +645,15 @@ class _Check:
 
     def _absent(self) -> list[PreflightFinding]:
         plan = self._plan
-        text = f"did not come within {plan.wait_s:.0f} s"
+        text = f"did not connect within {plan.wait_s:.0f} s"
         if self._refused:
-            text += f"; {self._refused} connections were refused: another secret, or strangers"
+            text += f"; {self._refused} connections refused: wrong secret, or not of this job"
         came = [(node.hello.name, node.hello.rank) for node in self._nodes]
         return absent_findings(came, plan.nodes, plan.names, text)
 
     def _lost(self) -> list[PreflightFinding]:
         return [
-            _fail("node", node.name, "lost", f"did not answer any more: {node.lost}")
+            _fail("node", node.name, "lost", f"stopped answering: {node.lost}")
             for node in self._nodes
             if node.lost
         ]

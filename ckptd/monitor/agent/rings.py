@@ -249,7 +249,7 @@ class Rings:
         with suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
                 if len(found) >= _MOST_FILES:
-                    self._tell("more files than are followed", str(_MOST_FILES))
+                    self._tell("too many files: some are not followed", str(_MOST_FILES))
                     break
                 if entry.name.endswith(_SUFFIX) and not entry.name.startswith("."):
                     with suppress(OSError):

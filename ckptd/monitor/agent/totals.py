@@ -383,7 +383,7 @@ class RingSamples:
         except OSError as error:
             raise NotFoundError("no samples here", where=str(path)) from error
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            raise NotFoundError("not our samples", where=str(path))
+            raise NotFoundError("not a samples file of ckptd", where=str(path))
         reader = SampleReader(path)
         self._readers[ring] = reader
         return reader

@@ -33,7 +33,7 @@ _MOST_FOUND = 64
 _LEAST_PAUSE_S = 0.25
 _MOST_PAUSE_S = 5.0
 _UNAUTHORIZED = 401
-_GARBAGE = "the daemon's answer is not understood"
+_GARBAGE = "the daemon's answer is invalid"
 
 
 class Uplink:
@@ -151,7 +151,7 @@ class Uplink:
                 self._orders.append(orders)
         self.sent += 1
         if self._failures:
-            _log.warning("the daemon at %s is back", self._url)
+            _log.warning("the daemon at %s is reachable again", self._url)
         self._failures = 0
 
     def _forget(self, message: NodeReport | EvidenceReport) -> None:
@@ -172,7 +172,7 @@ class Uplink:
             # Agents of many nodes must not all come back in the same moment.
             self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)
         if self._failures == 1:
-            _log.warning("the daemon at %s does not hear: %s", self._url, error)
+            _log.warning("cannot reach the daemon at %s: %s", self._url, error)
 
     # --- one message ----------------------------------------------------------------------------
 
@@ -191,10 +191,10 @@ class Uplink:
             self._challenge = ""
             mine = 400 <= answer.status < 500 and answer.status != 408
             raise (RefusedError if mine else TransientStoreError)(
-                "the daemon does not take this",
+                "the daemon rejected the message",
                 where=self._url,
                 found=f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}",
-                hint="CKPTD_SECRET and the job's name must be the daemon's",
+                hint="CKPTD_SECRET and the job's name must match the daemon's",
             )
         check_answer(answer.headers.get(MAC_HEADER), self._secret, mac, answer.body)
         return answer.body

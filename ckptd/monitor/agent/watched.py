@@ -48,7 +48,7 @@ def floors_of(words: Mapping[str, float] | None) -> HangLimits:
     for name, seconds in (words or {}).items():
         if name.upper() not in Phase.__members__ or not 0 < seconds < 1e9:
             raise UsageError(
-                "not the floor of a phase",
+                "invalid --floor",
                 where="--floor",
                 wanted=f"PHASE=SECONDS, of {', '.join(p.lower() for p in Phase.__members__)}",
                 found=f"{name}={seconds}",
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
     parser.add_argument("--daemon", required=True)
-    parser.add_argument("--node", help="as its ranks call it; by default this host's name")
+    parser.add_argument("--node", help="Name of the node as in its ranks; by default the host name")
     parser.add_argument("--rings", type=Path)
     parser.add_argument("--floor", action="append", default=[])
     given = parser.parse_args()

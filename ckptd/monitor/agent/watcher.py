@@ -105,7 +105,7 @@ class Watcher:
         if self._thread.is_alive():
             self._thread.join(_END_S)
         if self._thread.is_alive():  # it still uses what would be closed
-            _log.warning("the watch does not end within %.0f s, and is left", _END_S)
+            _log.warning("the watch did not end within %.0f s", _END_S)
             return
         self._evidence.close()
         self._totals.close()

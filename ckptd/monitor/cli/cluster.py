@@ -92,10 +92,12 @@ def doctor_cluster(
 ) -> Reply | int:
     """Run this node's part; the coordinator's reply has what came of it.
 
-    The exit code is 0 if all is well, 1 if something failed: on every node the same.
+    The exit code is 0 if there are no problems, else 1: the same on every node.
     """
     if not 0 < probe_bytes <= MOST_PROBE_BYTES:
-        raise UsageError("not a probe", where="--probe-bytes", wanted=f"1 to {MOST_PROBE_BYTES}")
+        raise UsageError(
+            "invalid size of a probe", where="--probe-bytes", wanted=f"1 to {MOST_PROBE_BYTES}"
+        )
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # another process of this node does it
     place = _place(os.environ, nodes, node_rank, rendezvous)
@@ -175,7 +177,7 @@ def _place(
         count = len(set(names))
     if not count:
         raise UsageError(
-            "how many nodes there are is not known", where="--nodes", wanted="a number, or names"
+            "the number of nodes is unknown", where="--nodes", wanted="a number, or names"
         )
     rank = node_rank
     if rank is None:
@@ -201,7 +203,7 @@ def _address(text: str) -> tuple[str, int]:
         host, _, port = text.partition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
-            "where the coordinator listens is not known",
+            "the address of the coordinator is unknown",
             where="--rendezvous",
             wanted="HOST:PORT, or MASTER_ADDR in the environment",
             found=text or None,
@@ -213,7 +215,7 @@ def _secret() -> bytes:
     """Return the key that nodes greet each other with."""
     if not os.environ.get(SECRET_VARIABLE):
         raise UsageError(
-            "nodes must know that they belong together",
+            "the nodes need a common secret",
             where=SECRET_VARIABLE,
             wanted="the same random text on all nodes, at least 16 characters",
             hint="openssl rand -hex 32",
@@ -256,7 +258,7 @@ def _listener(place: _Place) -> socket.socket | None:
 
 def _show_node(document: ClusterDocument) -> None:
     failed = sum(f.status == "fail" for f in document.findings)
-    print("all is well" if document.healthy else f"{failed} suspects: see the coordinator")
+    print("no problems found" if document.healthy else f"{failed} suspects: see the coordinator")
 
 
 def _show(found: Preflight, plan: PreflightPlan) -> None:
@@ -272,4 +274,4 @@ def _show(found: Preflight, plan: PreflightPlan) -> None:
         print()
         rows = [(f.status, f.target, f.name, f.what, f.message) for f in found.findings]
         print_table(("", "target", "name", "what", ""), rows)
-    print("\nall is well" if found.healthy else "\nnot healthy: see `fail` above")
+    print("\nno problems found" if found.healthy else "\nnot healthy: see `fail` above")

@@ -53,12 +53,12 @@ def incidents(
     history: Annotated[
         Path | None, Parameter(help="Read this history file instead of asking a daemon.")
     ] = None,
-    state: Annotated[str | None, Parameter(help="Only those that are open, or closed.")] = None,
-    limit: Annotated[int, Parameter(help="At most so many.")] = 50,
-    ack: Annotated[
-        str | None, Parameter(help="Note in the incident that you have seen it, in these words.")
-    ] = None,
-    follow: Annotated[bool, flag("Go on, and print each incident as it opens and closes.")] = False,
+    state: Annotated[str | None, Parameter(help="Only open, or only closed incidents.")] = None,
+    limit: Annotated[int, Parameter(help="Number of incidents to show at most.")] = 50,
+    ack: Annotated[str | None, Parameter(help="Mark the incident as seen, with this note.")] = None,
+    follow: Annotated[
+        bool, flag("Keep running, and print each incident as it opens and closes.")
+    ] = False,
     json: Json = False,
 ) -> Reply | int:
     """List incidents, the newest first, or show one with its evidence.
@@ -66,9 +66,9 @@ def incidents(
     Without a daemon, --history reads the file that it left. The exit code is 0 whatever is found.
     """
     if history is not None and (daemon or follow or ack is not None):
-        raise UsageError("--history reads a file: nobody is asked")
+        raise UsageError("--history reads a file and cannot be combined with a daemon")
     if state not in (None, "open", "closed"):
-        raise UsageError("no such state", wanted="open or closed", found=state)
+        raise UsageError("invalid --state", wanted="open or closed", found=state)
     if follow:
         return _follow(daemon, job, json)
     source, found = _found(ident, daemon, job, history, state, limit, ack)
@@ -92,7 +92,7 @@ def _found(
     client = connect(daemon, job)
     if ident is None:
         if ack is not None:
-            raise UsageError("say which incident was seen", where="--ack")
+            raise UsageError("--ack needs the id of an incident", where="--ack")
         body = client.get("/incidents", state=state, limit=limit)
         return client.url, body["incidents"]
     place = f"/incidents/{_safe(ident)}"
@@ -110,12 +110,12 @@ def _of_file(
     from ckptd.monitor.daemon.history import from_stored, read_incidents
 
     if not history.exists():
-        raise NotFoundError("no such history", where=str(history))
+        raise NotFoundError("the history file does not exist", where=str(history))
     most = limit if ident is None else 1 << 30
     stored = (from_stored(data) for data in read_incidents(history, state, None, most))
     found = [i for i in stored if i is not None and ident in (None, i.id)]
     if ident is not None and not found:
-        raise NotFoundError("no incident has that id", where=ident)
+        raise NotFoundError("unknown incident", where=ident)
     documents = [IncidentDocument.of(i, evidence=ident is not None) for i in found]
     return [msgspec.to_builtins(document, str_keys=True) for document in documents]
 
@@ -174,7 +174,7 @@ def _line(incident: dict[str, Any]) -> str:
 
 def _list(document: IncidentsDocument) -> None:
     if not document.incidents:
-        print("no incident")
+        print("no incidents")
         return
     print_rows(
         document.incidents,
@@ -193,7 +193,7 @@ def _list(document: IncidentsDocument) -> None:
 def _who(incident: dict[str, Any]) -> str:
     suspects = incident["verdict"]["suspects"]
     if not suspects:
-        return "nobody can be named"
+        return "no suspect"
     shown = ", ".join(f"{s['target']} {s['name']}" for s in suspects[:8])
     return shown + (f" and {len(suspects) - 8} more" if len(suspects) > 8 else "")
 
@@ -219,7 +219,7 @@ def _show(incident: dict[str, Any]) -> None:
         ("evidence", verdict["evidence"]),
         ("rules out", verdict["rules_out"]),
         ("refuted by", [verdict["refuted_by"]]),
-        ("to do", [verdict["action"]]),
+        ("action", [verdict["action"]]),
         ("followed by", incident["consequences"]),
     ):
         for text in texts:

@@ -39,7 +39,7 @@ def build(*, json: Json = False) -> Reply:
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError(
-            "there is no PyTorch to build for",
+            "the recorder needs PyTorch, which is not installed",
             kind="missing-package",
             hint="pip install 'ckptd[train]'",
         )
@@ -49,7 +49,7 @@ def build(*, json: Json = False) -> Reply:
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise DeadlineError("the build does not end", where=" ".join(command)) from error
+        raise DeadlineError("the build did not finish in time", where=" ".join(command)) from error
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise CkptdError(

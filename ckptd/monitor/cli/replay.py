@@ -91,7 +91,7 @@ class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
 
 
 def replay(
-    file: Annotated[str | None, Parameter(help="A recording, as a daemon gives it.")] = None,
+    file: Annotated[str | None, Parameter(help="Recording of ckptd serve --record.")] = None,
     /,
     *,
     flight_recorder: Annotated[
@@ -185,7 +185,7 @@ def _show(d: ReplayDocument) -> None:
             print(f"  refuted if {incident.refuted_by}")
             print(f"  what to do: {incident.advice}")
     else:
-        print("no incident")
+        print("no incidents")
     for number, text in (
         (d.refused, "messages were refused"),
         (d.unread, "bytes at the end of the recording are torn or damaged"),

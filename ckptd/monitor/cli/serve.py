@@ -86,9 +86,7 @@ class WatchOptions:
 class SimulatedJob:
     """A job that does not exist, to look at."""
 
-    simulate: Annotated[
-        int | None, Parameter(help="Show a job of so many ranks that does not exist.")
-    ] = None
+    simulate: Annotated[int | None, Parameter(help="Show a simulated job of so many ranks.")] = None
     fault: Annotated[
         tuple[str, ...],
         Parameter(help="Fault of the simulated job: KIND:RANK or KIND:RANK@SECONDS."),
@@ -98,15 +96,15 @@ class SimulatedJob:
 def serve(
     *,
     job: Annotated[
-        str | None, Parameter(help="Whose daemon it is; CKPTD_JOB, or default.", show_default=False)
+        str | None, Parameter(help="Name of the job; CKPTD_JOB, or default.", show_default=False)
     ] = None,
     bind: Annotated[
         str, Parameter(help="Address to listen at; other than loopback needs CKPTD_SECRET.")
     ] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port; 0 takes any that is free.")] = 0,
+    port: Annotated[int, Parameter(help="Port; 0 picks a free one.")] = 0,
     name: Annotated[
         tuple[str, ...],
-        Parameter(help="Name under which browsers may reach it; may be repeated."),
+        Parameter(help="Host name that browsers may use for it; may be repeated."),
     ] = (),
     history: Annotated[
         Path | None, Parameter(help="History file; in the run folder by default.")
@@ -116,21 +114,21 @@ def serve(
     ] = (),
     watch: WatchOptions | None = None,
     record: Annotated[
-        Path | None, Parameter(help="New file for all messages; ckptd replay reads it.")
+        Path | None, Parameter(help="Record all messages to this new file, for ckptd replay.")
     ] = None,
     webhook: Annotated[str | None, Parameter(help="URL that incidents are POSTed to.")] = None,
-    metrics_open: Annotated[bool, flag("Tell /metrics without a token also off loopback.")] = False,
+    metrics_open: Annotated[bool, flag("Serve /metrics without a token on any address.")] = False,
     forward_to: Annotated[
-        str | None, Parameter(help="Be a forwarder: join sheets and send them to this daemon.")
+        str | None, Parameter(help="Run as a forwarder: merge reports for this daemon.")
     ] = None,
     linger: Annotated[
-        float | None, Parameter(help="End when no agent was heard of for so many seconds.")
+        float | None, Parameter(help="End after this many seconds without a message from an agent.")
     ] = None,
     controller: Annotated[
         str | None,
         Parameter(
             help="The job's controller: HOST:PORT, the URL of its log, or auto for one of this"
-            " machine. The daemon shows it, gives orders, and acts on incidents.",
+            " machine. The daemon shows its state, sends it orders, and acts on incidents.",
             show_default=False,
         ),
     ] = None,

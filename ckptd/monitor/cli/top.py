@@ -44,10 +44,10 @@ def top(
     *,
     daemon: Daemon = None,
     job: DaemonJob = None,
-    every: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, Parameter(help="Seconds between updates.")] = 1.0,
     limit: Annotated[
         int | None,
-        option("Ranks to list; as many as fit, or 20 with --once."),
+        option("Number of ranks to list; as many as fit, or 20 with --once."),
     ] = None,
     once: Annotated[bool, flag("Print it once, as text, and end.")] = False,
     json: Json = False,

@@ -59,15 +59,15 @@ def watch(
     ] = None,
     daemon: Annotated[
         str | None,
-        Parameter(help="Tell the daemon at this URL, instead of one of its own."),
+        Parameter(help="Report to the daemon at this URL, instead of starting one."),
     ] = None,
-    port: Annotated[int, Parameter(help="Port of the daemon; 0 takes any that is free.")] = 0,
+    port: Annotated[int, Parameter(help="Port of the daemon; 0 picks a free one.")] = 0,
     floor: Annotated[
         tuple[str, ...],
         Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
     ] = (),
     keep_serving: Annotated[
-        bool, flag("Leave the page open when COMMAND has ended, until TERM or INT.")
+        bool, flag("Keep serving the page after COMMAND has ended, until TERM or INT.")
     ] = False,
     json: Json = False,
 ) -> int:
@@ -79,7 +79,7 @@ def watch(
     """
     if not command or shutil.which(command[0]) is None:
         raise UsageError(
-            "there is no such command" if command else "say what is to be run",
+            "command not found" if command else "no command given",
             wanted="ckptd watch -- COMMAND...",
             found=command[0] if command else None,
         )
@@ -215,12 +215,12 @@ class _Watched:
         end = time.monotonic() + _START_S
         while not self._side.settled:
             if time.monotonic() > end:
-                self.say(f"no daemon listens after {_START_S:.0f} s: the command does not wait")
+                self.say(f"no daemon is ready after {_START_S:.0f} s: the command does not wait")
                 break
             time.sleep(_POLL_S)
             self._side.turn(self._here)
         if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-            self.say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps ranks from recording themselves")
+            self.say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents ranks from being recorded")
         more = environment(folder / "injection", env) | {"CKPTD_RINGS": str(rings)}
         return more | ({"CKPTD_JOB": self._name} if self._named else {})
 

@@ -67,7 +67,7 @@ def line_of(incident: Mapping[str, Any]) -> str:
     ]
     left = len(verdict["suspects"]) - len(named)
     who = ", ".join(named) + (f" and {left} more" if left > 0 else "")
-    text = f"{incident['kind']}: {who or 'nobody can be named'}"
+    text = f"{incident['kind']}: {who or 'no suspect'}"
     if incident["state"] == "closed":
         return shorten(f"over: {text}", 400)
     why = verdict["evidence"][0] if verdict["evidence"] else ""
@@ -241,7 +241,7 @@ class DaemonSupervisor:
             self._turn(controller)
         except (CkptdError, OSError) as error:
             self._lost = True
-            self._say(f"{error}\ntraining goes on unwatched")
+            self._say(f"{error}\ntraining continues unwatched")
 
     def _turn(self, controller: _Seat) -> None:
         if self._is_mine(controller.since, controller.seated):
@@ -300,7 +300,7 @@ class DaemonSupervisor:
         what = "another one is started"
         if self._given_up:
             command = ["ckptd", "serve", "--job", self._job, *self._daemon_arguments]
-            what = f"training goes on unwatched, until you start one: {shlex.join(command)}"
+            what = f"training continues unwatched; to start a daemon: {shlex.join(command)}"
         self._say(f"{daemon.failed(f'has ended with {code}')}\n{what}")
 
     def _look_at_agent(self) -> None:

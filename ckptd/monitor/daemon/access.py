@@ -104,14 +104,14 @@ class Access:
         # Agents call the daemon what they like: a page that is led here cannot sign.
         if request.scope["path"] not in _AGENTS and not self._known(host):
             raise RefusedError(
-                "the daemon does not answer to that host name",
+                "the daemon does not accept requests for that host name",
                 kind="bad-host",
                 found=host[:100],
                 hint="ckptd serve --name NAME allows one",
             )
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            raise RefusedError("another site sent the request", found=origin[:100])
+            raise RefusedError("the request comes from a page of another site", found=origin[:100])
         shown = self._shown(request, acts=request.method != "GET")
         if shown:
             connection_of(request).proved = True

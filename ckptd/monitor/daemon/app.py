@@ -122,7 +122,7 @@ class DaemonApi:
         s = self._service
         found = RankDocument.of(s.rounds.last, rank, s.names, s.usage.get(rank))
         if found is None:
-            raise NotFoundError("no such rank reports", where=str(rank))
+            raise NotFoundError("unknown rank", where=str(rank))
         return found
 
     async def _links(self, request: Request) -> Response:
@@ -359,4 +359,4 @@ def _number(
 
 
 def _bad(where: str, wanted: str, found: str) -> UsageError:
-    return UsageError("the request is not valid", where=where, wanted=wanted, found=found[:100])
+    return UsageError("invalid request", where=where, wanted=wanted, found=found[:100])

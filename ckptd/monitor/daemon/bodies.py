@@ -164,9 +164,7 @@ class Body:
 
     def busy(self) -> TransientStoreError:
         """Return the error for a body that finds no room."""
-        return TransientStoreError(
-            "the daemon has no room for more messages now", kind="busy", hint="try again"
-        )
+        return TransientStoreError("the daemon's buffers are full", kind="busy", hint="try again")
 
 
 async def read_body(
@@ -206,7 +204,7 @@ async def read_body(
             raise body.busy() from error
         raise DeadlineError("the body did not arrive in time") from error
     except ClientDisconnect as error:
-        raise UsageError("the body was not sent whole") from error
+        raise UsageError("the body was cut short") from error
     finally:
         if hold is not None:
             hold.drop(body)

@@ -78,7 +78,7 @@ class DaemonClient:
         try:
             return msgspec.json.decode(data)
         except msgspec.MsgspecError as error:
-            raise StoreError("the answer is not a daemon's", where=self.url) from error
+            raise StoreError("the server is not a ckptd daemon", where=self.url) from error
 
     @contextlib.contextmanager
     def _asked(
@@ -112,11 +112,11 @@ def _error(answer: HttpStream, url: str) -> CkptdError:
         error = CkptdError.from_dict({"class": "StoreError", **given})
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return StoreError(
-            "the answer is not a daemon's", where=url, found=f"status {answer.status}"
+            "the server is not a ckptd daemon", where=url, found=f"status {answer.status}"
         )
     if error.kind == "no-token":
         return RefusedError(
-            "the daemon wants its token",
+            "the daemon requires its token",
             kind="no-token",
             where=url,
             hint="give the whole URL that ckptd serve prints, with ?token=",

@@ -142,9 +142,7 @@ class Forwarder:
 
     def _call(self, work: Callable[[float], AgentOrders]) -> Future[AgentOrders]:
         if not self._room.acquire(blocking=False):
-            raise TransientStoreError(
-                "the forwarder cannot follow its agents", kind="busy", hint="try again"
-            )
+            raise TransientStoreError("the forwarder is overloaded", kind="busy", hint="try again")
         future = self._worker.submit(lambda: work(time.monotonic()))
         future.add_done_callback(lambda _: self._room.release())
         return future
@@ -210,7 +208,7 @@ class Forwarder:
         if error is not None:
             self.defects += 1
             if self.defects <= _MOST_SAID:
-                print(f"ckptd: nothing was passed on: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"ckptd: reports were not forwarded: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _pass_on(self) -> None:
         now = time.monotonic()  # in the thread that takes reports: none is younger than that

@@ -107,7 +107,7 @@ class History:
             return _connect(self.path, self._most_pages)
         except sqlite3.Error as error:
             raise StoreError(
-                "no history can be kept there",
+                "cannot write the history file",
                 where=str(self.path),
                 found=str(error),
                 hint="ckptd serve --history FILE",
@@ -318,7 +318,7 @@ def read_incidents(
             return [bytes(row[0]) for row in rows]
     except (sqlite3.Error, RefusedError) as error:
         raise UsageError(
-            "this is not a history of incidents, or a damaged one",
+            "not a history file, or a damaged one",
             where=str(path),
             found=str(error).partition("\n")[0],
         ) from error
@@ -402,7 +402,7 @@ def _check(db: sqlite3.Connection) -> None:
     # What is read of incidents is the same in all versions so far.
     if application != _APPLICATION or not 1 <= schema <= _SCHEMA:
         raise RefusedError(
-            "another program's file, or another version's", found=f"{application:#x}, {schema}"
+            "the file belongs to another program or version", found=f"{application:#x}, {schema}"
         )
 
 

@@ -148,12 +148,12 @@ class Ingest:
     def _check_new(self, kind: str, message: NodeReport | EvidenceReport) -> None:
         if message.job != self._job:
             raise RefusedError(
-                "this message is of another job", wanted=self._job, found=message.job
+                "this message belongs to another job", wanted=self._job, found=message.job
             )
         newest = self._newest.get((kind, message.source), -1)
         if message.number <= newest:
             raise ConflictError(
-                "this message was taken before",
+                "this message was already received",
                 where=message.source,
                 wanted=f"a number above {newest}",
                 found=message.number,

@@ -108,7 +108,7 @@ class Hub:
         """
         if self._closed or len(self._clients) >= _MOST_CLIENTS:
             raise TransientStoreError(
-                "no more clients can follow",
+                "too many open pages",
                 kind="busy",
                 wanted=f"at most {_MOST_CLIENTS}",
                 hint="close other pages",

@@ -343,7 +343,7 @@ class Responder:
         chosen = self._response(incident, others)
         if chosen is None or not self._take(incident.id):
             raise ConflictError(
-                "nothing is to be done about this incident now",
+                "this incident needs no action now",
                 where=incident.id,
                 hint="it is closed, was answered, or its class has no response; ckptd ctl sends"
                 " any other order",

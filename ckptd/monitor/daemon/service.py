@@ -241,7 +241,7 @@ class Service:
     def _controlled(self) -> Responder:
         if self.responder is None:
             raise NotFoundError(
-                "this daemon knows of no controller",
+                "this daemon has no controller",
                 where=f"job {self.setup.job}",
                 hint="ckptd serve --controller HOST:PORT",
             )
@@ -386,7 +386,7 @@ class Service:
         found = None if data is None else from_stored(data)
         if found is None:
             raise NotFoundError(
-                "no incident has that id", where=ident[:100], hint="ckptd incidents lists them"
+                "unknown incident", where=ident[:100], hint="ckptd incidents lists them"
             )
         return found
 

@@ -85,9 +85,9 @@ def _causes(job: JobView, gone: Array, codes: Array) -> Array:
 def _how(job: JobView, row: int) -> str:
     code = int(job.ranks["exit_code"][row])
     if code == NO_EXIT:
-        return "ended, nobody saw how"
+        return "ended, cause unknown"
     if code == 0:
-        return "left in good order, exit code 0, while its groups still called"
+        return "exited with code 0 while its groups still ran collectives"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

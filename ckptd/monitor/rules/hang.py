@@ -205,7 +205,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
     waiting = int((wait.inside & ~wait.complete).sum())
     unseen = int(_ends_unseen(job)[rows].sum())
     evidence = [
-        f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
+        f"{waiting} ranks wait for {len(rows)} ranks that are in no call",
         f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
     ]
     if unseen:
@@ -218,7 +218,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
         if unseen
         else (
             "a broken link: these ranks have not entered the call",
-            "a deadlock: these ranks wait for nobody",
+            "a deadlock: these ranks do not wait for others",
         ),
         refuted_by="a counter of a named rank moves, or the rank is inside a call after all",
         action="take stacks, flush the snapshot, restart; isolate a stopped or unkillable process",
@@ -308,7 +308,7 @@ def _subtype(job: JobView, row: int) -> str:
     if state == "Z":
         return "a zombie: ended and not collected"
     if not state and np.isnan(rank["heartbeat"]):
-        return "nothing is known of its process"
+        return "the state of its process is unknown"
     if state == "R":
         return "Python runs: it computes, reads or writes"
     if not rank["heartbeat"] > STALE_S:
@@ -356,7 +356,7 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
             *rank_suspects(job, rows[:MOST_NAMED], 0.5, details)[:MOST_NAMED],
         ),
         evidence=(
-            f"{len(rows)} ranks wait for each other in {len(codes)} groups, nobody else for them",
+            f"{len(rows)} ranks wait for each other in {len(codes)} groups",
             f"for {age[rows].min():.1f} s at least",
             *([f"{unsure} of them may hang elsewhere: {_ELSEWHERE}"] if unsure else []),
         ),
@@ -521,7 +521,7 @@ def _before(
 
     Where none has, no rank waits for another: their work is long, or stands still on all of them.
     """
-    detail = "its device has not come to the call: what was enqueued before it still runs"
+    detail = "its device has not reached the call: work enqueued before it still runs"
     named = rows[:MOST_NAMED]
     inside = members - len(rows)
     kind, confidence = VerdictKind.HANG, 0.9
@@ -532,13 +532,13 @@ def _before(
         suspects=rank_suspects(job, named, confidence, [detail] * len(named)),
         evidence=(
             f"all members have enqueued the call, the last one {last:.1f} s ago",
-            f"{len(rows)} devices have not come to it; {inside} are in it and wait",
+            f"{len(rows)} devices have not reached it; {inside} are in it and wait",
         ),
         rules_out=(
             "a broken link: the call has not begun on the devices of these ranks",
             "a hung program: these ranks have enqueued the call",
         ),
-        refuted_by="the device of a named rank comes to the call",
+        refuted_by="the device of a named rank reaches the call",
         action="take stacks; look at the kernels of these devices and their errors (dmesg, the "
         "vendor's tool); restart, and isolate a device that hangs again",
         numbers={
@@ -570,7 +570,7 @@ def _stuck(
         ),
         rules_out=(
             "a hung rank outside communication: all members came",
-            "a deadlock: the call waits for nobody",
+            "a deadlock: the call does not wait for other ranks",
         ),
         refuted_by="the call ends, or a member turns out not to have entered it",
         action="probe the links of the group; isolate the link or node found, or else the group",
@@ -618,7 +618,7 @@ def _held_up_unseen(
         ),
         rules_out=("a long computation: no rank computes, reads or writes",),
         refuted_by="another rank moves while the named are stopped",
-        action="let the named go on, or restart",
+        action="let the named ranks continue, or restart",
         numbers={
             "hung": len(rows),
             "cannot run": len(rows),
@@ -629,7 +629,7 @@ def _held_up_unseen(
     )
 
 
-_UNSEEN = "the recorder does not know when calls end on its device"
+_UNSEEN = "the recorder cannot see when calls end on its device"
 
 
 def _ends_unseen(job: JobView) -> Array:
@@ -667,7 +667,8 @@ def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
         ),
         rules_out=(),
         refuted_by="a rank moves",
-        action="take stacks: they show who waits for a device; the backend's log names the call",
+        action="take stacks: they show which ranks wait for a device; the backend's log names the "
+        "call",
         numbers={
             "unseen": int(unseen.sum()),
             "age s": idle,
@@ -702,9 +703,7 @@ def _silent(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
             Suspect(SuspectKind.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
             for r in silent[:MOST_NAMED]
         ),
-        evidence=(
-            f"{len(rows)} ranks wait, and whom they wait for leads to members that do not report",
-        ),
+        evidence=(f"{len(rows)} ranks wait, in the end for members that do not report",),
         rules_out=("a deadlock among those that report",),
         refuted_by="the silent ranks report",
         action="look at the agents of the silent ranks first",

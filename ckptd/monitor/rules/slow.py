@@ -75,7 +75,7 @@ def _free_since(calls: Array, same: Array) -> Array:
     return out
 
 
-# --- one rank against its like --------------------------------------------------------------------
+# --- one rank against its peers -------------------------------------------------------------------
 
 
 AHEAD = 1 << 14
@@ -188,7 +188,7 @@ class SlowLimits:
     windows
         Windows in a row in which a rank must be slow.
     z
-        Robust standard deviations of its like that it must stand out by in each of them.
+        Robust standard deviations of its peers that it must stand out by in each of them.
     own_z
         The same of its own past, where it has not enough like it.
     ratio
@@ -431,16 +431,18 @@ def _verdict(job: JobView, rows: Array, found: Array, steps: int) -> Verdict:
     rows = rows[np.argsort(-ratio[rows], kind="stable")]
     return Verdict(
         kind=VerdictKind.SLOW_RANK,
-        suspects=rank_suspects(job, rows, 0.9, [f"{ratio[r]:.2f} times its like" for r in rows]),
+        suspects=rank_suspects(
+            job, rows, 0.9, [f"{ratio[r]:.2f} times its peers' time" for r in rows]
+        ),
         evidence=(
-            f"slower than its like by itself in {len(found)} windows of {steps} steps",
+            f"slower than its peers by itself in {len(found)} windows of {steps} steps",
             f"rank {job.ranks['rank'][rows[0]]}: {ratio[rows[0]]:.2f} times, z {z[rows[0]]:.0f}",
         ),
         rules_out=(
             "a slow peer or link: time in calls is not counted",
             "an uneven stage or batch: medians of stage and replica are removed",
         ),
-        refuted_by="the next window shows the rank as fast as its like",
+        refuted_by="the next window shows the rank as fast as its peers",
         action="warn; checkpoint, then replace it if what it costs exceeds a restart",
         numbers={
             "slow": len(rows),
@@ -501,7 +503,7 @@ class Slowness:
     verdicts
         Of the last judgement.
     ratio, self_s
-        How many times its like's own time each rank takes, and its median own time of a step in
+        How many times its peers' own time each rank takes, and its median own time of a step in
         seconds, by rank.
     """
 
@@ -618,7 +620,7 @@ def few_slow(
     peers, ratio = _against_peers(recent, roles, limits, few, least)
     past, change = _against_past(own[:-need], recent, limits, few, least)
     out: list[Verdict] = []
-    for rows, times, against in ((peers, ratio, "its like"), (past, change, "its own past")):
+    for rows, times, against in ((peers, ratio, "its peers"), (past, change, "its own past")):
         rows = np.flatnonzero(rows & alone)
         if 0 < len(rows) <= max(limits.shared * len(alone), 1) and not out:
             rows = rows[np.argsort(-times[rows], kind="stable")]
@@ -894,7 +896,7 @@ class StepPace:
 
     @property
     def ratio(self) -> Mapping[int, float]:
-        """How many times its like's own time each rank takes, by rank."""
+        """How many times its peers' own time each rank takes, by rank."""
         return self._slowness.ratio
 
     @property

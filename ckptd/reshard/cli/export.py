@@ -73,7 +73,7 @@ def export(
         ),
     ] = True,
     dequantize: Dequantize = False,
-    force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
+    force: Annotated[bool, flag("Replace the model in the folder.")] = False,
     json: Json = False,
 ) -> Reply:
     """Write weights as Hugging Face safetensors with an index.
@@ -118,7 +118,7 @@ def _rule(text: str) -> Rename:
     old, equals, new = text.partition("=")
     if not equals or not old:
         raise UsageError(
-            "not a rule for names",
+            "invalid --rename",
             where="--rename",
             wanted="OLD=NEW, such as '^transformer\\.=model.'",
             found=text,

@@ -27,13 +27,11 @@ lay = App(
 Program = Annotated[str, Parameter(help="FILE.lay, FILE.lay:LAYOUT, or a shipped layout.")]
 Against = Annotated[
     str | None,
-    option("ROOT, ROOT@STEP or a checkpoint of others: compare with what is there."),
+    option("ROOT, ROOT@STEP or a foreign checkpoint to compare with."),
 ]
 Rules = Annotated[
     list[str] | None,
-    option(
-        "A statement of Lay that goes before those of the layout. May be repeated.", "-e", "--rule"
-    ),
+    option("A Lay statement, put before those of the layout. May be repeated.", "-e", "--rule"),
 ]
 
 
@@ -208,7 +206,7 @@ def _resolved(read: LayoutProgram, layout: str) -> Resolved | None:
 
 @lay.command
 def fmt(
-    *files: Annotated[Path, Parameter(help="Programs, as text (.lay).")],
+    *files: Annotated[Path, Parameter(help="Lay programs (.lay files).")],
     check: Annotated[bool, flag("Change nothing; exit with 1 if a file would change.")] = False,
     json: Json = False,
 ) -> Reply:
@@ -220,7 +218,7 @@ def fmt(
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise NotFoundError("there is no such program", where=str(path)) from None
+            raise NotFoundError("the program does not exist", where=str(path)) from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError("a program cannot be read", where=str(path), found=error) from None
         new = format_text(text, str(path))
@@ -254,7 +252,7 @@ def _bound(resolved: Resolved, against: str, section: str | None) -> Bound:
 @lay.command
 def show(
     program: Program,
-    tensor: Annotated[str, Parameter(help="Name of a stored tensor; states as well.")],
+    tensor: Annotated[str, Parameter(help="Name of a stored tensor or optimizer state.")],
     /,
     *,
     against: Against = None,

@@ -97,7 +97,7 @@ def picture(form: StoredForm, name: str) -> Picture:
     if key is None:
         near = get_close_matches(name, form.by_name, n=3)
         raise NotFoundError(
-            "the layout stores no such tensor",
+            "unknown tensor of the layout",
             where=name,
             hint=f"near: {', '.join(near)}" if near else None,
         )

@@ -33,16 +33,16 @@ To = Annotated[
 From = Annotated[
     str | None,
     option(
-        "Layout of the source. A checkpoint of ckptd needs none: it keeps its program, or"
-        " its tensors stand for themselves.",
+        "Layout of the source. A checkpoint of ckptd needs none: it stores its layout, or its "
+        "tensors are taken as they are.",
         "--from",
     ),
 ]
 Rules = Annotated[
     list[str] | None,
     option(
-        "A statement of Lay that goes before those of the target's layout; 'from: ...' for the"
-        " source's; a 'let' is for both. May be repeated.",
+        "A Lay statement, put before those of the target's layout; 'from: ...' for the source's "
+        "layout; a 'let' applies to both. May be repeated.",
         "-e",
         "--rule",
     ),
@@ -122,7 +122,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
 
 
 def reshard(
-    source: Annotated[str, Parameter(help="ROOT, ROOT@STEP, or a checkpoint of others.")],
+    source: Annotated[str, Parameter(help="ROOT, ROOT@STEP, or a foreign checkpoint.")],
     target: Annotated[str, Parameter(help="Root to write to, or with --format a folder.")],
     /,
     *,
@@ -130,36 +130,35 @@ def reshard(
     from_: From = None,
     rule: Rules = None,
     section: Section = None,
-    budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
+    budget: Annotated[str, Parameter(help="Memory limit for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
         Literal["ckptd", "hf", "ranks", "dcp", "universal", "torch_dist"],
         Parameter(
-            help="hf: a Hugging Face folder, parameters only. ranks: a file a rank, as the line"
-            " 'files' of the layout says. dcp: what torch.distributed.checkpoint.load reads,"
-            " optimizer and objects included. universal: what load_universal of DeepSpeed reads."
-            " torch_dist: what dist_checkpointing of Megatron-core reads."
+            help="hf: a Hugging Face folder, parameters only. ranks: one file per rank, by the "
+            "layout's 'files' line. dcp: for torch.distributed.checkpoint, with optimizer and "
+            "objects. universal: for DeepSpeed. torch_dist: for Megatron-core."
         ),
     ] = "ckptd",
-    step: Annotated[int, Parameter(help="Step of the target, where the source has none.")] = 0,
+    step: Annotated[int, Parameter(help="Step of the target, if the source has none.")] = 0,
     max_shard_size: Annotated[
         str, Parameter(help="Largest file of a Hugging Face folder.")
     ] = "5GB",
     allow: Annotated[
         list[Literal["lossy", "layout"]] | None,
         option(
-            "lossy: values may change, or be left out. layout: --from may contradict the"
-            " program that the source keeps. May be repeated."
+            "lossy: values may change or be dropped. layout: --from may contradict the layout "
+            "stored in the source. May be repeated."
         ),
     ] = None,
     trust: Annotated[
         bool,
-        flag("Tensors lie in the source's buffers in the order of its layout: a diff said so."),
+        flag("Buffers of the source are in the order of its layout, as ckptd diff has shown."),
     ] = False,
     dequantize: Dequantize = False,
-    explain: Annotated[bool, flag("Say what would be done and what it costs.")] = False,
+    explain: Annotated[bool, flag("Show what would be done and its cost.")] = False,
     prove: Annotated[
-        bool, flag("Prove that every element of the target would be written once.")
+        bool, flag("Prove that every element of the target is written exactly once.")
     ] = False,
     dry_run: Annotated[bool, flag("Plan and check, and write nothing.")] = False,
     untie: Annotated[
@@ -169,7 +168,7 @@ def reshard(
             negative="--no-untie",
         ),
     ] = True,
-    force: Annotated[bool, flag("Replace what a folder has, if it is of the same format.")] = False,
+    force: Annotated[bool, flag("Replace a checkpoint of the same format in the folder.")] = False,
     json: Json = False,
 ) -> Reply:
     """Write a checkpoint of one layout as one of another.
@@ -259,11 +258,11 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
     if d.merged:
         note(f"copies that are not written again: {_counted(d.merged)}")
     if d.apart:
-        note(f"kept as they are, as no layout speaks of them: {_counted(d.apart)}")
+        note(f"copied unchanged, as no layout mentions them: {_counted(d.apart)}")
     if d.unread:
         note(f"files of the source that were not read: {_counted(d.unread)}")
     if d.witness and d.done is not None:
-        note(f"{d.witness}: that every value is in its place was not checked")
+        note(f"{d.witness}: positions of values were not checked")
     if d.order:
         note(
             f"order {d.order}: ckptd diff with a checkpoint of known layout tells whether it is"
@@ -284,9 +283,9 @@ def _source(d: ReshardDocument) -> str:
     kept = "layout that its files hint at" if p.hinted else "kept program"
     match p.kept:
         case "none":
-            return f"{by}; it keeps no program to compare with"
+            return f"{by}; it stores no program to compare with"
         case "same":
-            return f"{by}, the program that it keeps"
+            return f"{by}, its stored program"
         case "agrees":
             number = "all" if p.compared == p.tensors else f"{p.compared} of"
             return f"{by}, which agrees with the {kept} on {number} {p.tensors} tensors"
@@ -295,7 +294,7 @@ def _source(d: ReshardDocument) -> str:
         case "differs":
             return f"{by}, which contradicts the {kept}: {p.note}"
         case "unused":
-            return "its stored tensors, whatever they are: a recipe cuts them"
+            return "its stored tensors: a recipe cuts them"
         case "hint" if p.note:
             return f"{by}; the {kept}, {p.note}"
         case "hint":
@@ -340,7 +339,7 @@ def _show_costs(d: ReshardDocument, costs: Costs) -> None:
 def _show_done(d: ReshardDocument, done: Resharded) -> None:
     if done.state == "present":
         if done.generation:
-            print(f"step {done.step} is there already (generation {done.generation})")
+            print(f"step {done.step} exists already (generation {done.generation})")
         else:
             print(f"another process has finished it: it is in {d.target}")
         return
@@ -351,7 +350,7 @@ def _show_done(d: ReshardDocument, done: Resharded) -> None:
         f" files{again}, {done.seconds:.1f} s, {size_text(rate)}/s"
     )
     if done.witness_values:
-        print(f"  {done.witness_values:,} values of the source's witness are in their places")
+        print(f"  {done.witness_values:,} values of the source's witness are at their positions")
     if done.state == "waiting":
         print(f"  waiting for {done.missing_files} files of other shards; the last one commits")
     elif done.generation:

@@ -55,8 +55,8 @@ def check_prefix(
             where=f"from rank {peer}",
             wanted=f"{mine[2]} tensors in messages of {mine[1]} bytes",
             found=f"{theirs[2]} tensors in messages of {theirs[1]} bytes"
-            + (", other ones" if theirs[1:3] == mine[1:3] else ""),
-            hint="every rank gives the same two layouts and the same budget",
+            + (", other tensors" if theirs[1:3] == mine[1:3] else ""),
+            hint="pass the same two layouts and the same budget on every rank",
         )
 
 
@@ -138,5 +138,5 @@ def _dtype(code: int) -> DType | None:
     if code == 0:
         return None
     if code not in _NAMES:
-        raise CkptdError("not a type", found=code)
+        raise CkptdError("unknown dtype", found=code)
     return DTYPES[_NAMES[code]]

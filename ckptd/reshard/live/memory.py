@@ -106,7 +106,7 @@ class LentMemory:
     def memory(self) -> TensorMemory:
         """What is lent."""
         if self._lent is None:
-            raise UsageError("a tensor's memory is not lent to its plan now", kind="closed")
+            raise UsageError("a tensor's memory is not available to its plan now", kind="closed")
         return self._lent
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:

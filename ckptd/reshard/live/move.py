@@ -282,7 +282,7 @@ def change_between(
     wanted = changed_dtype(source, values, name)
     if wanted != memory.dtype:
         raise MismatchError(
-            "a tensor is of another type than what arrives for it",
+            "a tensor's dtype differs from that of its incoming values",
             kind="lay-fit",
             where=name,
             wanted=memory.dtype.name,
@@ -291,7 +291,7 @@ def change_between(
         )
     change = change_of(source, memory.dtype, values, name)
     if not isinstance(change, Linear | None):
-        raise UsageError("quantized tensors are not moved live", kind="lay-use", where=name)
+        raise UsageError("quantized tensors cannot be moved live", kind="lay-use", where=name)
     return change
 
 
@@ -311,10 +311,10 @@ def place_of(incoming: Incoming) -> TensorMemory:
 def no_place(name: str) -> UsageError:
     """Return the error for a tensor that something arrives for and that the state has not."""
     return UsageError(
-        "the state has no place for what arrives",
+        "the state lacks a tensor that arrives",
         kind="lay-use",
         where=name,
-        hint="leave states out on every rank: states=False",
+        hint="exclude states on every rank: states=False",
     )
 
 

@@ -75,7 +75,7 @@ def coordinates_of(
     """
     if len(table) != extent:
         raise _wrong(
-            "a placement has a list of experts for each coordinate",
+            "a placement needs a list of experts for each coordinate",
             where,
             f"{extent} lists",
             f"{len(table)}",
@@ -90,15 +90,15 @@ def coordinates_of(
     twice = sorted(n for n, at in homes.items() if len(at) > 1)
     found = []
     if missing:
-        found.append(f"experts that are nowhere: {_listed(missing)}")
+        found.append(f"missing experts: {_listed(missing)}")
     if twice:
         places = (f"{n} (at {', '.join(map(str, homes[n]))})" for n in twice[:_SHOWN])
-        found.append(f"experts that are there twice: {', '.join(places)}")
+        found.append(f"duplicate experts: {', '.join(places)}")
     if unknown:
-        found.append(f"experts that the model does not have: {_listed(unknown)}")
+        found.append(f"unknown experts: {_listed(unknown)}")
     if found:
         raise _wrong(
-            "a placement has each expert once",
+            "a placement must have each expert exactly once",
             where,
             f"the experts 0 to {len(known) - 1}, each at one coordinate",
             "; ".join(found),
@@ -152,7 +152,7 @@ def _cuts(name: Name, dims: Iterable[Dim], experts: str) -> Iterator[ExpertCut]:
 
 def _nested(experts: str, found: str) -> UsageError:
     return _wrong(
-        "experts that are placed by a table are cut by themselves",
+        "experts that a table places must be cut separately",
         None,
         f"{experts}@ep in a dimension, or {{#{experts}@ep}} in a name",
         found,
@@ -226,10 +226,10 @@ def tables_of(bound: Bound, experts: str) -> dict[tuple[int, int | None], Coordi
             out[number, at] = found
     if len(axes) != 1:
         raise _wrong(
-            "experts are placed over one axis of the mesh",
+            "experts must be placed over one axis of the mesh",
             bound.layout.name,
             f"rules with {experts}@AXIS or {{#{experts}@AXIS}}",
-            f"axes {', '.join(sorted(axes))}" if axes else "no rule that cuts them",
+            f"axes {', '.join(sorted(axes))}" if axes else "no rule that cuts the experts",
         )
     return out
 
@@ -267,11 +267,11 @@ def expert_forms(bound: Bound, experts: str) -> StoredForm:
         flats = [s for s in whole.states if first and _packed(whole, number, first, s)]
         if flats:
             raise _wrong(
-                "experts whose states lie in buffers are not moved in place",
+                "experts whose states lie in buffers cannot be moved in place",
                 rule.equation.text or layout.name,
                 "a tensor for each state",
                 f"a flat of {', '.join(s or 'params' for s in flats)}",
-                "make model and optimizer of the new placement; ckptd.relayout fills them",
+                "create model and optimizer with the new placement; ckptd.relayout fills them",
             )
     kept = tuple(e for n, e in enumerate(layout.equations) if n in numbers)
     fewer = replace(layout, equations=kept, flats=(), drops=(), drop_places=())
@@ -361,7 +361,7 @@ class _Changer:
         """Return the rules of layers that are placed, and what the old one still says."""
         extent = self.mesh.extents.get(cut.axis) if self.mesh else None
         if extent is None:
-            raise _wrong("experts are placed on a mesh", None, "a mesh", f"none with {cut.axis}")
+            raise _wrong("experts need a mesh", None, "a mesh", f"none with {cut.axis}")
         if not isinstance(self.placement, Mapping):
             everywhere = coordinates_of(self.placement, extent, self.count)
             return [], [_assigned(rule, self.experts, cut.axis, everywhere)]
@@ -369,7 +369,7 @@ class _Changer:
         axes = [p.axis for p in rule.name.parts if isinstance(p, NameIndex) and p.axis not in known]
         if len(axes) != 1:
             raise _wrong(
-                "layers that are placed by themselves have one index in the names of the experts",
+                "layers with their own placement need one index in the names of the experts",
                 None,
                 "layers.{l}...",
                 f"indexes {', '.join(axes) or 'none'}",

@@ -68,9 +68,9 @@ class Transport(Protocol):
 def gone(rank: int, found: str) -> CkptdError:
     """Return the error that names a rank whose process is gone."""
     return CkptdError(
-        f"rank {rank} is gone",
+        f"'rank {rank} has ended'",
         kind="rank-died",
         where=f"rank {rank}",
         found=found,
-        hint="see the log of that rank; what was being filled here is incomplete",
+        hint="see the log of that rank; the tensors being filled here are incomplete",
     )

@@ -200,7 +200,7 @@ class LiveTensor:
     @property
     def _opened(self) -> TensorMemory:
         if self._memory is None:
-            raise UsageError("memory is used too early", kind="closed", where=self.name)
+            raise UsageError("memory is still in transfer", kind="closed", where=self.name)
         return self._memory
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
@@ -253,7 +253,7 @@ class StagedTensor(LiveTensor):
         """Make what is here the content of the live tensor."""
         new, old = self._new, local_tensor(self.origin.detach())
         if new is None:
-            raise UsageError("memory is used too early", kind="closed", where=self.name)
+            raise UsageError("memory is still in transfer", kind="closed", where=self.name)
         if old.shape == new.shape:
             # In the memory that others may have views of.
             old.copy_(new)
@@ -431,8 +431,8 @@ class ExpertMove:
             first.poisoned = True
             first.hint = (
                 f"on rank {self._board.rank} {done} of {len(self._groups)} parts of the experts"
-                " lie in their new places and the others as before; make the model anew and load"
-                " the last checkpoint into it"
+                " lie in their new places and the others as before; create the model again and "
+                "load the last checkpoint into it"
             )
             # Both layouts are wrong for it now: a save by either would mix experts up in silence.
             self._plan.remember(lost=True)
@@ -456,7 +456,7 @@ class ExpertMove:
     def _look(self) -> tuple[dict[str, TensorLeaf], dict[str, Numbers]]:
         """Return the numbers that follow parameters, as `_Plan.values_of`, if all is as planned."""
         if self.report is not None:
-            raise _stale("this move has run", "a plan that has not", "one that has")
+            raise _stale("this move has run", "a plan that has not run", "one that has")
         self._plan.check_fresh(self._state)
         # They may have changed since the plan was made.
         return self._plan.values_of(self._state)
@@ -514,9 +514,7 @@ def _explained(error: Exception) -> CkptdError:
     """Return what all ranks raise for an error of one."""
     if isinstance(error, CkptdError):
         return error
-    return CkptdError(
-        "experts could not be brought to their places", kind="crashed", found=repr(error)[:500]
-    )
+    return CkptdError("experts could not be moved", kind="crashed", found=repr(error)[:500])
 
 
 def _joined(reports: list[bytes]) -> bytes:
@@ -574,7 +572,7 @@ def _compared(reports: list[bytes]) -> bytes:
                 where=f"rank {rank}, {name} of {tensor}",
                 wanted="one value",
                 found=f"{len(found)} different values",
-                hint="all experts of a stack take the same steps",
+                hint="make all experts of a stack take the same steps",
             )
     return b""
 
@@ -807,9 +805,9 @@ class _Plan:
             known = _placed.get(home.origin)
             if known == _LOST:
                 raise _stale(
-                    "a move of these experts broke off",
+                    "an earlier move of these experts failed",
                     "experts that all lie where the layout says",
-                    "some in new places: make the model anew and load the last checkpoint into it",
+                    "some in new places: create the model again and load the last checkpoint",
                     name,
                 )
             if known is not None and known != home.before:
@@ -821,7 +819,7 @@ class _Plan:
                 )
             if home.origin.grad is not None:
                 raise UsageError(
-                    "experts that have gradients are not moved: those would stay behind",
+                    "experts with gradients cannot be moved: the gradients would be lost",
                     where=name,
                     wanted="no gradients",
                     found="a gradient",
@@ -830,20 +828,20 @@ class _Plan:
         for staged in chain.from_iterable(unit.staged for unit in self.units):
             if staged.gets_another_shape and is_node_held(staged.origin):
                 raise UsageError(
-                    "a parameter cannot get another number of experts while something holds the "
-                    "node of its gradient, which keeps the old shape",
+                    "a parameter cannot change its number of experts while its gradient "
+                    "accumulator, which keeps the old shape, is referenced",
                     where=staged.name,
                     wanted="no graph of an earlier step, and no hook of a wrapper such as DDP",
-                    found="a node that is held",
-                    hint="del loss, or what else a forward returned; with a wrapper give each rank "
-                    "as many experts as it has",
+                    found="a referenced accumulator",
+                    hint="del loss, or what else a forward returned; with a wrapper keep each "
+                    "rank's number of experts",
                 )
         for unit in self.units:
             for tensor in unit.live:
                 found = live.get(tensor.name)
                 if found is None or found.origin is not tensor.origin:
                     what = "none" if found is None else "another one"
-                    raise _stale("a tensor is not that of the plan", "the same", what, tensor.name)
+                    raise _stale("the plan has another tensor", "the same", what, tensor.name)
                 if found.local.numel() != tensor.numel:
                     raise _stale("a tensor has another size", "as planned", "another", tensor.name)
 
@@ -914,13 +912,13 @@ def _check_names(before: RelayoutSide, after: RelayoutSide, rank: int) -> None:
     )
     if old != new:
         raise UsageError(
-            "this placement needs other modules than the rank has",
+            "this placement does not fit the rank's modules",
             where=", ".join(sorted(old ^ new)[:4]),
             wanted=f"{len(new)} tensors of experts",
             found=f"{len(old)}, or others",
-            hint="stacks of experts change in place; of a list give each rank as many as it has. "
-            "Else make model and optimizer of the new placement, and fill them by ckptd.relayout "
-            "with the layout that ckptd.placed returns",
+            hint="keep each rank's number of experts, or use stacks of experts, which can change "
+            "in place; else create model and optimizer with the new placement, and fill them with "
+            "ckptd.relayout and the layout that ckptd.placed returns",
         )
 
 
@@ -938,11 +936,11 @@ def _check_leaves(
         alone = old.untyped_storage().nbytes() == old.numel() * old.element_size()
         if is_dtensor(leaf.origin) or leaf.kind == "ndarray" or not alone:
             raise UsageError(
-                "a tensor cannot get another number of experts in place",
+                "a tensor cannot change its number of experts in place",
                 where=name,
-                wanted="a plain tensor with memory of its own",
-                found="a DTensor" if is_dtensor(leaf.origin) else "a part of other memory",
-                hint="give each rank as many experts as it has",
+                wanted="a plain tensor with its own memory",
+                found="a DTensor" if is_dtensor(leaf.origin) else "a view of other memory",
+                hint="keep each rank's number of experts",
             )
 
 

@@ -55,7 +55,7 @@ def memory_of(tensor: torch.Tensor, name: str) -> TensorMemory:
             "a tensor that is not contiguous cannot be moved",
             where=name,
             found=f"strides {tensor.stride()} of {tuple(tensor.shape)}",
-            hint="move its contiguous() copy, and copy that back",
+            hint="move its contiguous() copy, and copy the result back",
         )
     dtype = dtype_of(dtype_name(tensor.dtype, name), name)
     if tensor.device.type == "cpu":
@@ -113,7 +113,7 @@ def check_apart(sources: dict[str, TensorMemory], targets: dict[str, TensorMemor
             raise UsageError(
                 "a tensor is both moved and filled",
                 where=f"{name}, {other[1]}",
-                hint="give the new tensors memory of their own; free the old ones after the move",
+                hint="give the new tensors their own memory; free the old ones after the move",
             )
         known = ends.get((str(device), side))
         if known is None or known[0] < end:
@@ -199,7 +199,7 @@ def _check_roles(
     """Raise `UsageError` unless ranks of the layout, and only those, bring a state."""
     if not set(ranks) <= set(range(world)) or len(set(ranks)) != len(ranks):
         raise UsageError(
-            "not ranks of the process group",
+            "invalid ranks of the process group",
             kind="lay-use",
             where=laid.program.layout,
             wanted=f"different ranks below {world}",
@@ -207,7 +207,7 @@ def _check_roles(
         )
     if (state is None) == (laid.rank is not None):
         raise UsageError(
-            "a rank of a layout brings a state, and others bring None",
+            "some ranks of a layout pass a state, and others pass None",
             kind="lay-use",
             where=laid.program.layout,
             found=f"{'no state' if state is None else 'a state'} on one that "
@@ -287,19 +287,19 @@ def check_filled(side: RelayoutSide, state: Mapping[str, Any], leaves: Leaves) -
     found = {x.name: x for n in names if (x := leaves.tensor(n))}
     for group in overlapping(found.values()):
         raise UsageError(
-            "tensors that are filled lie over one another",
+            "tensors to fill share memory",
             where=", ".join(x.name for x in group[:8]),
-            hint="give each of them memory of its own: tensor.clone()",
+            hint="give each tensor its own memory: tensor.clone()",
         )
     modules = (s for s in walk(state) if isinstance(s.value, nn.Module))
     for name, value in (e for s in modules for e in extra_states(s.value, s.place)):
         empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
         if not empty and any(n.startswith(name.removesuffix(EXTRA)) for n in names):
             raise UsageError(
-                "a module has extra state beside the tensors that a live move fills",
+                "a module has extra state, which a live move cannot fill",
                 where=name,
-                hint="save and load it; or move dict(module.named_parameters()), if it may stay "
-                "as it is",
+                hint="save and load it; or move dict(module.named_parameters()), if the extra "
+                "state may stay unchanged",
             )
 
 
@@ -417,7 +417,7 @@ class LoneTransport:
 
     def send(self, peer: int, data: Any) -> Any:
         """See `ckptd.reshard.live.transport.Transport`."""
-        raise UsageError("there is no other rank", found=peer)
+        raise UsageError("no other rank", found=peer)
 
     receive = send
 

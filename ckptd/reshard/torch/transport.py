@@ -67,7 +67,7 @@ class TorchTransport:
             raise CkptdError(
                 "ranks could not be connected",
                 found=str(error).splitlines()[0][:300],
-                hint="every rank of the group makes a transport at the same time",
+                hint="create the transport on every rank of the group at the same time",
             ) from error
         self._group = group
 
@@ -96,7 +96,7 @@ class TorchTransport:
         self, peer: int, begin: Callable[[], Any], most: timedelta = _OF_GROUP
     ) -> PendingMessage:
         if self._group is None:
-            raise UsageError("a transport is used after its end", kind="closed")
+            raise UsageError("a transport is used after it was closed", kind="closed")
         try:
             return _Work(begin(), peer, most)
         except RuntimeError as error:

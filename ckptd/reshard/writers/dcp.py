@@ -280,9 +280,9 @@ def _gaps(
     """Yield notes on what torch's load may ask for and does not find."""
     if stepless and len(steps) != 1:
         found = f"groups of the source count {', '.join(map(str, steps))}, and do not say whose"
-        text = found if steps else "the source does not say how often its optimizer has stepped"
+        text = found if steps else "the source does not record its optimizer's step count"
         names = tuple(n for n, _ in stepless)
-        yield FolderNote(f"{text}: set them in the new job; counters that are not there", names)
+        yield FolderNote(f"{text}: set them in the new job; counters that are missing", names)
     composed = assembled.composed
     if composed.left_out:
         yield FolderNote(

@@ -285,7 +285,7 @@ class _Job:
             return None
         except msgspec.MsgspecError as error:
             raise CorruptError(
-                "a record of a reshard is none", where=self.finishing, found=str(error)[:200]
+                "malformed record of a reshard", where=self.finishing, found=str(error)[:200]
             ) from None
 
     def sweep(self, store: LocalStore, catalogue: Catalogue) -> None:
@@ -485,7 +485,7 @@ class FolderJob:
             with LocalStore(self._folder / name) as leases:
                 for lease in at_work(Catalogue(leases)).values():
                     raise ConflictError(
-                        "another reshard is at work in this folder",
+                        "another reshard is running in this folder",
                         where=str(self._folder / name),
                         found=lease.holder,
                         hint="wait for it, or name another folder",
@@ -515,14 +515,14 @@ class FolderJob:
         others = [n for n in names if n not in set(mine) and _is_other(n)]
         if others:
             raise RefusedError(
-                "a checkpoint of another format is there",
+                "the folder holds a checkpoint of another format",
                 kind="exists",
                 where=str(self._folder / others[0]),
                 hint="name another folder",
             )
         if mine and not self._force:
             raise RefusedError(
-                "a checkpoint is there already",
+                "the folder already holds a checkpoint",
                 kind="exists",
                 where=str(self._folder / mine[0]),
                 hint="name another folder, or replace it with --force",

@@ -86,10 +86,11 @@ class HfPlace:
         state = moment(link.tensor.name for link in links if not link.key[2])
         if state is not None:
             raise UsageError(
-                "a Hugging Face folder holds parameters, and this is called as a state is",
+                "a Hugging Face folder holds only parameters, but this name is that of an "
+                "optimizer state",
                 kind="lay-rule",
                 where=state,
-                wanted="names that say which parameter it follows",
+                wanted="names that identify its parameter",
                 hint="leave it out, -e 'from: NAME = drop'; or say with --from LAYOUT how"
                 ' states are called: stored "model.{name}" states "optim.{name}.{state}"',
             )

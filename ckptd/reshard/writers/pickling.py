@@ -163,7 +163,7 @@ class _Pickle:
             self.put(call, depth + 1)
         else:
             raise UsageError(
-                "a value that a pickle of plain values does not hold",
+                "a value that cannot be written as a plain pickle",
                 kind="unsavable",
                 found=type(value).__name__,
             )
@@ -232,7 +232,7 @@ def _plain_key(key: Any) -> Any:
         hash(plain)
     except TypeError:
         raise UsageError(
-            "a key that another program's dict does not hold",
+            "a key that other programs' dicts cannot hold",
             kind="unsavable",
             found=type(key).__name__,
         ) from None
@@ -265,7 +265,7 @@ def as_plain(value: Any) -> Any:
     if callable(listed):
         return as_plain(listed())
     raise UsageError(
-        "a value that another program's checkpoint does not hold",
+        "a value that another program's checkpoint cannot hold",
         kind="unsavable",
         found=kind.__name__,
     )

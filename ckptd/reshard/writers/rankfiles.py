@@ -116,7 +116,7 @@ class RanksPlace:
     Raises
     ------
     UsageError
-        kind ``lay-rule``: the layout does not say which file is whose, or ranks of one file hold
+        kind ``lay-rule``: the layout lacks a 'files' line, or ranks of one file hold
         different parts of a tensor. Safetensors lacks a type.
     MismatchError
         kind ``lay-fit``, ``lay-cover``: a buffer would hold several types, or tensors that the
@@ -129,7 +129,7 @@ class RanksPlace:
         layout = form.bound.layout
         if layout.files is None:
             raise UsageError(
-                "the layout does not say which file is whose",
+                "the layout lacks a 'files' line",
                 kind="lay-rule",
                 where=layout.name,
                 wanted="a line 'files'",
@@ -222,7 +222,7 @@ class RanksPlace:
             return None
         if None in links or len(found) > 1:
             raise MismatchError(
-                "a buffer would hold several types, or tensors that the source lacks",
+                "a buffer would mix dtypes, or hold tensors that the source lacks",
                 kind="lay-fit" if len(found) > 1 else "lay-cover",
                 where=laid.name,
                 found=", ".join(found),

@@ -95,7 +95,7 @@ def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
         if not isinstance(here, dict) or path[-1] in here:
             name = ".".join(map(str, path))
             raise UsageError(
-                "a name is a value and the beginning of another name", where=repr(name)
+                "a name is both a value and a prefix of another name", where=repr(name)
             )
         here[path[-1]] = value
     return {k: _listed(v) for k, v in out.items()}

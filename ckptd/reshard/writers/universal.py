@@ -129,7 +129,7 @@ class UniversalPlace:
         """Add the files of a parameter."""
         if not is_segment(name) or name == _OPTIMIZER:
             raise UsageError(
-                "a parameter's name is no name of a folder",
+                "a parameter's name cannot be used as a folder name",
                 kind="bad-key",
                 where=name[:200],
                 wanted="letters, digits and ._=+@,%-",
@@ -138,7 +138,9 @@ class UniversalPlace:
         for file, number in files.items():
             grid = whole_tensor(assembled, number, "a universal folder")
             if not is_segment(f"{file}.pt"):
-                raise UsageError("a state's name is none of a file", kind="bad-key", where=file)
+                raise UsageError(
+                    "a state's name cannot be used as a file name", kind="bad-key", where=file
+                )
             path = f"{name}/{file}.pt"
             chosen.add(path, number, grid, single_owner(0), len(self._paths))
             self._paths.append(path)
@@ -234,7 +236,7 @@ def _untrained(names: Iterable[str], trained: Collection[str]) -> Sequence[Folde
     if not left:
         return ()
     text = (
-        "DeepSpeed does not load what is not trained from a universal folder; load"
-        " zero/NAME/fp32.pt into the model before the engine is made"
+        "DeepSpeed does not load frozen parameters from a universal folder; load "
+        "zero/NAME/fp32.pt into the model before creating the engine"
     )
     return (FolderNote(text, left),)

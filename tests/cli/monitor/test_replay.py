@@ -75,4 +75,4 @@ def test_what_is_no_recording(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     result = cli("replay", str(tmp_path / "text"), "--json")
     assert result.code == 3
-    assert "this is not a recording" in result.error["message"]
+    assert "not a recording of ckptd" in result.error["message"]

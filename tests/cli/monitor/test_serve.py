@@ -89,7 +89,7 @@ def test_no_incident_is_lost_when_the_daemon_is_killed(
         5,
         "a daemon of this job runs on this machine already",
     )
-    assert "no incident has that id" in cli("incidents", "none", "--json").error["message"]
+    assert "unknown incident" in cli("incidents", "none", "--json").error["message"]
 
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     assert daemons() == []
@@ -143,8 +143,8 @@ def test_forwarder_and_lingering(serve: Any) -> None:
         (("--fault", "hang:1"), "--fault needs --simulate"),
         (("--simulate", "0"), "no job of that size"),
         (("--simulate", "8", "--fault", "hang"), "not a fault"),
-        (("--set", "none=1"), "a setting cannot be changed so"),
-        (("--floor", "train=x"), "a setting cannot be changed so"),
+        (("--set", "none=1"), "invalid setting"),
+        (("--floor", "train=x"), "invalid setting"),
         (("--webhook", "ftp://x"), "not the URL of a service for incidents"),
         (("--forward-to", "nowhere"), "not the URL of the daemon"),
         (("--bind", "192.0.2.1"), "without a secret"),
@@ -162,11 +162,11 @@ def test_address_that_cannot_be_had(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--state", "lost"), "no such state"),
-        (("--ack", "x", "--daemon", "http://127.0.0.1:1"), "say which incident was seen"),
+        (("--state", "lost"), "invalid --state"),
+        (("--ack", "x", "--daemon", "http://127.0.0.1:1"), "--note needs the id of an incident"),
         (("--daemon", "x"), "not the URL of the daemon"),
         (("--daemon", "http://127.0.0.1:1"), "the daemon does not answer"),
-        (("--history", "none"), "no such history"),
+        (("--history", "none"), "the history file does not exist"),
         (("--history", "x", "--follow"), "--history reads a file"),
     ],
 )

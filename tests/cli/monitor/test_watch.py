@@ -182,7 +182,7 @@ def test_the_command_runs_although_no_daemon_can(tmp_path: Path) -> None:
         code, out, err = done(start("--port", port, "--", "sh", "-c", "echo here; exit 7"))
     assert code == 7
     assert out == "here\n"
-    assert "goes on unwatched, until you start one: ckptd serve --job" in err
+    assert "continues unwatched; to start a daemon: ckptd serve --job" in err
     nothing_is_left()
 
 

@@ -132,7 +132,7 @@ def test_two_checkpoints_in_folders(cli: Cli, sample: str, tmp_path: Path) -> No
     assert cli("ls", str(tmp_path / "both")).code == 0
     shutil.copytree(sample, tmp_path / "both" / "step-2")
     found = cli("ls", str(tmp_path / "both"), "--json")
-    assert "several checkpoints are here" in found.error["message"]
+    assert "several checkpoints in one folder" in found.error["message"]
     assert "step-1/ (dcp), step-2/ (dcp)" in found.error["found"]
 
 

@@ -200,7 +200,7 @@ def test_further_names_of_a_job_that_nobody_speaks_of(cli: Cli, tmp_path: Path) 
     """)
     args = ("--from", f"{tmp_path}/j.lay:j", "--to", f"{tmp_path}/j.lay:k")
     refused = cli("reshard", root, str(tmp_path / "s"), *args, "--json")
-    assert (refused.code, refused.error["message"]) == (5, "values would change, or be left out")
+    assert (refused.code, refused.error["message"]) == (5, "values would change or be dropped")
     assert "model.b" in refused.error["where"]
     # A rule of its own makes a tensor of the further name.
     both = ("-e", "from: b = B[x y]", "-e", "new.b = B[x y]")
@@ -226,7 +226,7 @@ def test_a_part_of_a_fused_tensor_is_not_left_out(cli: Cli, program: str, tmp_pa
     source = folder(tmp_path / "a", BOTH)
     args = ("--from", f"{program}:both", "--to", f"{program}:less")
     result = cli("reshard", source, str(tmp_path / "r"), *args, "--json")
-    assert (result.code, result.error["message"]) == (5, "values would change, or be left out")
+    assert (result.code, result.error["message"]) == (5, "values would change or be dropped")
     assert "L.k in qkv" in result.error["where"]
     allowed = cli("reshard", source, str(tmp_path / "r"), *args, "--allow", "lossy")
     assert allowed.code == 0
@@ -310,7 +310,7 @@ def test_an_index_that_names_what_no_file_has(cli: Cli, tmp_path: Path) -> None:
     result = cli("reshard", str(source), str(tmp_path / "r"), "--to", "ddp", "--json")
     assert (result.code, result.error["message"]) == (
         3,
-        "an index names a tensor that its file has not",
+        "an index names a tensor that its file lacks",
     )
     assert result.error["where"].endswith(": y")
     index.write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))

@@ -161,7 +161,7 @@ def test_a_drawing_of_many_columns_can_be_read(cli: Cli, tmp_path: Path) -> None
 def test_show_names_what_is_near(cli: Cli) -> None:
     wrong = QKV.replace("qkv", "qvk")
     result = cli("lay", "show", MEGATRON[0], wrong, *e(MESH, *SIZES, *WIDTHS), "--json")
-    assert (result.code, result.error["message"]) == (4, "the layout stores no such tensor")
+    assert (result.code, result.error["message"]) == (4, "unknown tensor of the layout")
     assert QKV in result.error["hint"]
 
 

@@ -37,7 +37,7 @@ def test_there_and_back_is_identical(cli: Cli, source: str, tmp_path: Path) -> N
     said = cli.good("reshard", source, there, "--from", HF[0], *TO_MEGATRON).out
     assert "hf.llama -> megatron.gpt" in said
     assert "now step 5 of generation 1" in said
-    assert "in their places" in said
+    assert "at their positions" in said
     cli.good("reshard", f"{there}@5", back, "--to", HF[0])
     assert cli("diff", source, back).code == 0
     assert "there already" in cli.good("reshard", there, back, "--to", HF[0]).out
@@ -62,7 +62,7 @@ def test_a_program_that_contradicts_the_kept_one_is_refused_before_a_byte_moves(
     document = cli.json(*args, "--dry-run")
     assert document["source_program"]["kept"] == "agrees"
     plain = ("reshard", there, str(tmp_path / "other"), "--to", HF[0])
-    assert "the program that it keeps" in cli.good(*plain, "--explain").out
+    assert "its stored program" in cli.good(*plain, "--explain").out
     given = cli(*plain, "-e", "let v = 251", "--dry-run")
     assert "let v = 251 in place of the kept let v = 250" in given.err
 
@@ -92,7 +92,7 @@ def test_a_folder_of_hugging_face_both_ways(
     assert cli(*to_hf, "--force").code == 0
     result = cli("reshard", hf, back, "--from", HF[0], *KNOWN, *FSDP, "--step", "9")
     assert result.code == 0
-    assert "was not checked" in result.err
+    assert "positions of values were not checked" in result.err
     assert cli.json("ls", back)["checkpoints"][0]["step"] == 9
 
 
@@ -151,7 +151,7 @@ def test_lossy_needs_leave(cli: Cli, source: str, tmp_path: Path) -> None:
     args = ("reshard", source, str(tmp_path / "t"), "--to", "ddp")
     cast = ("-e", "default [...] cast(bfloat16)")
     refused = cli(*args, *cast, "--json")
-    assert (refused.code, refused.error["message"]) == (5, "values would change, or be left out")
+    assert (refused.code, refused.error["message"]) == (5, "values would change or be dropped")
     assert cli.json(*args, *cast, "--allow", "lossy")["promise"] == "lossy"
 
 
@@ -161,7 +161,7 @@ def test_lossy_needs_leave(cli: Cli, source: str, tmp_path: Path) -> None:
         (("--to", "nothing.lay"), "not-found"),
         (("--to", "no.such.layout"), "lay-rule"),
         (("--to", "fsdp", "-e", "w = ["), "lay-syntax"),
-        (("--to", "fsdp", "--shard", "3/2"), "not a shard"),
+        (("--to", "fsdp", "--shard", "3/2"), "invalid --shard"),
         (("--to", "fsdp", "--budget", "1MB"), "the budget is too small"),
         (("--to", "megatron.gpt", "--from", "hf.mixtral"), "lay-fit"),
     ],

@@ -165,7 +165,7 @@ def test_globs_are_replaced_by_what_was_found() -> None:
     bound = bind_stored(looked_up(text), found | {"m.norm.w": (9,)})
     assert [show(e.name) for e in bound.layout.equations] == ["m.experts.{e}.weight"]
     assert bound.sizes == {"l": 1, "e": 4, "f": 3, "h": 2}
-    with pytest.raises(UsageError, match="nothing says which tensors"):
+    with pytest.raises(UsageError, match="matches no known tensors"):
         bind_sizes(looked_up(text), {"e": 4, "f": 3, "h": 2, "l": 1})
 
 
@@ -237,14 +237,16 @@ def test_contradictions_name_both_rules() -> None:
 def test_products_alone_are_told() -> None:
     resolved = looked_up(LLAMA + HF)
     error = str(wrong(LLAMA + HF, stored(resolved, SIZES)))
-    assert "the shapes do not say how long kv and hd are; all they say is kv*hd = 12" in error
+    assert (
+        "the shapes do not determine the lengths of kv and hd; they give only kv*hd = 12" in error
+    )
     assert "declare one of them: let kv = <a divisor of 12>" in error
 
 
 def test_padding_leaves_a_size_open() -> None:
     resolved = looked_up(LLAMA + MEGATRON)
     error = str(wrong(LLAMA + MEGATRON, stored(resolved, SIZES), kv=4))
-    assert "padding leaves open how long v is: 33 to 64" in error
+    assert "padding hides the length of v: 33 to 64" in error
 
 
 def test_relations_count() -> None:
@@ -278,7 +280,7 @@ def test_one_rank_and_the_sizes_that_it_cannot_know() -> None:
     shapes = local(resolved, SIZES)
     given_sizes = {"v": 37, "kv": 4, "f": 10, "l": 4}
     assert bind_ranks(resolved, {15: shapes[15]}, given_sizes).sizes == SIZES
-    with pytest.raises(MismatchError, match="no shape says how long f is"):
+    with pytest.raises(MismatchError, match="no shape determines the length of f"):
         bind_ranks(resolved, {15: shapes[15]}, {"v": 37, "kv": 4})
     with pytest.raises(MismatchError, match="this rule's shape is with f=20 h=12"):
         bind_ranks(resolved, {0: shapes[0]}, given_sizes | {"f": 20})
@@ -335,9 +337,12 @@ def test_scales_of_quantized_tensors_have_names() -> None:
 def test_sizes_alone() -> None:
     bound = bind_sizes(looked_up(LLAMA + HF), SIZES)
     assert bound.sizes == SIZES
-    with pytest.raises(MismatchError, match="no shape says how long f is"):
+    with pytest.raises(MismatchError, match="no shape determines the length of f"):
         bind_sizes(looked_up(LLAMA + HF), {k: n for k, n in SIZES.items() if k != "f"})
-    with pytest.raises(MismatchError, match="the program says kv = 8, and 4 is said besides"):
+    with pytest.raises(
+        MismatchError,
+        match=r"kv = 8, but a config\.json, or the layout that it is compared with, says 4",
+    ):
         bind_sizes(looked_up("let kv = 8\n" + LLAMA + HF), SIZES)
 
 
@@ -458,7 +463,7 @@ def test_rules_whose_tensors_are_all_in_buffers_are_kept() -> None:
 
 
 def test_buffers_alone_do_not_say_sizes() -> None:
-    with pytest.raises(MismatchError, match="no shape says how long i is"):
+    with pytest.raises(MismatchError, match="no shape determines the length of i"):
         in_buffers(PACKED, 14, o=4)
 
 
@@ -478,7 +483,7 @@ def test_globs_cannot_be_filled_from_buffers() -> None:
 
 def test_a_layout_of_which_nothing_is_there() -> None:
     text = PACKED.replace("  flat group(**) @dp:ceil of *\n", "")
-    with pytest.raises(MismatchError, match="no rule of this layout has any of the tensors"):
+    with pytest.raises(MismatchError, match="no rule of this layout matches an observed tensor"):
         bind_ranks(resolve([parse(text)], "a"), {0: {}}, {"o": 4, "i": 3, "l": 3})
 
 

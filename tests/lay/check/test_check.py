@@ -63,7 +63,7 @@ def program(
         ("a.{l@pp} = L{l}.g[f@pp h]", "cut-twice", "@pp cuts the name and dimension 0"),
         ("a = E[v@pp h] on pp=0", "uncovered", "'on pp' keeps one part only"),
         ("a = E[v@tp h] on tk=1", "uncovered", "'on tk' keeps one part only"),
-        ("a = E[v h] on pp=2", "on", "'on pp=2' is no rank's"),
+        ("a = E[v h] on pp=2", "on", "'on pp=2' matches no rank"),
         ("a = E[v h] on pp=0 on pp=1", "on", "no rank has both"),
         ("a = E[v h] on xx=0", "mesh-axis", "no mesh axis xx"),
         ("a = E[v@tp:[1 2] h]", "mesh-axis", "2 widths for @tp, which has 4 parts"),
@@ -161,7 +161,7 @@ def test_a_pipe_that_no_name_follows_is_a_warning() -> None:
         ("a = E[v@tp h]", {"v": 10, "h": 4}, "indivisible", "v=10 does not divide over tp=4"),
         ("a = E[v@tp/4 h]", {"v": 20, "h": 4}, "indivisible", "in 5 units of 4"),
         ("a = E[v@tp:ceil@dp h]", {"v": 9, "h": 4}, "indivisible", "v@tp:ceil, which is 3 long,"),
-        ("a = E[v@dp:[3 4] h]", {"v": 8, "h": 4}, "uncovered", "the last one is held by nobody"),
+        ("a = E[v@dp:[3 4] h]", {"v": 8, "h": 4}, "uncovered", "the last one is on no rank"),
         ("a = E[v@dp:[3 6] h]", {"v": 8, "h": 4}, "uncovered", "the widths hold 1 too many"),
         ("a.{#l@pp} = L{l}.g[f h]", {"l": 3, "f": 2, "h": 1}, "indivisible", "{#l@pp:ceil}"),
         ("a = X{0}.w[f h]; b = X{2}.w[f h]", {"e": 3, "f": 1, "h": 1}, "uncovered", "e=1"),
@@ -177,7 +177,7 @@ def test_a_pipe_that_no_name_follows_is_a_warning() -> None:
             "block",
             "cuts v@tp at 6, inside of a block of 4",
         ),
-        ("a = E[v h]", {"v": 3}, "unsolved", "no shape says how long h is"),
+        ("a = E[v h]", {"v": 3}, "unsolved", "no shape determines the length of h"),
         ("a = E[v h]; flat each @dp of m", {"v": 3, "h": 1}, "flat", "found: 3"),
         ("a = E[v h]; flat group(**) @dp:[1 2] of m", {"v": 2, "h": 2}, "flat", "add up to 4"),
         ("a = E[v h]; flat each @dp:ceil of m start/0", {"v": 2, "h": 2}, "flat", "start 0"),
@@ -348,12 +348,12 @@ def test_numbers_of_two_rules_that_meet() -> None:
     text = KINDS.replace(
         "  layers.{#l@pp}.fc", "  a.{#l@pp} = L{l}.n[h] for l=1..2\n  layers.{#l@pp}.fc"
     )
-    assert of_kinds(text) == ["L{l}.n is held by an earlier rule already"]
+    assert of_kinds(text) == ["L{l}.n is already held by an earlier rule"]
 
 
 def test_some_layers_cannot_be_a_dimension() -> None:
     text = KINDS.replace("layers.{#l@pp}.fc = L{l}.g[f h]", "fc = L.g[l f h]")
-    message = "L{l}.g is not there for every l, so l has to be an index of the name: {l}"
+    message = "L{l}.g does not exist for every l, so l must be an index of the name: {l}"
     assert of_kinds(text)[-1] == message
 
 

@@ -233,7 +233,7 @@ def test_drops_keep_their_place() -> None:
         ("layout x on M { a = Q[h] }", "no Q"),
         ("layout x on M { a.{l} = L{l}.qq[h] }", r"did you mean L\{l\}.q\?"),
         ("layout x on M { a.{l} = L{i}.q[h] }", "did you mean"),
-        ("layout x on M { a = E[_ h] }", "stand for dimensions"),
+        ("layout x on M { a = E[_ h] }", "repeat dimensions"),
         ("layout x on M { a = alias E }", "no rule holds E alone"),
         ("layout x on M { a = follow rows(nope) }", "no rule has such a name"),
         ("layout x on M { a.{l} = L{l}[(q:h|q:h)] }", "the tag q comes twice"),
@@ -251,7 +251,7 @@ def test_drops_keep_their_place() -> None:
             "lets|circ",
         ),
         ("let D = D.x\nlayout x on M { D.w = E[v h] }", "in circles"),
-        ("let kv = 8\nlet kv = 9\nlayout x on M { w = E[v h] }", "kv stands for something else"),
+        ("let kv = 8\nlet kv = 9\nlayout x on M { w = E[v h] }", "kv has another value"),
         ('layout x on M { w = E[v h]; pipe l@pp "Et|t|L" }', "3 stages over pp=2"),
     ],
 )

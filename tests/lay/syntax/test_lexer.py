@@ -79,7 +79,7 @@ def test_an_error_shows_the_line_with_a_caret() -> None:
     error = s.fail("a dimension", hint="none")
     assert error.kind == "lay-syntax"
     assert str(error) == (
-        "this is not Lay:\n"
+        "Lay syntax error:\n"
         "  2 |  b = 'x\n"
         "    |      ^\n"
         "  where:  t.lay:2:6\n"

@@ -257,7 +257,7 @@ def test_programs_parse_and_are_complete(path: Path) -> None:
     [
         ("lay x", "1:1", "mesh, let"),
         ("mesh M = pp", "1:12", "':' and the length"),
-        ("mesh none = pp:2", "1:6", "none stands for"),
+        ("mesh none = pp:2", "1:6", "'none' means"),
         ("mesh M = pp:99999999999999999999", "1:13", "length of the axis"),
         ("mesh M = pp:1e999999999999", "1:13", "length of the axis"),
         ("let x = -1", "1:9", "a name, a value or a dimension"),

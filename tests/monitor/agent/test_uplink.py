@@ -113,8 +113,10 @@ def test_a_daemon_that_comes_later(caplog: pytest.LogCaptureFixture) -> None:
             until(lambda: there.found, "what was found meanwhile")
         assert not up.away or up.sent
     said = [r.getMessage() for r in caplog.records]
-    assert sum("does not hear" in text for text in said) <= 2  # it is gone at the end again
-    assert any("is back" in text for text in said)
+    assert (
+        sum("cannot reach the daemon" in text for text in said) <= 2
+    )  # it is gone at the end again
+    assert any("is reachable again" in text for text in said)
 
 
 def test_another_secret_is_refused_and_nothing_piles_up() -> None:

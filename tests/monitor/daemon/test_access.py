@@ -56,10 +56,10 @@ def test_acting_by_cookie_needs_the_origin(daemon: Running) -> None:
     path, cookie = "/api/v1/incidents/none/ack", {"Cookie": login(daemon)}
     assert daemon.ask("POST", path, b"{}", cookie, token=False).status == 401
     mine = {**cookie, "Origin": daemon.url}
-    assert "no incident has this id" in daemon.ask("POST", path, b"{}", mine, token=False).message
+    assert "unknown incident" in daemon.ask("POST", path, b"{}", mine, token=False).message
     other = {**cookie, "Origin": "http://evil.example"}
     assert (
-        "another site sent the request"
+        "the request comes from a page of another site"
         in daemon.ask("POST", path, b"{}", other, token=False).message
     )
 
@@ -87,7 +87,7 @@ def test_agents_may_call_it_as_they_like_and_pages_cannot_sign(daemon: Running, 
         assert "not a valid message between agent and daemon" in answer.message
         page = headers | {"Origin": "http://evil.example"}
         assert (
-            "another site sent the request"
+            "the request comes from a page of another site"
             in daemon.ask("POST", path, b"x", page, token=False).message
         )
 

@@ -155,24 +155,27 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_what_is_no_order_is_refused(without: Running, body: object) -> None:
     refused = order(without, body)
     assert refused.status == 400
-    assert refused.message in ("the body is not an order", "the request is not valid")
+    assert refused.message in ("the body is not an order", "invalid request")
 
 
 def test_orders_need_the_token_and_come_from_the_page(without: Running) -> None:
     good = {"kind": "restart"}
     assert order(without, good, token=False).kind == "no-token"
     foreign = {"Origin": "http://elsewhere.example"}
-    assert "another site sent the request" in order(without, good, headers=foreign).message
     assert (
-        "the daemon does not answer to that host name"
+        "the request comes from a page of another site"
+        in order(without, good, headers=foreign).message
+    )
+    assert (
+        "the daemon does not accept requests for that host name"
         in order(without, good, headers={"Host": "elsewhere.example"}).message
     )
 
 
 def test_without_a_controller_there_is_nothing_to_order(without: Running) -> None:
-    assert "this daemon knows of no controller" in order(without, {"kind": "restart"}).message
+    assert "this daemon has no controller" in order(without, {"kind": "restart"}).message
     assert (
-        "this daemon knows of no controller"
+        "this daemon has no controller"
         in without.ask("POST", "/api/v1/incidents/job-1/enforce", b"{}").message
     )
     assert elastic(without) == {"generations": [], "controller": None, "status": None}
@@ -253,10 +256,7 @@ def test_what_is_asked_is_done_when_a_person_says_so(tmp_path: Path) -> None:
         told.killed = True
         closed = until(lambda: _closed(daemon), "the incident stays open")
         assert (closed["enforced"], closed["proposal"]) == (True, None)
-        assert (
-            "nothing is to be done about this incident now"
-            in daemon.ask("POST", path, b"{}").message
-        )
+        assert "this incident needs no action now" in daemon.ask("POST", path, b"{}").message
 
 
 def _proposed(daemon: Running) -> dict[str, Any] | None:

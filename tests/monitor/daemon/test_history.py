@@ -219,6 +219,6 @@ def test_reading_what_is_no_history(tmp_path: Path) -> None:
     (tmp_path / "h").write_text("x" * 5000)
     with pytest.raises(UsageError) as caught:
         read_incidents(tmp_path / "h")
-    assert "this is not a history of incidents, or a damaged one" in caught.value.message
+    assert "not a history file, or a damaged one" in caught.value.message
     with pytest.raises(UsageError):
         read_incidents(tmp_path / "none")

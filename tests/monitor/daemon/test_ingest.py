@@ -44,7 +44,7 @@ def test_a_message_counts_once(fresh: Running) -> None:
     body = sheets()[0]
     assert fresh.post("sheet", body).status == 200
     again = fresh.post("sheet", body)
-    assert (again.status, again.message) == (409, "this message was taken before")
+    assert (again.status, again.message) == (409, "this message was already received")
     found = pack(EvidenceReport(job=JOB, source="a", number=3))
     assert [fresh.post("found", found).status for _ in range(2)] == [200, 409]
     assert refused(fresh, "conflict") == 2
@@ -52,7 +52,10 @@ def test_a_message_counts_once(fresh: Running) -> None:
 
 def test_other_jobs_secrets_and_lives_are_refused(fresh: Running) -> None:
     body = sheets()[0]
-    assert "this message is of another job" in fresh.post("sheet", sheets(job="another")[0]).message
+    assert (
+        "this message belongs to another job"
+        in fresh.post("sheet", sheets(job="another")[0]).message
+    )
     assert fresh.post("sheet", body, secret=b"another secret, also long").kind == "bad-mac"
     assert fresh.ask("POST", PATH, body).kind == "bad-mac"  # a token is not a MAC
     old = sign_request(SECRET, "POST", PATH, "0" * 32, body)

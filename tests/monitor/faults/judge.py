@@ -99,7 +99,7 @@ def judge(case: Case, heard: Sequence[Heard], nodes: Sequence[str]) -> Outcome:
         )
     early = [h for h in told if h.after_s is None or h.after_s < 0]
     later = [h for h in told if h not in early]
-    # That nobody can be named yet accuses nobody.
+    # That no suspect yet accuses nobody.
     later = [h for h in later if h.kind != VerdictKind.CANNOT_SAY] or later
     if not later:
         return Outcome(case=case, false_alarms=len(early), heard=told)

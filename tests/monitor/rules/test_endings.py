@@ -92,7 +92,7 @@ def test_who_leaves_with_exit_0_while_its_groups_still_call_is_the_cause() -> No
     job, rows = gathered([from_views(_left(failed=True), job="j", source="s", number=1)], {})
     (verdict,) = crashes(endings.settle(job, rows, 2.0), HangLimits())
     assert verdict.names() == ("0",)
-    assert "left in good order" in verdict.suspects[0].detail
+    assert "exited with code 0" in verdict.suspects[0].detail
 
 
 def test_who_leaves_with_exit_0_is_not_at_fault_for_what_ends_otherwise() -> None:

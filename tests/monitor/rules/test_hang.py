@@ -255,7 +255,7 @@ def test_a_device_that_has_not_come_to_a_call_is_the_cause() -> None:
     views = [_on_device(r, CallFlag.QUEUED if r == 2 else 0) for r in range(4)]
     (verdict,) = _told(jobs.job(*views), _usual())
     assert jobs.told([verdict]) == [("non-communication hang", ["2"])]
-    assert "has not come to the call" in verdict.suspects[0].detail
+    assert "has not reached the call" in verdict.suspects[0].detail
     assert (verdict.numbers["hung"], verdict.numbers["inside"]) == (1, 3)
     assert "a broken link" in verdict.rules_out[0]
 

@@ -83,7 +83,7 @@ def test_an_etcd_that_is_away_is_told(etcd: str) -> None:
 def test_what_is_no_place_is_refused(rest: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_store(f"etcd://{rest}")
-    assert "this is no place in etcd" in caught.value.message
+    assert "invalid etcd URL" in caught.value.message
 
 
 def test_options(etcd: str) -> None:

@@ -126,7 +126,7 @@ def test_a_pod_has_its_name_its_command_and_what_the_template_says() -> None:
 def test_names_that_no_pod_can_have_are_refused(api: Api, name: str) -> None:
     with pytest.raises(UsageError) as caught:
         Kubernetes(api, "train", [name], sleeper, template=TEMPLATE)
-    assert "Kubernetes takes no such name" in caught.value.message
+    assert "invalid Kubernetes name" in caught.value.message
 
 
 def test_the_template_is_an_object_that_owns_the_pods(kube: FakeKube, api: Api) -> None:
@@ -391,7 +391,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
 def test_addresses_that_would_show_the_token_are_refused(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         Api(url=url, namespace="jobs")
-    assert "this is no address of a Kubernetes API" in caught.value.message
+    assert "invalid address of a Kubernetes API" in caught.value.message
 
 
 def test_long_lists_come_in_pages(kube: FakeKube, api: Api) -> None:
@@ -473,7 +473,7 @@ def test_a_pod_finds_its_cluster_and_trusts_only_its_authority(
     account.mkdir()
     with pytest.raises(UsageError) as caught:
         in_cluster(account)
-    assert "this process is in no pod with a service account" in caught.value.message
+    assert "this process does not run in a pod with a service account" in caught.value.message
     pair = certificate(account / "ca.crt", tmp_path / "key")
     (account / "token").write_text("secret")
     (account / "namespace").write_text("jobs")

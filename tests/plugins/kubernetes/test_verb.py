@@ -40,7 +40,7 @@ while not (folder / "end").exists():
 def test_it_must_be_known_whose_pods_these_are(cli: Cli, words: tuple[str, ...]) -> None:
     result = cli("kubernetes", *words)
     assert result.code == 2
-    assert "whose pods these are" in result.err
+    assert "give --template or --selector" in result.err
 
 
 def test_outside_of_a_pod_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_outside_of_a_pod_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     result = cli("kubernetes", "--selector", "a=b", "--json")
     assert (result.code, result.error["message"]) == (
         2,
-        "this process is in no pod with a service account",
+        "this process does not run in a pod with a service account",
     )
 
 

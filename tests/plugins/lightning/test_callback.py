@@ -249,4 +249,4 @@ def test_what_cannot_be_saved_is_named(tmp_path: Any) -> None:
     assert len(first[2]) == 1
     assert "Odd" in first[2][0]
     (again,) = run_ranks(1, epochs, str(tmp_path), "epoch", 7, False, deadline_s=120.0)
-    assert any("Counts" in line and "is not here" in line for line in again[2])
+    assert any("Counts" in line and "is missing now" in line for line in again[2])

@@ -339,6 +339,6 @@ def test_what_is_past_the_end_is_no_part() -> None:
 def test_a_large_tensor_among_values() -> None:
     from ckptd_megatron.parts import storable
 
-    with pytest.raises(UsageError, match="no tensors") as caught:
+    with pytest.raises(UsageError, match="non-tensor") as caught:
         storable({"a": [torch.empty(1 << 26, dtype=torch.float64, device="meta")]}, "x")
     assert caught.value.where == "x.a[0]"

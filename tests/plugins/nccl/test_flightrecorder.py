@@ -34,7 +34,7 @@ def _verdicts(folder: Path) -> tuple[Verdict, ...]:
 def test_the_rank_that_did_not_come(form: str) -> None:
     (verdict,) = _verdicts(REAL / form)
     assert jobs.told([verdict]) == [("non-communication hang", ["2"])]
-    assert verdict.suspects[0].detail == "nothing is known of its process"
+    assert verdict.suspects[0].detail == "the state of its process is unknown"
 
 
 def test_both_forms_say_the_same() -> None:
@@ -149,7 +149,7 @@ def test_what_is_no_dump_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "rank0").write_bytes(data)
     with pytest.raises(CorruptError) as caught:
         read(tmp_path / "rank0")
-    assert "this is not a dump of a flight recorder" in caught.value.message
+    assert "not a flight recorder dump" in caught.value.message
     with pytest.raises(NotFoundError):
         read_folder(tmp_path)
 
@@ -170,7 +170,7 @@ def test_what_it_claims_is_not_allocated(tmp_path: Path) -> None:
 def test_there_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         read_folder(tmp_path / "none")
-    assert "no dump of a flight recorder is there" in caught.value.message
+    assert "no dump of a flight recorder found" in caught.value.message
 
 
 @pytest.mark.parametrize("form", ["hang", "pickled"])

@@ -95,4 +95,4 @@ def test_another_communicator_is_not_compared() -> None:
 def test_what_is_no_answer_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
         parse(data)
-    assert "this is not an answer of NCCL's RAS" in caught.value.message
+    assert "invalid answer of NCCL's RAS" in caught.value.message

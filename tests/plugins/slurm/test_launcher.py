@@ -91,4 +91,4 @@ def test_a_heterogeneous_job_is_refused() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_HET_SIZE": "2"}
     with pytest.raises(RefusedError) as caught:
         SlurmLauncher(lambda node: ["true"], environ=environ)
-    assert "a job of several components has no one list of nodes" in caught.value.message
+    assert "heterogeneous jobs (several components) are not supported" in caught.value.message

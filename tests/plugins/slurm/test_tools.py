@@ -64,7 +64,7 @@ def test_a_reason_is_the_last_word() -> None:
 def test_what_is_no_line_of_it_is_refused(text: str) -> None:
     with pytest.raises(StoreError) as caught:
         parse_nodes(text)
-    assert "Slurm said no" in caught.value.message
+    assert "Slurm rejected the request" in caught.value.message
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_a_controller_waits_for_sessions_as_long_as_launchers_do() -> None:
 def test_options_for_one_node_are_refused(option: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan_of([option, "train.py"], environ(), NODES, "n1:29400", True)
-    assert "this option is for one node" in caught.value.message
+    assert "ckptd slurm sets this option" in caught.value.message
 
 
 @pytest.mark.parametrize("words", [["--no-such=1", "train.py"], ["--nproc-per-node=0", "train.py"]])

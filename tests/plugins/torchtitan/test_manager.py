@@ -132,7 +132,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     assert same(job.values()[0], first.values()[0])
     assert same(job.values()[1], fresh[1])
     assert job.train(5) == [True]
-    with pytest.raises(UsageError, match="of this name"):
+    with pytest.raises(UsageError, match="unknown name of a part"):
         Job(tmp_path / "root", exclude_from_loading=["optim"]).manager.load()
 
 

@@ -116,7 +116,7 @@ def test_an_engine_generates_what_one_with_the_trainers_weights_does(
         )
     client.init_weight_transfer_engine({"at": info.at, **info.worker})
     client.start_weight_update()
-    with pytest.raises(DeadlineError, match="does not come"):
+    with pytest.raises(DeadlineError, match="did not arrive"):
         client.update_weights({"number": 7, "epoch": "nobody's"})
     assert probe(llm) == before
     trainer.send_weights()

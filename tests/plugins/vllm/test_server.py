@@ -149,7 +149,7 @@ def test_two_ranks_of_a_server_follow_two_ranks_of_a_trainer(
         before = probe(url)
         found, _ = run_ranks(2, trainers, str(tmp_path), url, deadline_s=START_S)
         post(url, "start_weight_update", None)
-        with pytest.raises(RuntimeError, match="does not come"):
+        with pytest.raises(RuntimeError, match="did not arrive"):
             post(url, "update_weights", {"update_info": {"number": 9, "epoch": "nobody's"}})
         assert probe(url) == found[-1]
     with served(tmp_path / "last") as url:

@@ -133,7 +133,7 @@ def test_experts_that_no_table_can_place(rules: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         place_experts(read_text(text, "test"), drawn(random.Random(1)))
     assert caught.value.message in (
-        "experts that are placed by a table are cut by themselves",
+        "experts that a table places must be cut separately",
         "no rule of the program cuts the experts",
     )
     assert said in f"{caught.value.found}"

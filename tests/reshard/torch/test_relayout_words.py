@@ -203,7 +203,7 @@ def test_what_no_move_brings_is_refused_by_name() -> None:
     counted.count = 3
     error = refused(Plain(), counted)
     assert (error.message, error.where) == (
-        "a module has extra state beside the tensors that a live move fills",
+        "a module has extra state, which a live move cannot fill",
         "model._extra_state",
     )
     ckptd.relayout({"model": counted}, ONE, {"model": Plain()}, ONE)
@@ -221,5 +221,5 @@ def test_what_lies_over_one_another_is_refused(
     with pytest.raises(CkptdError) as caught:
         ckptd.relayout(source, layout, {"model": {"a": a, "b": b}}, layout)
     # Columns are apart, and not contiguous.
-    assert ("not contiguous" if fits else "lie over one another") in caught.value.message
+    assert ("not contiguous" if fits else "share memory") in caught.value.message
     assert not memory.any()

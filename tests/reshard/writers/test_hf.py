@@ -162,7 +162,7 @@ def test_only_files_of_the_index_count_and_all_must_be_there(tmp_path: Path) -> 
         index.write_text("[]")
         with pytest.raises(CorruptError) as caught:
             foreign_stock(store, 0)
-        assert "not the index of a sharded model" in caught.value.message
+        assert "invalid index of a sharded model" in caught.value.message
     (tmp_path / "empty").mkdir()
     with open_store(tmp_path / "empty") as store, pytest.raises(NotFoundError):
         foreign_stock(store, 0)

@@ -123,7 +123,7 @@ def test_what_is_not_trained_is_named(tmp_path: Path, cli: Cli) -> None:
     words = ("reshard", source, str(out), "--to", "ddp", "--format", "universal")
     done = cli(*words, "-e", "use names.plain")
     assert done.code == 0
-    assert "not trained" in done.err
+    assert "frozen parameters" in done.err
     assert ": frozen (1 in all)" in done.err
     # The note says where it is.
     assert np.array_equal(array(next(out.glob("*/zero/frozen/fp32.pt"))), data["frozen"])

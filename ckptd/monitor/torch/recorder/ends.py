@@ -277,8 +277,8 @@ class FollowedKinds:
         if kind not in self._blind:
             self._blind.add(kind)
             _log.warning(
-                "when collectives on %s tensors end is not known (%s): each counts as ended when "
-                "it is enqueued and is marked so, and a hang inside one is not told from others",
+                "cannot see when collectives on %s tensors end (%s): each counts as ended when "
+                "enqueued, and a hang inside one looks like a hang outside",
                 kind.type,
                 why,
             )

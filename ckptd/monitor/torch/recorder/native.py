@@ -56,7 +56,7 @@ def load(path: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
     if spec is None:
-        raise ImportError(f"{path} is no module")
+        raise ImportError(f"'{path} is not a module'")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules[_NAME] = module
@@ -112,10 +112,10 @@ class NativeSource:
         """See `Source`."""
         path = built()
         if path is None:
-            raise RuntimeError("no build fits: `ckptd recorder build` makes one")
+            raise RuntimeError("no build fits: run `ckptd recorder build`")
         native = load(path)
         if native.layout() != _LAYOUT:
-            raise RuntimeError("the build writes another layout")
+            raise RuntimeError("the build uses another ring layout")
         native.install([_as_row(i, kind) for i, kind in enumerate(self._kinds)])
         self._native = native
         try:

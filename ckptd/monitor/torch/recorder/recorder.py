@@ -93,7 +93,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - a PyTorch that is too different, in whatever way
             failed = error
         if self._source is None or self._optimizer_hook is None:
-            self.aside(failed or RuntimeError("no source of calls is left to try"))
+            self.aside(failed or RuntimeError("no way to record collectives works here"))
             self._unhook()
             return
         self._on = True
@@ -159,7 +159,7 @@ class Recorder:
         try:
             source.stop()
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            _log.warning("hooks could not be taken away: %r", error, exc_info=error)
+            _log.warning("hooks could not be removed: %r", error, exc_info=error)
 
     def _unhook(self) -> None:
         self._pulse.stop()
@@ -382,7 +382,7 @@ def _named(name: Phase | str) -> Phase:
         return name
     if name.upper() not in Phase.__members__:
         raise UsageError(
-            "there is no such phase",
+            "unknown phase",
             wanted=", ".join(p.lower() for p in Phase.__members__),
             found=name,
         )

@@ -99,7 +99,7 @@ def check_replicas(
     """
     if every < 1 or budget < 1:
         raise UsageError(
-            "replicas cannot be checked like this",
+            "invalid every= or budget=",
             wanted="every and budget of at least 1",
             found=f"every={every}, budget={budget}",
         )

@@ -58,7 +58,7 @@ def wanted() -> tuple[str, ...]:
     if said in ("auto", "off"):
         return _NAMES if said == "auto" else ()
     raise UsageError(
-        "there is no such recorder",
+        "unknown recorder",
         where="CKPTD_RECORDER",
         wanted=", ".join(("auto", *_NAMES, "off")),
         found=said,

@@ -226,7 +226,7 @@ class JobLayout:
             return
         layout = self.form.bound.layout
         raise MismatchError(
-            "a parameter has a state that the layout does not know",
+            "a parameter has a state that the layout does not declare",
             kind="lay-fit",
             where=name,
             wanted=", ".join([s.stored for s in layout.states] + [s.name for s in layout.scalars]),

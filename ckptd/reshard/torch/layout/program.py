@@ -40,10 +40,11 @@ def read_layout(spec: LayoutSpec, *, quantized: bool = False) -> LayoutProgram:
     program = _read(spec)
     if program.is_recipe:
         raise UsageError(
-            "a recipe says how tensors are cut, and names none",
+            "a recipe only says how to cut tensors and names none",
             kind="lay-use",
             where=program.layout,
-            hint="FSDP2 and other DTensors need no layout, or one on none that names them whole",
+            hint="FSDP2 and other DTensors need no layout, or a layout 'on none' that names whole "
+            "tensors",
         )
     if not quantized:
         refuse_quantized(program.resolve())
@@ -55,11 +56,11 @@ def refuse_quantized(resolved: Resolved) -> None:
     for equation in resolved.equations:
         if any(isinstance(m, Quantized) for m in equation.modifiers):
             raise UsageError(
-                "quantized tensors and their scales are filled by a Subscriber only: they are not "
-                "published, saved or loaded, nor moved by relayout",
+                "only a Subscriber can fill quantized tensors and their scales; they cannot be "
+                "published, saved, loaded or moved by relayout",
                 kind="lay-use",
                 where=f"{equation.at.file}:{equation.at.line}  {equation.text}",
-                hint="use the tensors that they were made from",
+                hint="use the original tensors",
             )
 
 
@@ -68,7 +69,7 @@ def _read(spec: LayoutSpec) -> LayoutProgram:
         layouts = [i for i in spec.items if isinstance(i, Layout)]
         if len(layouts) != 1:
             raise UsageError(
-                "say which layout is meant",
+                "the program has several layouts: name one",
                 kind="lay-rule",
                 wanted="a program with one layout",
                 found=", ".join(i.name for i in layouts) or "none",

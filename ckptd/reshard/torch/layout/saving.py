@@ -190,7 +190,7 @@ class LaidLeaves(LayoutSave):
                     kind="replicas-differ",
                     where=f"{found.name} on rank {self.job.rank}",
                     wanted="one value under all names that are aliases by the layout",
-                    hint="if it is a tensor of its own, give it a rule of its own, without alias",
+                    hint="if it is a separate tensor, give it a separate rule without alias",
                 )
         for name, leaf in self.leaves.tensors.items():
             if is_dtensor(leaf.tensor):
@@ -252,7 +252,7 @@ def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
     averaged = combined(job.form.bound.layout)
     if averaged is not None:
         raise UsageError(
-            "a save does not combine what ranks hold",
+            "a save cannot combine values of ranks",
             kind="lay-use",
             where=averaged,
             hint="average the replicas before the save, or write `any` to take one of them",
@@ -301,10 +301,10 @@ def scalar_name(job: JobLayout, rule: int, indexes: tuple[int, ...], scalar: str
 def _check(leaf: TensorLeaf, name: str, shape: tuple[int, ...]) -> None:
     if is_dtensor(leaf.tensor):
         raise UsageError(
-            "a DTensor has the name of a tensor that is local to ranks",
+            "a DTensor has the name of a rank-local tensor",
             kind="lay-use",
             where=name,
-            hint="DTensors are described whole, by a layout on none",
+            hint="describe DTensors as whole tensors, by a layout 'on none'",
         )
     if leaf.shape != shape:
         raise MismatchError(

@@ -52,7 +52,7 @@ def _fits(hint: LayoutProgram, saved: SavedState) -> bool:
     try:
         _Fitted.of(hint, saved)
     except CkptdError as error:
-        _log.warning("the files hint at %s, which does not fit: %s", hint.layout, error)
+        _log.warning("the files suggest the layout %s, which does not fit: %s", hint.layout, error)
         return False
     return True
 
@@ -131,7 +131,7 @@ class LaidSource:
         number = self.names.tensors.get(name)
         if number is None:
             raise MismatchError(
-                "the checkpoint holds no such tensor", kind="lay-cover", where=name, wanted=name
+                "the checkpoint lacks this tensor", kind="lay-cover", where=name, wanted=name
             )
         return self.filemap.grid_of(number)
 
@@ -151,9 +151,11 @@ class LaidSource:
             bound = _Fitted.of(kept, self.saved).bound
         except CkptdError as error:
             # A kept program that cannot be read may be the reason why the user gives another one.
-            _log.warning("the kept program of step %d was not compared: %s", manifest.step, error)
+            _log.warning(
+                "the layout stored with step %d was not compared: %s", manifest.step, error
+            )
             return
-        hint = 'leave source_layout out; or allow="layout"'
+        hint = 'omit source_layout; or give allow="layout"'
         found = compare(bound, self.form.bound, self.names.tensors, hint)
         if found.difference is not None:
             raise found.difference
@@ -215,7 +217,7 @@ class LaidSource:
             return None
         if missing or len(found) > 1:
             raise MismatchError(
-                "the checkpoint holds a part of a tensor"
+                "the checkpoint holds only a part of a tensor"
                 if missing
                 else "parts of a tensor come in different types",
                 kind="lay-cover" if missing else "lay-fit",
@@ -300,5 +302,5 @@ def _unknown(saved: SavedState, program: LayoutProgram) -> UsageError:
         kind="lay-use",
         where=f"step {saved.manifest.step}, layout {program.layout}",
         found=", ".join([*saved.tensors][:6]),
-        hint="say which layout it has: load(..., source_layout=...)",
+        hint="give its layout: load(..., source_layout=...)",
     )

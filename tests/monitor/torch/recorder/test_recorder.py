@@ -331,7 +331,7 @@ def test_a_source_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_RECORDER", "counters")
     assert wanted() == ("counters",)
     monkeypatch.setenv("CKPTD_RECORDER", "guess")
-    with pytest.raises(UsageError, match="no such recorder"):
+    with pytest.raises(UsageError, match="unknown recorder"):
         wanted()
 
 

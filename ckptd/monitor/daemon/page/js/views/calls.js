@@ -62,7 +62,7 @@ export function calls(root) {
     const width = box.clientWidth;
     if (!total || !width) return;
     const ops = [...new Set(answer.ranks.flatMap((r) => r.calls.map((c) => c.op)))].sort();
-    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or failed. A thin line: its end is not known, and lies on the line. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
+    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or failed. A thin line: end unknown, and lies on the line. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
     paint(width, ops);
   }
 
@@ -118,8 +118,8 @@ export function calls(root) {
   }
 
   const words = ({ rank, call }) => [`${call.op} · rank ${rank}`, `${call.kind ? `${call.kind} · ` : ""}${call.group} #${count(call.seq)}`,
-    call.unseen ? "its end is not known" : call.until !== undefined ? "its end was not seen"
-      : call.end_s === null ? `${call.queued ? "its device has not come to it" : "not completed"} for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
+    call.unseen ? "end unknown" : call.until !== undefined ? "its end was not seen"
+      : call.end_s === null ? `${call.queued ? "its device has not reached it" : "not completed"} for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
     [bytes(call.bytes), call.step === null ? null : `step ${count(call.step)}`, call.phase?.toLowerCase()].filter((t) => t && t !== "–").join(" · "), call.site].filter(Boolean);
 
   canvas.addEventListener("pointermove", (event) => {

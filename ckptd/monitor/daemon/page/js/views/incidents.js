@@ -107,7 +107,7 @@ export function incidentRow(incident, current, whole = false) {
 }
 
 function suspectsText(v) {
-  if (!v.suspects.length) return "nobody can be named";
+  if (!v.suspects.length) return "no suspect";
   const names = v.suspects.slice(0, 3).map(name);
   return names.join(", ") + (v.suspects.length > 3 ? ` and ${count(v.suspects.length - 3)} more` : "");
 }
