@@ -126,7 +126,7 @@ def test_a_broken_package_breaks_only_its_own_scheme(packages: Path) -> None:
     for url, word in (("broken://x", "no driver"), ("missing://x", "not_there")):
         with pytest.raises(UsageError) as caught:
             open_store(url)
-        assert "the package that opens this URL scheme does not load" in caught.value.message
+        assert "the package that opens this URL scheme fails to load" in caught.value.message
         assert word in str(caught.value)
 
 
