@@ -123,8 +123,8 @@ def _declared(resolved: Resolved, sizes: Mapping[str, int]) -> tuple[dict[str, i
     findings = []
     for name in sorted(set(sizes) & set(resolved.sizes)):
         if sizes[name] != resolved.sizes[name]:
-            message = f"the program says {name} = {resolved.sizes[name]}, "
-            f"but a config.json, or the layout that it is compared with, says {sizes[name]}"
+            message = f"the program says {name} = {resolved.sizes[name]}, but a config.json, or the"
+            message += f" layout that it is compared with, says {sizes[name]}"
             findings.append(Finding("sizes", message, fit=True))
     return {**sizes, **resolved.sizes}, findings
 

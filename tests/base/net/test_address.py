@@ -70,7 +70,7 @@ def test_urls_of_stores() -> None:
 def test_what_is_no_url_of_a_daemon(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_http(url, "a daemon", where="--daemon")
-    assert (caught.value.message, caught.value.where) == ("not the URL of a daemon", "--daemon")
+    assert (caught.value.message, caught.value.where) == ("invalid URL of a daemon", "--daemon")
 
 
 def test_a_server_and_nothing_on_it() -> None:

@@ -142,7 +142,7 @@ def test_an_unreachable_root(made: Made, caplog: pytest.LogCaptureFixture) -> No
     assert found(look(without_root=True))[0] == (16, 2, "0001")
     snapshot(near, 99, 7, root="another run's")
     told = error_of(lambda: look(without_root=True), TransientStoreError)
-    assert "different roots" in str(told.__notes__)
+    assert "several roots" in str(told.__notes__)
 
 
 def test_a_damaged_root_is_not_taken_for_an_unreachable_one(made: Made) -> None:

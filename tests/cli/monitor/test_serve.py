@@ -145,8 +145,8 @@ def test_forwarder_and_lingering(serve: Any) -> None:
         (("--simulate", "8", "--fault", "hang"), "not a fault"),
         (("--set", "none=1"), "invalid setting"),
         (("--floor", "train=x"), "invalid setting"),
-        (("--webhook", "ftp://x"), "not the URL of a service for incidents"),
-        (("--forward-to", "nowhere"), "not the URL of the daemon"),
+        (("--webhook", "ftp://x"), "invalid URL of a service for incidents"),
+        (("--forward-to", "nowhere"), "invalid URL of the daemon"),
         (("--bind", "192.0.2.1"), "without a secret"),
     ],
 )
@@ -163,8 +163,8 @@ def test_address_that_cannot_be_had(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     ("options", "words"),
     [
         (("--state", "lost"), "invalid --state"),
-        (("--ack", "x", "--daemon", "http://127.0.0.1:1"), "--note needs the id of an incident"),
-        (("--daemon", "x"), "not the URL of the daemon"),
+        (("--ack", "x", "--daemon", "http://127.0.0.1:1"), "--ack needs the id of an incident"),
+        (("--daemon", "x"), "invalid URL of the daemon"),
         (("--daemon", "http://127.0.0.1:1"), "the daemon does not answer"),
         (("--history", "none"), "the history file does not exist"),
         (("--history", "x", "--follow"), "--history reads a file"),

@@ -40,7 +40,7 @@ def test_there_and_back_is_identical(cli: Cli, source: str, tmp_path: Path) -> N
     assert "at their positions" in said
     cli.good("reshard", f"{there}@5", back, "--to", HF[0])
     assert cli("diff", source, back).code == 0
-    assert "there already" in cli.good("reshard", there, back, "--to", HF[0]).out
+    assert "exists already" in cli.good("reshard", there, back, "--to", HF[0]).out
 
 
 def test_a_program_that_contradicts_the_kept_one_is_refused_before_a_byte_moves(
@@ -88,7 +88,7 @@ def test_a_folder_of_hugging_face_both_ways(
     assert all(np.array_equal(found[n], v) for n, v in params.items())
     assert not [p for p in Path(hf).rglob("*") if "ckptd" in p.name or p.suffix == ".partial"]
     refused = cli(*to_hf)
-    assert (refused.code, "is there already" in refused.err) == (5, True)
+    assert (refused.code, "already holds a" in refused.err) == (5, True)
     assert cli(*to_hf, "--force").code == 0
     result = cli("reshard", hf, back, "--from", HF[0], *KNOWN, *FSDP, "--step", "9")
     assert result.code == 0

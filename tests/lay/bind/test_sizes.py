@@ -70,8 +70,8 @@ def test_sizes_that_follow(
     [
         ([("a", 5), ("a", 6)], {}, "r2 has length 6, and a=5 make it 5"),
         ([("a", 5)], {"a": 6}, "r1 has length 5, and a=6 make it 6"),
-        ([("(a b)", 15), ("b", 4)], {}, "r1 would make a = 3.75, which is no length"),
-        ([("(p:a|q:b)", 3), ("b", 4)], {}, "r1 would make a = -1, which is no length"),
+        ([("(a b)", 15), ("b", 4)], {}, "r1 would make a = 3.75, which is not a length"),
+        ([("(p:a|q:b)", 3), ("b", 4)], {}, "r1 would make a = -1, which is not a length"),
         ([("(a b)", 6), ("(b a)", 7)], {}, "contradicts what other rules lead to"),
         ([("pad(v, 8)", 20)], {}, "20 is not a multiple of 8, to which this rule pads"),
         ([("pad(v, 8)", 16)], {"v": 20}, "v=20: 20 padded gives 24, and 16 was observed"),

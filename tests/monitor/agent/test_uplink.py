@@ -192,7 +192,7 @@ def test_garbage_is_survived(garbage: Callable[[Any], bool]) -> None:
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(UsageError) as info:
         Uplink(url, SECRET)
-    assert "not the URL of" in info.value.message
+    assert "invalid URL of" in info.value.message
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for() -> None:

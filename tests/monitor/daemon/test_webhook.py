@@ -118,7 +118,7 @@ def test_name_that_is_none_fails_and_ends_nothing() -> None:
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         Webhook(url, KEY)
-    assert "not the URL of" in caught.value.message
+    assert "invalid URL of" in caught.value.message
 
 
 def test_daemon_tells_of_an_incident(tmp_path: Path) -> None:

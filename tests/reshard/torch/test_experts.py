@@ -167,8 +167,8 @@ def refused_moves() -> list[tuple[str, str, str]]:
 
 def test_what_cannot_be_moved_is_refused_by_name_and_nothing_has_moved() -> None:
     wanted = [
-        ("bad-argument", "nowhere: 5"),
-        ("bad-argument", "twice: 1 (at 0, 1)"),
+        ("bad-argument", "missing experts: 5"),
+        ("bad-argument", "duplicate experts: 1 (at 0, 1)"),
         ("bad-argument", "unknown experts: 7"),
         ("bad-argument", "layer 1"),
         ("bad-argument", "no rule of the program cuts the experts"),
