@@ -543,7 +543,7 @@ def test_a_name_that_no_tensor_may_have(tmp_path: Path, name: str) -> None:
     """The error names the file that holds it."""
     torch.save({"w": torch.ones(2), name: torch.ones(3)}, tmp_path / "a.pt")
     error = fails(tmp_path)
-    assert (error.message, error.where) == ("not a legal name", "a.pt")
+    assert (error.message, error.where) == ("invalid name", "a.pt")
     assert error.found == repr(name[:80])
 
 
@@ -562,7 +562,7 @@ def test_tensors_of_other_kinds(tmp_path: Path, tensor: str) -> None:
         assert reader.tensor("w").tolist() == [1, 1]
         assert reader.unread == {"q": "torch._utils._rebuild_qtensor"}
         return
-    assert "not a legal name" in fails(tmp_path).message
+    assert "invalid name" in fails(tmp_path).message
 
 
 def test_numbers_beyond_reason_are_left_out(tmp_path: Path) -> None:

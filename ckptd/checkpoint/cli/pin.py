@@ -51,8 +51,8 @@ def pin(
     where: Where,
     /,
     *,
-    reason: Annotated[str, option("Why, for people.")] = "",
-    remove: Annotated[bool, flag("Take the pin of ROOT@STEP away.")] = False,
+    reason: Annotated[str, option("Reason, shown by --list.")] = "",
+    remove: Annotated[bool, flag("Remove the pin of ROOT@STEP.")] = False,
     listed: Annotated[bool, flag("List the pins of ROOT.", "--list")] = False,
     json: Json = False,
 ) -> Reply:
@@ -72,7 +72,7 @@ def pin(
 
 
 def _remove(where: str) -> Reply:
-    """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
+    """Remove a pin; the checkpoint stays until retention or gc finds it superfluous."""
     address = needs_step(where)
     with opened(address.root) as catalogue:
         if isinstance(address.step, str):

@@ -91,7 +91,7 @@ class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
 
 
 def replay(
-    file: Annotated[str | None, Parameter(help="Recording of ckptd serve --record.")] = None,
+    file: Annotated[str | None, Parameter(help="A recording, written by ckptd serve.")] = None,
     /,
     *,
     flight_recorder: Annotated[
