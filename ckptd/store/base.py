@@ -908,7 +908,7 @@ def _check(entry: EntryPoint, seen: set[str]) -> str | None:
     if taken or entry.name in seen:
         return "another store has this URL scheme; this one is never used"
     if not _SCHEME.fullmatch(entry.name):
-        return "the entry point's name is invalid URL scheme"
+        return "the entry point's name is not a URL scheme"
     try:
         loaded = entry.load()
     except CkptdError as error:
@@ -964,9 +964,7 @@ def checked_url(url: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            "a path is not valid UTF-8", where=repr(text)[:200], wanted="text"
-        ) from None
+        raise UsageError("a path is not UTF-8", where=repr(text)[:200], wanted="text") from None
     found = _NEARLY.match(text)
     if found and not _URL.match(text.lstrip()) and found.group(1).lower() in _known():
         name, rest = found.group(1).lower(), found.group(2).lstrip("/")

@@ -213,9 +213,7 @@ class FsspecStore(Store):
                     with suppress(FileExistsError):
                         self._fs.makedirs(self._fs._parent(path), exist_ok=True)
                     return act()
-        raise TransientStoreError(
-            "the folder was removed repeatedly while it was created", where=path
-        )
+        raise TransientStoreError("the folder vanishes while it is created", where=path)
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes."""

@@ -647,9 +647,7 @@ class LocalStore(Store):
             except FileNotFoundError:
                 with self._lock:
                     self._folders.clear()
-        raise TransientStoreError(
-            "the folder was removed repeatedly while it was created", where=folder
-        )
+        raise TransientStoreError("the folder vanishes while it is created", where=folder)
 
     def _make_folder(self, folder: str) -> None:
         """Make `folder` and those above it; each one's own name becomes durable."""

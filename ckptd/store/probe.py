@@ -42,7 +42,7 @@ Status = Literal["ok", "info", "warn", "fail"]
 _FILE_SYSTEMS: dict[str, tuple[Status, str]] = {
     "tmpfs": ("warn", "lies in memory: nothing survives a reboot"),
     "ramfs": ("warn", "lies in memory: nothing survives a reboot"),
-    "overlay": ("warn", "the layer of a container: gone with it, unless this is a volume"),
+    "overlay": ("warn", "the layer of a container: deleted with it, unless this is a volume"),
     "nfs": ("info", "fsync reaches the server; a lost reply to link is recognised"),
     "nfs4": ("info", "fsync reaches the server; a lost reply to link is recognised"),
     "lustre": ("info", "large files want stripes: lfs setstripe -c -1 on the root"),
@@ -117,7 +117,7 @@ def _place(store: Store, size: int) -> Iterator[StoreCheck]:
     path = store.local_path("x")
     if path is None:
         durable = store.capabilities.durable
-        text = "the store says that what it acknowledged survives"
+        text = "the store promises that acknowledged writes survive"
         yield StoreCheck(
             "durability", *(("info", text) if durable else ("warn", "does not survive"))
         )
@@ -142,7 +142,7 @@ def _existing(path: Path) -> Path:
 def _file_system(mount: Mount) -> StoreCheck:
     fuse = mount.kind.startswith("fuse")
     default: tuple[Status, str] = (
-        ("warn", "a file system in user space: ask its makers what fsync means there")
+        ("warn", "a file system in user space: see its documentation for what fsync guarantees")
         if fuse
         else ("ok", "files and their names are fsynced")
     )
@@ -183,7 +183,7 @@ def _write(store: Store, folder: str) -> StoreCheck:
     for body in (b"first", b"second"):
         store.put(key, body)
         if store.get(key) != body:
-            return StoreCheck("write", "fail", "what was put is not what a get returns")
+            return StoreCheck("write", "fail", "a get returns other bytes than the put wrote")
     store.delete([key])
     if store.exists(key):
         return StoreCheck("write", "fail", "an object that was deleted still exists")
@@ -194,7 +194,7 @@ def _race(spec: StoreSpec, store: Store, folder: str) -> StoreCheck:
     """Let several writers create one object at the same moment, each through a store of its own."""
     if not store.capabilities.create_only:
         text = "this store has neither link(2) nor create-only puts: two writers of one step"
-        return StoreCheck(CREATE_ONLY, "fail", f"{text} would both believe that they won")
+        return StoreCheck(CREATE_ONLY, "fail", f"{text} would both succeed")
     stores = [spec.open() for _ in range(_RACERS)]
     try:
         for number in range(_ROUNDS):
@@ -226,9 +226,9 @@ def _round(stores: list[Store], key: str) -> str | None:
     run_all(range(len(stores)), run, threads=len(stores), stall_s=_PATIENCE_S, what="the race")
     found = stores[0].get(key).decode(errors="replace")
     if len(winners) != 1:
-        return f"{len(winners)} of {len(stores)} writers were told that they created one object"
+        return f"{len(winners)} of {len(stores)} writers got the answer that they created an object"
     if found != f"racer {winners[0]}":
-        return f"racer {winners[0]} was told that it won, and the object is {found!r}"
+        return f"racer {winners[0]} created the object, which holds {found!r}"
     return None
 
 
@@ -245,7 +245,7 @@ def _listing(store: Store, folder: str) -> StoreCheck:
         return StoreCheck("listing", "ok", text)
     text = f"lags: {lagged} of {_LISTED} new objects hidden, {stale} deleted ones shown"
     if store.capabilities.consistent_list:
-        return StoreCheck("listing", "fail", f"{text}, although this store promises otherwise")
+        return StoreCheck("listing", "fail", f"{text}: a store with consistent_list must not lag")
     return StoreCheck("listing", "info", f"{text}; ckptd asks by name here")
 
 
@@ -287,7 +287,7 @@ def _speed(store: Store, folder: str) -> StoreCheck:
     store.read_into(f"{folder}large", 0, memoryview(buffer))
     read = time.perf_counter()
     if buffer != body:
-        raise CorruptError("what was written is not what was read", kind="digest", where=store.url)
+        raise CorruptError("a read differs from what was written", kind="digest", where=store.url)
     rates = [len(body) / 1e6 / s for s in (written - begin, read - written)]
     text = f"{_SPEED_BYTES >> 20} MiB: durable at {rates[0]:.0f} MB/s, read at {rates[1]:.0f} MB/s"
     return StoreCheck("speed", "info", f"{text} (one file; read possibly from a cache)")

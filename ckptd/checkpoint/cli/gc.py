@@ -132,7 +132,7 @@ def _best(text: str) -> Best:
         return _as_best(text.rsplit(":", 2))
     except msgspec.ValidationError as error:
         raise UsageError(
-            "not a rule for the best",
+            "invalid --keep-best",
             where="--keep-best",
             wanted="METRIC:min:N or METRIC:max:N",
             found=text,

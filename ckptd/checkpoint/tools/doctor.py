@@ -31,7 +31,7 @@ def _root(catalogue: Catalogue) -> StoreCheck:
     try:
         marker = catalogue.open()
     except NotFoundError as error:
-        return StoreCheck("root", "info", f"not a root yet: {error.message}")
+        return StoreCheck("root", "info", f"no root yet: {error.message}")
     except CkptdError as error:
         found = f": {error.found}" if error.found else ""
         return StoreCheck("root", "fail", error.message + found)

@@ -103,10 +103,10 @@ def test_names_that_are_none(tmp_path: Path, cli: Cli) -> None:
     with pytest.raises(UsageError) as caught:
         Checkpointer(os.fsdecode(bytes(tmp_path) + b"/\xff"))
     assert (caught.value.message, caught.value.message) == (
-        "a path is not valid UTF-8",
-        "a path is not valid UTF-8",
+        "a path is not UTF-8",
+        "a path is not UTF-8",
     )
-    assert "a path is not valid UTF-8" in cli("ls", os.fsdecode(b"\xff"), "--json").error["message"]
+    assert "a path is not UTF-8" in cli("ls", os.fsdecode(b"\xff"), "--json").error["message"]
     assert "ENAMETOOLONG" in save(str(tmp_path / ("x" * 256)))
     (tmp_path / "dangling").symlink_to("nowhere")
     assert "is in the way" in save(str(tmp_path / "dangling"))
