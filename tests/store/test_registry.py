@@ -136,7 +136,7 @@ def test_problems_are_reported(packages: Path) -> None:
     assert "no driver" in problems["broken"].message
     assert problems["broken"].origin == "zz_broken 1.2 (zz_broken:x)"
     assert "another store" in problems["s3"].message
-    assert "invalid URL scheme" in problems["No Scheme"].message
+    assert "not a URL scheme" in problems["No Scheme"].message
     assert "not callable" in problems["number"].message
 
 
