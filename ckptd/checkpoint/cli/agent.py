@@ -86,10 +86,7 @@ def run(
     stay: Annotated[bool, flag("Serve until a signal, even when idle.")] = False,
     watch: Annotated[
         str | None,
-        option(
-            "Watch the ranks and report to the daemon at this URL; implies --stay. By default "
-            "CKPTD_DAEMON."
-        ),
+        option("Watch ranks and report to the daemon at this URL; stays. Default: CKPTD_DAEMON."),
     ] = None,
     metrics_port: Annotated[
         int | None,

@@ -186,7 +186,7 @@ def test_what_no_move_brings_is_refused_by_name() -> None:
     before = contents(into)
     error = refused(source, into)
     assert (error.message, error.where) == (
-        "a module's state_dict() returns another value of a tensor than its memory holds",
+        "a module's state_dict() returns another value than a tensor's memory holds",
         "model.lin.weight",
     )
     assert same(contents(into), before)

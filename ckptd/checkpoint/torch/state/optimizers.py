@@ -709,8 +709,7 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
     inside = optimizer.optimizers if isinstance(optimizer, HostedOptimizer) else ()
     if speaking := [o for o in inside if has_own_words(o)]:
         raise UsageError(
-            "an optimizer inside another has its own state_dict or hooks, which would not be "
-            "called",
+            "the state_dict or hooks of an optimizer inside another one are not called",
             where=place.name,
             found=f"{type(speaking[0]).__name__} has a state_dict or hooks of its own",
         )

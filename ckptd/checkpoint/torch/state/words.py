@@ -508,8 +508,7 @@ class LoadPath:
             word = self.said.values.get(name[start:], tensor)
             if name in names and not is_same_memory(word, tensor):
                 raise UsageError(
-                    "a module's state_dict() returns another value of a tensor than its memory "
-                    "holds",
+                    "a module's state_dict() returns another value than a tensor's memory holds",
                     where=name,
                     found=type(self._module).__name__,
                     hint="a live move copies the memory: save and load, or publish; or move "
