@@ -2,6 +2,9 @@
 
 The names below are the whole public Python API of the package root. Those that need torch are
 imported on first use: ``import ckptd`` stays fast, and works on a machine without it.
+
+Pages that docstrings and messages name, ``docs/guide/tiers.md`` for one, are in the folder of this
+package; in a clone of the repository they are in the folder above.
 """
 
 from __future__ import annotations

@@ -27,8 +27,10 @@ def tree(tmp_path: Path) -> Path:
     copy.mkdir()
     for name in ("ckptd", "plugins", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT / "docs", copy / "docs")
+    (copy / "scripts/site").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "scripts/site/wheel.py"):
+        shutil.copy(ROOT / name, copy / name)
     plugin = copy / "plugins/ckptd_example"
     plugin.mkdir()
     (plugin / "__init__.py").write_text("GREETING = 'from a plugin'\n")
@@ -50,6 +52,14 @@ def build(hook: str, tree: Path, into: Path) -> Path:
     return into / done.stdout.split()[-1]
 
 
+def named_pages() -> set[str]:
+    """Pages that docstrings and messages of what is shipped name."""
+    shipped = [p for top in ("ckptd", "plugins", "examples") for p in (ROOT / top).rglob("*.py")]
+    found = {n for p in shipped for n in re.findall(r"docs/[\w/-]+\.md", p.read_text())}
+    assert len(found) > 10
+    return found
+
+
 def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -> None:
     wheel = zipfile.ZipFile(build("build_wheel", tree, tmp_path / "out"))
     names = wheel.namelist()
@@ -66,6 +76,7 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     } <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert [n for n in names if n.endswith("README.md")] == []  # pages for those who change it
+    assert named_pages() - {n.removeprefix("ckptd/") for n in names} == set()
     assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
     site = tmp_path / "site"

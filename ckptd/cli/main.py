@@ -157,7 +157,8 @@ app = App(
     name="ckptd",
     help="Checkpoints for distributed training. A checkpoint is named ROOT (the newest that "
     "counts), ROOT@STEP, or ROOT@STEP-gGENERATION; ROOT is a path or a URL."
-    "\n\nckptd VERB --help says more of a verb; ckptd --help-all shows all verbs.",
+    "\n\nckptd VERB --help says more of a verb; ckptd --help-all shows all verbs."
+    "\n\nGuides are in the folder docs of the installed package; begin with start.md.",
     help_format="plaintext",
     version=__version__,
     # One spelling for each switch: no --no-json.
