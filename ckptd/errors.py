@@ -41,6 +41,7 @@ __all__ = [
     "UsageError",
 ]
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
 """What may not print: the cheap half of the question, asked of all text at once."""
 
@@ -55,6 +56,15 @@ def _replaced(found: re.Match[str]) -> str:
     return (
         character if character in "\n\t" or character.isprintable() else "\N{REPLACEMENT CHARACTER}"
     )
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes for people: ``1.5 GiB``."""
+    unit = 0
+    while nbytes >= 1023.5 and unit < len(_UNITS) - 1:
+        nbytes /= 1024
+        unit += 1
+    return f"{nbytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{nbytes:.3g} {_UNITS[unit]}"
 
 
 def one_line(text: str) -> str:

@@ -252,6 +252,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    if not argv or not {"--help", "-h"}.isdisjoint(argv):
+        from ckptd.cli.terminal import drawing
+
+        app.console = drawing(sys.stdout)
     as_json = any(
         word == "--json" or word.lower() in _JSON_GIVEN for word in argv if word[:6] == "--json"
     )

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.terminal import drawing, printing, unfiltered
-from ckptd.errors import UNPRINTABLE, CkptdError, one_line
+from ckptd.errors import UNPRINTABLE, CkptdError, one_line, size_text
+
+if TYPE_CHECKING:
+    from rich.progress import Task
 
 D = TypeVar("D", bound="Document")
 R = TypeVar("R")
@@ -46,7 +49,8 @@ Json = Annotated[bool, flag("Print one JSON document instead of text.")]
 Progress = Callable[[int, int], None]
 
 _INDENT = 4
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_LEAST = 20
+"""Letters that the last column of a table has at least, if words of it go on below."""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
@@ -190,13 +194,17 @@ def _json_escape(found: re.Match[str]) -> str:
 # -- words for numbers -----------------------------------------------------------------------------
 
 
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes for people: ``1.5 GiB``."""
-    unit = 0
-    while nbytes >= 1023.5 and unit < len(_UNITS) - 1:
-        nbytes /= 1024
-        unit += 1
-    return f"{nbytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{nbytes:.3g} {_UNITS[unit]}"
+def counted(count: int, what: str) -> str:
+    """Return a number of things for people: ``1 file``, ``2 files``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def seconds_text(value: float) -> str:
+    """Return a time for people, in three digits: ``1.24 s``, ``340 ms``, ``52 us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value * scale >= 0.9995:
+            return f"{value * scale:.3g} {unit}" if value * scale < 999.5 else f"{value:.0f} s"
+    return f"{value * 1e6:.0f} us"
 
 
 def time_text(created: str | float) -> str:
@@ -224,9 +232,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns; a name that begins with ">" is of a column aligned to the right.
 
     Nothing is wrapped or cut off where lines go into a file or a pipe, to be searched and copied.
-    On a terminal that is too narrow by little, the longest column gives up letters in its middle;
-    otherwise a row takes several lines, all but the first indented. Drawn without rich, whose
-    import would take longer than most verbs do.
+    On a terminal that is too narrow, words of the last column go on below; else the longest column
+    gives up three fifths of its letters at most, in the middle; else a row takes several lines, all
+    but the first indented. Drawn without rich, whose import would take longer than most verbs do.
     """
     right = [name.startswith(">") for name in columns]
     head = [name.removeprefix(">") for name in columns]
@@ -234,8 +242,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     excess = sum(widths) + 2 * (len(widths) - 1) - room
-    longest = widths.index(max(widths))
-    if 0 < excess <= widths[longest] // 3 and not right[longest]:
+    longest = widths.index(max(widths[:-1], default=widths[-1]))
+    last, words = widths[-1] - excess, (word for row in table for word in row[-1].split())
+    if excess > 0 and not right[-1] and last >= max(_LEAST, *map(len, words)):
+        for row in table:
+            row[-1] = _below(row[-1], last, room - last)
+        widths[-1] = last
+    elif 0 < excess <= widths[longest] * 3 // 5 and not right[longest]:
         widths[longest] -= excess
         for row in table:
             row[longest] = _without_middle(row[longest], widths[longest])
@@ -262,6 +275,22 @@ def _without_middle(text: str, width: int) -> str:
         return text
     half = (width - 1) // 2
     return f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[half + 1 - width :]}"
+
+
+def _below(text: str, width: int, indent: int) -> str:
+    """Return `text` in lines of `width` characters, all but the first indented."""
+    import textwrap
+
+    lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    return ("\n" + indent * " ").join(lines)
+
+
+def print_text(text: str, indent: int = 0) -> None:
+    """Print prose; on a terminal it is folded between words, all lines but the first indented."""
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    if len(text) > room:
+        text = text[:indent] + _below(text[indent:], room - indent, indent)
+    print(text)
 
 
 def _folds(widths: Sequence[int], room: int) -> Iterator[tuple[int, list[int]]]:
@@ -302,17 +331,22 @@ def progress_bar(what: str) -> Iterator[Progress | None]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{size_text(task.speed)}/s" if task.speed else "")
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        Speed(),
         TimeRemainingColumn(),
     )
     with Bar(*columns, console=drawing(sys.stderr), transient=True) as bar, printing():

@@ -11,17 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptd.cli.output import shorten, time_text
+from ckptd.cli.terminal import BAD, GOOD, PLAIN, WARN
 from ckptd.errors import one_line
 
 STATUSES = ("ok", "waiting", "suspect", "dead", "silent", "slow")
 """Order is the number in the column ``status`` of the API."""
 _LOOKS = {
-    "ok": ("●", "green"),
-    "waiting": ("◌", "cyan"),
-    "suspect": ("▲", "bold dark_orange"),
-    "dead": ("✕", "bold red"),
-    "silent": ("?", "bright_black"),
-    "slow": ("▬", "yellow"),
+    "ok": ("●", GOOD),
+    "waiting": ("◌", PLAIN),
+    "suspect": ("▲", f"bold {WARN}"),
+    "dead": ("✕", f"bold {BAD}"),
+    "silent": ("?", "dim"),
+    "slow": ("▬", WARN),
 }
 """A letter and a colour each: neither alone has to be told from another."""
 
@@ -84,7 +85,7 @@ def _shown(value: Any) -> Any:
 
 def _head(job: dict[str, Any], lost: str) -> Text:
     state = job["state"]
-    look = {"ok": "green", "incident": "bold dark_orange"}.get(state, "yellow")
+    look = {"ok": GOOD, "incident": f"bold {WARN}"}.get(state, WARN)
     word = _STATE.get(state, state)
     if lost:  # how the job is now is not known
         word, look = f"connection lost since {lost}; it was: {word}", "bold reverse"
@@ -111,16 +112,16 @@ def _statuses(job: dict[str, Any], ranks: dict[str, Any]) -> Text:
             letter, look = _LOOKS[name]
             text.append(f"{letter} ", look).append(f"{name} {counts[name]:,}  ")
     phases = "  ".join(f"{name.lower()} {n:,}" for name, n in job["phases"].items() if n)
-    return text.append(phases, "bright_black")
+    return text.append(phases, "dim")
 
 
 def _incidents(incidents: list[dict[str, Any]]) -> Text:
     text = Text()
     for one in incidents:
-        text.append("▲ ", "bold dark_orange").append(shorten(one["headline"], 300)).append("\n")
+        text.append("▲ ", f"bold {WARN}").append(shorten(one["headline"], 300)).append("\n")
         opened = time_text(one["opened_at"])[-8:]
         under = f"  {shorten(one['id'], 40)}, {one['verdict']['kind']}, opened {opened}\n"
-        text.append(under, "bright_black")
+        text.append(under, "dim")
     text.rstrip()
     return text
 

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+GOOD, PLAIN, WARN, BAD = "color(28)", "color(31)", "color(166)", "color(160)"
+"""Green, blue, orange and red that are read on a light background as on a dark one."""
+_THEME = {
+    "cyclopts.name": PLAIN,
+    "progress.download": GOOD,
+    "progress.remaining": PLAIN,
+}
+
+
 class _Filtered:
     """A text stream that lets through what prints, line ends and tabs.
 
@@ -55,8 +64,9 @@ def drawing(stream: TextIO) -> Console:
     printed meanwhile stand above: within that, `printing` filters them.
     """
     from rich.console import Console
+    from rich.theme import Theme
 
-    return Console(file=unfiltered(stream), highlight=False)
+    return Console(file=unfiltered(stream), highlight=False, theme=Theme(_THEME))
 
 
 @contextmanager

@@ -631,7 +631,7 @@ def link_findings(
     if what == "latency":
         value, usual, unit = value * 1e6, usual * 1e6, "us"
     else:
-        value, usual, unit = probe_bytes / value / 1e6, probe_bytes / usual / 1e6, "MB/s"
+        value, usual, unit = probe_bytes / value / 2**20, probe_bytes / usual / 2**20, "MiB/s"
     text = f"{value:.4g} {unit}, usual here: {usual:.4g}"
     return PreflightFinding(
         status="fail",

@@ -22,7 +22,7 @@ import msgspec
 
 from ckptd.base.runtime.host import Mount, mount_of
 from ckptd.base.runtime.pool import run_all
-from ckptd.errors import CkptdError, ConflictError, CorruptError, TransientStoreError
+from ckptd.errors import CkptdError, ConflictError, CorruptError, TransientStoreError, size_text
 from ckptd.store.base import Store, StoreSpec
 
 CREATE_ONLY = "create-only"
@@ -151,9 +151,11 @@ def _file_system(mount: Mount) -> StoreCheck:
 
 
 def _space(free: int, total: int, size: int) -> StoreCheck:
-    text = f"{free} of {total} bytes free"
+    text = f"{size_text(free)} of {size_text(total)} free"
     if free < _SPACE_FACTOR * size:
-        return StoreCheck("space", "warn", f"{text}: less than two checkpoints of {size} bytes")
+        return StoreCheck(
+            "space", "warn", f"{text}: less than two checkpoints of {size_text(size)}"
+        )
     return StoreCheck("space", "ok", text)
 
 
@@ -288,6 +290,6 @@ def _speed(store: Store, folder: str) -> StoreCheck:
     read = time.perf_counter()
     if buffer != body:
         raise CorruptError("a read differs from what was written", kind="digest", where=store.url)
-    rates = [len(body) / 1e6 / s for s in (written - begin, read - written)]
-    text = f"{_SPEED_BYTES >> 20} MiB: durable at {rates[0]:.0f} MB/s, read at {rates[1]:.0f} MB/s"
+    rates = [size_text(len(body) / s) for s in (written - begin, read - written)]
+    text = f"{size_text(_SPEED_BYTES)}: durable at {rates[0]}/s, read at {rates[1]}/s"
     return StoreCheck("speed", "info", f"{text} (one file; read possibly from a cache)")

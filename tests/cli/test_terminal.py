@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,10 @@ def _in_a_folder_with_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for step in (10, 20):
             loss, created = {"loss": 1.0 / step}, f"2026-11-29T06:{step}:00Z"
             put(store, cut(values(step)), step, metadata=loss, created=created)
+    with open_store("long") as store:
+        named = {f"decoder.layers.0.self_attention.{key}": v for key, v in values(1).items()}
+        loss = {"validation/perplexity_of_the_held_out_set": 12.3456789, "tokens": 123_456_789}
+        put(store, cut(named), 10, metadata=loss, created="2026-11-29T06:10:00Z")
 
 
 SHOWN = {
@@ -107,6 +112,9 @@ SHOWN = {
     "diff": "diff run@10 run@20",
     "gc": "gc run",
     "usage": "ls run --al",
+    "ls-long": "ls long",
+    "inspect-long": "inspect long",
+    "inspect-chunks": "inspect long --tensor * --chunks",
     "help": "--help",
     "help-all": "--help-all",
     "help-of-a-verb": "verify --help",
@@ -124,6 +132,36 @@ def test_screens(name: str, columns: int) -> None:
         assert not one.cursor_hidden
         assert "\N{REPLACEMENT CHARACTER}" not in one.shown()
         golden(SCREENS / f"{name}-{columns}.txt", one.shown())
+
+
+TRAINS = """
+import os, sys
+print("trains on rank", os.environ.get("RANK"), flush=True)
+sys.exit(3)
+"""
+
+
+def masked(shown: str) -> str:
+    """Hide what differs from run to run: port and token of a daemon, a pid."""
+
+    def hide(found: re.Match[str]) -> str:
+        return re.sub(r"[0-9a-f]", "#", found[0])
+
+    shown = re.sub(r"(?<=127\.0\.0\.1:)\d+|(?<=token=)(?:[0-9a-f]\n?){40}", hide, shown)
+    return re.sub(r"(?<=process )\d+", "#", shown)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_a_job_of_one_rank_that_fails(verb: str, columns: int, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(TRAINS)
+    words = {"watch": ["--", sys.executable, "t.py"], "run": ["--max-restarts=0", "t.py"]}
+    env = {"CKPTD_RUN_DIR": str(tmp_path / "r"), "CKPTD_NODE": "n0"}
+    with Terminal([*COMMAND, verb, "--job=seen", *words[verb]], columns, 40, env=env) as one:
+        assert one.done() == 3
+        assert not one.cursor_hidden
+        golden(SCREENS / f"{verb}-{columns}.txt", masked(one.shown()))
 
 
 def test_a_copy_ends_with_one_sentence() -> None:
@@ -204,8 +242,26 @@ def test_a_job_drawn(columns: int) -> None:
     with Terminal([sys.executable, "-c", DRAWN, document], columns) as one:
         assert one.done() == 0
         golden(SCREENS / f"top-{columns}.txt", one.shown())
-        assert one.looks("✕ dead     12,345") == {"red", "default"}
-        assert one.looks("●") == {"green"}
+        assert one.looks("✕ dead     12,345") == {"d70000", "default"}
+        assert one.looks("●") == {"008700"}
+        colours = {cell.fg for row in one.screen.buffer.values() for cell in row.values()}
+        assert all(map(legible, colours - {"default"}))
+
+
+def legible(colour: str) -> bool:
+    """Whether letters of a colour are read on white and on black: a contrast of 3 at least."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 1.05 / (light + 0.05) >= 3 and (light + 0.05) / 0.05 >= 3
+
+
+@pytest.mark.parametrize("args", ["--help", "run --help-all"])
+def test_a_help_is_legible_on_a_light_background(args: str) -> None:
+    with Terminal([*COMMAND, *args.split()], lines=90) as one:
+        one.done()
+        colours = {cell.fg for row in one.screen.buffer.values() for cell in row.values()}
+        assert all(map(legible, colours - {"default"}))
 
 
 def test_top_lives_on_a_terminal_follows_its_size_and_ends(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.base.runtime.pool import cores
+from ckptd.errors import size_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -124,13 +125,13 @@ def environment() -> dict[str, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = {
         "cores": str(cores()),
-        "memory available": f"{available_bytes()} bytes",
+        "memory available": size_text(available_bytes()),
         "open files": f"{soft} of at most {hard}",
     }
     shm = Path("/dev/shm")
     if shm.is_dir():
         stat = os.statvfs(shm)
-        found["/dev/shm free"] = f"{stat.f_bavail * stat.f_frsize} bytes"
+        found["/dev/shm free"] = size_text(stat.f_bavail * stat.f_frsize)
     for name in sorted(filter(_SETTINGS.fullmatch, os.environ)):
         secret = _SECRET.search(name)
         found[name] = "***" if secret else _USERINFO.sub(r"\1***@", os.environ[name])

@@ -13,8 +13,8 @@ from ckptd.base.runtime.host import host_id
 from ckptd.checkpoint.cli.address import spec_of
 from ckptd.checkpoint.format.words import ranks_text
 from ckptd.checkpoint.save.messages import AgentContents, AskEnd, AskStatus, visit
-from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows, size_text
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
+from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError, size_text
 from ckptd.parts import part
 
 agent = App(

@@ -12,8 +12,8 @@ from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened,
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.tools.copy import Copied, Transfer
-from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_text
-from ckptd.errors import UsageError
+from ckptd.cli.output import Document, Json, Reply, counted, flag, progress_bar
+from ckptd.errors import UsageError, size_text
 from ckptd.store.base import Store, StoreSpec
 
 
@@ -78,8 +78,8 @@ def _show(document: CpDocument) -> None:
             continue
         again = f", {c.reused_files} of them copied before" if c.reused_files else ""
         print(
-            f"copied step {c.step}: {size_text(c.bytes)} in {c.files} files{again}, now step"
-            f" {c.step} of generation {c.generation} in {document.target}"
+            f"copied step {c.step}: {size_text(c.bytes)} in {counted(c.files, 'file')}{again}, now"
+            f" step {c.step} of generation {c.generation} in {document.target}"
         )
     if not document.checkpoints:
         print("no checkpoint counts at the source: nothing to copy")

@@ -26,6 +26,7 @@ from ckptd.cli.output import (
     Document,
     Json,
     Reply,
+    counted,
     flag,
     note,
     option,
@@ -256,13 +257,13 @@ def _summary(report: DiffReport) -> str:
     both = [t for t in report.tensors if t.left and t.right]
     cut = sum(not t.same_layout for t in both)
     unequal = sum(not t.same for t in both)
-    said = [f"{len(both)} tensors on both sides"]
+    said = [f"{counted(len(both), 'tensor')} on both sides"]
     if report.values:
         said.append(f"{sum(t.bit_exact for t in both)} bit-exact")
     said += [f"{unequal} differ", f"{cut} cut another way"]
     said += [f"{only_left} only left"] * bool(only_left)
     said += [f"{only_right} only right"] * bool(only_right)
-    said += [f"{len(report.objects)} objects differ"] * bool(report.objects)
+    said += [f"different: {counted(len(report.objects), 'object')}"] * bool(report.objects)
     verdict = "equal" if report.same else "DIFFERENT"
     what = "" if report.values else " (values were not compared)"
     return f"{verdict}{what}: {', '.join(said)}"

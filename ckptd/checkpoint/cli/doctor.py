@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from ckptd.base.runtime.host import environment, versions
 from ckptd.checkpoint.tools.doctor import probe
-from ckptd.cli.output import Document, Json, Reply, flag, option
+from ckptd.cli.output import Document, Json, Reply, flag, option, print_text
 from ckptd.errors import RefusedError, UsageError
 from ckptd.parts import part
 from ckptd.store import StoreSpec, registry_problems
@@ -107,7 +107,7 @@ def doctor(
         for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
             checks.append(check)
             if not json:
-                print(f"{check.status:5} {check.name:12} {check.message}", flush=True)
+                print_text(f"{check.status:5} {check.name:12} {check.message}", 19)
     problems = tuple(PluginRow(p.scheme, p.origin, p.message) for p in registry_problems())
     document = DoctorDocument(
         root=root,
@@ -127,9 +127,9 @@ def doctor(
 
 def _show(document: DoctorDocument) -> None:
     for p in document.plugins:
-        print(f"fail  plugin       {p.scheme}:// from {p.origin}: {p.message}")
+        print_text(f"fail  plugin       {p.scheme}:// from {p.origin}: {p.message}", 19)
     for row in document.recovery:
-        print(f"{row.status:5} recovery     {row.message}")
+        print_text(f"{row.status:5} recovery     {row.message}", 19)
     for name, version in document.versions.items():
         print(f"info  version      {name} {version or '(not installed)'}")
     for name, value in document.environment.items():

@@ -14,9 +14,9 @@ from ckptd.checkpoint.cli.address import Root, opened
 from ckptd.checkpoint.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
 from ckptd.checkpoint.root.policy import Best, Keep
 from ckptd.cli.options import duration_s
-from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
+from ckptd.cli.output import Document, Json, Reply, counted, flag, note, print_rows
 from ckptd.decoding import converter
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import RefusedError, UsageError, size_text
 
 
 class Skipped(GcItem, frozen=True, kw_only=True):
@@ -145,11 +145,13 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
         return
     if not ask or not sys.stdin.isatty():
         raise RefusedError(
-            f"deleting {len(plan.items)} things needs confirmation, and there is no terminal",
+            f"deleting {counted(len(plan.items), 'thing')} needs confirmation, and there is no"
+            " terminal",
             where=root,
             hint="--yes deletes without asking; --dry-run only shows the plan",
         )
-    print(f"delete {len(plan.items)} things, {size_text(plan.nbytes)}? [y/N] ", end="", flush=True)
+    what = f"{counted(len(plan.items), 'thing')}, {size_text(plan.nbytes)}"
+    print(f"delete {what}? [y/N] ", end="", flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise RefusedError("nothing was deleted", where=root)
 
@@ -196,7 +198,7 @@ def _show_plan(plan: GcPlan) -> None:
             "BECAUSE": lambda i: i.reason,
         },
     )
-    print(f"\nin all {len(plan.items)} things, {size_text(plan.nbytes)}")
+    print(f"\nin all {counted(len(plan.items), 'thing')}, {size_text(plan.nbytes)}")
 
 
 def _show_report(report: GcReport) -> None:
@@ -204,6 +206,6 @@ def _show_report(report: GcReport) -> None:
         note(f"kept {item.key}: {why}")
     if report.deleted:
         freed = size_text(sum(i.nbytes for i in report.deleted))
-        print(f"deleted {len(report.deleted)} things, {freed}")
+        print(f"deleted {counted(len(report.deleted), 'thing')}, {freed}")
     if report.swept:
         print(f"removed {len(report.swept)} leftovers of interrupted calls")

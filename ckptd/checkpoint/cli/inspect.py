@@ -25,15 +25,16 @@ from ckptd.cli.output import (
     Document,
     Json,
     Reply,
+    counted,
     flag,
     option,
     print_rows,
     print_table,
+    print_text,
     shorten,
-    size_text,
 )
 from ckptd.cli.output import time_text as when
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import NotFoundError, UsageError, size_text
 
 _MOST_CHUNKS = 100_000
 _MOST_NEAR = 5
@@ -324,11 +325,11 @@ def inspect(
 def _show(document: InspectDocument, depth: int | None, full: bool, *, objects: bool) -> None:
     d = document
     print(
-        f"step {d.step} of generation {d.generation}, {when(d.created)}, {d.world_size} ranks,"
-        f" {size_text(d.data_bytes)}"
+        f"step {d.step} of generation {d.generation}, {when(d.created)},"
+        f" {counted(d.world_size, 'rank')}, {size_text(d.data_bytes)}"
     )
     if d.metadata:
-        print(f"metadata: {metadata_text(d.metadata, _TEXT_WIDTH)}")
+        print_text(f"metadata: {metadata_text(d.metadata, _TEXT_WIDTH)}", 10)
     if d.layout:
         print(f"layout: {d.layout}")
     total = size_text(sum(t.bytes for t in d.tensors))
@@ -487,8 +488,7 @@ def _line(label: str, members: list[_Node]) -> Cells:
         label += f"  ({len(members)} alike)"
         size = f"{len(members)} x {size}"
     if first.leaf is None:
-        count = f"{first.count} tensors" if first.count > 1 else "1 tensor"
-        return (label, "", "", count, "", size)
+        return (label, "", "", counted(first.count, "tensor"), "", size)
     if first.leaf.aliases:
         label += f"  = {', '.join(first.leaf.aliases)}"
     layout = first.leaf.layout

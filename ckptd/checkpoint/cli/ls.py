@@ -16,9 +16,9 @@ from ckptd.checkpoint.format.records import Commit, Parent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import abandoned_by
 from ckptd.checkpoint.root.leases import expired, leases
-from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, shorten, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, shorten
 from ckptd.cli.output import time_text as when
-from ckptd.errors import CorruptError, NotFoundError
+from ckptd.errors import CorruptError, NotFoundError, size_text
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,19 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, shorten, size_text
+from ckptd.cli.output import (
+    Document,
+    Json,
+    Reply,
+    counted,
+    note,
+    option,
+    print_rows,
+    seconds_text,
+    shorten,
+)
 from ckptd.cli.output import time_text as when
-from ckptd.errors import StoreError, UsageError
+from ckptd.errors import StoreError, UsageError, size_text
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles, SaveProfile
 from ckptd.events.timeline import Timeline
@@ -150,8 +160,8 @@ def _show_saves(saves: tuple[SaveProfile, ...]) -> None:
             "OUTCOME": lambda s: s.outcome,
             ">RANKS": lambda s: s.ranks,
             ">SIZE": lambda s: size_text(s.bytes),
-            ">TOTAL": lambda s: _seconds(s.seconds),
-            ">STALL": lambda s: _seconds(s.stall.max_s) if s.stall else "-",
+            ">TOTAL": lambda s: seconds_text(s.seconds),
+            ">STALL": lambda s: seconds_text(s.stall.max_s) if s.stall else "-",
         }
         | {f">{name}": partial(_cell, name=name) for name in names},
     )
@@ -162,11 +172,11 @@ def _cell(save: SaveProfile, name: str) -> str:
     times = [p.max_s for p in save.phases if p.name == name]
     if not times:
         return "-"
-    return _seconds(max(times)) + ("*" if name == save.slowest else "")
+    return seconds_text(max(times)) + ("*" if name == save.slowest else "")
 
 
 def _show_phases(save: SaveProfile) -> None:
-    print(f"\nstep {save.step} of generation {save.generation}, over {save.ranks} ranks")
+    print(f"\nstep {save.step} of generation {save.generation}, over {counted(save.ranks, 'rank')}")
     if save.reason:
         print(f"{save.outcome}: {shorten(save.reason, _REASON_WIDTH)}")
     stats = ([save.stall] if save.stall else []) + list(save.phases)
@@ -176,18 +186,10 @@ def _show_phases(save: SaveProfile) -> None:
             "PHASE": lambda p: p.name + "*" * (p.name == save.slowest),
             "TIER": lambda p: shorten(p.tier, _TIER_WIDTH),
             ">RANKS": lambda p: p.ranks,
-            ">MIN": lambda p: _seconds(p.min_s),
-            ">MEDIAN": lambda p: _seconds(p.median_s),
-            ">MAX": lambda p: _seconds(p.max_s),
+            ">MIN": lambda p: seconds_text(p.min_s),
+            ">MEDIAN": lambda p: seconds_text(p.median_s),
+            ">MAX": lambda p: seconds_text(p.max_s),
             ">SLOWEST RANK": lambda p: p.slowest_rank,
             ">SIZE": lambda p: size_text(p.bytes) if p.bytes else None,
         },
     )
-
-
-def _seconds(value: float) -> str:
-    """Return a time with three digits: ``1.24 s``, ``340 ms``, ``52 us``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if value * scale >= 0.9995:
-            return f"{value * scale:.3g} {unit}" if value * scale < 999.5 else f"{value:.0f} s"
-    return f"{value * 1e6:.0f} us"

@@ -14,13 +14,13 @@ from ckptd.cli.output import (
     Document,
     Json,
     Reply,
+    counted,
     flag,
     print_rows,
     progress_bar,
     shorten,
-    size_text,
 )
-from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError
+from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError, size_text
 
 _MOST_SHOWN = 100
 _DETAIL_WIDTH = 100
@@ -127,14 +127,14 @@ def _show_report(report: VerifyReport) -> None:
     count = len(r.findings) + r.more
     if not count:
         did = f"{size_text(r.read_bytes)} read" if r.deep else "sizes and headers only"
-        print(f"{title}: good; {r.tensors} tensors in {r.files} files, {did}")
+        print(f"{title}: good; {counted(r.tensors, 'tensor')} in {counted(r.files, 'file')}, {did}")
     else:
         unread = all(f.kind == _UNREAD for f in r.findings)
         verdict = "NOT ALL READ" if unread else "BAD"
-        print(f"{title}: {verdict}, {count} finding{'s' * (count != 1)}")
+        print(f"{title}: {verdict}, {counted(count, 'finding')}")
         _show_findings(report)
     if r.absent:
-        print(f"  {len(r.absent)} tensors are incomplete on purpose")
+        print(f"  incomplete on purpose: {counted(len(r.absent), 'tensor')}")
 
 
 def _show_findings(report: VerifyReport) -> None:

@@ -13,7 +13,7 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, size_text
 
 TITLE = re.compile(r"# layout (\S+)\n")
 """Begins the program that a manifest keeps, with the name of the layout in it."""
@@ -146,11 +146,10 @@ def object_text(entry: ObjectEntry, nbytes: int, ranks: str) -> str:
         Length and writers of the tensor that holds it, where one does.
     """
     if entry.per_rank:
-        return (
-            f"per rank, {nbytes} bytes of ranks {ranks}; when the world changes: {entry.per_rank}"
-        )
+        whose = f"rank {ranks}" if ranks.isdecimal() else f"ranks {ranks}"
+        return f"per rank, {size_text(nbytes)} of {whose}; when the world changes: {entry.per_rank}"
     if entry.tensor:
-        return f"{nbytes} bytes in a file"
+        return f"{size_text(nbytes)} in a file"
     if entry.kind == "groups" and isinstance(entry.value, list):
         return "; ".join(map(_group_text, entry.value)) or "no groups"
     return value_text(entry.value)

@@ -13,7 +13,7 @@ from typing import Any
 from ckptd.checkpoint.format.names import DATA, CommitName, parse_data_folder
 from ckptd.checkpoint.save.arena import CONTROL_BYTES, Slot
 from ckptd.checkpoint.save.drain import StagedShard
-from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError
+from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError, size_text
 from ckptd.store.base import (
     Names,
     ObjectInfo,
@@ -66,8 +66,8 @@ class GuestMemory:
                 return best
             self._close_spare()  # too small for what comes now
             if self.budget is not None and self._given + size > self.budget:
-                found = f"{self._given / 1e9:.2f} of {self.budget / 1e9:.2f} GB in use"
-                raise _no_space(f"{size / 1e9:.2f} GB", found)
+                found = f"{size_text(self._given)} of {size_text(self.budget)} in use"
+                raise _no_space(size_text(size), found)
             self._given += size
         segment = None
         try:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ckptd.base.runtime.host import available_bytes, limit_of
 from ckptd.base.runtime.memory import read_memory
 from ckptd.base.runtime.ownership import in_child
-from ckptd.errors import CkptdError, SaveError
+from ckptd.errors import CkptdError, SaveError, size_text
 from ckptd.store.osio import map_pages
 
 CONTROL_BYTES = 4096
@@ -286,7 +286,7 @@ def _reserve(size: int) -> int:
     """Return the descriptor of a new segment, with memory behind its control page only."""
     # Beyond a container's limit nothing fails: the kernel kills the trainer in mid-allocation.
     if size > (room := available_bytes()):
-        raise _no_memory(size, f"{room / 1e9:.2f} GB available")
+        raise _no_memory(size, f"{size_text(room)} available")
     try:
         fd = anonymous_file("ckptd-slot")
     except OSError as error:
@@ -313,7 +313,7 @@ def _no_memory(size: int, found: object) -> SaveError:
     return SaveError(
         f"no memory to stage the state in{'' if limit is None else ': a limit of this process'}",
         kind="no-memory",
-        wanted=f"{size / 1e9:.2f} GB of shared memory",
+        wanted=f"{size_text(size)} of shared memory",
         found=found,
         hint=limit
         or "save less per rank (shard over more ranks), or raise the container's memory limit",

@@ -26,7 +26,7 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
 from ckptd.checkpoint.torch.replicas import Samples, digest_of_sample, sampled_bytes
 from ckptd.checkpoint.torch.state.tensors import as_bytes
-from ckptd.errors import UsageError
+from ckptd.errors import UsageError, size_text
 
 _log = logging.getLogger("ckptd")
 
@@ -151,14 +151,14 @@ class Pins:
                 self._budget = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
             locked = sum(p.nbytes for p in self._known.values())
         if locked + slot.nbytes > self._budget:
-            refused: str | None = f"more than {self._budget / 1e9:.1f} GB would be locked"
+            refused: str | None = f"more than {size_text(self._budget)} would be locked"
         else:
             refused = pin.lock()
         if refused is not None and not pin.closed:
             _log.warning(
-                "%.2f GB for snapshots cannot be page-locked (%s): copies go through a small "
+                "%s for snapshots cannot be page-locked (%s): copies go through a small "
                 "buffer, and optimizers' steps wait for them",
-                slot.nbytes / 1e9,
+                size_text(slot.nbytes),
                 refused,
             )
         return refused is None
@@ -582,7 +582,7 @@ def cloned(
     try:
         return [p.clone(memory_format=torch.contiguous_format) for p in parts()]
     except torch.OutOfMemoryError:
-        _log.info("no device memory to clone %.2f GB: save() waits for the copy", nbytes / 1e9)
+        _log.info("no device memory to clone %s: save() waits for the copy", size_text(nbytes))
         return None
 
 

@@ -934,8 +934,8 @@ class StateMachine:
             "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. "
             "Bring nodes back and start the job again: it resumes from its log",
             "no-progress": f"{fruitless}. Fix the cause and start the job again",
-            "max-restarts": f"{self.ladder.failures} faults, and {self.settings.max_restarts} "
-            f"restarts are allowed; {last}",
+            "max-restarts": f"faults: {self.ladder.failures}, restarts allowed: "
+            f"{self.settings.max_restarts}; {last}",
             "requeue": f"{fruitless}. Submit the job again",
         }
         text = f"{texts[kind]}. The last committed step is {self.step}."

@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ckptd.errors import size_text
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _LOG_BYTES = 8192
 _MOST_LINES = 20_000
@@ -74,7 +76,7 @@ class MemoryWatch:
 
     def _facts(self, pid: int) -> str:
         held = self._held.get(pid)
-        facts = [f"it held {_size(held)} at most"] if held else []
+        facts = [f"it held {size_text(held)} at most"] if held else []
         for folder in self._folders:
             limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
             if 0 < limit < _UNLIMITED:
@@ -82,13 +84,15 @@ class MemoryWatch:
                     folder / "memory.max_usage_in_bytes"
                 )
                 facts.append(
-                    f"its control group may use {_size(limit)}"
-                    + (f" and has used {_size(most)}" if most else "")
+                    f"its control group may use {size_text(limit)}"
+                    + (f" and has used {size_text(most)}" if most else "")
                 )
                 break
         meminfo = Path("/proc/meminfo")
         free, total = _field(meminfo, "MemAvailable:"), _field(meminfo, "MemTotal:")
-        facts.append(f"{_size(free << 10)} of the machine's {_size(total << 10)} are free now")
+        facts.append(
+            f"{size_text(free << 10)} of the machine's {size_text(total << 10)} are free now"
+        )
         return ", ".join(facts)
 
 
@@ -147,7 +151,7 @@ def _logged(pid: int) -> str:
                 break
             match = _KILLED.search(line)
             if match and int(match[1]) == pid and _is_new(line):
-                found = f"it held {_size(int(match[3]) << 10)}, as the kernel's log says"
+                found = f"it held {size_text(int(match[3]) << 10)}, as the kernel's log says"
             if not line:
                 break
     finally:
@@ -160,7 +164,3 @@ def _is_new(line: str) -> bool:
     with suppress(ValueError, IndexError):
         return time.monotonic() - int(line.split(",", 3)[2]) / 1e6 < _NEW_S
     return False
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

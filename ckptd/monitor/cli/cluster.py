@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ckptd.base.net.address import bound, is_loopback
 from ckptd.base.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.base.runtime.agentlink import run_folder
-from ckptd.cli.output import Document, Reply, note, print_table, size_text
-from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.cli.output import Document, Reply, note, print_table
+from ckptd.errors import CkptdError, StoreError, UsageError, size_text
 from ckptd.monitor.agent.preflight import (
     LinkSummary,
     Preflight,

@@ -9,8 +9,8 @@ from cyclopts import Parameter
 from ckptd.checkpoint.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.cli.options import Dequantize, Section, size_of
-from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
-from ckptd.errors import UsageError
+from ckptd.cli.output import Document, Json, Reply, counted, flag, option, print_text, progress_bar
+from ckptd.errors import UsageError, size_text
 from ckptd.reshard.export import ExportedFile, Rename, plan_export, run_export
 
 _SAID = 8
@@ -129,8 +129,8 @@ def _rule(text: str) -> Rename:
 def _show(document: ExportDocument) -> None:
     d = document
     print(
-        f"exported step {d.step} (generation {d.generation}): {d.tensors} tensors,"
-        f" {size_text(d.bytes)} in {len(d.files)} file{'s' * (len(d.files) != 1)} and an index"
+        f"exported step {d.step} (generation {d.generation}): {counted(d.tensors, 'tensor')},"
+        f" {size_text(d.bytes)} in {counted(len(d.files), 'file')} and an index"
     )
     for file in d.files[:_SAID]:
         print(f"  {d.folder}/{file.name}  {size_text(file.bytes)}")
@@ -138,7 +138,8 @@ def _show(document: ExportDocument) -> None:
         print(f"  ... {len(d.files)} files in all")
     for alias, kept in list(d.tied.items())[:_SAID]:
         print(f"  {alias} is tied to {kept}, which is written once")
-    for names, what in ((d.left_out, "tensors"), (d.objects, "values")):
+    for names, what in ((d.left_out, "tensor"), (d.objects, "value")):
         if names:
             more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-            print(f"  left out: {len(names)} {what}: {', '.join(names[:_SAID])}{more}")
+            said = f"  left out: {counted(len(names), what)}: {', '.join(names[:_SAID])}{more}"
+            print_text(said, 4)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from cyclopts import App, Parameter
 
 from ckptd.cli.options import Section
-from ckptd.cli.output import Document, Json, Reply, flag, note, option
+from ckptd.cli.output import Document, Json, Reply, counted, flag, note, option
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def check(
             return
         print(render(findings))
         warnings = len(findings) - errors
-        print(f"{layouts}: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}")
+        print(f"{layouts}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
 
     document = CheckDocument(
         program=program,
@@ -151,10 +151,6 @@ def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[LayoutProgram, l
             raise UsageError("-e needs one layout", where=spec, wanted=f"{spec}:LAYOUT")
         read = type(read)(read.file, names[0]).with_rules(list(rules))
     return read, names
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 class _Observed(NamedTuple):

@@ -13,13 +13,15 @@ from ckptd.cli.output import (
     Document,
     Json,
     Reply,
+    counted,
     flag,
     note,
     option,
     print_rows,
+    seconds_text,
     shorten,
-    size_text,
 )
+from ckptd.errors import size_text
 from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport, SourceProgram
 
 _SAID = 6
@@ -240,8 +242,8 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         _show_done(d, d.done)
     elif dry_run:
         print(
-            f"{d.source_layout} -> {d.target_layout}: {d.tensors} tensors in {d.files} files,"
-            f" {d.promise}; nothing was written"
+            f"{d.source_layout} -> {d.target_layout}: {counted(d.tensors, 'tensor')} in"
+            f" {counted(d.files, 'file')}, {d.promise}; nothing was written"
         )
     for text in d.source_program.sizes:
         note(text)
@@ -326,8 +328,11 @@ def _show_costs(d: ReshardDocument, costs: Costs) -> None:
     share = "" if d.shard == "1/1" else f" (shard {d.shard})"
     print(f"{d.source_layout} -> {d.target_layout}, {d.promise}{share}")
     rows = [
-        ["writes", f"{size_text(costs.bytes_written)} in {costs.files} of {d.files} files"],
-        ["reads", f"{size_text(costs.bytes_read)} from {costs.source_files} files"],
+        [
+            "writes",
+            f"{size_text(costs.bytes_written)} in {costs.files} of {counted(d.files, 'file')}",
+        ],
+        ["reads", f"{size_text(costs.bytes_read)} from {counted(costs.source_files, 'file')}"],
         ["", f"{costs.read_amplification:.3f} bytes for each needed"],
         ["memory", f"{size_text(costs.peak_bytes)} at most"],
         ["rounds", f"{costs.rounds}, with {costs.copies} copies"],
@@ -346,13 +351,14 @@ def _show_done(d: ReshardDocument, done: Resharded) -> None:
     again = f", {done.reused_files} of them there already" if done.reused_files else ""
     rate = done.bytes_written / max(done.seconds, 1e-9)
     print(
-        f"{d.source_layout} -> {d.target_layout}: {size_text(done.bytes_written)} in {done.files}"
-        f" files{again}, {done.seconds:.1f} s, {size_text(rate)}/s"
+        f"{d.source_layout} -> {d.target_layout}: {size_text(done.bytes_written)} in"
+        f" {counted(done.files, 'file')}{again}, {seconds_text(done.seconds)}, {size_text(rate)}/s"
     )
     if done.witness_values:
         print(f"  {done.witness_values:,} values of the source's witness are at their positions")
     if done.state == "waiting":
-        print(f"  waiting for {done.missing_files} files of other shards; the last one commits")
+        files = counted(done.missing_files, "file")
+        print(f"  waiting for {files} of other shards; the last one commits")
     elif done.generation:
         print(f"  now step {done.step} of generation {done.generation} in {d.target}")
     else:

@@ -84,7 +84,7 @@ def test_a_containers_limit(small_group: Path, tmp_path: Path) -> None:
     enter = f"open({str(small_group / 'cgroup.procs')!r}, 'w').write('0')"
     said = run_child(tmp_path, f"{enter}; assert available_bytes() < 500_000_000")
     assert said.startswith("no-memory")
-    assert "0.80 GB of shared memory" in said
+    assert "MiB of shared memory" in said
     assert said.endswith("latest 2\n")
 
 

@@ -220,7 +220,7 @@ def test_objects_in_files(cli: Cli, tmp_path: Path) -> None:
     assert list(by_name(document)) == ["w"]
     (found,) = document["objects"]
     assert (found["per_rank"], found["bytes"], found["value"]) == ("reseed", 7, None)
-    assert found["text"] == "per rank, 7 bytes of ranks 1; when the world changes: reseed"
+    assert found["text"] == "per rank, 7 B of rank 1; when the world changes: reseed"
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex64", "bool"])

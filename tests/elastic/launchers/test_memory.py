@@ -66,7 +66,7 @@ def test_who_eats_its_memory_is_named(group: Path) -> None:
         assert process.wait(60) == -signal.SIGKILL
     text = watch.killed(process.pid)
     assert text.startswith("killed by the kernel, out of memory (OOM)"), text
-    assert "67.1 MB" in text, text  # the group's limit
+    assert "64 MiB" in text, text  # the group's limit
     # What was counted is told once: another process was killed by somebody.
     assert watch.killed(1 << 30).startswith("SIGKILL from another process")
 
