@@ -10,17 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import (
-    Document,
-    Json,
-    Reply,
-    counted,
-    note,
-    option,
-    print_rows,
-    seconds_text,
-    shorten,
-)
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, seconds_text, shorten
 from ckptd.cli.output import time_text as when
 from ckptd.errors import StoreError, UsageError, size_text
 from ckptd.events.eventfiles import EventFolder
@@ -176,7 +166,8 @@ def _cell(save: SaveProfile, name: str) -> str:
 
 
 def _show_phases(save: SaveProfile) -> None:
-    print(f"\nstep {save.step} of generation {save.generation}, over {counted(save.ranks, 'rank')}")
+    ranks = f"{save.ranks} rank{'s' * (save.ranks > 1)}"
+    print(f"\nstep {save.step} of generation {save.generation}, over {ranks}")
     if save.reason:
         print(f"{save.outcome}: {shorten(save.reason, _REASON_WIDTH)}")
     stats = ([save.stall] if save.stall else []) + list(save.phases)

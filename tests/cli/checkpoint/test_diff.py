@@ -75,7 +75,7 @@ def test_keys_shapes_and_objects(cli: Cli, tmp_path: Path) -> None:
         put(store, tensors, 1, objects=(*OBJECTS[1:], ObjectEntry("step", 8)))
     result = cli("diff", a, str(tmp_path / "b"))
     assert result.code == 1
-    for words in ("1 only left", "1 only right", "1 objects differ", "float32 [3]"):
+    for words in ("1 only left", "1 only right", "different: 1 object", "float32 [3]"):
         assert words in result.out
     document = cli.json("diff", a, str(tmp_path / "b"), code=1)
     assert document["objects"] == [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.checkpoint.cli.trace import _seconds
+from ckptd.cli.output import seconds_text
 from ckptd.events.event import AnyEvent
 from tests.cli.recorded import MS, failed_of, opened, span, write_events, write_file
 from tests.cli.running import Cli
@@ -122,5 +122,5 @@ def test_no_saves(cli: Cli, tmp_path: Path) -> None:
         (5_000_000 * MS, "5000 s"),
     ],
 )
-def test_seconds(ns: int, text: str) -> None:
-    assert _seconds(ns / 1e9) == text
+def testseconds_text(ns: int, text: str) -> None:
+    assert seconds_text(ns / 1e9) == text
