@@ -102,6 +102,7 @@ def test_a_daemon_does_not_reach_the_terminal_through_top() -> None:
     incident = {
         "id": "i",
         "opened_at": 0.0,
+        "headline": "rank 0 hangs",
         "verdict": {
             "kind": "hang",
             "suspects": [{"target": "rank", "name": "0"}],
