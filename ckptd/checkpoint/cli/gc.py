@@ -145,8 +145,7 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
         return
     if not ask or not sys.stdin.isatty():
         raise RefusedError(
-            f"deleting {counted(len(plan.items), 'thing')} needs confirmation, and there is no"
-            " terminal",
+            f"deleting {len(plan.items)} things needs confirmation, and there is no terminal",
             where=root,
             hint="--yes deletes without asking; --dry-run only shows the plan",
         )
