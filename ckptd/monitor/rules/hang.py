@@ -205,7 +205,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
     waiting = int((wait.inside & ~wait.complete).sum())
     unseen = int(_ends_unseen(job)[rows].sum())
     evidence = [
-        f"{waiting} ranks wait for {len(rows)} ranks that are in no call",
+        f"{waiting} ranks wait for {len(rows)} rank{'s' * (len(rows) != 1)} in no call",
         f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
     ]
     if unseen:
