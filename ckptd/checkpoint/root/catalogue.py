@@ -134,11 +134,7 @@ class Catalogue(Index):
                 return hold(self, newest, holder="claim")
             except NotFoundError:  # deleted since the listing, or just being deleted
                 gone.add(newest)
-        raise ConflictError(
-            "could not lease a checkpoint: each candidate was deleted first",
-            kind="busy",
-            where=self.store.url,
-        )
+        raise self.busy("could not lease a checkpoint: each candidate was deleted first")
 
     def _check_parent(self, parent: CommitName) -> None:
         """Check that a commit of this name could be: the line must not skip, or end in nothing."""
@@ -180,7 +176,9 @@ class Catalogue(Index):
                 found = self._try_claim(newest + 1, uuid.uuid4().hex, parent, 0, reason)
             if found is not None:
                 return found
-        raise self._all_taken()
+        raise self.busy(
+            "could not claim a generation: other jobs claimed each one first", GENERATIONS
+        )
 
     def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
@@ -191,7 +189,9 @@ class Catalogue(Index):
             if found is not None:
                 return found
             number = max(number, self.newest_generation()) + 1
-        raise self._all_taken()
+        raise self.busy(
+            "could not claim a generation: other jobs claimed each one first", GENERATIONS
+        )
 
     def _try_claim(
         self, number: int, claim_id: str, parent: Parent | None, world_size: int, reason: str
@@ -223,14 +223,6 @@ class Catalogue(Index):
                 if self.store.get(key) == raw:  # and not what the other root has under this name
                     self.store.delete([key])
             raise
-
-    def _all_taken(self) -> ConflictError:
-        return ConflictError(
-            "could not claim a generation: other jobs claimed each one first",
-            kind="busy",
-            where=self.where(GENERATIONS),
-            found=f"{MAX_TRIES} tries, up to generation {self.newest_generation()}",
-        )
 
     def check_claim(self, generation: int, claim_id: str) -> None:
         """Raise unless a generation is still claimed under this id, here and at this moment.
@@ -470,11 +462,7 @@ class Catalogue(Index):
                 relied_on(self, name)
                 self.check_root()
                 return
-        raise ConflictError(
-            "others annotate this checkpoint faster than a number can be taken",
-            kind="busy",
-            where=self.where(ANNOTATIONS),
-        )
+        raise self.busy("could not annotate: others took each number first", ANNOTATIONS)
 
     # -- pins ----------------------------------------------------------------------------------
 

@@ -414,10 +414,13 @@ class Index:
                 if error is not None:
                     raise error
                 return newest, self._with_parent(newest, names)
-        raise ConflictError(
-            "could not list generations: new ones kept appearing",
-            kind="busy",
-            where=self.where(GENERATIONS),
+        raise self.busy("could not list generations: new ones kept appearing", GENERATIONS)
+
+    def busy(self, message: str, key: str = "") -> ConflictError:
+        """Return the error of what others were faster at `MAX_TRIES` times."""
+        tries = f"{MAX_TRIES} tries"
+        return ConflictError(
+            message, kind="busy", where=self.where(key), found=tries, hint="try again"
         )
 
     def suspect(self) -> CorruptError | None:

@@ -25,7 +25,7 @@ from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.checkpoint.format.records import Commit, Lease, encode_record
 from ckptd.checkpoint.root.index import Index, unmarked
-from ckptd.errors import CkptdError, ConflictError, NotFoundError, StoreError
+from ckptd.errors import CkptdError, NotFoundError, StoreError
 from ckptd.store.base import ReadOnlyStore, Store
 
 _log = logging.getLogger("ckptd")
@@ -238,14 +238,7 @@ def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:
             return hold_or_read(index, name, holder=holder)
         except NotFoundError:
             continue
-    raise ConflictError(
-        "could not lease a checkpoint: each candidate was deleted first",
-        kind="busy",
-        where=index.store.url,
-        wanted="the newest checkpoint",
-        found=f"{MAX_TRIES} that were deleted first",
-        hint="try again; ckptd pin keeps a checkpoint",
-    )
+    raise index.busy("could not lease a checkpoint: each candidate was deleted first")
 
 
 def _write(store: Store, name: CommitName, lease_id: str, holder: str, seconds: float) -> None:

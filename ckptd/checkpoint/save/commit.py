@@ -197,13 +197,7 @@ def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
     for part in parts:
         strange = sorted({r.file.folder for r in part.refers} - set(folders))
         if strange:
-            raise SaveError(
-                "a part refers to what its checkpoint does not keep",
-                kind="structure",
-                where=f"rank {part.rank}",
-                wanted=f"one of {', '.join(folders[:8])}" if folders else "nothing",
-                found=strange[0][:200],
-            )
+            raise _bad(part, "what its checkpoint does not keep", strange[0])
 
 
 def _gone(base: Base, found: str) -> SaveError:

@@ -273,12 +273,11 @@ class CopySources:
         SaveError
             kind ``mutated``: its memory was freed. A kernel that reads there could cost the device.
         """
+        self._check_there(numbers)
         found = []
         flat: dict[str, torch.Tensor] = {}
         for number in numbers:
             step, local = self.form.steps[number], self.local(number)
-            if not self._is_there(number):
-                raise _mutated([step.name])
             if isinstance(step.part, StridedWindow):
                 if step.name not in flat:
                     flat[step.name] = local.contiguous()
@@ -291,10 +290,9 @@ class CopySources:
         step, plain = self.form.steps[number], self.form.plain[number]
         if plain is None:
             _copy(self.source(number), slot.place(step.start, step.end))
-        elif self._is_there(number):
-            slot.put(step.start, plain)
         else:
-            raise _mutated([step.name])
+            self._check_there((number,))
+            slot.put(step.start, plain)
 
     def copy_late(self, numbers: Sequence[int], slot: Slot) -> None:
         """Copy what the program may free at any moment, in a thread of its own.
@@ -319,12 +317,12 @@ class CopySources:
             raise
 
     def _check_there(self, numbers: Iterable[int]) -> None:
-        if gone := [self.form.steps[n].name for n in numbers if not self._is_there(n)]:
+        steps, addresses, leaves = self.form.steps, self.form.addresses, self.leaves
+        moved = [
+            steps[n].name for n in numbers if leaves[steps[n].name].local.data_ptr() != addresses[n]
+        ]
+        if gone := [name for name in moved if name not in self.form.fresh]:
             raise _mutated(gone)
-
-    def _is_there(self, number: int) -> bool:
-        at = self.local(number).data_ptr()
-        return at == self.form.addresses[number] or self.form.steps[number].name in self.form.fresh
 
     def is_copied(self, number: int, slot: Slot) -> bool:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""
