@@ -43,6 +43,12 @@ drive(async ({ open, found }) => {
   found.dragged = true;
   await page.locator("button[aria-label='Follow the newest']").click();
 
+  // A chart whose place was gone for a moment, as when a page is printed, is there again.
+  await page.evaluate(() => { document.querySelector(".plots").style.display = "none"; });
+  await page.waitForTimeout(200);
+  await page.evaluate(() => { document.querySelector(".plots").style.display = ""; });
+  await drawn.first().waitFor({ timeout: 3000 });
+
   await page.waitForFunction(() => document.querySelectorAll("#beside option").length > 1);
   found.runs = await text("#beside option");
   await page.locator("#beside").selectOption({ index: 1 });

@@ -21,7 +21,7 @@ export class Plot {
     this.chart = this.data = null;
     this.held = false;
     this.box.addEventListener("keydown", (event) => this.key(event));
-    this.resized = new ResizeObserver(() => { if (this.chart && this.box.clientWidth !== this.chart.width) this.draw(); });
+    this.resized = new ResizeObserver(() => { if (this.data && this.box.clientWidth !== this.chart?.width) this.draw(); });
     this.resized.observe(this.box);
     this.themed = () => { this.drawn = ""; this.draw(); };
     addEventListener("themechange", this.themed);
@@ -59,7 +59,8 @@ export class Plot {
     refill(this.names, key, () => (some ? data.series.map((s) => h("li", {},
       h("i", { class: `line-mark series-line-${s.colour} ${s.dash ? "dashed" : ""}`, "aria-hidden": "true" }), s.name, h("b", {}))) : []));
     const width = this.box.clientWidth;
-    if (some && width) this.say(null);
+    if (some && !width) return; // it is not shown now, and drawn when it is
+    if (some) this.say(null);
     // A chart that somebody points at stays: it gets other points.
     if (some && this.chart && this.drawn === `${key}${width}`) {
       this.chart.setData([data.x, ...data.series.map((s) => s.values)]);
@@ -67,7 +68,7 @@ export class Plot {
     }
     this.chart?.destroy();
     this.chart = null;
-    if (!some || !width) return;
+    if (!some) return;
     this.drawn = `${key}${width}`;
     this.chart = new uPlot(this.options(width), [data.x, ...data.series.map((s) => s.values)], this.box);
     this.chart.over.addEventListener("pointerleave", () => { hideTip(); this.say(null); });

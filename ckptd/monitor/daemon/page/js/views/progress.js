@@ -30,7 +30,7 @@ export function rising(points) {
 export function happened(incidents, generations, saves) {
   const slow = (i) => i.verdict.kind.startsWith("slow");
   return [
-    ...incidents.map((i) => ({ at: i.opened_at - (i.latency_s ?? 0), until: i.closed_at ?? store.now, colour: slow(i) ? "i-slow" : "i-suspect", shape: "incident",
+    ...incidents.map((i) => ({ at: i.opened_at - (i.latency_s ?? 0), until: i.state === "open" ? store.now : i.updated_at, colour: slow(i) ? "i-slow" : "i-suspect", shape: "incident",
       word: sentence(i.verdict.kind), text: i.headline, href: `#/incidents/${encodeURIComponent(i.id)}` })),
     ...generations.slice(1).map((g) => ({ at: g.started, colour: "text", shape: "restart", word: "Restart", text: `Restart: generation ${g.generation} with ${plural(g.world, "rank")}`, href: "#/elastic" })),
     ...saves.map((s) => ({ at: s.begun_at, colour: s.outcome === "failed" ? "bad" : "i-ok", shape: s.outcome === "failed" ? "incident" : "save",

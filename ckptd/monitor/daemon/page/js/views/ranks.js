@@ -20,7 +20,7 @@ export function ranks(root) {
   const where = h("div", {});
   const summary = h("p", { class: "summary" });
   const frame = h("div", { class: "map-frame" }, map.element);
-  const empty = nothing("No rank reports yet", "Ranks appear here as soon as their node's agent sends its first sheet.");
+  const empty = nothing("No rank reports yet", "Ranks appear here as soon as their node's agent sends its first report.");
   root.append(
     h("div", { class: "view-head" }, h("h1", {}, "Ranks"), summary,
       h("div", { class: "controls" }, where,
