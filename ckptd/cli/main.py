@@ -92,7 +92,7 @@ VERBS = {
     "\n\nThe ranks with the worst status come first. Ctrl-C ends it. Without a terminal it prints "
     "once.",
     "open": "Print the link to a job's web page."
-    "\n\nThe job's daemon runs on this machine. Whoever has the link may read and act.",
+    "\n\nThe job's daemon runs on this machine. The link gives full access.",
     "replay": "Run the diagnosis again over a daemon's recorded messages."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."

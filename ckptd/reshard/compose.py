@@ -650,7 +650,7 @@ def not_plain(where: str, found: str) -> MismatchError:
         "a wrapped tensor can only be dequantized by a rule",
         kind="lay-fit",
         where=where,
-        wanted="a rule of the source's layout, which is no alias",
+        wanted="a rule of the source's layout that is not an alias",
         found=found,
         hint="leave it out: -e 'from: NAME = drop'",
     )

@@ -111,7 +111,7 @@ def async_save(
         content_metadata,
         process_group,
     )
-    with agreed("copy values that are no tensors", process_group):
+    with agreed("copy non-tensor values", process_group):
         # DCP copies the tensors; the planner's values are of the training's own memory until here.
         planner.own, planner.common = copy.deepcopy((planner.own, planner.common))
     writer = CkptdWriter(url, step, metadata=metadata, new_run=new_run, store_options=store_options)

@@ -58,7 +58,7 @@ class MlType(ZDType[Any, Any], HasItemSize):
         """Return the type that a type of numpy is; raises what zarr expects of another type."""
         if dtype.name in EXTENSIONS:
             return cls(name=dtype.name)
-        raise _Invalid(f"{dtype} is none of {EXTENSIONS}")
+        raise _Invalid(f"{dtype} is not one of {EXTENSIONS}")
 
     def to_native_dtype(self) -> np.dtype[Any]:
         """Return the type of ml_dtypes."""
@@ -67,14 +67,14 @@ class MlType(ZDType[Any, Any], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: object) -> Self:
-        raise _Invalid(f"{data!r} is no type of ml_dtypes in format 2 of Zarr")
+        raise _Invalid(f"{data!r} is not a type of ml_dtypes in Zarr format 2")
 
     @classmethod
     def _from_json_v3(cls, data: object) -> Self:
         name = data.get("name") if isinstance(data, dict) and len(data) == 1 else data
         if isinstance(name, str) and name in EXTENSIONS:
             return cls(name=name)
-        raise _Invalid(f"{data!r} is none of {EXTENSIONS}")
+        raise _Invalid(f"{data!r} is not one of {EXTENSIONS}")
 
     def to_json(self, zarr_format: int) -> Any:
         """Return the name: format 2 of Zarr has no name for it."""
@@ -90,7 +90,7 @@ class MlType(ZDType[Any, Any], HasItemSize):
         """Return a number as an element of this type; `TypeError` for what is no number."""
         if self._check_scalar(data):
             return self.to_native_dtype().type(data)
-        raise TypeError(f"{data!r} is no number, as {self.name} wants")
+        raise TypeError(f"{data!r} is not a number, as {self.name} wants")
 
     def default_scalar(self) -> Any:
         """Return the element whose bits are zero."""

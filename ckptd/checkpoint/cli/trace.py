@@ -130,7 +130,7 @@ def _show(d: TraceDocument) -> None:
         print(f"\n{d.out}: {d.traced} trace events; open it at https://ui.perfetto.dev")
     for number, text in (
         (d.unreadable, "files hold no events"),
-        (d.skipped, "lines are no events and were skipped"),
+        (d.skipped, "lines without an event were skipped"),
         (d.lost, "events were lost where they were recorded"),
         (d.left_out, "events belong to older saves, or to more than there is room for"),
         (d.untraced, "events did not fit the trace"),

@@ -375,7 +375,7 @@ def _wrong_default(default: Default) -> str | None:
     if any(isinstance(m, For) for m in default.modifiers):
         return "''for' selects names of a rule: it belongs in rules"
     if sum(isinstance(d, Rest) for d in default.dims) > 1:
-        return "'...' stands for all further dimensions, so it comes once"
+        return "'...' means all further dimensions, so it can occur once"
     if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, Rest)):
         return "each dimension of a default has one '_', the imported dimension at its place"
     return None

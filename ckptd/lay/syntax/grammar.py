@@ -517,7 +517,7 @@ _LET = Form(
     tree.Let,
     "let ",
     Field("name", word("a name: let kv = 8")),
-    Marks(" = ", "and what it stands for"),
+    Marks(" = ", "and what it means"),
     Field("value", LET),
 )
 SCALAR = Form(

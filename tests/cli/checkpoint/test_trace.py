@@ -89,7 +89,7 @@ def test_what_was_skipped_is_said(cli: Cli, folder: str) -> None:
     os.mkfifo(Path(folder, "pipe.jsonl"))
     result = cli("trace", folder)
     assert result.code == 0
-    for said in ("2 files hold no events", "2 lines are no events", "3 events were lost"):
+    for said in ("2 files hold no events", "2 lines without an event", "3 events were lost"):
         assert said in result.err
     assert "durable" in result.out
 

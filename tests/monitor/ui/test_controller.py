@@ -39,7 +39,7 @@ def test_an_order_asks_for_a_reason_and_is_carried_out(tmp_path: Path) -> None:
                 assert wide <= 1, mesh
                 assert high <= 645 or mesh == "1 1024 1", mesh
                 assert wide > 0.6 or mesh == "2 4 2", mesh
-        assert found["unknown"] == "There is no such page"
+        assert found["unknown"] == "Unknown page"
         assert max(found["wide"], found["sideways"]) <= 0
         status = elastic.controller.status
         assert status is not None

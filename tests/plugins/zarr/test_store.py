@@ -157,7 +157,7 @@ def test_scalars_of_types_that_zarr_lacks(name: str) -> None:
     assert kind.from_json_scalar(2, zarr_format=3) == kind.cast_scalar(2.0) == 2
     assert np.isnan(kind.from_json_scalar("NaN", zarr_format=3))
     for bad in ("float8_e4m3", {"name": name, "configuration": {}}, 3):
-        with pytest.raises(ValueError, match="is none of"):
+        with pytest.raises(ValueError, match="is not one of"):
             kinds.MlType.from_json(bad, zarr_format=3)
     with pytest.raises(TypeError):
         kind.cast_scalar("two")

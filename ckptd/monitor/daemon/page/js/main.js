@@ -48,8 +48,8 @@ function route() {
 
 /** An address that is none of this page's, from an old link or a slip of the hand. */
 function unknown(root) {
-  root.append(h("h1", {}, "There is no such page"),
-    h("p", { id: "unknown" }, h("code", {}, location.hash), " is none of this page's views. Go to ", h("a", { href: "#/overview" }, "Overview"), "."));
+  root.append(h("h1", {}, "Unknown page"),
+    h("p", { id: "unknown" }, h("code", {}, location.hash), " is not a view of this page. Go to ", h("a", { href: "#/overview" }, "Overview"), "."));
   return { end: () => {} };
 }
 

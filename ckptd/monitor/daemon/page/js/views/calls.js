@@ -22,7 +22,7 @@ export function calls(root) {
   const heard = h("p", { class: "hidden", role: "status", "aria-live": "polite" });
   const box = h("div", { class: "timeline-box" }, canvas, heard);
   const key = h("div", {});
-  const empty = nothing("No call in this time", "Calls appear here once ranks with a recorder report. Only the last calls of each rank travel with a sheet, so a busy job shows gaps.");
+  const empty = nothing("No call in this time", "Calls appear here once ranks with a recorder report. A report holds only the last calls of each rank, so a busy job shows gaps.");
   const pause = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => {
     paused = !paused;
     pause.setAttribute("aria-pressed", String(paused));

@@ -131,7 +131,7 @@ function page(i, acknowledged) {
     h("p", { class: "lead" }, i.headline, i.headline.endsWith(".") ? "" : "."),
     cost(i), section("What to do", h("p", {}, sentence(v.action)), commands(i), responseForm(i)),
     h("dl", { class: "strip" }, facts.map(([k, t]) => h("div", {}, h("dt", {}, k), h("dd", {}, t ?? "–")))),
-    section("Suspects", v.suspects.length ? h("ul", { class: "suspects" }, v.suspects.map(suspect)) : h("p", { class: "quietly" }, "Nobody can be named.")),
+    section("Suspects", v.suspects.length ? h("ul", { class: "suspects" }, v.suspects.map(suspect)) : h("p", { class: "quietly" }, "No suspect.")),
     section("Evidence", h("ol", { class: "evidence" }, v.evidence.map((e) => h("li", {}, sentence(e))))),
     v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
     section("Would be refuted by", h("p", {}, sentence(v.refuted_by))),
