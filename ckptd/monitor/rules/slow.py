@@ -172,6 +172,20 @@ class StepBook:
         wall[:, inside] = self._wall[np.ix_(order, columns)]
         return self._step[order], own, wall
 
+    def since(self, after: int, ranks: Array, share: float = 0.8) -> tuple[Array, Array]:
+        """Return steps later than `after` of which most of `ranks` told, and their whole times.
+
+        As of `last`, of at most `MOST_STEPS` steps; of a large job it is called in each round.
+        """
+        order = np.argsort(self._step, kind="stable")
+        order = order[self._step[order] > after][-MOST_STEPS:]
+        wall = self._wall[np.ix_(order, ranks[ranks < self.world])]
+        told = np.isfinite(wall).mean(1) >= share if wall.size else np.zeros(len(order), bool)
+        return self._step[order[told]], wall[told]
+
+
+MOST_STEPS = 64
+"""Steps at most that are told of at once."""
 
 LEAST_REPLICA = 4
 """Ranks of a replica below which its median is too much of one rank to be taken away."""
@@ -813,8 +827,6 @@ def _is(info: GroupInfo | None, pattern: re.Pattern[str]) -> bool:
 LONGER = 1.3
 """Steps that take so many times what they took are looked into, if no rank's own time explains."""
 NOW_STEPS, BEFORE_STEPS = 10, 40
-MOST_STEPS = 64
-"""Steps at most that are told of at once."""
 
 
 class StepPace:
@@ -847,13 +859,11 @@ class StepPace:
         They are of the steps later than `after`: of each rank the mean over them, NaN where it
         told of none.
         """
-        if self._book.newest == after:
+        if self._book.newest < after:
+            after = -1  # the job began again at an earlier step
+        steps, wall = self._book.since(after, ranks)
+        if not len(steps):
             return after, np.zeros(0)
-        steps, _, wall = self._book.last(MOST_STEPS, ranks)
-        wall = wall[steps > after]
-        if not len(wall):
-            # Steps are counted from below again: this life of the job is looked at from its start.
-            return (min(after, int(steps[-1])) if len(steps) else after), np.zeros(0)
         known = np.isfinite(wall)
         total = np.where(known, wall, 0.0).sum(0)
         with np.errstate(invalid="ignore"):

@@ -74,12 +74,13 @@ export function progress(root) {
   const ranges = h("div", {});
   const steps = [["left", "←", "Earlier"], ["right", "→", "Later"], ["in", "+", "Zoom in"], ["out", "−", "Zoom out"], ["reset", "Now", "Follow the newest"]]
     .map(([name, text, label]) => h("button", { type: "button", class: "small", "aria-label": label, title: label, onclick: () => key(name) }, text));
+  const inTime = h("div", { class: "button-row", role: "group", "aria-label": "Time shown" }, ranges, steps);
   const over = h("div", { class: "plots" }, Object.values(plots).map((p) => p.element),
     h("section", { class: "panel", "aria-label": "What happened" }, h("div", { class: "panel-head" }, h("h2", {}, "What happened in this time")), list));
   const both = h("div", { class: "plots", hidden: true });
   const comparing = compare(both);
   root.append(h("div", { class: "view-head" }, h("h1", {}, "Progress"), summary,
-    h("div", { class: "controls" }, h("label", { for: "beside" }, "Beside"), other, ranges, h("div", { class: "button-row", role: "group", "aria-label": "Move in time" }, steps))), over, both);
+    h("div", { class: "controls" }, h("label", { for: "beside" }, "Beside"), other, inTime)), over, both);
   const off = listen(["incidents"], draw);
   const timer = setInterval(() => { if (!document.hidden && store.connection.state === "live") load(range.until === null); }, AGAIN_MS);
   let series = null;
@@ -135,6 +136,7 @@ export function progress(root) {
 
   function draw() {
     both.hidden = !beside;
+    inTime.hidden = Boolean(beside);
     over.hidden = Boolean(beside);
     if (beside) {
       setText(summary, "two runs by their steps");
