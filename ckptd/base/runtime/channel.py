@@ -13,6 +13,7 @@ import queue
 import socket
 import struct
 import time
+from array import array
 from typing import Any, Protocol
 
 import msgspec
@@ -50,7 +51,8 @@ class Channel(Protocol):
 class SocketChannel:
     """A channel over a connected Unix stream socket; `kind` is the union of what may arrive.
 
-    Nothing larger than `most_bytes` is taken.
+    Nothing larger than `most_bytes` is taken. What an interrupt leaves of a message goes before the
+    next one, if any of it was sent.
     """
 
     def __init__(self, sock: socket.socket, kind: Any, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -59,6 +61,7 @@ class SocketChannel:
         self._sock = sock
         self._out = sock.dup()
         self._out.settimeout(60.0)
+        self._frame, self._sent = b"", list[int]()
         self._decoder = msgpack_decoder(kind)
         self._buffer = bytearray()
         self._fds: list[int] = []
@@ -68,17 +71,23 @@ class SocketChannel:
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
         """See `Channel`."""
         body = msgspec.msgpack.encode(message)
-        frame = _HEAD.pack(len(body), fd is not None) + body
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [-1 if fd is None else fd]))
         try:
-            if fd is not None:
-                sent = socket.send_fds(self._out, [frame], [fd])
-                frame = frame[sent:]
-            self._out.sendall(frame)
+            if self._sent:
+                self._send_rest([])
+            self._sent = []  # first: what was sent of a frame is not of the next one
+            self._frame = _HEAD.pack(len(body), fd is not None) + body
+            self._send_rest([] if fd is None else [rights])
+            self._sent, self._frame = [], b""
         except OSError as error:
             raise ProcessError("the other process has ended", found=str(error)) from error
-        except BaseException:
-            self.shut()  # interrupted, perhaps in the middle of a frame
-            raise
+
+    def _send_rest(self, beside: list[tuple[int, int, array[int]]]) -> None:
+        while (at := sum(self._sent)) < len(self._frame):
+            rest = [memoryview(self._frame)[at:]]
+            # Both in one call: Python runs no signal handler between what is sent and its count.
+            self._sent.extend(map(self._out.sendmsg, [rest], [beside]))
+            beside = []
 
     def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
         """See `Channel`."""
