@@ -134,3 +134,11 @@ def test_every_kind_of_error_is_among_the_symptoms() -> None:
     text = (DOCS / "symptoms.md").read_text()
     kinds = {kind for kinds in KINDS.values() for kind in kinds}
     assert kinds <= set(re.findall(r"`([a-z0-9-]+)`", text))
+
+
+def test_messages_that_symptoms_quote_are_those_of_the_code() -> None:
+    said = re.findall(r"It says (\*.*?)\. [A-Z]", (DOCS / "symptoms.md").read_text())
+    quotes = {quote for words in said for quote in re.findall(r"\*(.+?)\*", words)}
+    code = "\n".join(path.read_text() for path in (ROOT / "ckptd").rglob("*.py"))
+    assert len(quotes) > 6
+    assert not {quote for quote in quotes if quote not in code}
