@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.daemon.documents import MeshDocument, Names, RanksDocument
+from ckptd.monitor.daemon.documents import IncidentDocument, MeshDocument, Names, RanksDocument
 from ckptd.monitor.daemon.rounds import STATUS, RankTable
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GroupInfo
+from ckptd.monitor.rules.slow import SHARE
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 from ckptd_simulated.job import Fault, Mesh, Planted, play
 
@@ -160,3 +161,66 @@ def test_a_group_without_a_name_is_shown_with_its_ranks() -> None:
     assert names.group(1) == "group 1 of ranks 0, 2"
     assert names.group(2) != names.group(1)  # the same ranks, and calls of its own
     assert names.group(3) == "default group"
+
+
+@pytest.mark.parametrize(
+    ("kind", "suspects", "nodes", "numbers", "told", "cost"),
+    [
+        (
+            VerdictKind.HANG,
+            [("rank", "5", "stopped by a signal or a debugger")],
+            ("n1",),
+            {"idle s": 35.2, "waiting": 15.0},
+            "Rank 5 on n1 has not moved for 35 s: stopped by a signal or a debugger; 15 ranks wait",
+            1.0,
+        ),
+        (
+            VerdictKind.CRASH,
+            [("node", "n0", ""), ("rank", "3", "signal 9"), ("rank", "4", "signal 9")],
+            ("n0",),
+            {},
+            "Ranks 3, 4 on n0 have ended: signal 9",
+            1.0,
+        ),
+        (
+            VerdictKind.COMM_HANG,
+            [("group", "00000000000000ff", "dp 0")],
+            (),
+            {},
+            "Group dp 0: it is so",
+            1.0,
+        ),
+        (
+            VerdictKind.SLOW_LINK,
+            [("link", f"a>{n}", "") for n in "bcdef"],
+            (),
+            {},
+            "Links a>b, a>c, a>d and 2 more: it is so",
+            None,
+        ),
+        (VerdictKind.SLOW_RANK, [("rank", "5", "")], ("n1",), {SHARE: 0.4}, "It is so", 0.4),
+        (VerdictKind.CANNOT_SAY, [], (), {}, "It is so", None),
+    ],
+)
+def test_an_incident_begins_with_a_sentence(
+    kind: VerdictKind,
+    suspects: list[tuple[str, str, str]],
+    nodes: tuple[str, ...],
+    numbers: dict[str, float],
+    told: str,
+    cost: float | None,
+) -> None:
+    verdict = Verdict(
+        kind=kind,
+        suspects=tuple(Suspect(SuspectKind(t), n, 0.9, d) for t, n, d in suspects),
+        evidence=("it is so",),
+        rules_out=(),
+        refuted_by="",
+        action="",
+        numbers=numbers,
+    )
+    one = Incident(
+        id="j-1", kind=str(kind), verdict=verdict, opened_at=1.0, updated_at=2.0, nodes=nodes
+    )
+    document = IncidentDocument.of(one)
+    assert (document.headline, document.cost) == (told, cost)
