@@ -6,7 +6,6 @@ The packed form of ``KEY`` is the object ``KEY.zp``. Readers look for it only wh
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections import OrderedDict, deque
@@ -21,6 +20,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from ckptd.base.runtime.pool import cores
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.store.base import (
     MAX_KEY_BYTES,
@@ -729,7 +729,7 @@ class Pack(Wrapper):
             raise UsageError("invalid level of zstd", wanted="1 to 22, or None", found=level)
         if level is not None:
             self.capabilities = replace(self.capabilities, local_files=False)
-        self._threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = min(_MOST_THREADS, cores())
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
