@@ -86,6 +86,9 @@ class Goodput:
     def moved(self, move: Move) -> None:
         """Take a change of state."""
         self._spend(move.at)
+        quiet = min(max(move.quiet_s, 0.0), self._seconds[Kind.RESTARTING])
+        self._seconds[Kind.RESTARTING] -= quiet
+        self._seconds[Kind.TRAINING] += quiet
         if move.state is State.FENCE and move.before in (State.RUNNING, State.SUSPECT):
             self._close(Kind.LOST if self._tells else Kind.USEFUL)
         elif move.state is State.DONE:
@@ -261,6 +264,10 @@ class Splitter:
         if self._done and self._done[-1][0].after == generation:
             way = self._done.pop()[0]
             self._done.append((way, self._recovery(way)))
+
+    def started_s(self, generation: int) -> float:
+        """Return the seconds until the last mark that the ranks of a generation have told of."""
+        return max(self._marks.get(generation, {}).values(), default=0.0)
 
     def made(self, step: int) -> None:
         """Take the number of a step that ranks have made, committed or not."""
@@ -439,7 +446,9 @@ class RecoveryHistory:
 
     def _count(self, move: Move) -> None:
         self._splitter.moved(move)
-        self._goodput.moved(move)
+        # Without a Checkpointer the first step is not told: from when its ranks could make one.
+        started = self._splitter.started_s(move.generation)
+        self._goodput.moved(msgspec.structs.replace(move, quiet_s=move.quiet_s - started))
         if self._first is None and move.state is State.RUNNING:
             self._first = move.at
         if move.state is State.FENCE and not move.planned:

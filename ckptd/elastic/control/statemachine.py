@@ -62,6 +62,7 @@ _MOST_REASON = 1000
 _CLEAN = 24
 """Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
 _PAUSED_BEFORE = "paused before the controller was restarted"
+_UP = (State.RUNNING, State.DONE)
 _ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 
 
@@ -953,6 +954,7 @@ class StateMachine:
         keep_since: bool = False,
         detect_s: float = 0.0,
     ) -> None:
+        quiet = self.state in (State.RESHARD, State.RESUME) and not self._tells
         self._moves.append(
             Move(
                 at=now,
@@ -964,6 +966,7 @@ class StateMachine:
                 reason=reason,
                 planned=self._planned_restart,
                 detect_s=detect_s,
+                quiet_s=now - self.since if quiet and state in _UP else 0.0,
             )
         )
         self.state, self.reason = state, reason

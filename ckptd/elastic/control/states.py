@@ -165,6 +165,9 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
         Whether the restart under way is one that somebody wanted.
     detect_s
         At a fault: from the last sign that all was well until it was known; 0 if nothing tells.
+    quiet_s
+        Of ranks that tell of no step: since they were ordered to start, as they are taken for
+        running, or have ended well.
     """
 
     at: float
@@ -176,3 +179,4 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     planned: bool = False
     detect_s: float = 0.0
+    quiet_s: float = 0.0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,18 @@ def test_a_job_that_tells_nothing_loses_nothing_that_is_known() -> None:
     g = trained(told=False)
     g.moved(move(24.0, State.RUNNING, State.FENCE))
     assert (g.seconds(24.0)["useful"], g.seconds(24.0)["lost"]) == (19.0, 0.0)
+
+
+@pytest.mark.parametrize("ends", [State.RUNNING, State.DONE])
+def test_a_job_of_which_no_step_is_told_was_not_restarting_until_it_was_believed(
+    ends: State,
+) -> None:
+    g = Goodput(0.0)
+    g.moved(move(2.0, State.PLAN, State.RESHARD))
+    g.moved(msgspec.structs.replace(move(32.0, State.RESHARD, ends), quiet_s=26.0))
+    got = g.seconds(32.0)
+    assert (got["restarting"], got["waiting"]) == (4.0, 2.0)
+    assert got["useful" if ends is State.DONE else "training"] == 26.0
 
 
 def test_saves_are_taken_out_of_what_they_held_up() -> None:

@@ -542,6 +542,8 @@ def test_a_job_that_tells_nothing_is_taken_to_run() -> None:
     d.up("a", "b", "c")
     d.pass_time(31, "a", "b", "c")
     assert d.machine.state is State.RUNNING
+    (began,) = [m for m in d.machine.moves() if m.state is State.RUNNING]
+    assert 29.0 <= began.quiet_s <= 31.0  # in which it trained, for all that is known
     for _ in range(6):  # and each time it has made progress, for all that is known
         d.hear(Ended(node="a", generation=d.machine.generation, code=1), after=700.0)
         d.up("a", "b", "c")
