@@ -303,14 +303,14 @@ class CopySources:
             kind ``mutated``: its memory was freed.
         """
         form = self.form
-        self._check_there(numbers)
+        loose = [n for n in numbers if form.plain[n] is None]
+        self._check_there(loose)  # the others, by their addresses, when all is copied
         try:
             slot.read(form.runs[[n for n in numbers if form.plain[n] is not None]])
-            for number in numbers:
-                if form.plain[number] is None:
-                    step, at = form.steps[number], form.addresses[number]
-                    place = slot.place(step.start, step.end)
-                    _copy_guarded(self.local(number), at, step.part, place)
+            for number in loose:
+                step, at = form.steps[number], form.addresses[number]
+                place = slot.place(step.start, step.end)
+                _copy_guarded(self.local(number), at, step.part, place)
         except (SaveError, OSError):
             # The kernel copies, and says so where memory is freed under it.
             self._check_there(numbers)
