@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 PAGES = {
+    "CHANGELOG.md": "repo/changelog.md",
     "CONTRIBUTING.md": "repo/contributing.md",
+    "SECURITY.md": "repo/security.md",
     "bench/RESULTS.md": "repo/results.md",
     "ckptd/README.md": "repo/slices/ckptd.md",
     "plugins/README.md": "repo/plugins.md",
