@@ -20,7 +20,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 from ckptd.base.runtime.pauses import spare
 from ckptd.cli.help import Rare, shown_default
 from ckptd.crashes import report_crashes
-from ckptd.errors import CkptdError, UsageError
+from ckptd.errors import CkptdError, RefusedError, UsageError
 from ckptd.parts import part
 from ckptd.plugins import VERBS as VERB_GROUP
 from ckptd.plugins import Verb, entries, origin
@@ -180,6 +180,8 @@ app.command(
     group=_OPTIONS,
 )
 app["--help"].group = app["--version"].group = (_OPTIONS,)
+_LINUX = ("run", "watch", "serve", "controller", "agent run", "slurm", "kubernetes")
+"""What starts processes of a job: it needs calls that other systems do not have."""
 _HELP = (["--help"], ["--help-all"], ["-h"])
 _JSON_GIVEN = {f"--json={word}" for word in ("true", "t", "yes", "y", "1", "on")}
 """What the parser takes for a switch that is on."""
@@ -252,7 +254,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if not argv or not {"--help", "-h"}.isdisjoint(argv):
+    helps = not argv or not {"--help", "-h"}.isdisjoint(argv)
+    if helps:
         from ckptd.cli.terminal import drawing
 
         app.console = drawing(sys.stdout)
@@ -260,6 +263,12 @@ def _run(argv: Sequence[str]) -> int:
         word == "--json" or word.lower() in _JSON_GIVEN for word in argv if word[:6] == "--json"
     )
     try:
+        if sys.platform != "linux" and not helps and " ".join(argv).startswith(_LINUX):
+            raise RefusedError(
+                f"ckptd {argv[0]} needs Linux",
+                found=sys.platform,
+                hint="checkpoints can be read, copied, converted and checked here",
+            )
         reply: Reply | int | None = app(
             list(argv), exit_on_error=False, print_error=False, result_action="return_value"
         )

@@ -21,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 from ckptd.base.runtime.ownership import in_child
 
 _OF_LOADERS = ("torch.utils.data.", "torchdata.")
-_END = signal.SIGRTMAX - 3
+_END = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 3) - 3
 """Ends a worker: it disregards SIGTERM, which does not say from which process it comes."""
 _END_S = 2.0
 _signals: Callable[[], Iterable[int]] = frozenset
