@@ -255,7 +255,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     helps = not argv or not {"--help", "-h"}.isdisjoint(argv)
-    if helps:
+    app.console = None
+    if helps or "--version" in argv:
         from ckptd.cli.terminal import drawing
 
         app.console = drawing(sys.stdout)

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.roots import make_root
 from tests.processes import PATIENCE_S
 
-# Modules that look at the platform at their import have forms of their own for macOS: they come first.
+# Modules that look at the platform when they are imported have other forms there: they come first.
 DARWIN = """
 import asyncio, fcntl, mmap, multiprocessing, os, psutil, select, shutil, signal, socket, subprocess
 import sys, sysconfig, tempfile, time, urllib.request
