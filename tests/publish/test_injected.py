@@ -35,6 +35,7 @@ def test_some_lines(tmp_path: Path) -> None:
     [
         ("publish", "publication = Publication(step"),
         ("publish", "self._slots[choice.slot] = slot"),
+        ("publish", "self._sent.extend(map(self._out.sendmsg"),
         ("end", "self._gate.release()"),
     ],
 )

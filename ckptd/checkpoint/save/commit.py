@@ -655,7 +655,8 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> Non
             "layout's rule to save one rank's; otherwise the ranks have diverged"
             if shared.startswith("lay:")
             else "if the values differ on purpose, declare them with ckptd.PerRank(value, "
-            "on_change=...); otherwise the ranks have diverged"
+            "on_change=...); otherwise the ranks have diverged. Values that look alike differ in "
+            "types, flags such as requires_grad, or what is one object in several places"
         )
         tables = []
         for digest in list(by_digest)[:8]:

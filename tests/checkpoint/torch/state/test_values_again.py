@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckptd
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import SHARING
-from ckptd.errors import CorruptError, UsageError
+from ckptd.errors import CorruptError, SaveError, UsageError
 from ckptd.store import open_store
+from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.state.test_values_oracle import WAYS, Maker, Speaks, differences, ours
 from tests.cli.running import Cli
+from tests.processes import PATIENCE_S
 from tests.reshard.llama import latest
 
 
@@ -123,6 +126,35 @@ def refused(function: Any, *args: Any, **more: Any) -> bool:
     except (UsageError, CorruptError) as error:
         return "again" in str(error)
     return False
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def saved_by_two(root: str) -> list[tuple[str, str, str]]:
+    first, held = dist.get_rank() == 0, [1]
+    found = []
+    for name, value in {
+        "sharing": [held, held if first else [1]],
+        "flag": [torch.ones(2).requires_grad_(first)],
+        "alike": [held, held],
+    }.items():
+        with ckptd.Checkpointer(f"{root}/{name}") as ck:
+            try:
+                ck.save(1, {"o": Speaks(value)}).durable(PATIENCE_S)
+                found.append(("", "", ""))
+            except SaveError as error:
+                found.append((error.kind, str(error.where), str(error.hint)))
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_whose_values_differ_in_sharing_or_flags_alone(tmp_path: Path) -> None:
+    for sharing, flag, alike in run_ranks(2, saved_by_two, str(tmp_path)):
+        assert sharing == flag
+        assert sharing[:2] == ("replicas-differ", "o")
+        assert "one object in several places" in sharing[2]
+        assert alike == ("", "", "")
 
 
 # --- older readers --------------------------------------------------------------------------------
