@@ -375,7 +375,7 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
     "wrong", [{"copy": {"lazy": "off"}}, {"storage": 1}, {"preemption": 15}], ids=str
 )
 def test_a_group_of_options_that_is_none_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(ckptd.UsageError, match=r"is no (Preemption|CopyOptions|Storage)"):
+    with pytest.raises(ckptd.UsageError, match=r"must be (Preemption|CopyOptions|Storage)"):
         ckptd.Checkpointer(str(tmp_path), **wrong)
 
 
