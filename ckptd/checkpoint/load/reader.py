@@ -92,7 +92,8 @@ class CkptdReader(CheckpointReader):
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
         """What the user attached, and what was added since."""
-        return self._index.annotated({self.commit.name: self.commit})[self.commit.name].metadata
+        added = self._index.annotated({self.commit.name: self.commit})[self.commit.name].metadata
+        return {**self.manifest.metadata, **added}  # a foreign one's commit has none
 
     @cached_property
     def infos(self) -> Mapping[str, TensorInfo]:
