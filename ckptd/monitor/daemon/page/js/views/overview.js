@@ -104,13 +104,13 @@ export function overview(root) {
     try {
       series = await get(`history?what=time&seconds=${HISTORY_S}&points=400`);
     } catch {
-      series = null; // the connection's state says it already
+      // the connection's state says it already; what was known stays
     }
     try {
       const told = await get("checkpoints");
       [saves, all] = [told.tiers ?? [], told.saves ?? []];
-    } catch {
-      [saves, all] = [null, []]; // no folder of events is told to the daemon
+    } catch (error) {
+      if (error.status) [saves, all] = [null, []]; // the daemon knows of no folder of events
     }
     drawTiles();
     drawChart();
