@@ -25,7 +25,7 @@ from ckptd.checkpoint.format.names import CommitName, check_step
 from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.index import root_tier, saving
+from ckptd.checkpoint.root.index import Index, root_tier, saving
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.root.policy import Every, Keep
 from ckptd.checkpoint.save.client import WriterClient
@@ -36,6 +36,7 @@ from ckptd.checkpoint.torch.job import Lineage, job_of
 from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
 from ckptd.checkpoint.torch.loader import Loader, LoadReport
 from ckptd.checkpoint.torch.nearby import near_tiers
+from ckptd.checkpoint.torch.notebook import shown
 from ckptd.checkpoint.torch.options import (
     CopyOptions,
     Preemption,
@@ -744,6 +745,17 @@ class Checkpointer(OfOneProcess):
         stop_at = self._watch.stop_at
         end = end if stop_at is None else min(end, stop_at + self._grace_s)
         return max(0.0, end - time.monotonic())
+
+    def __repr__(self) -> str:
+        at = f"generation {self.generation}, step {self._lineage.last_step}"
+        state = "closed" if self._closed else at if self.generation else "nothing saved or loaded"
+        board = self._board
+        where = f"{self._store.url!r}, rank {board.rank} of {board.world}"
+        return f"<ckptd.Checkpointer {where}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """Show a notebook what the root has; asks no other rank."""
+        return shown(repr(self), None if self._closed else Index(self._store))
 
     def __enter__(self) -> Self:
         return self
