@@ -51,23 +51,17 @@ BOOST = {
 }
 """What the search shows first: where people begin, then guides, and last how it is built."""
 
-_files: Files
 _shown: dict[str, File] = {}
-_config: Any = None
 
 
 def on_config(config: Any) -> Any:
     """Give headings the names that GitHub gives them, so that a link works in both places."""
-    global _config
-    _config = config
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are made of files outside docs/, or of programs."""
-    global _files
-    _files = files
     _shown.clear()
     for source, page in PAGES.items():
         if page == "index.md":
