@@ -37,7 +37,7 @@ def test_one_buffer_or_one_for_each() -> None:
 
 
 def test_alignment_to_nothing() -> None:
-    with pytest.raises(UsageError, match="aligned"):
+    with pytest.raises(UsageError, match="alignment"):
         pack((1,), 1, 0, 1)
 
 

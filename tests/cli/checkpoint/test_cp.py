@@ -17,7 +17,7 @@ def test_one(cli: Cli, root: str, tmp_path: Path) -> None:
     target = str(tmp_path / "target")
     out = cli.good("cp", f"{root}@10", target).out
     assert out.startswith("copied step 10: ")
-    assert "there already" in cli.good("cp", f"{root}@10", target).out
+    assert "exists already" in cli.good("cp", f"{root}@10", target).out
     document = cli.json("cp", root, target)
     assert (document["source"], document["target"]) == (root, target)
     (copied,) = document["checkpoints"]
