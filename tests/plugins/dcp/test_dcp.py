@@ -147,7 +147,7 @@ def test_one_root_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.Monk
     for url in ("s3://", "memory://", "file:/x", "file://x", "file://", ""):
         with pytest.raises(CkptdError) as caught:
             CkptdReader(url).root  # noqa: B018 - it opens the root
-        assert re.search("no store|slashes|bucket|name|local URL", caught.value.message)
+        assert re.search("no store|slashes|bucket|name|URL", caught.value.message)
 
 
 def test_a_look_at_an_older_checkpoint_changes_no_line(
