@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WRITER = """
-import os, select, sys, threading, time
+import os, select, signal, sys, threading, time
 from pathlib import Path
 from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ring import RecorderState
@@ -42,6 +42,8 @@ while True:
     if word == "exit":
         ring.phase = Phase.EXIT
         sys.exit(int(rest))
+    if word == "stop":  # in no call, where SIGSTOP from outside may find it
+        os.kill(os.getpid(), signal.SIGSTOP)
     if word == "spin":
         while True:
             pass
