@@ -22,7 +22,7 @@ import pytest
 
 from ckptd.base.runtime.pauses import spare
 from ckptd.testing.ranks import PRELOADED
-from tests import leftovers
+from tests import leftovers, offspring, programs
 from tests.cli.running import Cli
 from tests.processes import agents_in, until
 from tests.readers.opening import SAMPLES, unpack
@@ -163,6 +163,25 @@ def writing_thread() -> Iterator[None]:
 def writing_process(writing_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them write in a process after all, in a test that is about it."""
     monkeypatch.delenv(VARIABLE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_of_forks() -> Iterator[None]:
+    offspring.set_wanted("small", makers={"small": offspring.small, "all": programs.server})
+    yield
+    offspring.close()
+
+
+@pytest.fixture(autouse=True)
+def _forks(request: pytest.FixtureRequest, _servers_of_forks: None) -> Iterator[None]:
+    """Have forked what the test starts with its own interpreter: see `tests.offspring`."""
+    marker = request.node.get_closest_marker("forks")
+    if marker is None:
+        yield
+    else:
+        offspring.set_wanted(*marker.args)
+        yield
+        offspring.set_wanted("small")
 
 
 @pytest.fixture(scope="session")

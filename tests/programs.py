@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +24,10 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from ckptd.testing.ranks import _start_server
+from tests.offspring import have_them_forked, serve
 from tests.processes import PATIENCE_S
 
-__all__ = ["Program", "run", "zygote"]
+__all__ = ["Program", "live", "live_forking", "run", "server", "zygote"]
 
 
 def zygote() -> Any:
@@ -36,6 +38,13 @@ def zygote() -> Any:
     return _start_server()
 
 
+def server(theirs: socket.socket) -> Any:
+    """Start what forks, for this process, what it starts with its own interpreter."""
+    process = zygote().Process(target=serve, args=(theirs, live_forking))
+    process.start()
+    return process
+
+
 class Program:
     """What ``python WORDS...`` would be; it leads a session.
 
@@ -43,6 +52,8 @@ class Program:
     ----------
     together
         Its standard error is written among its standard output.
+    forking
+        What it starts with its own interpreter is a fork too: see `tests.offspring`.
 
     Attributes
     ----------
@@ -56,13 +67,14 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] = ".",
         together: bool = False,
+        forking: bool = False,
     ) -> None:
         self.words = [os.fspath(word) for word in words]
         context = zygote()
         out, theirs = context.Pipe(duplex=False)
         err, other = (out, theirs) if together else context.Pipe(duplex=False)
         given = (self.words, dict(os.environ if env is None else env), os.path.abspath(cwd))
-        self._process = context.Process(target=_be, args=(*given, theirs, other))
+        self._process = context.Process(target=_be, args=(*given, theirs, other, forking))
         self._process.start()
         self.pid: int = self._process.pid
         self.stdout = _opened(out)
@@ -100,8 +112,9 @@ class Program:
 
     def kill(self) -> None:
         """Kill its session, and return when it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # the second where it does not lead a session yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
         self._process.join()
 
 
@@ -110,9 +123,10 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = ".",
     timeout: float = PATIENCE_S,
+    forking: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Return how a program ended, and what it wrote."""
-    program = Program(*words, env=env, cwd=cwd)
+    program = Program(*words, env=env, cwd=cwd, forking=forking)
     out, err = program.communicate(timeout)
     return subprocess.CompletedProcess(program.words, program.wait(), out, err)
 
@@ -122,20 +136,41 @@ def _opened(end: Connection) -> IO[str]:
 
 
 def _be(
-    words: Sequence[str], env: Mapping[str, str], cwd: str, out: Connection, err: Connection
+    words: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    out: Connection,
+    err: Connection,
+    forking: bool,
 ) -> None:
     """Be the program, in the forked process; it ends here."""
     os.setsid()
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    for end, name, number in ((out, "stdout", 1), (err, "stderr", 2)):
+    for end, number in ((out, 1), (err, 2)):
         os.dup2(end.fileno(), number)
-        file = open(number, "w", 1 if number == 2 else -1, closefd=False)  # noqa: SIM115
-        setattr(sys, name, file)
     out.close()
     err.close()
     multiprocessing.set_start_method(None, force=True)  # the fork server's is no program's default
+    if forking:
+        have_them_forked(live_forking)
+    live(words, env, cwd)
+
+
+def live_forking(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Be a program in this process, and have forked what it starts with its own interpreter."""
+    have_them_forked(live_forking)
+    live(words, env, cwd)
+
+
+def live(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    """Be a program in this process, which ends with it."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    at_once = words[0] == "-u"
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        buffering = 1 if number == 2 or at_once else -1
+        setattr(sys, name, open(number, "w", buffering, closefd=False))  # noqa: SIM115
+    words = words[at_once:]
     code = 0
     try:
         _play(*words)
@@ -156,6 +191,7 @@ def _be(
 def _play(first: str, *rest: str) -> None:
     if first == "-m":
         sys.argv[:] = rest
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv[:] = ["-c", *rest[1:]]

@@ -42,3 +42,44 @@ def test_how_it_ends() -> None:
     assert done.returncode == -signal.SIGKILL
     with pytest.raises(subprocess.TimeoutExpired):
         programs.run("-c", "import time; time.sleep(600)", timeout=0.1)
+
+
+STARTS = """
+import os, signal, subprocess, sys, time
+with open("given", "w+") as given:
+    child = subprocess.Popen(
+        [sys.executable, "-u", *sys.argv[1:], str(given.fileno()), "7"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        pass_fds=[given.fileno()], env={"CKPTD_MINE": "child"}, cwd="there", start_new_session=True,
+    )
+    out, _ = child.communicate(b"heard")
+    given.seek(0)
+    print(child.returncode, out, given.read() == f"{os.getpid()} {child.pid} {child.pid}")
+forever = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+forever.send_signal(signal.SIGTERM)
+print(forever.wait(), subprocess.run(["echo", "other"], capture_output=True).stdout)
+assert "torch" in sys.modules
+"""
+STARTED = """
+import os, sys
+os.write(int(sys.argv[1]), f"{os.getppid()} {os.getpid()} {os.getsid(0)}".encode())
+here = os.path.basename(os.getcwd())
+print(sys.stdin.read(), os.environ["CKPTD_MINE"], here, "torch" in sys.modules)
+for name, shown in (("cmdline", "\\0".join(sys.argv[1:])), ("environ", "CKPTD_MINE=child")):
+    with open(f"/proc/self/{name}") as file:
+        assert shown in file.read()
+print("wrong", file=sys.stderr)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_what_it_starts_is_its_child_and_a_fork(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "it.py").write_text(STARTED)
+    (tmp_path / "there" / "its.py").write_text(STARTED)
+    for words in (("-c", STARTED), (str(tmp_path / "it.py"),), ("-m", "its")):
+        done = programs.run("-c", STARTS, *words, cwd=tmp_path, forking=True)
+        assert not done.stderr
+        first, second = done.stdout.splitlines()
+        assert first == r"7 b'heard child there True\nwrong\n' True"
+        assert second == r"-15 b'other\n'"

@@ -40,6 +40,8 @@ PRELOADED = [
     "ckptd.testing.rank_main",
 ]
 """Modules that every rank finds imported; what is appended before the first call counts."""
+FROZEN = "ckptd.testing.frozen"
+"""Is imported after them."""
 
 _STACKS_WAIT_S = 3.0
 _KILL_WAIT_S = 20.0
@@ -329,7 +331,7 @@ def _start_server() -> BaseContext:
     threads cost milliseconds. The thread limits must be set before numpy and torch are imported.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, FROZEN])
     limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in limits}
     os.environ.update(limits)

@@ -105,6 +105,7 @@ def test_every_verb_explains_itself(cli: Cli, verb: str) -> None:
     assert "--json" in out
 
 
+@pytest.mark.forks
 def test_help_imports_neither_numpy_nor_verbs() -> None:
     found = modules_after(["--help"], ["--version"])
     assert not found & {*HEAVY, "numpy", "msgspec", "zstandard"}
@@ -115,10 +116,12 @@ def test_help_imports_neither_numpy_nor_verbs() -> None:
     }
 
 
+@pytest.mark.forks
 def test_help_of_verbs_imports_nothing_heavy() -> None:
     assert not modules_after(*([verb, "--help"] for verb in VERBS)) & set(HEAVY)
 
 
+@pytest.mark.forks
 def test_verbs_on_a_local_root_import_nothing_heavy(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from typing import IO, Any, TypedDict, TypeVar, Unpack, cast
 
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.testing.rank_main import RankSpec
-from ckptd.testing.ranks import PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
+from ckptd.testing.ranks import FROZEN, PRELOADED, RankOutcome, play_world, rank_outcomes, result_of
 from tests.simdevice.loading import installed
 
 __all__ = ["run", "run_simulated_ranks", "servers", "simulated_play"]
@@ -196,7 +196,7 @@ def serve() -> None:
         while _receive(sys.stdin.buffer) is not None:
             _send(answers, error)
         return
-    for module in preloaded:
+    for module in (*preloaded, FROZEN):
         importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     while (asked := _receive(sys.stdin.buffer)) is not None:

@@ -7,6 +7,7 @@ itself never starts a thread, so its forks are clean.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -180,6 +181,7 @@ def main() -> None:
         lives = _decode_lives.decode(line)
         if any(life.spec.url.startswith("s3:") for life in lives):
             _warm_up()
+        gc.freeze()  # see `ckptd.testing.frozen`
         ends = _run(lives)
         sys.stdout.buffer.write(msgspec.json.encode(ends) + b"\n")
         sys.stdout.buffer.flush()

@@ -15,6 +15,8 @@ import pytest
 from tests.cli.running import COMMAND
 from tests.processes import LEASE_S, PATIENCE_S, free_port, lives, stop, until
 
+pytestmark = pytest.mark.forks("small", "all")
+
 TRAIN = """\
 import os, sys, time
 import torch

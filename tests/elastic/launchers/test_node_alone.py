@@ -34,6 +34,8 @@ from ckptd.elastic.workerend import WorkerEnd
 from tests.elastic.controlled import SECRET, PretendedNode, controlled
 from tests.processes import until
 
+pytestmark = pytest.mark.forks("small", "all")
+
 
 class Alone:
     """A launcher of two ranks, which wait at their gates."""

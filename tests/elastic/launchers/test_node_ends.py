@@ -13,7 +13,7 @@ import pytest
 from tests.elastic.launchers.test_node import Launched, clean
 from tests.processes import PATIENCE_S, free_port, until
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.forks("small", "all")]
 
 TRAIN = """\
 import os, signal, sys, threading, time
@@ -225,6 +225,7 @@ def test_the_grace_after_sigterm_is_a_flag(tmp_path: Path) -> None:
     assert time.monotonic() - began < 25  # not the 30 s of the default
 
 
+@pytest.mark.forks
 def test_without_pytorch_the_error_is_plain(tmp_path: Path) -> None:
     package = tmp_path / "broken" / "torch"
     package.mkdir(parents=True)

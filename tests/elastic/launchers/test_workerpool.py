@@ -25,6 +25,8 @@ from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
 from tests.processes import until
 
+pytestmark = pytest.mark.forks("small", "all")
+
 
 @contextmanager
 def a_pool(
@@ -63,6 +65,7 @@ def zygote() -> psutil.Process:
     return found
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_it_is_ready_when_its_zygote_is_and_shows_what_runs(tmp_path: Path, plain: bool) -> None:
     with a_pool(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (pool, wait):

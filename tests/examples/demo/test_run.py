@@ -31,14 +31,16 @@ from ckptd_demo.report import (
     Watched,
 )
 from ckptd_demo.spec import ProcessRow
-from tests.processes import PATIENCE_S, lives, until
+from tests import programs
+from tests.processes import lives, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "demo.md"
-CLI = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
+MAIN = ("-c", "from ckptd.cli.main import main; main()")
+CLI = (sys.executable, *MAIN)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, "demo", *arguments], capture_output=True, text=True, timeout=600)
+    return programs.run(*MAIN, "demo", *arguments, timeout=600, forking=True)
 
 
 @pytest.mark.dist
@@ -111,9 +113,7 @@ def _check_next(commands: list[str], wanted: str) -> None:
     for command in commands:
         program, verb, *arguments = shlex.split(command)
         assert program == "ckptd"
-        done = subprocess.run(
-            [*CLI, verb, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
-        )
+        done = programs.run(*MAIN, verb, *arguments)
         assert done.returncode == (1 if verb == "diff" else 0), done.stderr
         assert done.stdout
         verbs.append(verb)

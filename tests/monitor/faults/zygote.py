@@ -7,6 +7,7 @@ an error it ends the others. It never starts a thread, so that its forks are cle
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -194,6 +195,8 @@ def main() -> None:
 
     import tests.monitor.faults.trainer  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # see `ckptd.testing.frozen`
     launcher = _Launcher()
     source = sys.stdin.fileno()
     rest = b""

@@ -20,7 +20,7 @@ from ckptd.elastic.torch.session.zygote import unsafe_to_fork
 from tests.processes import PATIENCE_S, lives, until
 
 # All in one test process: the zygote that they share imports PyTorch, which takes long.
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.dist, pytest.mark.forks("small", "all")]
 
 SCRIPT = """\
 import atexit, multiprocessing, os, pickle, signal, sys, threading, time
@@ -127,6 +127,7 @@ def by_itself(argv: list[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.forks
 def test_a_script_sees_what_it_would_see_by_itself(mother: Mother, tmp_path: Path) -> None:
     assert mother.ready.unsafe == ""
     script = tmp_path / "script.py"
