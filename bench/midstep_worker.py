@@ -34,7 +34,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = ElasticSampler(SCHEDULE)
     state = {"model": model, "optim": optimizer, "data": sampler}
-    tiers = (ckptd.Memory(every=1, linger_s=5.0), ckptd.Peer(every=1, linger_s=5.0))
+    tiers = (ckptd.Memory(every=1, agent_ttl_s=5.0), ckptd.Peer(every=1, agent_ttl_s=5.0))
     root = str(folder / "ckpts")
     with (
         (folder / f"{os.environ['CKPTD_NODE']}.jsonl").open("a") as file,

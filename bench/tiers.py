@@ -81,8 +81,8 @@ def rank(folder: str, case: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = f"node-{dist.get_rank()}"
     tiers = {
-        "memory": [ckptd.Memory(every=1, linger_s=1)],
-        "peer": [ckptd.Peer(every=1, linger_s=1)],
+        "memory": [ckptd.Memory(every=1, agent_ttl_s=1)],
+        "peer": [ckptd.Peer(every=1, agent_ttl_s=1)],
         "local": [ckptd.Local(f"{folder}/near-{dist.get_rank()}", every=1)],
         "root": [],
     }[case]

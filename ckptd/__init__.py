@@ -47,7 +47,12 @@ if TYPE_CHECKING:
     )
     from ckptd.publish.torch.publisher import Publisher
     from ckptd.publish.torch.subscriber import Subscriber
-    from ckptd.reshard.torch.experts import ExpertMove, ExpertPrice, move_experts, placed
+    from ckptd.reshard.torch.experts import (
+        ExpertMove,
+        ExpertPrice,
+        move_experts,
+        with_expert_placement,
+    )
     from ckptd.reshard.torch.relayout import relayout
 
 
@@ -85,9 +90,9 @@ __all__ = [
     "UsageError",
     "__version__",
     "move_experts",
-    "placed",
     "register",
     "relayout",
+    "with_expert_placement",
 ]
 
 _TRAIN = frozenset(
@@ -116,7 +121,7 @@ _HOMES = dict.fromkeys(_TRAIN, "ckptd.checkpoint.torch") | {
     "Publisher": "ckptd.publish.torch.publisher",
     "Subscriber": "ckptd.publish.torch.subscriber",
     "move_experts": "ckptd.reshard.torch.experts",
-    "placed": "ckptd.reshard.torch.experts",
+    "with_expert_placement": "ckptd.reshard.torch.experts",
     "register": "ckptd.checkpoint.format.codec",
     "relayout": "ckptd.reshard.torch.relayout",
 }

@@ -91,7 +91,7 @@ class CkptdError(Exception):
 
     default_kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
-    poisoned: bool = False
+    state_corrupted: bool = False
     """Whether live state was half written when this was raised; only a whole load mends it."""
     key: str | None = None
     """Object of a checkpoint that was found bad: set where it was, and not told to others."""

@@ -50,7 +50,7 @@ NAMES = [
     "UsageError",
     "__version__",
     "move_experts",
-    "placed",
+    "with_expert_placement",
     "register",
     "relayout",
 ]

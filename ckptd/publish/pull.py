@@ -438,7 +438,7 @@ class StagedPull:
         Raises
         ------
         CkptdError
-            `poisoned`: the tensors are of no version.
+            `state_corrupted`: the tensors are of no version.
         """
         arrivals = Arrivals()
         try:
@@ -461,7 +461,7 @@ class StagedPull:
                     "a version was overwritten while it was applied", hint="update() again"
                 )
         except CkptdError as error:
-            error.poisoned = True
+            error.state_corrupted = True
             raise
 
 

@@ -157,7 +157,7 @@ def _open(spec: RunSpec, stack: ExitStack) -> ckptd.Checkpointer | None:
     checkpointer = ckptd.Checkpointer(
         spec.root,
         every=ckptd.Every(steps=spec.every),
-        tiers=[ckptd.Memory(every=1, linger_s=_LINGER_S)] if spec.snapshots else (),
+        tiers=[ckptd.Memory(every=1, agent_ttl_s=_LINGER_S)] if spec.snapshots else (),
         timeout_s=spec.timeout_s,
         storage=ckptd.Storage(throttle=spec.throttle),
     )

@@ -25,7 +25,7 @@ import torch
 import ckptd
 
 root, near = sys.argv[1:]
-tiers = [ckptd.Memory(every=1, linger_s=60)] + ([ckptd.Local(near, every=2)] if near else [])
+tiers = [ckptd.Memory(every=1, agent_ttl_s=60)] + ([ckptd.Local(near, every=2)] if near else [])
 ck = ckptd.Checkpointer(root, every=10, tiers=tiers)
 state = {"w": torch.full((1000,), -1.0)}
 start = ck.load(state) if ck.latest() is not None else 9

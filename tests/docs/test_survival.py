@@ -32,8 +32,8 @@ def _checkpointer(folder: str, node: str) -> object:
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = node
     tiers = [
-        ckptd.Memory(every=1, linger_s=120),
-        ckptd.Peer(every=1, linger_s=120),
+        ckptd.Memory(every=1, agent_ttl_s=120),
+        ckptd.Peer(every=1, agent_ttl_s=120),
         ckptd.Local(f"{folder}/disk-{node}", every=4),
     ]
     return ckptd.Checkpointer(f"{folder}/root", every=10, tiers=tiers)

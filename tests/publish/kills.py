@@ -131,7 +131,7 @@ class WorkerEnd:
         Which step's values all of its tensors really are; None: of none, as a whole.
     error
         Kind of what `update` raised; empty for nothing.
-    poisoned
+    state_corrupted
         Whether that error said that the tensors are of no version.
     seen
         Steps that it had.
@@ -142,7 +142,7 @@ class WorkerEnd:
     step: int | None
     is_step: int | None
     error: str
-    poisoned: bool
+    state_corrupted: bool
     seen: tuple[int, ...]
     slowest_s: float
 
@@ -230,7 +230,7 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
         until(lambda: all((folder / p).exists() for p in PARTIES), "all", within_s=TIMEOUT_S)
     module = Tree(worker_part(whole(99), rank))
     seen: list[int] = []
-    error, poisoned, slowest = "", False, 0.0
+    error, state_corrupted, slowest = "", False, 0.0
     subscriber = ckptd.Subscriber(
         WORKER, module, folder / "at", group=dist.group.WORLD, timeout_s=TIMEOUT_S
     )
@@ -243,7 +243,7 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
         try:
             report = subscriber.update(wait_s=1.0)
         except CkptdError as raised:
-            error, poisoned = raised.kind, raised.poisoned
+            error, state_corrupted = raised.kind, raised.state_corrupted
             break
         finally:
             slowest = max(slowest, time.monotonic() - begun)
@@ -261,7 +261,12 @@ def worker(place: str, spec: Kill) -> WorkerEnd:
     with suppress(CkptdError):
         subscriber.close()
     return WorkerEnd(
-        None if version is None else version.step, held, error, poisoned, tuple(seen), slowest
+        None if version is None else version.step,
+        held,
+        error,
+        state_corrupted,
+        tuple(seen),
+        slowest,
     )
 
 
@@ -356,7 +361,7 @@ class KillWorld:
             assert not outcome.ended_by_harness, f"it hung: {told}"
         ends = [w.value for w in self.workers if w.value is not None]
         for end in ends:
-            if end.poisoned or (end.error and end.step is None and end.is_step is None):
+            if end.state_corrupted or (end.error and end.step is None and end.is_step is None):
                 assert end.step is None, told
                 # Only a rank of its rollout that dies while it writes may leave this.
                 assert spec.victim.startswith("worker"), told

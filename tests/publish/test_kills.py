@@ -71,8 +71,10 @@ def test_each_process_at_each_point(tmp_path: Path, report: Report) -> None:
         tally[f"{spec.victim[:-2]} dies"] += 1
         ends = [w.value for w in world.workers if w.value is not None]
         tally["workers with a whole version, or what they had before"] += sum(
-            not e.poisoned for e in ends
+            not e.state_corrupted for e in ends
         )
-        tally["workers that said their tensors are of no version"] += sum(e.poisoned for e in ends)
+        tally["workers that said their tensors are of no version"] += sum(
+            e.state_corrupted for e in ends
+        )
         tally["late workers that got the newest"] += world.late is not None
     report(f"publish, a kill at each point: {dict(tally)}")

@@ -256,7 +256,7 @@ def test_an_answer_about_other_blocks_than_a_tensor_has_is_refused(pair: Pair) -
         with pytest.raises(CkptdError) as caught:
             pair.subscriber.update(wait_s=30)
     assert "protocol error: unexpected reply" in caught.value.message
-    assert not caught.value.poisoned
+    assert not caught.value.state_corrupted
     pair.update()
 
 
@@ -364,7 +364,7 @@ def refused(at: Path, layout: str, into: Any, **options: Any) -> CkptdError:
             subscriber.update(wait_s=30)
         assert subscriber.version is None
     assert differing(dict(into.state_dict()), before) == []
-    assert not caught.value.poisoned
+    assert not caught.value.state_corrupted
     return caught.value
 
 
@@ -525,7 +525,7 @@ def test_more_than_the_budget_is_written_as_it_comes_if_that_is_asked_for(tmp_pa
             patch.setattr(ServerLink, "read", breaks)
             with pytest.raises(CkptdError) as caught:
                 subscriber.update(wait_s=30)
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert subscriber.version is None
         assert subscriber.update(wait_s=30).bytes_unchanged == 0
         assert subscriber.version.step == 3
@@ -549,7 +549,7 @@ def test_a_value_that_does_not_fit_its_type_is_found_before_anything_is_written(
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
         assert "a value does not fit the type it is cast" in caught.value.message
-        assert not caught.value.poisoned
+        assert not caught.value.state_corrupted
         assert differing(dict(into.state_dict()), before) == []
         publisher.publish(2, {"model": whole(2)}).wait(30)
         assert subscriber.update(wait_s=30) is not None
@@ -588,7 +588,7 @@ def test_a_value_that_does_not_fit_is_found_where_the_sender_does_not_cast(
         publisher.publish(1, {"m": full}).wait(30)
         with pytest.raises(UsageError) as caught:
             to.update(wait_s=30)
-    assert (caught.value.message, caught.value.poisoned) == (
+    assert (caught.value.message, caught.value.state_corrupted) == (
         "a value does not fit the type it is cast to",
         False,
     )

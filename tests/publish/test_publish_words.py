@@ -106,7 +106,7 @@ def test_a_hook_that_fails_leaves_no_version(tmp_path: Path) -> None:
         publisher.publish(1, {"model": Plain()}).wait(30)
         with pytest.raises(UsageError) as caught:
             subscriber.update(wait_s=30)
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert "an object did not take its saved state" in caught.value.message
         assert subscriber.version is None
 

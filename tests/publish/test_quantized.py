@@ -284,7 +284,7 @@ def test_a_rollout_of_blocks_follows_a_trainer(tmp_path: Path, far: bool) -> Non
             "a value does not fit the type it is cast to",
             "layers.0.gate_up.weight",
         )
-        assert not caught.value.poisoned
+        assert not caught.value.state_corrupted
         assert all(
             torch.equal(into[n].view(torch.uint8), t.view(torch.uint8)) for n, t in held.items()
         )

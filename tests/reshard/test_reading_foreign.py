@@ -201,7 +201,7 @@ def test_a_file_that_is_written_anew_is_not_loaded(
             store.reads_left = 3
         with pytest.raises(CorruptError) as caught:
             reader.tensors(reader.names)
-    assert (caught.value.kind, caught.value.poisoned) == ("replaced", False)
+    assert (caught.value.kind, caught.value.state_corrupted) == ("replaced", False)
 
 
 def write_indexed(folder: Path) -> None:

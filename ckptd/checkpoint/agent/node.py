@@ -180,13 +180,13 @@ class NodeAgent:
             last = not self._sessions
             if worker.stopped:
                 self._goodbyes[rank] = max(began, self._goodbyes.get(rank, 0.0))
-            elif worker.linger_s:
+            elif worker.agent_ttl_s:
                 self._awaited[rank] = (began, worker.died_at)
             self._awaited = {r: d for r, d in self._awaited.items() if not self._is_back(r, *d)}
             if not any(near.memory.folders() for near in self._nears.values()):
                 self._until = now if last else self._until
-            elif worker.linger_s and rank in self._awaited:
-                self._until = max(self._until, now + worker.linger_s)
+            elif worker.agent_ttl_s and rank in self._awaited:
+                self._until = max(self._until, now + worker.agent_ttl_s)
             elif last and self._goodbyes and not self._awaited:
                 self._until = now
 

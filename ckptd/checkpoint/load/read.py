@@ -4,7 +4,7 @@
 the digest index; ranks that share a host bring each block once. Then all ranks of the job agree
 that all is well, and only then pass 2 touches live buffers. When the bytes do not fit the budget
 the passes alternate in waves; a failure after the first written wave leaves the state half
-written, and the error says so (`poisoned`).
+written, and the error says so (`state_corrupted`).
 
 Local files are hashed where the page cache has them, and else read block by block into a small
 reusable buffer, hashed and dropped: the page cache is the buffer, and pass 2 takes the bytes from
@@ -599,10 +599,10 @@ def execute(
     Raises
     ------
     CorruptError
-        kinds ``truncated`` or ``digest`` among others. With ``poisoned`` False no buffer of any
-        rank was touched; with True some were.
+        kinds ``truncated`` or ``digest`` among others. With ``state_corrupted`` False no buffer of
+        any rank was touched; with True some were.
     StoreError, TransientStoreError, DeadlineError
-        Likewise, `poisoned` included. When one rank fails all ranks raise.
+        Likewise, `state_corrupted` included. When one rank fails all ranks raise.
     """
     run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s, in_memory)
     with run.files:
@@ -643,7 +643,7 @@ class _Run:
         try:
             self._group.agree("written", error)
         except CkptdError as failure:
-            failure.poisoned = True
+            failure.state_corrupted = True
             raise
         # Only now has every rank read what this one posted; after a failure posts stay, since
         # some rank may still have to learn of it.

@@ -71,13 +71,13 @@ class AgentSpec:
     ----------
     place
         Where it is found, or started.
-    tiers, linger_s, bind, key
+    tiers, agent_ttl_s, bind, key
         See `WriterHello`.
     """
 
     place: AgentPlace
     tiers: tuple[TierSpec, ...] = ()
-    linger_s: float = LINGER_S
+    agent_ttl_s: float = LINGER_S
     bind: str = ""
     key: str = ""
 
@@ -96,7 +96,7 @@ def join_agent(
         No agent answers.
     """
     hello = msgspec.structs.replace(
-        hello, tiers=agent.tiers, linger_s=agent.linger_s, bind=agent.bind, key=agent.key
+        hello, tiers=agent.tiers, agent_ttl_s=agent.agent_ttl_s, bind=agent.bind, key=agent.key
     )
     end = time.monotonic() + START_S
     found = "no answer"

@@ -177,7 +177,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
     ----------
     tiers
         The near tiers, nearest first; only a node's agent keeps any.
-    linger_s
+    agent_ttl_s
         How long the agent keeps snapshots for the next life when this trainer dies, in seconds.
     bind
         Address on which the agents of other nodes reach this one's; empty: none does.
@@ -190,7 +190,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
     rank: int
     world: int
     tiers: tuple[TierSpec, ...] = ()
-    linger_s: float = 0.0
+    agent_ttl_s: float = 0.0
     bind: str = ""
     key: str = ""
     protocol: int = 1

@@ -34,17 +34,17 @@ class Memory:
     ----------
     every
         When a snapshot goes here; an int means steps. None: whenever the root's rule says.
-    linger_s
+    agent_ttl_s
         How long the node's agent keeps snapshots for the next life of the job when its trainers
         died, in seconds. Of several tiers the longest counts.
     """
 
     name: ClassVar[str] = "memory"
     every: int | Every | None = None
-    linger_s: float = LINGER_S
+    agent_ttl_s: float = LINGER_S
 
     def __post_init__(self) -> None:
-        check_positive("linger_s", self.linger_s, (int, float))
+        check_positive("agent_ttl_s", self.agent_ttl_s, (int, float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class Peer:
     budget_bytes
         Memory that a node gives to other nodes' snapshots: two of each share, one whole and one
         on its way. None is as much as there is.
-    linger_s
+    agent_ttl_s
         As for `Memory`.
     """
 
     name: ClassVar[str] = "peer"
     every: int | Every | None = None
     budget_bytes: int | None = None
-    linger_s: float = LINGER_S
+    agent_ttl_s: float = LINGER_S
 
     def __post_init__(self) -> None:
-        check_positive("linger_s", self.linger_s, (int, float))
+        check_positive("agent_ttl_s", self.agent_ttl_s, (int, float))
         if self.budget_bytes is not None:
             check_positive("budget_bytes", self.budget_bytes, (int,))
 

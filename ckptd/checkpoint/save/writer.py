@@ -165,9 +165,9 @@ class SaveWriter:
         )
 
     @property
-    def linger_s(self) -> float:
+    def agent_ttl_s(self) -> float:
         """How long to keep what is in memory once the trainer has gone, in seconds."""
-        return self._hello.linger_s if self.died_at and self.rank >= 0 else 0.0
+        return self._hello.agent_ttl_s if self.died_at and self.rank >= 0 else 0.0
 
     @property
     def rank(self) -> int:

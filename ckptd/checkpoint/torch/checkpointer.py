@@ -484,7 +484,7 @@ class Checkpointer(OfOneProcess):
             if source is None:
                 self._loaded(report, partly=weights_only or only is not None)
         except CkptdError as error:
-            if error.poisoned:
+            if error.state_corrupted:
                 self._poisoned = error
             raise
         except BaseException as error:  # an interrupt

@@ -161,7 +161,7 @@ class LayoutLoad:
         Raises
         ------
         MismatchError
-            kind ``lay-fit``: numbers that become one disagree (`poisoned`).
+            kind ``lay-fit``: numbers that become one disagree (`state_corrupted`).
         """
 
     def check_witness(self, filling: Filling, plan: WitnessPlan, witness: Witness) -> None:
@@ -170,7 +170,7 @@ class LayoutLoad:
         Raises
         ------
         CorruptError
-            Names the tensors; the live state is wrong (`poisoned`).
+            Names the tensors; the live state is wrong (`state_corrupted`).
         """
 
 

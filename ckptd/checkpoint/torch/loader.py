@@ -362,7 +362,7 @@ class LoadSources:
         lost = candidate.snapshot is not None and isinstance(
             error, (StoreError, SaveError, NotFoundError)
         )
-        if error.poisoned or not (lost or isinstance(error, (CorruptError, StoreError))):
+        if error.state_corrupted or not (lost or isinstance(error, (CorruptError, StoreError))):
             return "raise"
         if error.key is not None and self.store.distrust(error.key):
             return "again"
@@ -411,7 +411,7 @@ def check_witness(
     Raises
     ------
     CorruptError
-        Names the tensors; the live state is wrong (`poisoned`).
+        Names the tensors; the live state is wrong (`state_corrupted`).
     """
     words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
@@ -437,7 +437,7 @@ def check_witness(
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
             hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
         )
-        error.poisoned = True
+        error.state_corrupted = True
         raise error
 
 
@@ -762,7 +762,7 @@ class Loader:
                 )
                 _tell_followers(leaves, per_rank, candidate.step)
             except CkptdError as error:
-                error.poisoned = True
+                error.state_corrupted = True
                 raise
             return matching, read
 
@@ -809,7 +809,7 @@ class Loader:
         try:
             self._agreement.on_every_rank(explained)
         except CkptdError as failed:
-            failed.poisoned = True
+            failed.state_corrupted = True
             raise
 
     def _match(

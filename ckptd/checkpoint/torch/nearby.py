@@ -199,9 +199,11 @@ class Nearby:
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
         secret = given_secret()
         self._secret = secret
-        linger_s = max((t.linger_s for t in tiers if not isinstance(t, Local)), default=LINGER_S)
+        agent_ttl_s = max(
+            (t.agent_ttl_s for t in tiers if not isinstance(t, Local)), default=LINGER_S
+        )
         bind, key = ("", "") if alone else (bind_address(), self._key_of(self._node))
-        self.agent = AgentSpec(self._place, specs, linger_s, bind, key)
+        self.agent = AgentSpec(self._place, specs, agent_ttl_s, bind, key)
         if not alone and secret is None and self._reports_former and agreement.board.rank == 0:
             _log.warning(
                 "%s is not set: any process that reaches the port of torch's store can read the "

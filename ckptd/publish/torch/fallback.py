@@ -79,7 +79,7 @@ class RootFallback:
         MismatchError
             The checkpoint is of another model; nothing was written.
         CkptdError
-            `poisoned`: the tensors are of no version. Else they are as before.
+            `state_corrupted`: the tensors are of no version. Else they are as before.
         """
         for step in self._steps(above):
             try:
@@ -95,7 +95,7 @@ class RootFallback:
                     source_layout=self._saved_layout,
                 )
             except (CorruptError, NotFoundError) as error:
-                if error.poisoned:
+                if error.state_corrupted:
                     raise
                 _log.warning("skipping step %d of the root: %s", step, error.message)
         return None

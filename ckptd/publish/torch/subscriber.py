@@ -282,7 +282,7 @@ class Subscriber(OfOneProcess):
         MismatchError, UsageError
             The published model is another one, or does not fit the budget; nothing was written.
         CkptdError
-            `poisoned`: the tensors are of no version, and `version` is None.
+            `state_corrupted`: the tensors are of no version, and `version` is None.
         """
         end = time.monotonic() + wait_s
         self.last_error = None
@@ -345,7 +345,7 @@ class Subscriber(OfOneProcess):
         try:
             report = self._fallback.load(self._state, names, above)
         except BaseException as error:
-            if not isinstance(error, CkptdError) or error.poisoned:
+            if not isinstance(error, CkptdError) or error.state_corrupted:
                 self._version = None
             raise
         if report is None:
@@ -572,7 +572,7 @@ class Subscriber(OfOneProcess):
         try:
             self._agreement.no_errors(problem, self._pulse)
         except CkptdError as error:
-            error.poisoned = True
+            error.state_corrupted = True
             raise
         self._version = version
 

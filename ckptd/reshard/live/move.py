@@ -552,7 +552,7 @@ class Mover:
         ------
         CkptdError
             The same on every process: the first failure of any. The target is incomplete then,
-            on some processes at least (`poisoned`).
+            on some processes at least (`state_corrupted`).
         """
         begun = time.monotonic()
         self.report.staged_bytes = (BUFFERS + self.transport.buffers) * self.limit
@@ -575,7 +575,7 @@ class Mover:
         except CkptdError as error:
             self._stop.set()
             first = self.watch.fail(self._failed or error)
-            first.poisoned = True
+            first.state_corrupted = True
             raise first from None
         finally:
             self._stop.set()

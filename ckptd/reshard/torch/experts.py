@@ -69,7 +69,9 @@ _LOST: Coordinates = ()
 """Where they lie after a move that broke off: some here, some there."""
 
 
-def placed(layout: LayoutSpec, placement: ExpertPlacement, *, experts: str = "e") -> str:
+def with_expert_placement(
+    layout: LayoutSpec, placement: ExpertPlacement, *, experts: str = "e"
+) -> str:
     """Return a layout program that is like another one, with the experts where a placement says.
 
     Parameters
@@ -295,7 +297,7 @@ class ExpertMove:
     layout
         Where everything lies now. Its mesh is that of all ranks.
     placement, experts
-        As for `ckptd.placed`.
+        As for `ckptd.with_expert_placement`.
     budget_bytes
         Bound of the memory that the move takes besides the state: half for new tensors, half for
         buffers.
@@ -407,8 +409,9 @@ class ExpertMove:
             kind ``lay-fit``: experts that become one tensor took different numbers of steps. As
             where it is a `UsageError`, nothing has moved.
         CkptdError
-            As `ckptd.relayout`: the same on every rank, the first failure of any (`poisoned`). Its
-            hint says how much of this rank's state lies in the new place; the rest is untouched.
+            As `ckptd.relayout`: the same on every rank, the first failure of any
+            (`state_corrupted`). Its hint says how much of this rank's state lies in the new place;
+            the rest is untouched.
         """
         leaves, values = self._agreement.on_every_rank(self._look)
         self._check_numbers(values)
@@ -428,7 +431,7 @@ class ExpertMove:
                 done += 1
         except Exception as error:
             first = _explained(error)
-            first.poisoned = True
+            first.state_corrupted = True
             first.hint = (
                 f"on rank {self._board.rank} {done} of {len(self._groups)} parts of the experts"
                 " lie in their new places and the others as before; create the model again and "
@@ -918,7 +921,7 @@ def _check_names(before: RelayoutSide, after: RelayoutSide, rank: int) -> None:
             found=f"{len(old)}, or others",
             hint="keep each rank's number of experts, or use stacks of experts, which can change "
             "in place; else create model and optimizer with the new placement, and fill them with "
-            "ckptd.relayout and the layout that ckptd.placed returns",
+            "ckptd.relayout and the layout that ckptd.with_expert_placement returns",
         )
 
 

@@ -388,7 +388,7 @@ def relayout(
     CorruptError
         Sampled elements are not where they must be.
     CkptdError
-        kind ``rank-died`` names a rank that is gone. When one fails all raise (`poisoned`).
+        kind ``rank-died`` names a rank that is gone. When one fails all raise (`state_corrupted`).
     """
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
@@ -491,7 +491,7 @@ class _Move:
         Raises
         ------
         MismatchError
-            ``lay-fit``: parameters with different numbers became one (`poisoned`).
+            ``lay-fit``: parameters with different numbers became one (`state_corrupted`).
         """
         if self.target.state is None:
             return
@@ -511,7 +511,7 @@ class _Move:
                         kind="lay-fit",
                         where=name,
                     )
-                    error.poisoned = True
+                    error.state_corrupted = True
                     raise error
                 write_number(leaf, found.pop())
                 filled.add(name)

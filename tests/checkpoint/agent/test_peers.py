@@ -42,7 +42,7 @@ class Nodes:
             board=self.boards[rank],
             generation=1,
             bind="127.0.0.1",
-            linger_s=2.0,
+            agent_ttl_s=2.0,
         )
 
     def meet(self) -> None:

@@ -195,7 +195,7 @@ def test_one_ranks_error_is_everybodys(store: Store) -> None:
         assert error.kind == "digest"
         assert "rank 3" in str(error)
         assert "tensor rows (chunk rows@48,0)" in str(error)
-        assert not error.poisoned
+        assert not error.state_corrupted
         assert "untouched" in error.__notes__
 
 

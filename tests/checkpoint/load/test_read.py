@@ -441,7 +441,7 @@ def test_damage_is_named_and_nothing_is_written(store: Store, name: str) -> None
         execute(read_plan(built.manifest, built.filemap, wants), store)
     for word in words:
         assert word in str(caught.value)
-    assert not caught.value.poisoned
+    assert not caught.value.state_corrupted
     assert (targets[0] == -7).all()
     assert (targets[1] == 9).all()
 
@@ -476,7 +476,7 @@ def test_a_failure_after_the_first_wave_poisons(store: Store) -> None:
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store, budget_bytes=4 << 20)
     assert caught.value.kind == "digest"
-    assert caught.value.poisoned
+    assert caught.value.state_corrupted
 
 
 def test_reads_receive_into_the_memory_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +506,7 @@ def test_what_later_waves_miss_is_found_before_the_first_write(store: Store) -> 
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store, budget_bytes=4 << 20)
     assert "of the checkpoint is missing" in caught.value.message
-    assert not caught.value.poisoned
+    assert not caught.value.state_corrupted
 
 
 def test_a_file_cut_between_the_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +525,7 @@ def test_a_file_cut_between_the_passes(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CorruptError) as caught:
         read_whole(built, store)
     assert caught.value.kind == "truncated"
-    assert caught.value.poisoned
+    assert caught.value.state_corrupted
 
 
 def test_a_fifo_in_place_of_a_file(tmp_path: Path) -> None:

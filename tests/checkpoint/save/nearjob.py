@@ -55,7 +55,7 @@ class NearJob:
         folder: str = "",
         board: Board | None = None,
         generation: int | None = None,
-        linger_s: float = 60.0,
+        agent_ttl_s: float = 60.0,
         bind: str = "",
         slots: int | None = 2,
         name: str | None = None,
@@ -73,7 +73,7 @@ class NearJob:
             TierSpec(tier, 2, StoreSpec(folder) if tier == "local" else None) for tier in tiers
         )
         self.place = AgentPlace(name or root, node)
-        agent = AgentSpec(self.place, specs, linger_s, bind)
+        agent = AgentSpec(self.place, specs, agent_ttl_s, bind)
         spec = StoreSpec(root)
         if throttle is not None:
             spec = spec.wrapped(ThrottleSpec(write_bytes_per_s=throttle))

@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_upload_of_a_save_that_is_given_up_ends_before_it_is_whole(root: str) -> None:
-    job = NearJob(root, slots=1, throttle=4e6, linger_s=1.0)
+    job = NearJob(root, slots=1, throttle=4e6, agent_ttl_s=1.0)
     job.plan = plan_of({"w": (ROWS,)})
     handle = job.save(1, {"w": np.zeros(ROWS, np.float32)}, root=True)
     until(lambda: handle.progress.done_bytes > 0)

@@ -431,7 +431,7 @@ def test_a_state_left_half_written_cannot_be_saved(
         monkeypatch.setattr(witnessing, "gather", lambda *a: genuine(*a) ^ 1)
         with pytest.raises(CorruptError) as caught:
             ck.load(live)
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert "values arrived at the wrong places" in caught.value.message
         with pytest.raises(CorruptError, match="an earlier call failed"):
             ck.save(2, live)

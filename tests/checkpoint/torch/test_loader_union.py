@@ -188,7 +188,7 @@ def test_damage_is_mended_by_another_copy_or_an_older_step(
         assert "step 12 is corrupt" in caplog.text
         with pytest.raises(CorruptError) as caught:
             place.load(step=12)
-        assert not caught.value.poisoned
+        assert not caught.value.state_corrupted
 
 
 def test_all_copies_in_the_nearer_tier_are_wrong(place: Place) -> None:

@@ -86,7 +86,7 @@ def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, 
     """Load, save some steps to the memory of nodes, and the 10th to the root, and go on."""
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = nodes[torch.distributed.get_rank()]
-    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1, linger_s=60.0)])
+    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1, agent_ttl_s=60.0)])
     state, found = rows_of(-1), 0
     if ck.latest() is not None:
         found = ck.load(state)

@@ -82,9 +82,9 @@ def abandoned(ck: ckptd.Checkpointer) -> None:
 TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "root alone": lambda _: {},
     "packed": lambda _: {"storage": ckptd.Storage(compress=1)},
-    "memory": lambda _: {"tiers": [ckptd.Memory(linger_s=0.1)]},
+    "memory": lambda _: {"tiers": [ckptd.Memory(agent_ttl_s=0.1)]},
     "memory and a folder": lambda p: {
-        "tiers": [ckptd.Memory(linger_s=0.1), ckptd.Local(str(p / "node"))]
+        "tiers": [ckptd.Memory(agent_ttl_s=0.1), ckptd.Local(str(p / "node"))]
     },
 }
 

@@ -271,7 +271,7 @@ def stepped_apart() -> tuple[CkptdError, bool, int, bool]:
 def test_experts_of_different_steps_are_refused_before_any_moves() -> None:
     """The part of the layer that has them was reached when others had moved."""
     for error, same, parts, swapped in run_ranks(2, stepped_apart, deadline_s=PATIENCE_S):
-        assert (error.kind, error.poisoned) == ("lay-fit", False), error
+        assert (error.kind, error.state_corrupted) == ("lay-fit", False), error
         assert "step of layers.5.w" in f"{error.where}"
         assert parts > 1
         assert same
@@ -293,7 +293,7 @@ def dying(after: int) -> tuple[str, str | None, bool, str, bool]:
     )
     error = caught(move.run)
     same = all(t.equal(before[n]) for n, t in trainer.model.state_dict().items())
-    return error.kind, error.where, error.poisoned, error.hint or "", same
+    return error.kind, error.where, error.state_corrupted, error.hint or "", same
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -320,7 +320,7 @@ def without_memory() -> tuple[str, str, bool, str]:
 
         vars(move._groups[0][0].tensors[-1])["open"] = no_memory
     error = caught(move.run)
-    return error.kind, error.found or "", error.poisoned, error.hint or ""
+    return error.kind, error.found or "", error.state_corrupted, error.hint or ""
 
 
 def test_a_rank_that_has_no_memory_left_ends_the_move_on_all_of_them() -> None:

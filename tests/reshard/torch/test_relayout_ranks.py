@@ -186,7 +186,7 @@ def dying(program: str, kind: str, pids: Path) -> tuple[str, str | None, bool]:
             timeout_s=60.0,
         )
     except CkptdError as error:
-        return error.kind, error.where, error.poisoned
+        return error.kind, error.where, error.state_corrupted
     return "", None, False
 
 

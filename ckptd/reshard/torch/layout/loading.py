@@ -283,7 +283,7 @@ class LaidLoad(LayoutLoad):
         Raises
         ------
         MismatchError
-            kind ``lay-fit``: numbers disagree (`poisoned`).
+            kind ``lay-fit``: numbers disagree (`state_corrupted`).
         """
         for name, values in self._same:
             if any(not np.array_equal(v, values[0]) for v in values[1:]):
@@ -293,7 +293,7 @@ class LaidLoad(LayoutLoad):
                     where=name,
                     found=", ".join(v.tobytes().hex() for v in values[:4]),
                 )
-                error.poisoned = True
+                error.state_corrupted = True
                 raise error
         for target, dtype, fills in self._fills:
             for fill in fills:

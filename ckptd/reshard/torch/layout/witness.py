@@ -43,7 +43,7 @@ def check_laid_witness(
     Raises
     ------
     CorruptError
-        Names the tensors; the live state is wrong (`poisoned`).
+        Names the tensors; the live state is wrong (`state_corrupted`).
     """
     checked = 0
     wrong: list[str] = []
@@ -63,7 +63,7 @@ def check_laid_witness(
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
             hint="one of the two layouts is not that of the tensors, or the plan is wrong",
         )
-        error.poisoned = True
+        error.state_corrupted = True
         raise error
     return checked
 

@@ -204,7 +204,7 @@ def leaves_the_state_alone(folder: str) -> None:
         counts.clear()
         with ckptd.Checkpointer(root) as ck, pytest.raises(CorruptError) as caught:
             ck.load(live)
-        assert not caught.value.poisoned
+        assert not caught.value.state_corrupted
         assert not counts["copy to the device"]
         assert all(bool((t == 7.0).all()) for t in live.values())
 
@@ -231,7 +231,7 @@ def says_where_values_are_wrong(root: str) -> None:
         with pytest.raises(CorruptError) as caught:
             ck.load(live)
         assert "values arrived at the wrong places" in caught.value.message
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert "large" in str(caught.value)
         upload.DeviceBuffer.place = genuine  # type: ignore[method-assign]
         ck.load(live)
@@ -247,7 +247,7 @@ def a_device_that_hangs_ends_the_load(root: str) -> None:
         with pytest.raises(DeadlineError) as caught:
             ck.load(live)
         assert caught.value.kind == "stalled"
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert len(filling._kept) == 1
         end()
         ck.load(live)
@@ -270,7 +270,7 @@ def a_device_that_fails_poisons_the_state(root: str) -> None:
             ck.load(live)
         loader.execute = genuine
         assert "a device failed while a checkpoint was copied" in caught.value.message
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         assert "illegal memory access" in str(caught.value)
         installed()._failed.clear()
         ck.load(live)
@@ -472,7 +472,7 @@ def fails_on_all_ranks(root: str) -> None:
         loader.execute = genuine
         installed()._failed.clear()
         assert "a device failed while a checkpoint was copied" in caught.value.message
-        assert caught.value.poisoned
+        assert caught.value.state_corrupted
         ck.load(live)
     assert bool((live["w"] == 1.0).all())
 

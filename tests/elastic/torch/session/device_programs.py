@@ -76,7 +76,7 @@ def saves(world: World, folder: Path) -> None:
     _join()
     other = dist.new_group([0])
     state = {f"w{i}": torch.zeros(1 << 20, device="cuda") for i in range(4)}
-    tiers = (ckptd.Memory(every=1, linger_s=5.0),)
+    tiers = (ckptd.Memory(every=1, agent_ttl_s=5.0),)
     root = str(folder / "ckpts")
     with ckptd.Checkpointer(
         root,
@@ -131,7 +131,7 @@ def fails(world: World, folder: Path) -> None:
     """Step and save; in its first process the device of rank 1 has a sticky error in step 3."""
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     state = {"w": torch.zeros(100, device="cuda")}
-    tiers = (ckptd.Memory(every=1, linger_s=5.0),)
+    tiers = (ckptd.Memory(every=1, agent_ttl_s=5.0),)
     root = str(folder / "ckpts")
     with ckptd.Checkpointer(root, every=1000, tiers=tiers) as checkpointer:
         step = checkpointer.load(state) if checkpointer.latest() is not None else 0

@@ -90,7 +90,7 @@ def train(world: World, folder: Path, kept: KeptGradients) -> str:
     optimizer.register_step_post_hook(lambda *_: stops.at("stepped"))
     sampler = ElasticSampler(SCHEDULE)
     state = {"model": model, "optim": optimizer, "data": sampler}
-    tiers = (ckptd.Memory(every=1, linger_s=5.0), ckptd.Peer(every=1, linger_s=5.0))
+    tiers = (ckptd.Memory(every=1, agent_ttl_s=5.0), ckptd.Peer(every=1, agent_ttl_s=5.0))
     root = str(folder / "ckpts")
     calls = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
     with (

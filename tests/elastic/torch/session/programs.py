@@ -113,7 +113,7 @@ def regroups(world: World, folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
-    tiers = (ckptd.Memory(every=1, linger_s=5.0), ckptd.Peer(every=1, linger_s=5.0))
+    tiers = (ckptd.Memory(every=1, agent_ttl_s=5.0), ckptd.Peer(every=1, agent_ttl_s=5.0))
     root = str(folder / "ckpts")
     # The test ends by killing: agents are not to wait for another life.
     with ckptd.Checkpointer(root, every=1000, tiers=tiers) as checkpointer:

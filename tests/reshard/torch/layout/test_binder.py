@@ -169,7 +169,7 @@ def test_the_witness_is_followed_to_where_values_must_be(
     with pytest.raises(CorruptError) as caught:
         load(tmp_path, FUSED, {"model": Tree(fused(whole(2)))})
     assert "values arrived at the wrong places" in caught.value.message
-    assert caught.value.poisoned
+    assert caught.value.state_corrupted
     assert "qkv" in str(caught.value)
 
 
@@ -201,7 +201,7 @@ def test_a_value_that_does_not_fit_the_type_of_a_cast_poisons_the_state(tmp_path
     with pytest.raises(UsageError) as caught:
         load(tmp_path, half, {"model": new})
     assert "a value does not fit the type it is cast" in caught.value.message
-    assert caught.value.poisoned
+    assert caught.value.state_corrupted
     assert "layers.1.down.weight" in (caught.value.where or "")
 
 
