@@ -50,9 +50,9 @@ NAMES = [
     "UsageError",
     "__version__",
     "move_experts",
-    "with_expert_placement",
     "register",
     "relayout",
+    "with_expert_placement",
 ]
 
 FROM_TRAIN = [

@@ -61,7 +61,7 @@ class PeerConnection(asyncio.Protocol):
         The other end's address.
     """
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: ListeningSocket) -> None:
         self.role, self.name, self.where = "", "", ""
         self._door = door
         self._transport: asyncio.Transport | None = None
@@ -167,7 +167,7 @@ class PeerConnection(asyncio.Protocol):
             self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
 
 
-class Door:
+class ListeningSocket:
     """Where connections come in.
 
     Parameters

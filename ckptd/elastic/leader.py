@@ -63,7 +63,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-class Sign(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """One sign of life.
 
     Attributes
@@ -84,7 +84,7 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _leaders = json_decoder(Leader)
-_signs = json_decoder(Sign)
+_signs = json_decoder(Heartbeat)
 
 
 class LeaderRecord:
@@ -157,7 +157,7 @@ class LeaderRecord:
         newest = self.newest()
         return newest is not None and newest.by == by
 
-    def sign(self, name: str, sign: Sign) -> None:
+    def sign(self, name: str, sign: Heartbeat) -> None:
         """Leave a sign in place of the last one of that name.
 
         Raises
@@ -167,7 +167,7 @@ class LeaderRecord:
         """
         self._store.put(SIGNS + name, msgspec.json.encode(sign))
 
-    def signs(self) -> dict[str, Sign]:
+    def signs(self) -> dict[str, Heartbeat]:
         """Return all signs by name, without those that cannot be read.
 
         Raises
@@ -236,7 +236,7 @@ def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, kno
     return not known or 2 * silent >= knows or pulse_old_s >= _DEAD_S
 
 
-class Outlook:
+class LeaderView:
     """What one process leaves and sees.
 
     Parameters
@@ -255,14 +255,16 @@ class Outlook:
         self._book, self._clock = book, clock
         self._name = _name_of(name) if name else PULSE
         self._by, self._beat = secrets.token_hex(8), 0
-        self._seen: dict[str, tuple[Sign, float, bool]] = {}
+        self._seen: dict[str, tuple[Heartbeat, float, bool]] = {}
         """Each sign, when it was first seen so, and whether it was ever seen to change."""
         self._looked = -LOOK_S
 
     def leave(self, hears: int = 0, knows: int = 0) -> None:
         """Leave a sign: of a launcher, that it hears no controller; see `LeaderRecord.sign`."""
         self._beat += 1
-        self._book.sign(self._name, Sign(by=self._by, beat=self._beat, hears=hears, knows=knows))
+        self._book.sign(
+            self._name, Heartbeat(by=self._by, beat=self._beat, hears=hears, knows=knows)
+        )
 
     def look(self) -> None:
         """See what has changed; see `LeaderRecord.signs`."""

@@ -19,13 +19,13 @@ from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import (
     Beat,
     Begin,
-    Bye,
-    Echo,
+    Envelope,
     FenceNow,
     Hosting,
+    LeaseRenewal,
     NodeUp,
-    Said,
     SaidEvent,
+    Shutdown,
     Taken,
     Timed,
     ToNode,
@@ -62,8 +62,8 @@ class NodeLink:
     up
         Returns what the node is now; called before each beat.
     orders
-        Is given what the controller wants, except `Echo` and `Taken`, in this order; it must return
-        soon. An order may come twice. After `Bye` nothing follows and the link ends.
+        Receives what the controller wants, except `LeaseRenewal` and `Taken`, in this order; it
+        must return soon. An order may come twice. `Shutdown` is the last order: the link ends.
     beat_s
         Between two beats.
     lease_s
@@ -96,9 +96,9 @@ class NodeLink:
         self._life = self._spoken_to = ""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, int], Said | Hosting | Timed] = {}
+        self._kept: dict[tuple[str, int], Envelope | Hosting | Timed] = {}
         """What is sent again, by type and generation, in its order."""
-        self._unsent: list[Said | Hosting | Timed] = []
+        self._unsent: list[Envelope | Hosting | Timed] = []
         self._numbers = self._acknowledged = self._beats = 0
         self._sent_at: dict[int, float] = {}
         self._lease_until = 0.0
@@ -130,12 +130,12 @@ class NodeLink:
         and generation only the newest counts.
         """
         with self._lock:
-            said: Said | Hosting | Timed
+            said: Envelope | Hosting | Timed
             if isinstance(event, Hosting | Timed):
                 said = event
             else:
                 self._numbers += 1
-                said = Said(event=event, number=self._numbers)
+                said = Envelope(event=event, number=self._numbers)
             key = (type(event).__name__, getattr(event, "generation", -1))
             self._kept.pop(key, None)
             self._kept[key] = said
@@ -213,7 +213,7 @@ class NodeLink:
 
     @property
     def alive(self) -> bool:
-        """Whether it still does its work: false after `Bye`, `close`, or a failure of a callback.
+        """Whether it still works: false after `Shutdown`, `close`, or a failure of a callback.
 
         A callback's exception ends the link and is reported through `threading.excepthook`.
         """
@@ -335,7 +335,7 @@ class NodeLink:
     def _take(self, message: ToNode) -> None:
         if self._ended:
             return
-        if isinstance(message, Echo):
+        if isinstance(message, LeaseRenewal):
             self._echo(message)
             return
         if isinstance(message, Taken):
@@ -344,10 +344,10 @@ class NodeLink:
             )
         if isinstance(message, FenceNow | Begin):
             self._pass(message.generation)
-        self._ended = isinstance(message, Bye)
+        self._ended = isinstance(message, Shutdown)
         self._orders(message)
 
-    def _echo(self, echo: Echo) -> None:
+    def _echo(self, echo: LeaseRenewal) -> None:
         with self._lock:
             self._acknowledged = max(self._acknowledged, echo.heard)
         sent = self._sent_at.pop(echo.number, None)

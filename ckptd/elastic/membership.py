@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.elastic.placement import Coordinate, NodeSlot, Place
+from ckptd.elastic.placement import Coordinate, NodeSlot, SlotPosition
 from ckptd.elastic.policy import Shape
 from ckptd.errors import CorruptError
 
@@ -102,7 +102,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = json_decoder(Record)
 
 
-def members_of(places: Sequence[Place]) -> tuple[Member, ...]:
+def members_of(places: Sequence[SlotPosition]) -> tuple[Member, ...]:
     """Return the members of a choice's places."""
     return tuple(Member(p.slot.node, p.slot.number, *p.at) for p in places)
 

@@ -401,12 +401,12 @@ class Refuse(Action, frozen=True, kw_only=True, tag=True):
 
 
 SaidEvent = Left | Ended | Fenced | Loaded | Progress | Saved | Broken | Notice
-"""What a node says with `Said`."""
+"""What a node says with `Envelope`."""
 DoneEvent = Order | Suspected | Notice
-"""What an operator says with `Do`."""
+"""What an operator says with `OperatorCommand`."""
 
 EXIT_CODES = {"done": 0, "requeue": 75, "no-nodes": 76, "no-progress": 77, "stopped": 130}
-"""What a launcher ends with, by the kind of `Bye`."""
+"""What a launcher ends with, by the kind of `Shutdown`."""
 
 
 def exit_code(kind: str, worker: int = 0) -> int:
@@ -426,7 +426,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     Attributes
     ----------
     number
-        Rises with each beat of a link; `Echo` repeats it.
+        Rises with each beat of a link; `LeaseRenewal` repeats it.
     up
         What the node is now.
     """
@@ -435,7 +435,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     up: NodeUp
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class Envelope(msgspec.Struct, frozen=True, tag=True):
     """Something happened on a node. It is repeated on each new connection, in the same order.
 
     Attributes
@@ -443,7 +443,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
     event
         What; where it names a node, that of the connection.
     number
-        Rises with each event of a link; `Echo.heard` acknowledges it.
+        Rises with each event of a link; `LeaseRenewal.heard` acknowledges it.
     """
 
     event: SaidEvent
@@ -478,7 +478,7 @@ class Timed(msgspec.Struct, frozen=True, tag=True):
 # --- controller to node ---------------------------------------------------------------------------
 
 
-class Echo(msgspec.Struct, frozen=True, tag=True):
+class LeaseRenewal(msgspec.Struct, frozen=True, tag=True):
     """A beat was heard; the lease counts from when that beat was sent.
 
     Attributes
@@ -514,7 +514,7 @@ class FenceNow(msgspec.Struct, frozen=True, tag=True):
     level: _Count = 1
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class RankAssignment(msgspec.Struct, frozen=True, array_like=True):
     """One rank of a node: its slot, its rank and its place."""
 
     slot: _Count
@@ -554,7 +554,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     nodes: _Count
     node_rank: _Count
-    seats: tuple[Seat, ...]
+    seats: tuple[RankAssignment, ...]
     world: _Count
     hosts_store: bool = False
     mttr_s: float = 0.0
@@ -581,7 +581,7 @@ class DaemonAt(msgspec.Struct, frozen=True, tag=True):
     url: _Url
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True):
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The job has ended, or goes on without this launcher: kill what runs, and end.
 
     Attributes
@@ -642,7 +642,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     url: _Url
 
 
-class Do(msgspec.Struct, frozen=True, tag=True):
+class OperatorCommand(msgspec.Struct, frozen=True, tag=True):
     """Take in an event of an operator; `Answer` follows once it was decided upon."""
 
     number: _Count
@@ -740,7 +740,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address, life
         Of the controller: ``HOST:PORT``, and which life of it this is.
     ended
-        How the job ended: the kind of `Bye`; empty while it goes on.
+        How the job ended: the kind of `Shutdown`; empty while it goes on.
     relaunch, relaunch_generation
         Nodes whose launchers were last wanted to be started anew (level 2), and the generation that
         waits for them; 0 if that never was.
@@ -856,9 +856,9 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 
 # --- who says what --------------------------------------------------------------------------------
 
-FromNode = Beat | Said | Hosting | Timed
-ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Bye | Taken
-FromOperator = Ask | Subscribe | Do | Announce
+FromNode = Beat | Envelope | Hosting | Timed
+ToNode = LeaseRenewal | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Shutdown | Taken
+FromOperator = Ask | Subscribe | OperatorCommand | Announce
 ToOperator = Status | Answer
 
 FromWorker = Attach | Mark | Loaded | Progress | Saved | Out | Broken | Done

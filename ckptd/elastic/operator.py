@@ -14,9 +14,9 @@ from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import (
     Answer,
     Ask,
-    Do,
     DoneEvent,
     Notice,
+    OperatorCommand,
     Order,
     Status,
     Subscribe,
@@ -147,12 +147,12 @@ class OperatorLink:
             connection.release()
 
     def _do(self, event: DoneEvent) -> Answer:
-        answer = self._call(lambda number: Do(number=number, event=event), once=True)
+        answer = self._call(lambda number: OperatorCommand(number=number, event=event), once=True)
         if not isinstance(answer, Answer):
             raise self._nobody(answer)
         return answer
 
-    def _call(self, request: Callable[[int], Ask | Do], *, once: bool = False) -> Any:
+    def _call(self, request: Callable[[int], Ask | OperatorCommand], *, once: bool = False) -> Any:
         end = time.monotonic() + self._timeout_s
         with self._lock:
             while True:

@@ -37,7 +37,7 @@ class NodeSlot(msgspec.Struct, frozen=True, order=True):
     held: Coordinate | None = None
 
 
-class Place(msgspec.Struct, frozen=True):
+class SlotPosition(msgspec.Struct, frozen=True):
     """A slot's new place.
 
     Attributes
@@ -74,7 +74,7 @@ def units(slots: Sequence[NodeSlot], tp: int) -> int:
 
 def place(
     slots: Sequence[NodeSlot], pp: int, dp: int, tp: int, *, keep: bool
-) -> tuple[tuple[Place, ...], tuple[NodeSlot, ...]]:
+) -> tuple[tuple[SlotPosition, ...], tuple[NodeSlot, ...]]:
     """Return who takes which place, in the order of ranks, and who is left over.
 
     Whole groups keep their stage and replica where those still exist; groups of replicas that are
@@ -103,7 +103,7 @@ def place(
             source = next(stage for stage in (hole[0], _SPARE, *others) if free[stage])
             taken[hole] = free[source].popleft()
     places = [
-        Place(slot, Coordinate(p, d, t), keep and _holds(slot, p, t))
+        SlotPosition(slot, Coordinate(p, d, t), keep and _holds(slot, p, t))
         for p, d in wanted
         for t, slot in enumerate(taken[p, d].slots)
     ]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ckptd.elastic.placement import NodeSlot, Place, place, units
+from ckptd.elastic.placement import NodeSlot, SlotPosition, place, units
 from ckptd.errors import RefusedError, UsageError
 
 
@@ -154,7 +154,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     shape: Shape
-    places: tuple[Place, ...]
+    places: tuple[SlotPosition, ...]
     parked: tuple[NodeSlot, ...]
     moves: int
     why: tuple[str, ...]
@@ -249,7 +249,7 @@ def _judged(
 
 def _placed(
     slots: Sequence[NodeSlot], shape: Shape, current: Shape
-) -> tuple[tuple[Place, ...], tuple[NodeSlot, ...]]:
+) -> tuple[tuple[SlotPosition, ...], tuple[NodeSlot, ...]]:
     keep = (shape.pp, shape.tp) == (current.pp, current.tp)
     return place(slots, shape.pp, shape.dp, shape.tp, keep=keep)
 

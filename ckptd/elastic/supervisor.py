@@ -55,7 +55,7 @@ class Outcome:
     Attributes
     ----------
     kind
-        That of `ckptd.elastic.messages.Bye`; ``lost`` if it did not end in
+        That of `ckptd.elastic.messages.Shutdown`; ``lost`` if it did not end in
         `SupervisorSettings.stop_s` after the order.
     text
         For people.

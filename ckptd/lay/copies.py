@@ -18,7 +18,7 @@ from ckptd.base.grids.grid import Grid
 from ckptd.errors import MismatchError
 from ckptd.lay.agree import agreed
 from ckptd.lay.boxes import Run
-from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.meet import Meeting, every_meeting, meetings, piece_blocks
 from ckptd.lay.regions import BoxPart, BufferParts, box_parts, flat_parts
 from ckptd.lay.resolve import ALL, Bound, Tags
@@ -195,7 +195,7 @@ class Composition:
             numel += region.numel
         return TargetPlan(numel, _ordered(copies), tuple(fills))
 
-    def local(self, rank: int) -> Iterator[tuple[LaidTensor, TargetPlan]]:
+    def local(self, rank: int) -> Iterator[tuple[BoundTensor, TargetPlan]]:
         """Yield everything that a rank of the target holds, and how it is filled.
 
         Raises
@@ -206,7 +206,7 @@ class Composition:
         for tensor in local_tensors(self.target, rank):
             yield tensor, self.local_tensor(rank, tensor)
 
-    def local_tensor(self, rank: int, tensor: LaidTensor) -> TargetPlan:
+    def local_tensor(self, rank: int, tensor: BoundTensor) -> TargetPlan:
         """Plan one tensor or buffer of a rank.
 
         Raises

@@ -20,7 +20,7 @@ from ckptd.base.grids.grid import Axis, strides_of
 from ckptd.lay.copies import Composition, Group, gap
 from ckptd.lay.flats import flat_axis, shares
 from ckptd.lay.holders import HolderSet, choose, holders_of
-from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.meet import BlockStep, Crossing, Meeting, block, crossings, cut_flat
 from ckptd.lay.regions import BufferParts, box_parts
 from ckptd.lay.resolve import Ints
@@ -335,7 +335,7 @@ class Transfers:
 
     # --- taking ---------------------------------------------------------------------------------
 
-    def local(self, rank: int) -> Iterator[tuple[LaidTensor, LivePlan]]:
+    def local(self, rank: int) -> Iterator[tuple[BoundTensor, LivePlan]]:
         """Yield everything that a rank of the target holds, and how it is filled.
 
         Raises
@@ -346,7 +346,7 @@ class Transfers:
         for tensor in local_tensors(self.composition.target, rank):
             yield tensor, self.local_tensor(rank, tensor)
 
-    def local_tensor(self, rank: int, tensor: LaidTensor) -> LivePlan:
+    def local_tensor(self, rank: int, tensor: BoundTensor) -> LivePlan:
         """Plan one tensor or buffer of a rank of the target.
 
         Raises
@@ -364,7 +364,7 @@ class Transfers:
         return LivePlan(tensor.numel, tuple(ordered), fills)
 
     def shares(
-        self, rank: int, tensor: LaidTensor
+        self, rank: int, tensor: BoundTensor
     ) -> tuple[tuple[LiveShare, ...], tuple[Fill, ...]]:
         """Return what a tensor or buffer of a rank is filled with, and where nothing arrives.
 

@@ -31,7 +31,7 @@ class LocalPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class LaidTensor:
+class BoundTensor:
     """A tensor or a flat buffer that a rank holds.
 
     Attributes
@@ -58,7 +58,7 @@ class LaidTensor:
         return math.prod(self.shape)
 
 
-def local_tensors(form: StoredForm, rank: int) -> Iterator[LaidTensor]:
+def local_tensors(form: StoredForm, rank: int) -> Iterator[BoundTensor]:
     """Yield everything that a rank holds, state by state.
 
     Parameters
@@ -85,25 +85,25 @@ def local_tensors(form: StoredForm, rank: int) -> Iterator[LaidTensor]:
 
 def _plain(
     form: StoredForm, rule: int, indexes: tuple[int, ...], state: str, rank: int
-) -> LaidTensor:
+) -> BoundTensor:
     found = form.rules[rule]
     shape = found.local_shape(found.who(form.mesh.coordinates(rank)))
     name = form.name(found.local_name(indexes), state)
-    return LaidTensor(name, shape, state, (LocalPiece(rule, indexes, 0, math.prod(shape), 0),))
+    return BoundTensor(name, shape, state, (LocalPiece(rule, indexes, 0, math.prod(shape), 0),))
 
 
 def _share(
     form: StoredForm, flat: int, rule: int, indexes: tuple[int, ...], state: str, rank: int
-) -> LaidTensor:
+) -> BoundTensor:
     """A tensor that is flat for itself keeps its name."""
     lo, hi = _part(form, flat, form.packing.slot(flat, rule, indexes, state, rank).length, rank)
     numel = form.packing.numel((rule, indexes), form.mesh.coordinates(rank))
     piece = LocalPiece(rule, indexes, min(lo, numel), min(hi, numel), 0)
     name = form.name(form.rules[rule].local_name(indexes), state)
-    return LaidTensor(name, (hi - lo,), state, (piece,) if piece.hi > piece.lo else ())
+    return BoundTensor(name, (hi - lo,), state, (piece,) if piece.hi > piece.lo else ())
 
 
-def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Iterator[LaidTensor]:
+def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Iterator[BoundTensor]:
     """Yield a rank's part of its buffers, numbered over all flats."""
     first = 0
     for flat in flats:
@@ -120,7 +120,7 @@ def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Itera
                 pieces[row].append(LocalPiece(rule, indexes, lo, hi, at))
         for row, (length, found) in enumerate(zip(mine.lengths, pieces, strict=True)):
             name = form.buffer_name(flat, first + row, state, buffer.groups[row])
-            yield LaidTensor(name, (length,), state, tuple(found))
+            yield BoundTensor(name, (length,), state, tuple(found))
         first += len(mine.lengths)
 
 

@@ -239,7 +239,7 @@ def _scales(equation: Equation, name: Name) -> Iterator[Name]:
 
 
 @dataclass(frozen=True)
-class Undressed:
+class ParsedName:
     """A name in a checkpoint, taken apart.
 
     Attributes
@@ -274,20 +274,20 @@ class NameTemplates:
         self._states = sorted(found, key=lambda t: len(t[0]) + len(t[1]), reverse=True)
         self._params = _around(resolved.params)
 
-    def take(self, name: str) -> Undressed | None:
+    def take(self, name: str) -> ParsedName | None:
         """Return the parts of a name; None if it is neither a parameter's nor a state's."""
         for before, after, state, scalar, stored in self._states:
             if name.startswith(before) and name.endswith(after):
                 inner = name[len(before) : len(name) - len(after)]
                 whole = len(before) + len(after) < len(name)
                 if whole and self._layout.state_name(inner, stored) == name:
-                    return Undressed(inner, state, scalar)
+                    return ParsedName(inner, state, scalar)
         before, after = self._params
         if not (name.startswith(before) and name.endswith(after)):
             return None
-        return Undressed(name[len(before) : len(name) - len(after)])
+        return ParsedName(name[len(before) : len(name) - len(after)])
 
-    def take_any(self, name: str) -> Undressed | None:
+    def take_any(self, name: str) -> ParsedName | None:
         """Return the parts of a name that is spelled as a state's, also one that is not declared.
 
         The state has the name that it has in checkpoints.
@@ -295,7 +295,7 @@ class NameTemplates:
         for pattern in self._any_state:
             found = pattern.fullmatch(name)
             if found and self._layout.state_name(found["name"], found["state"]) == name:
-                return Undressed(found["name"], found["state"])
+                return ParsedName(found["name"], found["state"])
         return None
 
 

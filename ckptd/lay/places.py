@@ -27,7 +27,7 @@ def apart(mesh: MeshShape, first: str, second: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class MeshPositions:
     """All combinations of coordinates that ranks have on some mesh axes.
 
     Attributes

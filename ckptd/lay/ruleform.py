@@ -17,7 +17,7 @@ from ckptd.lay.boxes import DimBox, Sequence, restrict, sequence
 from ckptd.lay.held import Held, held, split_axes
 from ckptd.lay.indexes import IndexCut, index_cut, write_name
 from ckptd.lay.matching import stored_name
-from ckptd.lay.places import Places, apart
+from ckptd.lay.places import MeshPositions, apart
 from ckptd.lay.resolve import Equation, Ints, MeshShape, Resolved, Tags, ValueScope
 from ckptd.lay.syntax import Name, NameIndex, On
 
@@ -189,9 +189,9 @@ class RuleForm:
         return sum(c * self.mesh.strides[a] for a, c in fixed.items())
 
     @cached_property
-    def places(self) -> tuple[Places, ...]:
+    def places(self) -> tuple[MeshPositions, ...]:
         """For each dimension, the combinations of coordinates that cut it."""
-        return tuple(Places(self.mesh, split_axes(d)) for d in self.equation.dims)
+        return tuple(MeshPositions(self.mesh, split_axes(d)) for d in self.equation.dims)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:

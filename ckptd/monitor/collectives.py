@@ -169,7 +169,7 @@ class _LastReport:
     rows: Array
 
 
-class Book:
+class CallTable:
     """Adds up the increments of many sources. Reports must be newer than those before.
 
     Parameters

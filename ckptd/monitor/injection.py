@@ -94,7 +94,7 @@ def _guard() -> None:
             importlib.import_module("ckptd.elastic.torch.session.leaseguard").guard_steps()
             # A child of the zygote sees to that itself.
             if "ckptd.elastic.torch.session.zygote_child" not in sys.modules:
-                importlib.import_module("ckptd.elastic.lastwords").note_uncaught()
+                importlib.import_module("ckptd.elastic.exitreport").note_uncaught()
         except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
             _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)
 

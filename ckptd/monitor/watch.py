@@ -32,7 +32,7 @@ from ckptd.monitor.report import (
     selected,
 )
 from ckptd.monitor.ring import RecorderState
-from ckptd.monitor.rules.corruption import SumBook
+from ckptd.monitor.rules.corruption import SumTable
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
 from ckptd.monitor.rules.limits import Learned, learn, learn_cut_short
@@ -96,7 +96,7 @@ class JobWatch:
         self._over: tuple[Incident, ...] = ()
         self._evidence = WantedEvidence()
         self._pace = StepPace(self.settings.slow)
-        self._sums = SumBook()
+        self._sums = SumTable()
         self._gaps: list[Array] = []
         self._job = job_of((), {})
         self._names: dict[int, str] = {}

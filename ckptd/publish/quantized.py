@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import strides_of
 from ckptd.errors import MismatchError, UsageError
-from ckptd.lay.local import LaidTensor
+from ckptd.lay.local import BoundTensor
 from ckptd.lay.scales import local_scales, quantized_as
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import Affine, Quantized
@@ -42,8 +42,8 @@ class ScaleMemory(NamedTuple):
 
 
 def quantized_tensors(
-    form: StoredForm, tensors: Iterable[LaidTensor]
-) -> Iterator[tuple[LaidTensor, Quantized, str]]:
+    form: StoredForm, tensors: Iterable[BoundTensor]
+) -> Iterator[tuple[BoundTensor, Quantized, str]]:
     """Yield a rank's parameters that are quantized, what their rules say, and names of scales.
 
     Raises
@@ -100,7 +100,7 @@ class QuantizedTensor:
     """
 
     def __init__(
-        self, tensor: LaidTensor, said: Quantized, dtype: DType, scales: ScaleMemory
+        self, tensor: BoundTensor, said: Quantized, dtype: DType, scales: ScaleMemory
     ) -> None:
         self.dtype = dtype
         self._name = tensor.name

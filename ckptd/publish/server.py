@@ -5,7 +5,7 @@ is taken. On the same host it passes the memory itself to a worker; to other hos
 parts that a worker asks for. It outlives its rank for a while: a worker that pulls a version when
 the trainer is killed gets the rest of it.
 
-Rank 0's server is the leader: it keeps the `VersionBook`, and answers which version is the newest.
+Rank 0's server is the leader: it keeps the `VersionTable`, and answers which version is the newest.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from ckptd.publish.messages import (
     VersionWhole,
     most_listen_s,
 )
-from ckptd.publish.versions import VersionBook
+from ckptd.publish.versions import VersionTable
 
 U8 = NDArray[np.uint8]
 
@@ -150,7 +150,7 @@ class PublishServer:
         self._listening: list[socket.socket] = []
         self._unix = ""
         self._opening: Opening | None = None
-        self._book = VersionBook(2, 1.0)
+        self._book = VersionTable(2, 1.0)
 
     # --- the rank -------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class PublishServer:
 
     def _open(self, opening: Opening) -> None:
         self._opening = opening
-        self._book = VersionBook(opening.slots, opening.lease_s)
+        self._book = VersionTable(opening.slots, opening.lease_s)
         try:
             entry = self._listen(opening)
         except CkptdError as error:

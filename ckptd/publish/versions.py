@@ -48,7 +48,7 @@ class _Entry:
     holds: dict[object, float] = field(default_factory=dict)
 
 
-class VersionBook:
+class VersionTable:
     """The slots of a publisher, and who holds what. Thread-safe.
 
     Parameters

@@ -19,7 +19,7 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.bind import bind_sizes, bind_stored, from_stored
 from ckptd.lay.check import check, check_bound
 from ckptd.lay.copies import Composition, Copy, compose
-from ckptd.lay.local import LaidTensor
+from ckptd.lay.local import BoundTensor
 from ckptd.lay.matching import Matcher, NameTemplates
 from ckptd.lay.promise import PROMISES, Promise
 from ckptd.lay.regions import box_parts
@@ -53,7 +53,7 @@ from ckptd.reshard.changes import (
 from ckptd.reshard.dequantized import DEQUANTIZE
 from ckptd.reshard.plan import ChunkFeed, Feed, Take
 from ckptd.reshard.reading import ValueReader
-from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.source import SourceTensors, StockTensor
 from ckptd.types import Box, DType, dtype_of
 
 _LOGICAL = "float32"
@@ -193,7 +193,7 @@ class Composed:
         Further names of stored target parameters, by name.
     """
 
-    stock: Stock
+    stock: SourceTensors
     composition: Composition
     links: Sequence[TensorLink]
     dropped: Sequence[str] = ()
@@ -235,7 +235,7 @@ class Composed:
             raise _no_pairs(link.tensor.name, "a tensor that is padded")
         return ChunkFeed(tuple(takes), plan.fills)
 
-    def local_feed(self, rank: int, tensor: LaidTensor, dtype: DType) -> ChunkFeed:
+    def local_feed(self, rank: int, tensor: BoundTensor, dtype: DType) -> ChunkFeed:
         """Return what fills a tensor or buffer of a rank of the target.
 
         Raises
@@ -345,7 +345,7 @@ class Composed:
         return self._measured[name]
 
 
-def bind_to(source: Resolved, stock: Stock) -> Bound:
+def bind_to(source: Resolved, stock: SourceTensors) -> Bound:
     """Bind a layout to the tensors of a source.
 
     Raises
@@ -358,7 +358,7 @@ def bind_to(source: Resolved, stock: Stock) -> Bound:
 
 
 def compose_layouts(
-    source: Resolved, target: Resolved, stock: Stock, *, is_recut: bool = False
+    source: Resolved, target: Resolved, stock: SourceTensors, *, is_recut: bool = False
 ) -> Composed:
     """Combine two layouts over a source.
 
@@ -408,7 +408,7 @@ def compose_layouts(
     )
 
 
-def refuse_unread(source: Resolved, stock: Stock) -> None:
+def refuse_unread(source: Resolved, stock: SourceTensors) -> None:
     """Refuse a source with tensors of kinds that are not read, unless its layout drops them.
 
     Raises
@@ -425,12 +425,12 @@ def refuse_unread(source: Resolved, stock: Stock) -> None:
         raise unread_tensors(unread, "the source", hint + DEQUANTIZE)
 
 
-def apart_of(source: Resolved, stock: Stock) -> frozenset[str]:
+def apart_of(source: Resolved, stock: SourceTensors) -> frozenset[str]:
     """Return the tensors that the program of a source does not speak of."""
     return frozenset(seen.name for seen in from_stored(source, stock.shapes).unmatched)
 
 
-def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
+def _named_shapes(source: Resolved, stock: SourceTensors) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the source's tensors; further names that have a rule count as tensors.
 
     A program may name a tied weight by its other name only, or by both as if they were two.
@@ -459,7 +459,7 @@ def _is_copy(equation: Equation) -> bool:
 
 
 def _takes(
-    stock: Stock,
+    stock: SourceTensors,
     source: StockTensor,
     copy: Copy,
     change: Change | None,
@@ -502,7 +502,7 @@ def _both(take: Take, change: Change | None, where: str) -> Take:
     return replace(take, change=change)
 
 
-def _grid(stock: Stock, name: str) -> Grid:
+def _grid(stock: SourceTensors, name: str) -> Grid:
     found = stock.by_name.get(name)
     if found is None:
         raise MismatchError(
@@ -529,7 +529,7 @@ def _known_sizes(bound: Bound, target: Resolved) -> dict[str, int]:
     return {a: n for a, n in bound.sizes.items() if a not in target.sizes}
 
 
-def _dropped(source: Resolved, stock: Stock) -> list[str]:
+def _dropped(source: Resolved, stock: SourceTensors) -> list[str]:
     """Return the tensors that the source's layout leaves out on purpose."""
     if not source.drops:
         return []
@@ -577,7 +577,7 @@ def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:
 
 
 def _known_aliases(
-    aliases: Mapping[str, tuple[str, ...]], composition: Composition, stock: Stock
+    aliases: Mapping[str, tuple[str, ...]], composition: Composition, stock: SourceTensors
 ) -> dict[str, tuple[str, ...]]:
     """Return the further names, by name, that the source has as well, however it spells them."""
     here, there = _templates(composition.source), _templates(composition.target)
@@ -603,7 +603,7 @@ def _names_of(link: TensorLink, aliases: Mapping[str, tuple[str, ...]]) -> tuple
     return tuple(dict.fromkeys((*by_layout, *kept)))
 
 
-def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
+def _duplicates(composition: Composition, stock: SourceTensors) -> Iterator[Duplicate]:
     """Yield the tensors that the source has of its own, and calls copies of others."""
     form = composition.source
     twice = _with_itself(composition)
@@ -662,7 +662,7 @@ def _with_itself(composition: Composition) -> Composition:
 
 
 def _copied(
-    composition: Composition, stock: Stock, key: TensorKey, mine: StockTensor, piece: int
+    composition: Composition, stock: SourceTensors, key: TensorKey, mine: StockTensor, piece: int
 ) -> ChunkFeed:
     """Return what a piece of a copy would be, out of what it copies."""
     takes = []
@@ -735,13 +735,13 @@ def _lost_parts(composition: Composition, links: Sequence[TensorLink]) -> list[s
 # --- links --------------------------------------------------------------------------------------
 
 
-def _links(composition: Composition, stock: Stock) -> list[TensorLink]:
+def _links(composition: Composition, stock: SourceTensors) -> list[TensorLink]:
     keys = composition.target.keys()
     found = (link_of(composition, stock, key) for key in keys)
     return [link for link in found if link is not None]
 
 
-def link_of(composition: Composition, stock: Stock, key: TensorKey) -> TensorLink | None:
+def link_of(composition: Composition, stock: SourceTensors, key: TensorKey) -> TensorLink | None:
     """Return where a tensor of the target comes from; None when the source has nothing of it.
 
     Raises
@@ -754,7 +754,7 @@ def link_of(composition: Composition, stock: Stock, key: TensorKey) -> TensorLin
 
 
 def _sources(
-    composition: Composition, stock: Stock, key: TensorKey
+    composition: Composition, stock: SourceTensors, key: TensorKey
 ) -> dict[TensorKey, StockTensor]:
     """Return the source tensors of a target tensor; none when the source has none of them."""
     found: dict[TensorKey, StockTensor] = {}
@@ -868,7 +868,7 @@ def _no_pairs(where: str, found: str) -> MismatchError:
     )
 
 
-def _in_elements(source: Resolved, stock: Stock) -> Stock:
+def _in_elements(source: Resolved, stock: SourceTensors) -> SourceTensors:
     """Return a source as its layout counts it: tensors with two elements in a byte are longer."""
     matcher, templates = Matcher(source, stored=True), NameTemplates(source)
     tensors = []
@@ -904,7 +904,9 @@ def _is_scaled(values: Values | None, where: str, *, is_plain: bool) -> bool:
     return True
 
 
-def _check_quantized(composition: Composition, stock: Stock, links: Sequence[TensorLink]) -> None:
+def _check_quantized(
+    composition: Composition, stock: SourceTensors, links: Sequence[TensorLink]
+) -> None:
     """Quantized values are of the type that the rule says, and their scales are numbers.
 
     Bytes of two values, or of exponents, would be taken for numbers else.
@@ -944,7 +946,7 @@ def _check_quantized(composition: Composition, stock: Stock, links: Sequence[Ten
 
 
 def _check_all_fed(
-    composition: Composition, stock: Stock, links: Sequence[TensorLink], dropped: set[str]
+    composition: Composition, stock: SourceTensors, links: Sequence[TensorLink], dropped: set[str]
 ) -> None:
     """Every tensor of the source goes somewhere, or is left out by a rule of its layout."""
     fed = {s.name for link in links for s in link.sources.values()} | dropped

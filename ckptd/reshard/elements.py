@@ -49,7 +49,7 @@ class FoundElements(NamedTuple):
     axes: Mapping[str, I64]
 
 
-class Placed(NamedTuple):
+class Positioned(NamedTuple):
     """Where elements of a logical tensor stand by a rule.
 
     Attributes
@@ -212,7 +212,7 @@ def find(
 
 def place(
     equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: ValueScope, at: At = None
-) -> Placed:
+) -> Positioned:
     """Return where logical elements stand in the tensors of a rule.
 
     Parameters
@@ -245,7 +245,7 @@ def place(
         positions = _inner(positions, column, extent(dim, scope, at))
     here = positions >= 0
     names = [p.axis for p in equation.name.parts if isinstance(p, NameIndex) and p.axis in mine]
-    return Placed(which[here], {a: mine[a][here] for a in names}, positions[here])
+    return Positioned(which[here], {a: mine[a][here] for a in names}, positions[here])
 
 
 class FollowedElements(NamedTuple):

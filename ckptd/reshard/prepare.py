@@ -41,7 +41,7 @@ from ckptd.reshard.layouts import (
 from ckptd.reshard.plan import Target
 from ckptd.reshard.reading import BlockCache, bytes_wanted
 from ckptd.reshard.reports import Costs, Proved, RuleReport, SourceProgram
-from ckptd.reshard.source import Stock, in_section
+from ckptd.reshard.source import SourceTensors, in_section
 from ckptd.reshard.target import Assembled, assemble_target
 from ckptd.reshard.verify import Expected, expect
 
@@ -62,7 +62,7 @@ class Prepared:
         Which program the source is read with, and what its own says of that.
     """
 
-    stock: Stock
+    stock: SourceTensors
     source: LayoutProgram
     target: LayoutProgram
     assembled: Assembled
@@ -79,7 +79,7 @@ class Prepared:
         return f"{self.stock.identity}\n{self.source.text}\n{self.target.text}"
 
 
-def source_program(stock: Stock, given: LayoutProgram | None) -> LayoutProgram:
+def source_program(stock: SourceTensors, given: LayoutProgram | None) -> LayoutProgram:
     """Return the source's program: the one given, the one it keeps, or one made from its names.
 
     What a reader of foreign files made of hints counts as kept.
@@ -89,7 +89,7 @@ def source_program(stock: Stock, given: LayoutProgram | None) -> LayoutProgram:
     return _kept(stock) if stock.lay else inferred(stock)
 
 
-def inferred(stock: Stock, *, has_sections: bool = True) -> LayoutProgram:
+def inferred(stock: SourceTensors, *, has_sections: bool = True) -> LayoutProgram:
     """Return the program that the names of a source make.
 
     Parameters
@@ -101,7 +101,7 @@ def inferred(stock: Stock, *, has_sections: bool = True) -> LayoutProgram:
     return infer(stock.shapes, has_sections=sections, objects=stock.objects)
 
 
-def section_of(stock: Stock, section: str) -> Stock:
+def section_of(stock: SourceTensors, section: str) -> SourceTensors:
     """Return what a source has below a name, without it; raises as `in_section`.
 
     Its program is kept where that speaks of parameters below the name.
@@ -118,7 +118,7 @@ def section_of(stock: Stock, section: str) -> Stock:
     return in_section(stock, section, lay)
 
 
-def apart_from(stock: Stock, source: LayoutProgram) -> Stock:
+def apart_from(stock: SourceTensors, source: LayoutProgram) -> SourceTensors:
     """Return a source that holds what its own program does not speak of as it is.
 
     What a user, or a hint, says is meant to be of everything.
@@ -128,7 +128,7 @@ def apart_from(stock: Stock, source: LayoutProgram) -> Stock:
     return replace(stock, apart=stock.apart | apart_of(source.resolve(), stock))
 
 
-def _kept(stock: Stock) -> LayoutProgram:
+def _kept(stock: SourceTensors) -> LayoutProgram:
     return _read_kept(stock.lay, stock.step, stock.world, own=not stock.hinted)
 
 
@@ -151,7 +151,7 @@ def _read_kept(text: str, step: int, world: int, *, own: bool) -> LayoutProgram:
 
 
 def prepare(
-    stock: Stock,
+    stock: SourceTensors,
     source: LayoutProgram,
     target: LayoutProgram,
     *,
@@ -228,7 +228,9 @@ def prepare(
     return Prepared(stock, source, target, assembled, read_with)
 
 
-def _live(stock: Stock, source: LayoutProgram, target: LayoutProgram) -> LayoutProgram | None:
+def _live(
+    stock: SourceTensors, source: LayoutProgram, target: LayoutProgram
+) -> LayoutProgram | None:
     """Return how a job holds a model that files have otherwise, as their ``config.json`` says.
 
     None where the recipe gives no names of a job's state: then files' own names stay.
@@ -247,7 +249,7 @@ LIVE = "live."
 
 
 def _check_recognised(
-    stock: Stock, source: Resolved, target: Resolved, dropped: Sequence[str]
+    stock: SourceTensors, source: Resolved, target: Resolved, dropped: Sequence[str]
 ) -> None:
     """Refuse to rename states as though they were parameters; none matters that is dropped.
 
@@ -277,7 +279,7 @@ def _check_recognised(
     )
 
 
-def _section_of(state: str, stock: Stock) -> str:
+def _section_of(state: str, stock: SourceTensors) -> str:
     """Return the section in which names tell whose a state is; "" for none."""
     *above, _ = state.split(".")
     for depth in range(1, len(above) + 1):
@@ -291,7 +293,7 @@ def _section_of(state: str, stock: Stock) -> str:
 
 
 def _fitting_hint(
-    stock: Stock, source: LayoutProgram, rules: Sequence[str], *, is_recipe: bool
+    stock: SourceTensors, source: LayoutProgram, rules: Sequence[str], *, is_recipe: bool
 ) -> SourceProgram | None:
     """Say how the program that a reader made of hints fits; None where another one is used.
 
@@ -329,7 +331,7 @@ def _fitting_hint(
 
 
 def _checked(
-    stock: Stock, source: LayoutProgram, used: Bound, rules: Sequence[str], *, allowed: bool
+    stock: SourceTensors, source: LayoutProgram, used: Bound, rules: Sequence[str], *, allowed: bool
 ) -> SourceProgram:
     """Compare the source's program with the one that the source keeps."""
     if not stock.lay:
@@ -360,7 +362,7 @@ def _checked(
     )
 
 
-def _fitting(stock: Stock, changed: LayoutProgram, kept: LayoutProgram) -> Bound:
+def _fitting(stock: SourceTensors, changed: LayoutProgram, kept: LayoutProgram) -> Bound:
     """Bind the kept program, with the user's sizes where they fit the source."""
     try:
         return bind_to(changed.resolve(), stock)

@@ -41,7 +41,7 @@ from ckptd.readers.hints import config_hints
 from ckptd.reshard.buckets import Bucket, check_bounds, join_buckets, place_pieces
 from ckptd.reshard.plan import ChunkFeed, Take
 from ckptd.reshard.reading import ValueReader
-from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.source import SourceTensors, StockTensor
 from ckptd.store.base import Store
 from ckptd.types import DType
 
@@ -369,7 +369,7 @@ def _open(store: Store, layout: Resolved, step: int) -> _Opened:
     )
 
 
-def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
+def open_ranks(store: Store, layout: Resolved, step: int) -> SourceTensors:
     """Describe the files of ranks as the stored tensors that a layout makes of them.
 
     Parameters
@@ -674,12 +674,14 @@ def _held(
         yield key, local.place(pieces), local
 
 
-def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity: str) -> Stock:
+def _stock(
+    ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity: str
+) -> SourceTensors:
     tensors = []
     for number, (name, key) in enumerate(ranks.keys.items()):
         tensor = ranks.form.tensor(*key)
         tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
-    return Stock(
+    return SourceTensors(
         ranks.source,
         identity=identity,
         tensors=tensors,

@@ -40,7 +40,7 @@ class StockTensor:
     Attributes
     ----------
     number
-        Its number in the manifest of `Stock.source`.
+        Its number in the manifest of `SourceTensors.source`.
     encoded
         Whether it holds an encoded object.
     ranks
@@ -61,7 +61,7 @@ class StockTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Stock:
+class SourceTensors:
     """A source, described.
 
     Attributes
@@ -153,7 +153,7 @@ class Stock:
         return {n: np.ascontiguousarray(found[n]).tobytes() for n in names}
 
 
-def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
+def open_own(reader: CkptdReader, *, dequantize: bool = False) -> SourceTensors:
     """Describe a checkpoint; the caller holds a lease on it.
 
     Parameters
@@ -193,7 +193,7 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
     ]
     witness, note = _witness(reader)
     about = about_foreign(manifest)
-    return Stock(
+    return SourceTensors(
         reader.places,
         identity=f"{manifest.step} {reader.commit.manifest_digest}",
         tensors=tensors,
@@ -217,7 +217,7 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> Stock:
     )
 
 
-def in_section(stock: Stock, section: str, lay: str) -> Stock:
+def in_section(stock: SourceTensors, section: str, lay: str) -> SourceTensors:
     """Return what a source has below a name, without it.
 
     Parameters

@@ -34,7 +34,7 @@ from ckptd.lay.scales import overall_scale, quantized_as, scale_tensor
 from ckptd.reshard.compose import Composed, TensorLink, not_plain
 from ckptd.reshard.groups import Renames, are_torchs, gathered, groups_name, renamed
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
-from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.source import SourceTensors, StockTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,7 +395,7 @@ class Carried:
 
 
 def carry_objects(
-    stock: Stock,
+    stock: SourceTensors,
     world: int,
     groups: Mapping[str, tuple[str, Renames]],
     declared: Mapping[str, str],
@@ -448,7 +448,7 @@ def carry_objects(
 # --- per-rank values ----------------------------------------------------------------------------
 
 
-def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> list[bytes]:
+def _changed(stock: SourceTensors, entry: ObjectEntry, on_change: str, world: int) -> list[bytes]:
     """Return what each rank of another world gets."""
     if on_change == "error":
         raise MismatchError(

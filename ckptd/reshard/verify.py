@@ -31,7 +31,7 @@ from ckptd.reshard.compose import Composed, Duplicate, TensorLink
 from ckptd.reshard.elements import follow
 from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.reading import ValueReader
-from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.source import SourceTensors, StockTensor
 from ckptd.types import DType
 
 I64 = NDArray[np.int64]
@@ -287,7 +287,7 @@ def _sorted(rows: list[_Row]) -> Expected:
     )
 
 
-def _own(stock: Stock, tensor: StockTensor, grid: Grid) -> Feed:
+def _own(stock: SourceTensors, tensor: StockTensor, grid: Grid) -> Feed:
     """Return the feed of a copy itself, cut as it is made of the original."""
     whole = recut(tensor.number, tensor.grid, grid)
     locate = stock.locate
@@ -302,7 +302,7 @@ def _own(stock: Stock, tensor: StockTensor, grid: Grid) -> Feed:
     return feed
 
 
-def check_duplicates(stock: Stock, found: Sequence[Duplicate]) -> None:
+def check_duplicates(stock: SourceTensors, found: Sequence[Duplicate]) -> None:
     """Compare copies with what they copy, in bounded memory.
 
     Raises
@@ -314,7 +314,7 @@ def check_duplicates(stock: Stock, found: Sequence[Duplicate]) -> None:
         _check(stock, one)
 
 
-def _check(stock: Stock, one: Duplicate) -> None:
+def _check(stock: SourceTensors, one: Duplicate) -> None:
     entry = one.tensor
     dtype = entry.dtype
     own, made = (

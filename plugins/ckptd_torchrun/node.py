@@ -18,7 +18,6 @@ from typing import Protocol
 
 from ckptd.elastic.launchers import (
     Begin,
-    Bye,
     Ended,
     FenceNow,
     Hosting,
@@ -28,6 +27,7 @@ from ckptd.elastic.launchers import (
     SaidEvent,
     Saved,
     SaveNow,
+    Shutdown,
     StoreAt,
     Timed,
     ToNode,
@@ -76,10 +76,10 @@ class JobOver(Exception):
     Attributes
     ----------
     kind, text, code
-        See `ckptd.elastic.messages.Bye`.
+        See `ckptd.elastic.messages.Shutdown`.
     """
 
-    def __init__(self, bye: Bye) -> None:
+    def __init__(self, bye: Shutdown) -> None:
         super().__init__(bye.text)
         self.kind, self.text, self.code = bye.kind, bye.text, bye.code
 
@@ -117,7 +117,7 @@ class TorchrunNode:
         self._fence_at = -math.inf
         self._lapsed = False
         self._store: StoreAt | None = None
-        self._bye: Bye | None = None
+        self._bye: Shutdown | None = None
         self._save: SaveNow | None = None
         self._closed = False
         self._minder = threading.Thread(target=self._mind, name="ckptd-node", daemon=True)
@@ -165,7 +165,7 @@ class TorchrunNode:
                     self._store = order
                 case SaveNow():
                     self._save = order
-                case Bye():
+                case Shutdown():
                     self._bye, self._fence_at = order, time.monotonic()
             if self._inside:
                 self._say_fenced()

@@ -17,7 +17,6 @@ from typing import Any
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import (
     Begin,
-    Bye,
     Ended,
     Fenced,
     FenceNow,
@@ -27,6 +26,7 @@ from ckptd.elastic.messages import (
     Progress,
     Saved,
     SaveNow,
+    Shutdown,
     Status,
     StoreAt,
     ToNode,
@@ -149,7 +149,7 @@ class PretendedNode:
         self.orders: list[ToNode] = []
         self.begins: list[Begin] = []
         self.stores: list[StoreAt] = []
-        self.bye: Bye | None = None
+        self.bye: Shutdown | None = None
         self.step = 0
         self.link = NodeLink(
             addresses, job, secret.encode(), self.up, self.take, beat_s=beat_s, seated=seated
@@ -177,7 +177,7 @@ class PretendedNode:
                 self.stores.append(order)
             elif isinstance(order, SaveNow) and order.generation == self.running:
                 self.link.tell(Saved(generation=order.generation, step=self.step))
-            elif isinstance(order, Bye):
+            elif isinstance(order, Shutdown):
                 self.bye = order
 
     def _fence(self, order: FenceNow) -> None:

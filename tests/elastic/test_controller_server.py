@@ -17,7 +17,7 @@ from ckptd.base.net.address import parse_address
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE, dial
-from ckptd.elastic.messages import Beat, Echo, Left, NodeUp, Said, ToNode
+from ckptd.elastic.messages import Beat, Envelope, LeaseRenewal, Left, NodeUp, ToNode
 from ckptd.errors import RefusedError, StoreError
 from tests.elastic.controlled import SECRET, ControllerProcess, controlled, pretended, status_when
 from tests.processes import PATIENCE_S, until
@@ -157,7 +157,7 @@ def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
         about = {"job": "j", "role": "node", "name": "twice"}
         greet_server(connection, KEY, PURPOSE, wait_s=PATIENCE_S, about=about)
         connection.send(beat("twice"))
-        until(lambda: any(isinstance(m, Echo) for m in connection.take(TO_NODE, 1.0)))
+        until(lambda: any(isinstance(m, LeaseRenewal) for m in connection.take(TO_NODE, 1.0)))
         recorded.sendall(said[-1])
         assert is_closed(recorded)
     with plain(controller) as sock:
@@ -166,7 +166,7 @@ def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
 
 
 def test_a_node_that_speaks_for_another_is_hung_up_on(controller: ControllerProcess) -> None:
-    for message in (beat("n1"), Said(event=Left(node="n1"), number=1)):
+    for message in (beat("n1"), Envelope(event=Left(node="n1"), number=1)):
         with shaken(controller, "liar") as (connection, sock):
             connection.send(message)
             assert is_closed(sock)

@@ -12,9 +12,9 @@ from ckptd.elastic.leader import (
     FOLDER,
     LOOK_S,
     SIGNS,
+    Heartbeat,
     LeaderRecord,
-    Outlook,
-    Sign,
+    LeaderView,
     may_stand_in,
     stand_in_pause_s,
 )
@@ -91,9 +91,9 @@ def check_book(book: LeaderRecord) -> None:
     assert book.signs() == {}
     for beat in (1, 2):
         for name in ("pulse", "silent-a"):
-            book.sign(name, Sign(by="x", beat=beat, hears=3, knows=4))
+            book.sign(name, Heartbeat(by="x", beat=beat, hears=3, knows=4))
     assert book.signs() == {
-        name: Sign(by="x", beat=2, hears=3, knows=4) for name in ("pulse", "silent-a")
+        name: Heartbeat(by="x", beat=2, hears=3, knows=4) for name in ("pulse", "silent-a")
     }
     assert book.newest() is None  # a sign is no seat
     book.take(0, "h:1", "a")
@@ -136,8 +136,8 @@ def test_without_a_pulse_half_of_the_nodes_or_patience_suffice() -> None:
 
 def test_signs_are_fresh_by_their_changing(tmp_path: Path) -> None:
     seat, clock = LeaderRecord(open_store(tmp_path)), Clock()
-    controller = Outlook(seat, clock=clock)
-    a, b, gone = (Outlook(seat, name, clock) for name in ("a", "b", "gone"))
+    controller = LeaderView(seat, clock=clock)
+    a, b, gone = (LeaderView(seat, name, clock) for name in ("a", "b", "gone"))
     gone.leave()
     controller.leave(2, 3)
     for _ in range(10):
@@ -162,6 +162,6 @@ def test_signs_are_fresh_by_their_changing(tmp_path: Path) -> None:
 
 
 def test_a_place_without_signs_is_nobodys(tmp_path: Path) -> None:
-    outlook = Outlook(LeaderRecord(open_store(tmp_path)), "a", Clock())
+    outlook = LeaderView(LeaderRecord(open_store(tmp_path)), "a", Clock())
     outlook.say_silent()
     assert outlook.may_stand_in(known=True)

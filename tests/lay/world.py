@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptd.lay.copies import TargetPlan
-from ckptd.lay.local import LaidTensor
+from ckptd.lay.local import BoundTensor
 from ckptd.lay.resolve import Bound, resolve
 from ckptd.lay.stored import StoredForm, StoredTensor
 from ckptd.lay.syntax import parse
@@ -87,7 +87,7 @@ def piece_elements(form: StoredForm, tensor: StoredTensor, piece: int) -> Elemen
     return flat if found.flat is None else flat[slice(*found.flat)]
 
 
-def local_elements(form: StoredForm, tensor: LaidTensor, rank: int) -> Elements:
+def local_elements(form: StoredForm, tensor: BoundTensor, rank: int) -> Elements:
     """Return the elements of a tensor or buffer of a rank, row-major."""
     out = np.full(tensor.numel, 0.0, dtype=object)
     for p in tensor.pieces:

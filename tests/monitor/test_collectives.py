@@ -12,7 +12,7 @@ from ckptd.monitor.collectives import (
     CALLS,
     COLLECTIVE,
     OTHER,
-    Book,
+    CallTable,
     Key,
     Outbox,
     Totals,
@@ -31,7 +31,7 @@ def calls(number: float) -> Array:
     return out
 
 
-def counted(book: Book) -> dict[Key, float]:
+def counted(book: CallTable) -> dict[Key, float]:
     keys, values, _ = book.read()
     return dict(zip(keys, values[:, CALLS].tolist(), strict=True))
 
@@ -40,7 +40,7 @@ def counted(book: Book) -> dict[Key, float]:
 def test_nothing_is_missed_or_counted_twice(seed: int) -> None:
     """Through a forwarder, with sheets and answers lost on both ways, to a daemon that stays."""
     rng = random.Random(seed)
-    made, passed, end = Totals(8), Book(), Book()
+    made, passed, end = Totals(8), CallTable(), CallTable()
     ways = [(Outbox(made), passed, "agent"), (Outbox(passed.totals), end, "forwarder")]
     taken, truth = [0, 0], dict[Key, float]()
     for number in range(1, 60):
@@ -63,7 +63,7 @@ def test_nothing_is_missed_or_counted_twice(seed: int) -> None:
 
 
 def test_who_comes_new_is_not_told_what_others_took() -> None:
-    made, first, second = Totals(8), Book(), Book()
+    made, first, second = Totals(8), CallTable(), CallTable()
     outbox = Outbox(made)
     made.add([KEY], calls(5))
     rows, after = outbox.take(1, 0)
@@ -84,7 +84,7 @@ def test_keys_beyond_the_bound_are_one() -> None:
 
 
 def test_recent_is_what_came_lately() -> None:
-    book = Book()
+    book = CallTable()
     for number, now in itertools.pairwise(range(0, 200, 10)):
         row = np.zeros(1, COLLECTIVE)
         row["op"], row["values"] = b"p2p", calls(1)

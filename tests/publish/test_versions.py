@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ckptd.publish.versions import SlotChoice, VersionBook
+from ckptd.publish.versions import SlotChoice, VersionTable
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def made(book: VersionBook, number: int) -> SlotChoice:
+def made(book: VersionTable, number: int) -> SlotChoice:
     choice = book.place(number, 10 * number)
     if choice.slot >= 0:
         book.commit(number)
@@ -24,7 +24,7 @@ def made(book: VersionBook, number: int) -> SlotChoice:
 
 
 def test_the_newest_whole_version_stays_until_there_is_another() -> None:
-    book = VersionBook(2, 60.0)
+    book = VersionTable(2, 60.0)
     assert book.newer(0) is None
     assert book.place(1, 10) == SlotChoice(0)
     assert book.newer(0) is None  # it is not whole
@@ -42,7 +42,7 @@ def test_the_newest_whole_version_stays_until_there_is_another() -> None:
 
 
 def test_what_is_held_is_not_filled_and_does_not_stop_the_rest() -> None:
-    book = VersionBook(2, 60.0)
+    book = VersionTable(2, 60.0)
     made(book, 1)
     assert book.hold(1, "slow")
     for number in range(2, 6):
@@ -57,7 +57,7 @@ def test_what_is_held_is_not_filled_and_does_not_stop_the_rest() -> None:
 
 def test_a_lease_that_ends_and_a_lost_worker_leave_their_memory() -> None:
     clock = Clock()
-    book = VersionBook(2, 60.0, clock)
+    book = VersionTable(2, 60.0, clock)
     made(book, 1)
     book.hold(1, "slow")
     made(book, 2)
@@ -73,7 +73,7 @@ def test_a_lease_that_ends_and_a_lost_worker_leave_their_memory() -> None:
 
 def test_a_lease_is_renewed_while_its_holder_gets_on() -> None:
     clock = Clock()
-    book = VersionBook(2, 60.0, clock)
+    book = VersionTable(2, 60.0, clock)
     made(book, 1)
     assert not book.renew(1, "worker")  # it holds nothing
     for name in ("worker", "stopped"):
@@ -97,7 +97,7 @@ def test_whatever_happens_there_is_a_whole_version_and_no_held_one_is_filled() -
     for _ in range(200):
         slots = draw.randint(2, 3)
         clock = Clock()
-        book = VersionBook(slots, 5.0, clock)
+        book = VersionTable(slots, 5.0, clock)
         held: dict[str, tuple[int, int, float]] = {}
         where: dict[int, int] = {}
         making: set[int] = set()
@@ -143,7 +143,7 @@ def test_memory_that_is_left_to_a_worker_is_not_filled_after_the_version_in_its_
     None
 ):
     clock = Clock()
-    book = VersionBook(2, 60.0, clock)
+    book = VersionTable(2, 60.0, clock)
     made(book, 1)
     book.hold(1, "slow")
     made(book, 2)

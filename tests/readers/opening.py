@@ -15,7 +15,7 @@ from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.index import Index
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.readers.find import find_foreign
-from ckptd.reshard.source import Stock, open_own
+from ckptd.reshard.source import SourceTensors, open_own
 from ckptd.store import Store, open_store
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -44,7 +44,7 @@ def reader_in(store: Store, only: str = "", step: int = 0) -> CkptdReader:
     return CkptdReader(index, latest)
 
 
-def foreign_stock(store: Store, step: int = 0) -> Stock:
+def foreign_stock(store: Store, step: int = 0) -> SourceTensors:
     return open_own(reader_in(store, step=step))
 
 

@@ -25,7 +25,7 @@ from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import costs_of, prepare, source_program
 from ckptd.reshard.writers.dcp import DcpPlace
-from ckptd.reshard.writers.folder import FolderJob, FolderPlace
+from ckptd.reshard.writers.folder import FolderJob, OutputFormat
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.store.local import LocalStore
 from ckptd.types import Box, ByteRange
@@ -89,11 +89,11 @@ def write_hf(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def to_hf(found: Any) -> FolderPlace:
+def to_hf(found: Any) -> OutputFormat:
     return HfPlace(found.assembled, found.expected, 1 << 40)
 
 
-def to_dcp(found: Any) -> FolderPlace:
+def to_dcp(found: Any) -> OutputFormat:
     return DcpPlace(found.assembled, found.expected)
 
 
@@ -102,7 +102,7 @@ def to_dcp(found: Any) -> FolderPlace:
 def test_what_nobody_wants_is_not_read(
     tmp_path: Path,
     write: Callable[[Path], None],
-    place: Callable[[Any], FolderPlace],
+    place: Callable[[Any], OutputFormat],
     states: bool,
 ) -> None:
     (tmp_path / "source").mkdir()

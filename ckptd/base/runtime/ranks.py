@@ -117,7 +117,7 @@ _GIVE_UP = b"!"
 _MOST_ERRORS = 16
 
 
-class Pulse:
+class RankHeartbeat:
     """Tells the other ranks that this one gets on, or that it gave up.
 
     Parameters
@@ -203,10 +203,10 @@ def wait(
     key: str,
     rank: int,
     *,
-    pulse: Pulse | None = None,
+    pulse: RankHeartbeat | None = None,
     alive: Callable[[], bool] | None = None,
     stall_s: float = STALL_S,
-    own: Pulse | None = None,
+    own: RankHeartbeat | None = None,
 ) -> bytes:
     """Return the value that `rank` publishes under `key`.
 
@@ -264,7 +264,7 @@ def agree(
     key: str,
     error: CkptdError | None,
     *,
-    pulse: Pulse | None = None,
+    pulse: RankHeartbeat | None = None,
     runs: Callable[[int], bool] | None = None,
     stall_s: float = STALL_S,
 ) -> None:
@@ -316,7 +316,7 @@ def _gather(
     board: Board,
     key: str,
     error: CkptdError | None,
-    pulse: Pulse | None,
+    pulse: RankHeartbeat | None,
     runs: Callable[[int], bool] | None,
     stall_s: float,
 ) -> dict[int, dict[str, str | None]]:

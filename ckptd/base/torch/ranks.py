@@ -17,7 +17,15 @@ from ckptd.base.digest import digest_hex
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.base.runtime.host import address_towards, host_id
 from ckptd.base.runtime.ownership import OfOneProcess
-from ckptd.base.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, Pulse, agree, wait
+from ckptd.base.runtime.ranks import (
+    EVERY_RANK,
+    Board,
+    LocalBoard,
+    Peers,
+    RankHeartbeat,
+    agree,
+    wait,
+)
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 
@@ -163,7 +171,7 @@ class Agreement:
         patience = self._timeout_s * (_levels(0, world) + 1)
         return self._answer(f"{key}/answer", joined, patience)
 
-    def no_errors(self, error: Exception | None, pulse: Pulse | None = None) -> None:
+    def no_errors(self, error: Exception | None, pulse: RankHeartbeat | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
 
         One that is not of ckptd, as of a function of the program, is raised as it is where it was
@@ -188,7 +196,7 @@ class Agreement:
                 raise error from error.__cause__
             raise
 
-    def on_every_rank(self, function: Callable[[], T], pulse: Pulse | None = None) -> T:
+    def on_every_rank(self, function: Callable[[], T], pulse: RankHeartbeat | None = None) -> T:
         """Return what `function` returns here, if it raises nothing on any rank.
 
         Parameters

@@ -22,7 +22,7 @@ from ckptd.checkpoint.save.messages import (
     AgentContents,
     AskEnd,
     AskStatus,
-    Happened,
+    EventMessage,
     KeptSnapshot,
     Request,
     WriterHello,
@@ -144,7 +144,7 @@ class NodeAgent:
 
         def relay(event: AnyEvent) -> None:
             if event.rank == worker.rank:
-                worker.send(Happened(event))
+                worker.send(EventMessage(event))
 
         began = time.monotonic()
         subscription = events.subscribe(relay)

@@ -23,7 +23,7 @@ from ckptd.base.runtime.ranks import (
     STALL_S,
     Board,
     LocalBoard,
-    Pulse,
+    RankHeartbeat,
     agree,
     identity,
     liveness,
@@ -397,7 +397,7 @@ class HostGroup:
         self.local_rank = self.members.index(rank)
         self.local_world = len(self.members)
         self.stall_s = stall_s
-        self.pulse = Pulse(board, key)
+        self.pulse = RankHeartbeat(board, key)
         self._alive: list[Callable[[], bool] | None] = [None] * self.local_world
         self._posted: list[str] = []
         self._verdict: list[str] = []

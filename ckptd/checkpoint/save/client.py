@@ -30,8 +30,8 @@ from ckptd.checkpoint.save.messages import (
     PROTOCOL,
     AbortSave,
     Blob,
+    EventMessage,
     Freed,
-    Happened,
     Leave,
     Neighbours,
     NewSlot,
@@ -628,7 +628,7 @@ class WriterClient(OfOneProcess):
             self._answer = message
             self._ready.set()
             return
-        if isinstance(message, Happened):
+        if isinstance(message, EventMessage):
             events.relay(message.event)
             return
         job = self._jobs.get(message.job)

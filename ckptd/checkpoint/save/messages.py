@@ -144,7 +144,7 @@ class Extra(msgspec.Struct, frozen=True):
     shares: bool = False
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of the messages between a trainer and the process that writes for it.
 
 Raise it when a process of the version before would misread one. A node's agent outlives trainers,
@@ -432,13 +432,13 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     error: dict[str, str | None]
 
 
-class Happened(msgspec.Struct, frozen=True, tag=True):
+class EventMessage(msgspec.Struct, frozen=True, tag=True):
     """Something that metrics count happened in the writing process."""
 
     event: AnyEvent
 
 
-Response = WriterReady | WriteProgress | ShardStored | Freed | SaveCommitted | Warned | Happened
+Response = WriterReady | WriteProgress | ShardStored | Freed | SaveCommitted | Warned | EventMessage
 
 # Now, and not by the first channel, in whichever thread that is opened.
 msgpack_decoder(Request)

@@ -33,8 +33,8 @@ from ckptd.checkpoint.save.drain import StagedShard, drain, stage_shard
 from ckptd.checkpoint.save.messages import (
     PROTOCOL,
     AbortSave,
+    EventMessage,
     Freed,
-    Happened,
     Leave,
     Neighbours,
     NewSlot,
@@ -526,7 +526,7 @@ def main() -> None:
     report_crashes()
     worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
     # A worker in a thread of the trainer emits on the same bus, and must not emit twice.
-    events.subscribe(lambda event: worker.send(Happened(event)))
+    events.subscribe(lambda event: worker.send(EventMessage(event)))
     worker.run()
 
 

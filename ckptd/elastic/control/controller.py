@@ -33,26 +33,26 @@ from ckptd.elastic.messages import (
     Ask,
     Beat,
     Begin,
-    Bye,
     DaemonAt,
-    Do,
-    Echo,
+    Envelope,
     Fence,
     FenceNow,
     Finish,
     Hosting,
     JobEvent,
+    LeaseRenewal,
     Left,
     NodeLost,
     NodeUp,
+    OperatorCommand,
     Order,
     OrderKind,
     Refuse,
     Relaunch,
     Reseat,
     Reseated,
-    Said,
     SaveNow,
+    Shutdown,
     Start,
     Status,
     StoreAt,
@@ -81,7 +81,7 @@ class ControllerEnding(NamedTuple):
     Attributes
     ----------
     kind, text, code
-        Of the job, as in `ckptd.elastic.messages.Bye`.
+        Of the job, as in `ckptd.elastic.messages.Shutdown`.
     """
 
     kind: str
@@ -218,14 +218,14 @@ class Controller:
         else:
             self._of_operator(peer, message)
 
-    def _of_node(self, node: _Node, message: Beat | Said | Hosting | Timed) -> None:
+    def _of_node(self, node: _Node, message: Beat | Envelope | Hosting | Timed) -> None:
         name = node.peer.name
         self._check_generation(message)
         if isinstance(message, Beat):
             if message.up.node != name:
                 raise _not_its_own(name, message.up.node)
             self._beat(node, message)
-        elif isinstance(message, Said):
+        elif isinstance(message, Envelope):
             if getattr(message.event, "node", name) != name:
                 raise _not_its_own(name, getattr(message.event, "node", ""))
             node.left |= isinstance(message.event, Left)
@@ -235,11 +235,11 @@ class Controller:
         else:
             self._history.timed(message)
 
-    def _check_generation(self, message: Beat | Said | Hosting | Timed) -> None:
+    def _check_generation(self, message: Beat | Envelope | Hosting | Timed) -> None:
         """Refuse what would use up the numbers of generations."""
         if isinstance(message, Beat):
             claimed = max(message.up.fenced, message.up.running)
-        elif isinstance(message, Said):
+        elif isinstance(message, Envelope):
             claimed = getattr(message.event, "generation", 0)
         else:
             claimed = message.generation
@@ -259,7 +259,7 @@ class Controller:
         nodes = self.machine.nodes
         known = nodes[name] if name in nodes else None  # noqa: SIM401 - a roster is no dict
         lease_s = self._lease_s if self.machine.may_renew(name) else 0.0
-        node.peer.send(Echo(number=beat.number, heard=node.received, lease_s=lease_s))
+        node.peer.send(LeaseRenewal(number=beat.number, heard=node.received, lease_s=lease_s))
         if known is not None and node.up == beat.up and known.up and known.life == beat.up.life:
             # Nothing is new but the moment, and this is what a large job sends most of.
             known.seen = max(known.seen, time.monotonic())
@@ -303,7 +303,7 @@ class Controller:
     def _acknowledge(node: _Node, number: int) -> None:
         node.received = max(node.received, number)
         if node.left:  # its beats are not echoed any more, and it waits for this before it ends
-            node.peer.send(Echo(number=0, heard=node.received))
+            node.peer.send(LeaseRenewal(number=0, heard=node.received))
 
     def _hosting(self, name: str, store: StoreAt) -> None:
         """Tell all members where the job store is; who begins later is told then."""
@@ -324,8 +324,10 @@ class Controller:
         if self._store is not None and self._store.generation == generation:
             node.peer.send(self._store)
 
-    def _of_operator(self, peer: PeerConnection, message: Ask | Subscribe | Do | Announce) -> None:
-        if isinstance(message, Do):
+    def _of_operator(
+        self, peer: PeerConnection, message: Ask | Subscribe | OperatorCommand | Announce
+    ) -> None:
+        if isinstance(message, OperatorCommand):
             self._do(peer, message)
             return
         if isinstance(message, Announce):
@@ -348,7 +350,7 @@ class Controller:
                 node.peer.send(DaemonAt(said.url))
         peer.send(Answer(number=said.number, ok=True))
 
-    def _do(self, peer: PeerConnection, do: Do) -> None:
+    def _do(self, peer: PeerConnection, do: OperatorCommand) -> None:
         number = do.number
         try:
             if self.ending is not None:
@@ -555,8 +557,8 @@ def _ending(action: Finish | Abort) -> ControllerEnding:
     return ControllerEnding("done", "all workers have finished successfully", 0)
 
 
-def _bye(ending: ControllerEnding) -> Bye:
-    return Bye(kind=ending.kind, text=ending.text[:2000], code=ending.code)
+def _bye(ending: ControllerEnding) -> Shutdown:
+    return Shutdown(kind=ending.kind, text=ending.text[:2000], code=ending.code)
 
 
 def _is_local(url: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.elastic.membership import Record
-from ckptd.elastic.messages import Begin, Seat
+from ckptd.elastic.messages import Begin, RankAssignment
 
 
 class Parts:
@@ -20,9 +20,9 @@ class Parts:
     def __init__(self, record: Record) -> None:
         self.generation = record.generation
         self._record = record
-        seats: dict[str, list[Seat]] = {}
+        seats: dict[str, list[RankAssignment]] = {}
         for rank, m in enumerate(record.members):
-            seats.setdefault(m.node, []).append(Seat(m.slot, rank, m.pp, m.dp, m.tp))
+            seats.setdefault(m.node, []).append(RankAssignment(m.slot, rank, m.pp, m.dp, m.tp))
         self._seats = seats
         self.nodes = tuple(seats)
         self._ranks = {name: number for number, name in enumerate(seats)}

@@ -19,8 +19,8 @@ from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.control.states import ControllerSettings
 from ckptd.elastic.control.status import Setting, status_of
-from ckptd.elastic.controller_server import Door, PeerConnection
-from ckptd.elastic.leader import LOOK_S, Outlook, seat_taken
+from ckptd.elastic.controller_server import ListeningSocket, PeerConnection
+from ckptd.elastic.leader import LOOK_S, LeaderView, seat_taken
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import Status
 from ckptd.elastic.places import JobPlaces
@@ -140,7 +140,7 @@ class _Run:
                 setting, machine, history, controller.relaunch, ended, controller.daemon
             )
 
-        outlook = Outlook(setup.places.leader) if setup.several else None
+        outlook = LeaderView(setup.places.leader) if setup.several else None
         controller = Controller(
             machine,
             appender,
@@ -153,7 +153,7 @@ class _Run:
         def refused(peer: PeerConnection, error: CkptdError) -> None:
             history.refused(f"{peer.where}: {error.message}")
 
-        door = Door(setup.name, setup.secret, setup.life, controller, refused)
+        door = ListeningSocket(setup.name, setup.secret, setup.life, controller, refused)
         await door.open(setup.sock)
         self._announce()
         tasks: list[asyncio.Future[Any]] = [
@@ -178,7 +178,7 @@ class _Run:
             await door.close(_FLUSH_S)
             appender.close()
 
-    async def _see_off(self, door: Door) -> None:
+    async def _see_off(self, door: ListeningSocket) -> None:
         """Let every node hear of the end, those that are just reconnecting as well."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _LINGER_S
@@ -205,7 +205,7 @@ class _Run:
             raise seat_taken(setup.places.url)
         seat.take(number + 1, setup.address, self._lives[-1])
 
-    async def _reseat(self, door: Door) -> None:
+    async def _reseat(self, door: ListeningSocket) -> None:
         """Take the seat once more, under another name: nodes are to see that much has changed."""
         self._lives.append(f"{self._setup.life}-{len(self._lives)}")
         await self._patiently(self._take_seat)
@@ -230,7 +230,7 @@ class _Run:
 
     # --- signs ------------------------------------------------------------------------------------
 
-    async def _leave_signs(self, outlook: Outlook, machine: StateMachine) -> None:
+    async def _leave_signs(self, outlook: LeaderView, machine: StateMachine) -> None:
         """Show launchers that hear no controller that there is one, and who hears it."""
         while True:
             hears, knows = machine.hears(time.monotonic(), _HEARD_S)
@@ -240,7 +240,7 @@ class _Run:
                 await asyncio.to_thread(outlook.leave, hears, knows)
             await asyncio.sleep(LOOK_S)
 
-    async def _check_others(self, outlook: Outlook, machine: StateMachine) -> None:
+    async def _check_others(self, outlook: LeaderView, machine: StateMachine) -> None:
         """End this controller if more launchers that it does not hear live than it hears.
 
         Else a node that is cut off with its controller would go on alone, and the others had to

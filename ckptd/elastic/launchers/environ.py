@@ -8,7 +8,13 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
-from ckptd.elastic.messages import INTERRUPT_S, INTERRUPT_VARIABLE, LEASE_VARIABLE, Begin, Seat
+from ckptd.elastic.messages import (
+    INTERRUPT_S,
+    INTERRUPT_VARIABLE,
+    LEASE_VARIABLE,
+    Begin,
+    RankAssignment,
+)
 from ckptd.elastic.nccl import DEFAULTS_VARIABLE, defaults_in
 
 SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -62,7 +68,7 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
     return {**unless, **base, **more}
 
 
-def of_seat(begin: Begin, seat: Seat, local_rank: int) -> dict[str, str]:
+def of_seat(begin: Begin, seat: RankAssignment, local_rank: int) -> dict[str, str]:
     """Return what a rank of a generation is told besides, but for its job store."""
     rank, world, shape = str(seat.rank), str(begin.world), begin.shape
     return {

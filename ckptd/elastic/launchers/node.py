@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
+from ckptd.elastic.exitreport import FOLDER, ExitReport, last_words_of
 from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.nodestate import NodeState
 from ckptd.elastic.launchers.output import Output, error_of
@@ -34,7 +34,6 @@ from ckptd.elastic.messages import (
     Attach,
     Begin,
     Broken,
-    Bye,
     DaemonAt,
     Ended,
     FenceNow,
@@ -48,6 +47,7 @@ from ckptd.elastic.messages import (
     SaidEvent,
     Saved,
     SaveNow,
+    Shutdown,
     StoreAt,
     Timed,
     ToNode,
@@ -99,7 +99,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LauncherEnding(msgspec.Struct, frozen=True):
-    """How a launcher ended: the kind of `Bye` or ``left``, words for people, its exit code."""
+    """How a launcher ended: the kind of `Shutdown` or ``left``, words for people, its exit code."""
 
     kind: str
     text: str
@@ -335,7 +335,7 @@ class NodeLauncher:
             self._save(order)
         elif isinstance(order, DaemonAt):
             self._daemon_at(order.url)
-        elif isinstance(order, Bye):
+        elif isinstance(order, Shutdown):
             self._ending = LauncherEnding(order.kind, order.text, order.code)
 
     def _fence(self, order: FenceNow) -> None:
@@ -647,7 +647,7 @@ class _End:
     """
 
     def __init__(
-        self, worker: Worker, code: int, stepped: bool, words: LastWords | None, memory: str
+        self, worker: Worker, code: int, stepped: bool, words: ExitReport | None, memory: str
     ) -> None:
         self.worker, self.code, self.stepped = worker, code, stepped
         self.at = time.monotonic()

@@ -21,7 +21,7 @@ import msgspec
 from ckptd.base.net.address import Address, any_address, is_here, is_loopback, parse_address
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
-from ckptd.elastic.leader import Outlook, stand_in_pause_s
+from ckptd.elastic.leader import LeaderView, stand_in_pause_s
 from ckptd.elastic.places import JobPlaces
 from ckptd.errors import (
     CkptdError,
@@ -251,7 +251,7 @@ class ControllerSupervisor:
         kept_log: Path | None = None,
     ) -> None:
         several = places is not None and node
-        self._outlook = Outlook(places.leader, node) if several and places is not None else None
+        self._outlook = LeaderView(places.leader, node) if several and places is not None else None
         self._yielded = False
         """Whether its controller has ended because another one is there, or should be."""
         self._cut = False

@@ -30,7 +30,7 @@ from ckptd.elastic.launchers.zygotewire import (
     Ready,
     Reap,
 )
-from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
+from ckptd.elastic.messages import Begin, Go, RankAssignment, StoreAt
 
 _AGAIN_S = 1.0
 _UNREADY_S = 60.0
@@ -173,13 +173,13 @@ class WorkerPool:
                 self._let_go(worker)
             self._going = []
 
-    def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
+    def _reseat(self, worker: Worker, begin: Begin, seat: RankAssignment, local_rank: int) -> None:
         worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
         worker.slot = self.slots.of(local_rank)
         worker.out = worker.fresh = False
         self._ready(worker)
 
-    def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:
+    def _fork(self, begin: Begin, seat: RankAssignment, local_rank: int) -> None:
         if self._spawner is None:
             self._begin_spawner()
         files = self._streams(begin.generation - 1, local_rank)

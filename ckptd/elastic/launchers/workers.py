@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ckptd.elastic.messages import Seat
+from ckptd.elastic.messages import RankAssignment
 from ckptd.elastic.workerend import WorkerEnd
 
 
@@ -55,7 +55,7 @@ class Worker:
 
     number: int
     generation: int
-    seat: Seat
+    seat: RankAssignment
     local_rank: int
     slot: int | None = None
     pid: int = 0

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.errors import TransientStoreError
 from ckptd.monitor.agent.uplink import Uplink
-from ckptd.monitor.collectives import Book, Outbox
+from ckptd.monitor.collectives import CallTable, Outbox
 from ckptd.monitor.daemon.access import Access, Guard
 from ckptd.monitor.daemon.bodies import document
 from ckptd.monitor.daemon.ingest import Ingest
@@ -91,7 +91,7 @@ class Forwarder:
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
         self._unsent: tuple[set[int], set[int]] = (set(), set())
-        self._book = Book()
+        self._book = CallTable()
         self._outbox = Outbox(self._book.totals)
         self._period_s = 0.25
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="forward")

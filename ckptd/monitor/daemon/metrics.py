@@ -12,7 +12,7 @@ import numpy as np
 from ckptd.elastic.control.states import State
 from ckptd.elastic.messages import NodeRow
 from ckptd.errors import UsageError
-from ckptd.monitor.collectives import BUS_BYTES, CALLS, SECONDS, SIZES, TIMES, TIMES_S, Book
+from ckptd.monitor.collectives import BUS_BYTES, CALLS, SECONDS, SIZES, TIMES, TIMES_S, CallTable
 from ckptd.monitor.daemon.lifetime import RECOVERY_BUCKETS_S, RecoveryCounts
 from ckptd.monitor.daemon.rounds import STATUS, RoundResult
 from ckptd.monitor.daemon.service import Service
@@ -265,7 +265,7 @@ def _counter(name: str, labels: list[str]) -> CounterMetricFamily:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _collective_families(book: Book, kind_word: Callable[[str], str]) -> Iterator[Metric]:
+def _collective_families(book: CallTable, kind_word: Callable[[str], str]) -> Iterator[Metric]:
     """Yield the metrics of what `book` has added up.
 
     Parameters

@@ -18,7 +18,7 @@ from msgspec import UNSET
 
 from ckptd.elastic.messages import Answer, Order
 from ckptd.errors import NotFoundError
-from ckptd.monitor.collectives import Book
+from ckptd.monitor.collectives import CallTable
 from ckptd.monitor.daemon.bodies import json_bytes
 from ckptd.monitor.daemon.documents import (
     ControllerStatusDocument,
@@ -111,7 +111,7 @@ class Service:
         self.tape = MessageBuffer(setup.tape_bytes, self._recorder())
         self.hub = Hub()
         self.goodput = TimeSpent()
-        self.collectives = Book()
+        self.collectives = CallTable()
         self.checkpoints = RecordedSaves(setup.events)
         self.generations = GenerationLog(self.history)
         self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None

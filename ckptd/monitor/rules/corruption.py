@@ -153,7 +153,7 @@ LATE_S = 3.0
 """So long after the last word of a step, nobody else is waited for."""
 
 
-class SumBook:
+class SumTable:
     """Checksums of the last steps; no clock."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ MOST_CELLS = 1 << 24
 """Cells of each table: what bounds its memory, whatever world a report claims."""
 
 
-class StepBook:
+class StepTable:
     """Own time and whole time of the last steps of phase TRAIN, of each rank.
 
     Parameters
@@ -529,7 +529,7 @@ class Slowness:
     self_s: dict[int, float] = field(default_factory=dict)
     _judged: int = -1
 
-    def judge(self, job: JobView, book: StepBook, roles: RankRoles) -> bool:
+    def judge(self, job: JobView, book: StepTable, roles: RankRoles) -> bool:
         """Judge if there is enough that is new; return whether it was judged."""
         if book.newest < self._judged:
             self.forget()
@@ -843,7 +843,7 @@ class StepPace:
     def __init__(self, limits: SlowLimits) -> None:
         self.longer = False
         self.roles = RankRoles(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self._book = StepBook()
+        self._book = StepTable()
         self._slowness = Slowness(limits)
         self._of: tuple[int, ...] = ()
 

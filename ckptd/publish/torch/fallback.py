@@ -13,7 +13,7 @@ from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.loader import Loader, LoadReport, LoadSources
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.reshard.torch.layout.job import LaidStates
+from ckptd.reshard.torch.layout.job import BoundStates
 
 _log = logging.getLogger("ckptd")
 
@@ -50,7 +50,7 @@ class RootFallback:
         )
         ranks = range(agreement.board.world)
         self._loader = Loader(
-            self._catalogue, agreement, ranks, timeout_s, LaidStates(layout, agreement, ranks)
+            self._catalogue, agreement, ranks, timeout_s, BoundStates(layout, agreement, ranks)
         )
 
     def load(

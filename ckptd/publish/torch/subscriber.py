@@ -17,7 +17,7 @@ from torch import nn
 from ckptd import events
 from ckptd.base.digest import digest
 from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
-from ckptd.base.runtime.ranks import Board, LocalBoard, Pulse
+from ckptd.base.runtime.ranks import Board, LocalBoard, RankHeartbeat
 from ckptd.base.torch.device import has_streams
 from ckptd.base.torch.ranks import Agreement, board_of
 from ckptd.checkpoint.torch.layouts import LayoutSpec
@@ -245,7 +245,7 @@ class Subscriber(OfOneProcess):
         it has any, while an update goes on."""
         self._where: dict[str, Any] = {}
         self._proofs: dict[str, _Proof] = {}
-        self._pulse = Pulse(self._board, "update")
+        self._pulse = RankHeartbeat(self._board, "update")
         self._answer_s = min(_ANSWER_S, timeout_s / 4)
         self._far = False
         self.last_error: CkptdError | None = None

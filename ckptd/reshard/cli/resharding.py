@@ -28,10 +28,10 @@ from ckptd.reshard.prepare import (
 )
 from ckptd.reshard.ranks import RankShapes, open_ranks, rank_shapes
 from ckptd.reshard.reports import Costs, FolderNote, Proved, Resharded, RuleReport
-from ckptd.reshard.source import Stock, open_own
+from ckptd.reshard.source import SourceTensors, open_own
 from ckptd.reshard.verify import ExpectedValues, check_duplicates
 from ckptd.reshard.writers.dcp import DcpPlace
-from ckptd.reshard.writers.folder import FolderJob, FolderPlace
+from ckptd.reshard.writers.folder import FolderJob, OutputFormat
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.reshard.writers.torchdist import TorchDistPlace
@@ -50,7 +50,7 @@ def open_stock(
     *,
     section: str | None = None,
     dequantize: bool = False,
-) -> Iterator[Stock]:
+) -> Iterator[SourceTensors]:
     """Open a source, or what it has below a name: a root of ckptd, or a foreign checkpoint.
 
     With a layout that says which file is which rank's, these are files of ranks.
@@ -240,7 +240,7 @@ class ReshardRun:
                 return job.run(self._share, self._budget)
 
 
-def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> FolderPlace | None:
+def _place_of(prepared: Prepared, format: str, most: int, *, untie: bool) -> OutputFormat | None:
     """Return the folder that a format writes; None for a root of ckptd."""
     match format:
         case "hf":

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.checkpoint.format.witness import splitmix64
 from ckptd.lay.live import Transfers
-from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.ruleform import RuleForm
 from ckptd.lay.syntax import Average, Replicas
 from ckptd.reshard.elements import follow
@@ -53,7 +53,7 @@ class Sampler:
 
     transfers: Transfers
     rank: int
-    _taken: dict[int, Mapping[_Key, tuple[LaidTensor, LocalPiece]]] = field(default_factory=dict)
+    _taken: dict[int, Mapping[_Key, tuple[BoundTensor, LocalPiece]]] = field(default_factory=dict)
 
     def pick(self, taker: int, outgoing: Sequence[Outgoing]) -> list[Sample]:
         """Return samples of what goes to one rank of the target; at most `MOST_SAMPLES`."""
@@ -109,7 +109,7 @@ class Sampler:
                 if other.lo <= position < other.hi:
                     yield row, position - other.lo + other.at
 
-    def _of(self, taker: int) -> Mapping[_Key, tuple[LaidTensor, LocalPiece]]:
+    def _of(self, taker: int) -> Mapping[_Key, tuple[BoundTensor, LocalPiece]]:
         """Return what a rank of the target holds, by what it is of."""
         if taker not in self._taken:
             self._taken[taker] = {

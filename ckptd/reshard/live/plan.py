@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Block, Fill
 from ckptd.base.grids.clip import clip
 from ckptd.lay.live import LiveShare, Transfers
-from ckptd.lay.local import LaidTensor, local_tensors
+from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.values import Values
 from ckptd.reshard.live.memory import TensorMemory
 
@@ -280,7 +280,7 @@ class Outgoing:
     """What one own tensor has for one tensor of another rank; without memory it is not there."""
 
     segment: StreamSegment
-    tensor: LaidTensor
+    tensor: BoundTensor
     memory: TensorMemory | None
 
 
@@ -300,7 +300,7 @@ class Incoming(NamedTuple):
     """
 
     segment: StreamSegment
-    tensor: LaidTensor
+    tensor: BoundTensor
     memory: TensorMemory | None
     parts: tuple[tuple[Values | None, int], ...]
 
@@ -420,7 +420,7 @@ class _Alike:
     """
 
     givers: dict[int, list[_Taken]]
-    tensors: list[tuple[LaidTensor, TensorMemory | None, tuple[str, ...]]] = field(
+    tensors: list[tuple[BoundTensor, TensorMemory | None, tuple[str, ...]]] = field(
         default_factory=list
     )
 

@@ -27,7 +27,7 @@ from ckptd.lay.agree import agreed
 from ckptd.lay.bind import bind_sizes
 from ckptd.lay.copies import Composition
 from ckptd.lay.live import Transfers
-from ckptd.lay.local import LaidTensor, local_tensors
+from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm
 from ckptd.reshard.live.memory import TensorMemory
@@ -854,7 +854,7 @@ class _Plan:
             _placed[home.origin] = _LOST if lost else home.after
 
 
-def _key(form: StoredForm, tensor: LaidTensor, experts: str) -> UnitKey:
+def _key(form: StoredForm, tensor: BoundTensor, experts: str) -> UnitKey:
     piece = tensor.pieces[0]
     return unit_key(form, piece.rule, piece.indexes, tensor.state, experts)
 

@@ -25,14 +25,14 @@ from ckptd.lay.agree import agreed
 from ckptd.lay.bind import FilledGlobs, bind_sizes, filled_globs
 from ckptd.lay.copies import Composition
 from ckptd.lay.live import Transfers
-from ckptd.lay.local import LaidTensor, local_tensors
+from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.resolve import Bound, has_globs
 from ckptd.lay.stored import StoredForm
 from ckptd.reshard.live.memory import ArrayMemory, TensorMemory
 from ckptd.reshard.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.reshard.live.plan import MovePlan, Roles, make_plan
 from ckptd.reshard.live.transport import Transport
-from ckptd.reshard.torch.layout.binder import JobLayout, Laid, SeenNames
+from ckptd.reshard.torch.layout.binder import BoundLayout, JobLayout, SeenNames
 from ckptd.reshard.torch.layout.program import Spelling
 from ckptd.reshard.torch.transport import TorchTransport
 from ckptd.types import DType, dtype_of
@@ -132,7 +132,7 @@ class RelayoutSide:
     the latter.
     """
 
-    laid: Laid
+    laid: BoundLayout
     job: JobLayout
     form: StoredForm
     state: Mapping[str, Any] | None
@@ -153,8 +153,8 @@ class RelayoutSide:
         """
         world = agreement.board.world
         if ranks is None:
-            ranks = range(Laid.mesh_world(layout))
-        laid = Laid(layout, agreement, tuple(ranks), quantized)
+            ranks = range(BoundLayout.mesh_world(layout))
+        laid = BoundLayout(layout, agreement, tuple(ranks), quantized)
         leaves = Leaves()
 
         def seen() -> Leaves:
@@ -194,7 +194,7 @@ class RelayoutSide:
 
 
 def _check_roles(
-    laid: Laid, state: Mapping[str, Any] | None, ranks: Sequence[int], world: int
+    laid: BoundLayout, state: Mapping[str, Any] | None, ranks: Sequence[int], world: int
 ) -> None:
     """Raise `UsageError` unless ranks of the layout, and only those, bring a state."""
     if not set(ranks) <= set(range(world)) or len(set(ranks)) != len(ranks):
@@ -221,7 +221,7 @@ def _local(leaves: Leaves) -> Leaves:
     return replace(leaves, tensors=tensors)
 
 
-def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
+def _stated(laid: BoundLayout, look_at: Callable[[], Leaves]) -> JobLayout | None:
     """Return the layout if the program says all sizes and names; the same answer on every rank."""
     if any(has_globs(e.name) for e in laid.resolved.equations):
         return None
@@ -238,15 +238,15 @@ def by_name(leaves: Leaves) -> dict[str, TensorLeaf]:
     return {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
 
 
-class LaidLocal(NamedTuple):
+class BoundLocal(NamedTuple):
     """A tensor of this rank, and what the layout says of it; `local` is what the rank has of it."""
 
-    laid: LaidTensor
+    laid: BoundTensor
     leaf: TensorLeaf
     local: torch.Tensor
 
 
-def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterator[LaidLocal]:
+def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterator[BoundLocal]:
     """Yield this rank's tensors that are in `leaves`, as the program names them.
 
     Raises
@@ -274,7 +274,7 @@ def own_tensors(side: RelayoutSide, leaves: Leaves, states: set[str]) -> Iterato
                 wanted=tensor.shape,
                 found=tuple(local.shape),
             )
-        yield LaidLocal(tensor, leaf, local)
+        yield BoundLocal(tensor, leaf, local)
 
 
 def check_filled(side: RelayoutSide, state: Mapping[str, Any], leaves: Leaves) -> None:

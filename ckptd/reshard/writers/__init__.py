@@ -1,1 +1,1 @@
-"""Folders of other programs as the target of a reshard: a format is one `FolderPlace`."""
+"""Folders of other programs as the target of a reshard: a format is one `OutputFormat`."""

@@ -77,7 +77,7 @@ _BESIDE = re.compile(
 """What trainers put beside a model, which is no checkpoint by itself."""
 
 
-class FolderPlace(Protocol):
+class OutputFormat(Protocol):
     """A format: names, frames and small files of a folder."""
 
     @property
@@ -261,7 +261,7 @@ class _Job:
         Of this process's lease.
     """
 
-    def __init__(self, place: FolderPlace, folder: str, work_id: str) -> None:
+    def __init__(self, place: OutputFormat, folder: str, work_id: str) -> None:
         self.folder = folder
         self.begun = f"{folder}{_BEGUN}"
         self.finishing = f"{folder}{_FINISHING}"
@@ -344,7 +344,7 @@ class FolderJob:
     def __init__(
         self,
         source: PieceLocations,
-        place: FolderPlace,
+        place: OutputFormat,
         folder: Path,
         *,
         identity: str,

@@ -21,7 +21,7 @@ from ckptd.checkpoint.format.witness import select
 from ckptd.errors import MismatchError, UsageError
 from ckptd.lay.copies import TargetPlan
 from ckptd.lay.indexes import write_name
-from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.stored import StoredForm, TensorKey, local_cells
 from ckptd.reshard.compose import TensorLink, link_of
 from ckptd.reshard.execute import FileDraft
@@ -51,7 +51,7 @@ class _Local:
     """
 
     rank: int
-    laid: LaidTensor
+    laid: BoundTensor
     dtype: str
     holds: tuple[object, ...]
 
@@ -203,7 +203,7 @@ class RanksPlace:
                     found=f"ranks {local.rank} and {rank}",
                 )
 
-    def _dtype(self, laid: LaidTensor, beside: Mapping[str, _Local]) -> str | None:
+    def _dtype(self, laid: BoundTensor, beside: Mapping[str, _Local]) -> str | None:
         """Return the type of a local tensor; None for one that the source has nothing of."""
         links = [self._link((p.rule, p.indexes, laid.state)) for p in laid.pieces]
         if laid.state and all(p.rule not in self._stored for p in laid.pieces) and laid.pieces:

@@ -19,7 +19,7 @@ import pytest
 
 from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.block import box_region
-from ckptd.base.runtime.ranks import LocalBoard, Pulse, agree, identity, liveness, wait
+from ckptd.base.runtime.ranks import LocalBoard, RankHeartbeat, agree, identity, liveness, wait
 from ckptd.checkpoint.load import hostgroup as hostbuffer
 from ckptd.checkpoint.load.hostgroup import HostGroup, SharedMemory
 from ckptd.checkpoint.load.plan import Want, read_plan
@@ -333,7 +333,7 @@ def test_agreement_on_the_lowest_error() -> None:
 def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
     def work(rank: int, board: LocalBoard) -> None:
         if rank != 2:
-            agree(board, "k", None, pulse=Pulse(board, "k"), stall_s=0.3)
+            agree(board, "k", None, pulse=RankHeartbeat(board, "k"), stall_s=0.3)
 
     errors = threads(3, work)
     assert isinstance(errors[0], DeadlineError)
@@ -344,7 +344,7 @@ def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
 
 def test_a_slow_rank_with_a_pulse_is_waited_for() -> None:
     def work(rank: int, board: LocalBoard) -> None:
-        pulse = Pulse(board, "k")
+        pulse = RankHeartbeat(board, "k")
         if rank == 1:
             for step in range(8):
                 board.set("k/pulse/1", b"%d" % step)
@@ -356,7 +356,7 @@ def test_a_slow_rank_with_a_pulse_is_waited_for() -> None:
 
 def test_giving_up_reaches_those_who_wait() -> None:
     def work(rank: int, board: LocalBoard) -> None:
-        pulse = Pulse(board, "k")
+        pulse = RankHeartbeat(board, "k")
         if rank == 1:
             pulse.give_up(CorruptError("bad", kind="digest"))
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.elastic.messages import Beat, Fenced, Hosting, NodeUp, Said, StoreAt, Timed
+from ckptd.elastic.messages import Beat, Envelope, Fenced, Hosting, NodeUp, StoreAt, Timed
 from ckptd.errors import RefusedError
 from tests.elastic.control.test_controller_peers import At, Made
 
@@ -64,7 +64,7 @@ def test_only_the_node_that_was_asked_hosts_the_store(tmp_path: Path) -> None:
     [
         up("a", 1 << 40),
         Beat(number=1, up=NodeUp(node="a", life="1", slots=1, fenced=(1 << 62) - 1)),
-        Said(event=Fenced(node="a", generation=1 << 40), number=1),
+        Envelope(event=Fenced(node="a", generation=1 << 40), number=1),
         Hosting(generation=1 << 40, host="h", port=9),
         Timed(generation=1 << 40, node="a", marks={}),
     ],

@@ -17,14 +17,14 @@ from ckptd.elastic.dial import PURPOSE
 from ckptd.elastic.messages import (
     Beat,
     Begin,
-    Echo,
+    Envelope,
     Fenced,
     FenceNow,
+    LeaseRenewal,
     NodeUp,
     Order,
     OrderKind,
     Progress,
-    Said,
     Saved,
     SaveNow,
     StoreAt,
@@ -80,7 +80,7 @@ class SmallNode(asyncio.Protocol):
             self.take(message)
 
     def take(self, message: ToNode) -> None:
-        if isinstance(message, Echo):
+        if isinstance(message, LeaseRenewal):
             self.counts["echoes"] += 1
         elif isinstance(message, FenceNow):
             self.fenced, self.running = message.generation, 0
@@ -98,7 +98,7 @@ class SmallNode(asyncio.Protocol):
 
     def say(self, event: Fenced | Progress | Saved) -> None:
         assert self.met
-        self.transport.write(self.codec.pack(Said(event=event)))
+        self.transport.write(self.codec.pack(Envelope(event=event)))
 
     def beat(self) -> None:
         if self.met:

@@ -14,21 +14,21 @@ from ckptd.elastic.control.controller import Controller
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.control.status import Setting, status_of
-from ckptd.elastic.controller_server import Door, PeerConnection
+from ckptd.elastic.controller_server import ListeningSocket, PeerConnection
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import (
     Beat,
     Broken,
-    Bye,
-    Echo,
     Ended,
+    Envelope,
+    LeaseRenewal,
     Left,
     Loaded,
     NodeLost,
     NodeUp,
     Progress,
-    Said,
+    Shutdown,
     Status,
     Subscribe,
     Taken,
@@ -41,7 +41,7 @@ from tests.elastic.driven import JOB
 class At(PeerConnection):
     """A peer whose connection goes nowhere."""
 
-    def __init__(self, door: Door, role: str, name: str) -> None:
+    def __init__(self, door: ListeningSocket, role: str, name: str) -> None:
         super().__init__(door)
         self.role, self.name, self.was_cut = role, name, False
         self.told: list[Any] = []
@@ -63,7 +63,7 @@ class Made:
         self.controller = Controller(
             self.machine, Appender(log, 0, print), self.history, self.status, self.reseat
         )
-        self.door = Door("j", b"s" * 32, "1", self.controller, lambda _, __: None)
+        self.door = ListeningSocket("j", b"s" * 32, "1", self.controller, lambda _, __: None)
         self.url = "log"
 
     def status(self) -> Status:
@@ -177,7 +177,7 @@ def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> Non
     async def case() -> None:
         made = Made(tmp_path)
         controller, left = made.controller, Left(node="a")
-        controller.received(made.join("node", "a"), Said(event=left, number=1))
+        controller.received(made.join("node", "a"), Envelope(event=left, number=1))
         again = made.join("node", "a")
         await controller._handle(left)
         up = NodeUp(node="a", life="2", slots=1)
@@ -212,10 +212,10 @@ def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) ->
         back = made.join("node", "a")
         was = msgspec.structs.replace(up, life="0", fenced=1)
         made.controller.received(back, Beat(number=1, up=was))
-        assert back.told == [Bye(kind="name-taken", text=second.told[-1].text, code=1)]
+        assert back.told == [Shutdown(kind="name-taken", text=second.told[-1].text, code=1)]
         made.controller.gone(back)
         made.controller.received(first, Beat(number=2, up=up))
-        assert isinstance(first.told[-1], Echo)
+        assert isinstance(first.told[-1], LeaseRenewal)
         assert not first.was_cut
         assert made.machine.nodes["a"].life == "1"
         assert not made.controller._broken
@@ -236,7 +236,7 @@ def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, ho
         other = msgspec.structs.replace(up, life="1" if how == "same" else "2")
         made.controller.received(second, Beat(number=1, up=other))
         assert first.was_cut
-        assert isinstance(second.told[-1], Echo)
+        assert isinstance(second.told[-1], LeaseRenewal)
         made.controller.gone(first)
         assert not made.controller._broken
 
@@ -253,7 +253,7 @@ def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -
         made.controller.gone(second)
         made.controller.gone(third)
         made.controller.received(first, Beat(number=2, up=up))
-        assert isinstance(first.told[-1], Echo)
+        assert isinstance(first.told[-1], LeaseRenewal)
         assert not made.controller._broken
 
     asyncio.run(case())

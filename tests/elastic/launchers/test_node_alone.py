@@ -22,11 +22,11 @@ from ckptd.elastic.messages import (
     Attach,
     Begin,
     Ended,
+    Envelope,
     FenceNow,
     FromWorker,
     Out,
-    Said,
-    Seat,
+    RankAssignment,
     StoreAt,
 )
 from ckptd.elastic.policy import Shape
@@ -76,7 +76,7 @@ class Alone:
                 reason="a test",
                 nodes=1,
                 node_rank=0,
-                seats=(Seat(0, 0, 0, 0, 0), Seat(1, 1, 0, 1, 0)),
+                seats=(RankAssignment(0, 0, 0, 0, 0), RankAssignment(1, 1, 0, 1, 0)),
                 world=2,
             )
         )
@@ -89,7 +89,7 @@ class Alone:
 
     def codes(self) -> list[int]:
         """Codes of ends that were told, once no worker is left."""
-        said = [one.event for one in self.link._kept.values() if isinstance(one, Said)]
+        said = [one.event for one in self.link._kept.values() if isinstance(one, Envelope)]
         return [event.code for event in said if isinstance(event, Ended) and not event.left]
 
     def close(self) -> None:
@@ -361,6 +361,6 @@ def test_a_store_that_is_there_before_a_generation_can_begin_is_not_forgotten(
 def test_a_gate_opens_for_nobody() -> None:
     read, write = os.pipe()
     os.close(read)
-    worker = Worker(1, 1, Seat(0, 0, 0, 0, 0), 0, gate=write)
+    worker = Worker(1, 1, RankAssignment(0, 0, 0, 0, 0), 0, gate=write)
     worker.open_gate({"A": "b"})
     assert worker.gate == -1

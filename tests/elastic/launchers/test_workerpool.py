@@ -20,7 +20,7 @@ from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.slots import NodeSlots
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker
-from ckptd.elastic.messages import MOST_BYTES, Attach, Begin, FromWorker, Seat
+from ckptd.elastic.messages import MOST_BYTES, Attach, Begin, FromWorker, RankAssignment
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
 from tests.processes import until
@@ -140,10 +140,12 @@ def test_a_process_keeps_its_local_rank_and_with_it_its_device(
         channel = SocketChannel(ours, FromWorker, MOST_BYTES)
         end = WorkerEnd(channel, 0, Attach(0, 0, 1, True))
         for number in (0, 2, 3):
-            worker = Worker(number, 1, Seat(number, number, 0, number, 0), number, session=True)
+            worker = Worker(
+                number, 1, RankAssignment(number, number, 0, number, 0), number, session=True
+            )
             worker.out, worker.end = True, end
             pool.workers.add(worker)
-        seats = tuple(Seat(slot, rank, 0, rank, 0) for rank, slot in enumerate((0, 2, 3)))
+        seats = tuple(RankAssignment(slot, rank, 0, rank, 0) for rank, slot in enumerate((0, 2, 3)))
         shape = Shape(1, 3, 1)
         pool.start(
             Begin(

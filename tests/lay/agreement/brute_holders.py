@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptd.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.lay.local import BoundTensor, LocalPiece, local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm
 from ckptd.lay.syntax import Alias, Average, Dim, Pad, Product, Replicas, Split, Sum
@@ -33,7 +33,7 @@ class Holding:
     """
 
     rank: int
-    tensor: LaidTensor
+    tensor: BoundTensor
     piece: LocalPiece
     holders: Mapping[int, tuple[int, ...]]
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.lay.matching import NameTemplates, Undressed
+from ckptd.lay.matching import NameTemplates, ParsedName
 from ckptd.lay.resolve import Equation, Resolved, resolve, resolve_all
 from ckptd.lay.syntax import File, parse, show
 
@@ -352,9 +352,9 @@ layout c of s on none { stored states "{name}.{state}"; use a }
         assert found.state_name("w", "exp_avg") == "opt.exp_avg.w"
         assert found.state_name(expert, "step") == f"other.step.{expert}"
         templates = NameTemplates(found)
-        assert templates.take("opt.exp_avg.w") == Undressed("w", "m")
-        assert templates.take(f"other.exp_avg.{expert}") == Undressed(expert, "m")
-        assert templates.take(f"other.step.{expert}") == Undressed(expert, "step", scalar=True)
+        assert templates.take("opt.exp_avg.w") == ParsedName("w", "m")
+        assert templates.take(f"other.exp_avg.{expert}") == ParsedName(expert, "m")
+        assert templates.take(f"other.step.{expert}") == ParsedName(expert, "step", scalar=True)
         # Names that nothing is called so.
         assert templates.take(f"opt.exp_avg.{expert}") is None
         assert templates.take("other.exp_avg.w") is None

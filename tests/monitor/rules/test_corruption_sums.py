@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.monitor.report import SUM
-from ckptd.monitor.rules.corruption import CHECKSUM, NORM, SumBook
+from ckptd.monitor.rules.corruption import CHECKSUM, NORM, SumTable
 from ckptd.monitor.verdict import Verdict
 
 
@@ -21,7 +21,7 @@ def norms(values: list[float], step: int) -> Any:
     return sums(np.array(values).view("<u8").tolist(), step, what=NORM)
 
 
-def judged(book: SumBook, now: float) -> list[Verdict]:
+def judged(book: SumTable, now: float) -> list[Verdict]:
     return list(book.judge(now))
 
 
@@ -29,7 +29,7 @@ RANKS = np.arange(8)
 
 
 def test_a_replica_that_differs_is_named_when_all_have_told() -> None:
-    book = SumBook()
+    book = SumTable()
     book.add(sums([7, 7]), RANKS[:2], 0.0)
     assert judged(book, 0.1) == []
     book.add(sums([7, 8]), RANKS[2:4], 0.2)
@@ -41,14 +41,14 @@ def test_a_replica_that_differs_is_named_when_all_have_told() -> None:
 
 
 def test_replicas_that_agree_are_not_told() -> None:
-    book = SumBook()
+    book = SumTable()
     book.add(sums([7, 7, 9, 9], sets=2), RANKS[:4], 0.0)
     assert judged(book, 9.0) == []
     assert book.mismatches == 0
 
 
 def test_a_later_step_lets_an_earlier_one_be_judged() -> None:
-    book = SumBook()
+    book = SumTable()
     book.add(sums([7, 7, 8]), RANKS, 0.0)
     book.add(sums([7, 7, 7], step=20), RANKS, 1.5)
     (verdict,) = judged(book, 1.6)
@@ -57,7 +57,7 @@ def test_a_later_step_lets_an_earlier_one_be_judged() -> None:
 
 
 def test_what_comes_after_the_judgement_is_left_alone() -> None:
-    book = SumBook()
+    book = SumTable()
     book.add(sums([7, 7, 7]), RANKS, 0.0)
     judged(book, 9.0)
     book.add(sums([8]), RANKS[5:], 9.1)
@@ -65,7 +65,7 @@ def test_what_comes_after_the_judgement_is_left_alone() -> None:
 
 
 def test_gradients_out_of_line_in_each_of_three_steps() -> None:
-    book = SumBook()
+    book = SumTable()
     out = []
     for step in range(6):
         values = [1.0, 1.1, 0.9, 1.05]
@@ -78,7 +78,7 @@ def test_gradients_out_of_line_in_each_of_three_steps() -> None:
 
 
 def test_a_norm_that_is_no_number_is_out_of_line() -> None:
-    book = SumBook()
+    book = SumTable()
     for step in range(3):
         book.add(norms([1.0, float("nan"), 0.9, 1.05], step), RANKS, float(step))
     (verdict,) = judged(book, 20.0)
@@ -86,7 +86,7 @@ def test_a_norm_that_is_no_number_is_out_of_line() -> None:
 
 
 def test_norms_of_steps_that_are_made_anew_are_judged_again() -> None:
-    book, now = SumBook(), 0.0
+    book, now = SumTable(), 0.0
     for first in (10_000_000, 10_000_000 - 10, 500):  # a lie perhaps, who is late, the job again
         found = []
         for step in range(first, first + 3):
@@ -97,7 +97,7 @@ def test_norms_of_steps_that_are_made_anew_are_judged_again() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    book = SumBook()
+    book = SumTable()
     for step in range(1000):
         book.add(sums([7, 7], step), RANKS, 0.0)
         book.add(norms([1.0, 1.0], step), RANKS, 0.0)
@@ -110,7 +110,7 @@ def test_memory_is_bounded() -> None:
 def test_steps_that_are_made_anew_are_judged_again() -> None:
     """As of a job that was started again from a checkpoint, or after a step that was a lie."""
     for before in ([*range(100, 900, 100)], [1 << 61]):
-        book = SumBook()
+        book = SumTable()
         for k, step in enumerate(before):
             book.add(sums([7, 7, 7], step), RANKS, 10.0 * k)
             assert judged(book, 10.0 * k + 9) == []
@@ -124,7 +124,7 @@ def test_steps_that_are_made_anew_are_judged_again() -> None:
 
 
 def test_a_node_that_tells_late_begins_nothing_anew() -> None:
-    book = SumBook()
+    book = SumTable()
     for k in range(40):
         book.add(sums([7, 7], 10 * k), RANKS[:2], 10.0 * k)
         judged(book, 10.0 * k + 9)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ckptd.monitor.job import Phase
 from ckptd.monitor.report import STEP
-from ckptd.monitor.rules.slow import AHEAD, MOST_CELLS, StepBook
+from ckptd.monitor.rules.slow import AHEAD, MOST_CELLS, StepTable
 
 
 def rows(steps: Any, seconds: Any, phase: Phase = Phase.TRAIN, ranks: int = 2) -> Any:
@@ -18,8 +18,8 @@ def rows(steps: Any, seconds: Any, phase: Phase = Phase.TRAIN, ranks: int = 2) -
     return out
 
 
-def book(depth: int = 10) -> StepBook:
-    out = StepBook(depth)
+def book(depth: int = 10) -> StepTable:
+    out = StepTable(depth)
     out.follow(np.array([0, 0]), 2)
     return out
 
@@ -86,7 +86,7 @@ def test_after_a_change_of_size_all_begins_anew() -> None:
 
 
 def test_a_world_that_no_memory_holds_is_not_kept() -> None:
-    b = StepBook()
+    b = StepTable()
     b.follow(np.array([0]), MOST_CELLS)
     b.add(rows([1], [1.0]), RANKS)
     steps, own, _ = b.last(9, RANKS)

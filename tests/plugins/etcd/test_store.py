@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ckptd.elastic.leader import FOLDER as SEATS
-from ckptd.elastic.leader import SIGNS, Leader, LeaderRecord, Sign
+from ckptd.elastic.leader import SIGNS, Heartbeat, Leader, LeaderRecord
 from ckptd.elastic.log import FOLDER, MembershipLog, entry_key
 from ckptd.elastic.membership import encode_record
 from ckptd.elastic.policy import Shape
@@ -118,7 +118,7 @@ def test_what_a_page_of_etcd_has_is_not_asked_for_again() -> None:
     with _ranges() as (store, asked, pairs):
         leader = LeaderRecord(store)
         for k in range(100):
-            sign = msgspec.json.encode(Sign(by="x", beat=k))
+            sign = msgspec.json.encode(Heartbeat(by="x", beat=k))
             pairs[f"/jobs/a/{SIGNS}silent-{k:03}"] = sign
             seat = Leader(number=k, address="h:1", by=f"c{k}", at=0.0)
             pairs[f"/jobs/a/{SEATS}{entry_key(k)}"] = msgspec.json.encode(seat)

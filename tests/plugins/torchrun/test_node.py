@@ -14,7 +14,6 @@ import pytest
 
 from ckptd.elastic.messages import (
     Begin,
-    Bye,
     Ended,
     Fenced,
     FenceNow,
@@ -23,6 +22,7 @@ from ckptd.elastic.messages import (
     Left,
     Saved,
     SaveNow,
+    Shutdown,
     StoreAt,
     Timed,
 )
@@ -216,7 +216,7 @@ def test_a_save_that_nobody_can_be_asked_for_is_not_waited_for(
 
 
 def test_a_job_that_is_over_lets_go_of_a_waiting_node(node: TorchrunNode, link: _Link) -> None:
-    node.take(Bye(kind="no-progress", text="why", code=77))
+    node.take(Shutdown(kind="no-progress", text="why", code=77))
     with pytest.raises(JobOver) as caught:
         _join(node)
     assert (caught.value.code, caught.value.text) == (77, "why")

@@ -20,16 +20,16 @@ from ckptd.reshard.live.plan import (
 )
 from tests.lay.test_copies import composed
 
-Places = list[tuple[int, int]]
+MeshPositions = list[tuple[int, int]]
 
 PAIRS = pytest.mark.parametrize(
     ("source", "target"), [("mg", "tf"), ("mg-bucket", "fsdp1"), ("hf", "raw")]
 )
 
 
-def places(segment: StreamSegment, lo: int, hi: int) -> Places:
+def places(segment: StreamSegment, lo: int, hi: int) -> MeshPositions:
     """Return source and target of each element, in the order of the stream."""
-    out: Places = []
+    out: MeshPositions = []
     for chunk in ordered(segment, lo, hi):
         if isinstance(chunk, PartBlock):
             b = chunk.block

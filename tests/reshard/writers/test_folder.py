@@ -31,7 +31,7 @@ from ckptd.reshard.reports import Resharded
 from ckptd.reshard.source import open_own
 from ckptd.reshard.writers import folder as folders
 from ckptd.reshard.writers.dcp import DcpPlace
-from ckptd.reshard.writers.folder import FolderJob, FolderPlace
+from ckptd.reshard.writers.folder import FolderJob, OutputFormat
 from ckptd.reshard.writers.hf import HfPlace
 from ckptd.reshard.writers.rankfiles import RanksPlace
 from ckptd.reshard.writers.torchdist import TorchDistPlace
@@ -55,7 +55,7 @@ def job(kind: str, source: Path, out: Path, *, force: bool = False) -> Iterator[
         rules = ["mesh fsdp = dp:2"] if to == "fsdp" else []
         rules += ['files "rank{dp}/model.pt"'] if kind == "ranks" else []
         found = prepared(store, program(to, *rules))
-        place: FolderPlace
+        place: OutputFormat
         if kind == "dcp":
             place = DcpPlace(found.assembled, found.expected)
         elif kind == "universal":

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ckptd.elastic.lastwords import note_step
+from ckptd.elastic.exitreport import note_step
 from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import LEASE_EXIT_CODE, LEASE_VARIABLE
 

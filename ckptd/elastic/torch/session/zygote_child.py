@@ -21,7 +21,7 @@ import msgspec
 
 from ckptd.base.runtime.host import mapped_files
 from ckptd.decoding import msgpack_decoder
-from ckptd.elastic.lastwords import first_to_say, note_end
+from ckptd.elastic.exitreport import first_to_say, note_end
 from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.messages import LEASE_VARIABLE
 from ckptd.parts import part

@@ -23,7 +23,7 @@ from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.bind import bind_ranks, bind_stored
-from ckptd.lay.local import LaidTensor, local_tensors
+from ckptd.lay.local import BoundTensor, local_tensors
 from ckptd.lay.matching import Matcher, NameTemplates
 from ckptd.lay.places import free_ranges
 from ckptd.lay.replicated import ReplicatedParts
@@ -119,7 +119,7 @@ class NameKind:
         The layout leaves it out.
     """
 
-    tensor: LaidTensor | None = None
+    tensor: BoundTensor | None = None
     scalar: tuple[int, tuple[int, ...], str] | None = None
     dropped: bool = False
 
@@ -176,7 +176,7 @@ class JobLayout:
         return CommonParts(self.replicated, self.coordinates, self.rank)
 
     @cached_property
-    def local(self) -> Mapping[str, LaidTensor]:
+    def local(self) -> Mapping[str, BoundTensor]:
         """Everything that this rank holds, by name."""
         return {t.name: t for t in local_tensors(self.form, self.rank)}
 
@@ -271,7 +271,7 @@ _posts = msgpack_decoder(_Post)
 
 
 @dataclass
-class Laid:
+class BoundLayout:
     """Binds a layout to the states of one job.
 
     Parameters

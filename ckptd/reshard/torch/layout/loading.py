@@ -18,10 +18,10 @@ from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import Matching
 from ckptd.errors import MismatchError
 from ckptd.lay.copies import TargetPlan
-from ckptd.lay.local import LaidTensor
+from ckptd.lay.local import BoundTensor
 from ckptd.reshard.changes import change_of
 from ckptd.reshard.torch.layout.binder import JobLayout
-from ckptd.reshard.torch.layout.source import LaidSource
+from ckptd.reshard.torch.layout.source import BoundSource
 from ckptd.types import Box, DType, dtype_of
 
 
@@ -36,13 +36,13 @@ class FilledTensor:
     """
 
     leaf: TensorLeaf
-    tensor: LaidTensor
+    tensor: BoundTensor
     target: LiveTarget
     regions: tuple[Region, ...] = ()
 
 
 @dataclass(eq=False)
-class LaidLoad(LayoutLoad):
+class BoundLoad(LayoutLoad):
     """One load of one rank.
 
     Attributes
@@ -55,7 +55,7 @@ class LaidLoad(LayoutLoad):
         The tensors of this rank that are filled.
     """
 
-    source: LaidSource
+    source: BoundSource
     describer: Describer
     hint = "a cast in a rule of the job's layout changes types; "
 
@@ -97,7 +97,7 @@ class LaidLoad(LayoutLoad):
                     out[layout.state_name(local, scalar.name)] = (entry.dtype, entry.shape)
         return out
 
-    def _dtype(self, tensor: LaidTensor) -> str | None:
+    def _dtype(self, tensor: BoundTensor) -> str | None:
         try:
             dtype = self.source.dtype(tensor)
         except MismatchError as error:
@@ -183,7 +183,7 @@ class LaidLoad(LayoutLoad):
         self,
         leaf: TensorLeaf,
         name: str,
-        tensor: LaidTensor,
+        tensor: BoundTensor,
         filling: Filling,
         found: Matching,
     ) -> None:

@@ -67,7 +67,7 @@ class _Replica(NamedTuple):
 
 
 @dataclass(eq=False)
-class LaidLeaves(LayoutSave):
+class BoundLeaves(LayoutSave):
     """The leaves of a state, sorted by what the layout says of them.
 
     Attributes
@@ -236,7 +236,7 @@ class LaidLeaves(LayoutSave):
         return {}
 
 
-def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
+def laid_leaves(job: JobLayout, leaves: Leaves) -> BoundLeaves:
     """Sort the leaves of a state by what the layout says of them.
 
     Raises
@@ -248,7 +248,7 @@ def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
         which replicas are combined.
     """
     if job.whole:
-        return LaidLeaves(job, leaves)
+        return BoundLeaves(job, leaves)
     averaged = combined(job.form.bound.layout)
     if averaged is not None:
         raise UsageError(
@@ -258,7 +258,7 @@ def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
             hint="average the replicas before the save, or write `any` to take one of them",
         )
     rest = Leaves(objects=_objects(job, leaves), per_rank=leaves.per_rank)
-    out = LaidLeaves(job, rest)
+    out = BoundLeaves(job, rest)
     seen: set[str] = set()
     for leaf in leaves.tensors.values():
         for name in (leaf.name, *leaf.aliases):
@@ -267,7 +267,7 @@ def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
     return out
 
 
-def _sort(job: JobLayout, out: LaidLeaves, leaf: TensorLeaf, name: str, seen: set[str]) -> None:
+def _sort(job: JobLayout, out: BoundLeaves, leaf: TensorLeaf, name: str, seen: set[str]) -> None:
     """Put one name of a leaf where it belongs."""
     kind = job.kind(name)
     if kind.tensor is not None:

@@ -14,7 +14,7 @@ from ckptd.checkpoint.torch.state.restore import SavedState
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.bind import bind_stored
 from ckptd.lay.copies import Composition, compose
-from ckptd.lay.local import LaidTensor
+from ckptd.lay.local import BoundTensor
 from ckptd.lay.matching import Matcher, NameTemplates
 from ckptd.lay.resolve import Bound
 from ckptd.lay.stored import StoredForm, TensorKey
@@ -76,7 +76,7 @@ class _Fitted:
 
     @classmethod
     def of(cls, program: LayoutProgram, saved: SavedState) -> _Fitted:
-        """Fit a program to a checkpoint; raises as `LaidSource`."""
+        """Fit a program to a checkpoint; raises as `BoundSource`."""
         resolved = program.resolve()
         refuse_quantized(resolved)
         everything = {**saved.tensors, **{a: saved.tensors[n] for a, n in saved.aliases.items()}}
@@ -98,7 +98,7 @@ class _Fitted:
         return cls(bind_stored(resolved, shapes, unsaid), spelling, names)
 
 
-class LaidSource:
+class BoundSource:
     """The source of one load, composed with the job's layout.
 
     Parameters
@@ -191,7 +191,7 @@ class LaidSource:
         rule, indexes, state = key
         return self.form.name(self.form.rules[rule].global_name(indexes), state)
 
-    def dtype(self, tensor: LaidTensor) -> DType | None:
+    def dtype(self, tensor: BoundTensor) -> DType | None:
         """Return the type in which a tensor of this rank comes; None when nothing feeds it.
 
         Raises

@@ -18,7 +18,7 @@ from ckptd.lay.local import LocalPiece
 from ckptd.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
 from ckptd.reshard.elements import follow
-from ckptd.reshard.torch.layout.loading import FilledTensor, LaidLoad
+from ckptd.reshard.torch.layout.loading import BoundLoad, FilledTensor
 from ckptd.reshard.verify import changed
 from ckptd.types import dtype_of
 
@@ -27,7 +27,7 @@ U8 = NDArray[np.uint8]
 
 
 def check_laid_witness(
-    load: LaidLoad, filling: Filling, plan: WitnessPlan, witness: Witness
+    load: BoundLoad, filling: Filling, plan: WitnessPlan, witness: Witness
 ) -> int:
     """Compare what a load filled with the checkpoint's witness; return how many values were seen.
 
@@ -69,7 +69,7 @@ def check_laid_witness(
 
 
 def _expected(
-    load: LaidLoad, plan: WitnessPlan, witness: Witness
+    load: BoundLoad, plan: WitnessPlan, witness: Witness
 ) -> Iterator[tuple[FilledTensor, I64, U8]]:
     """Yield elements of filled tensors and the values that they must have."""
     wanted = _by_key(load)
@@ -86,7 +86,7 @@ def _expected(
 
 
 def _tensor(
-    load: LaidLoad,
+    load: BoundLoad,
     wanted: Mapping[TensorKey, tuple[FilledTensor, LocalPiece]],
     key: TensorKey,
     number: int,
@@ -112,7 +112,7 @@ def _tensor(
         yield filled, elements, changed(values[hit.which[kept]], dtype, to, operation)
 
 
-def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[FilledTensor, LocalPiece]]:
+def _by_key(load: BoundLoad) -> dict[TensorKey, tuple[FilledTensor, LocalPiece]]:
     """Return what was filled, by the target tensors that it holds something of."""
     return {
         (p.rule, p.indexes, filled.tensor.state): (filled, p)
@@ -121,7 +121,7 @@ def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[FilledTensor, LocalPiece]]:
     }
 
 
-def _elements(load: LaidLoad, filled: FilledTensor, piece: LocalPiece, at: I64) -> tuple[I64, I64]:
+def _elements(load: BoundLoad, filled: FilledTensor, piece: LocalPiece, at: I64) -> tuple[I64, I64]:
     """Return which positions of a tensor a buffer holds, and where."""
     if not load.job.whole:
         kept = np.flatnonzero((at >= piece.lo) & (at < piece.hi)).astype(np.int64)

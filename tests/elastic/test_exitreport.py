@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
+from ckptd.elastic.exitreport import FOLDER, ExitReport, last_words_of
 from tests.processes import PATIENCE_S
 
 RUN = """\
 import sys
-from ckptd.elastic.lastwords import first_to_say, note_end, note_step
+from ckptd.elastic.exitreport import first_to_say, note_end, note_step
 try:
     exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), {"note_step": note_step})
     note_end(None)
@@ -25,7 +25,7 @@ except BaseException as error:
 """
 
 
-def left(folder: Path, body: str) -> tuple[LastWords | None, bool, str]:
+def left(folder: Path, body: str) -> tuple[ExitReport | None, bool, str]:
     """Run a program; return what it left, and what it printed."""
     (folder / FOLDER).mkdir(exist_ok=True)
     script = folder / "program.py"

@@ -28,7 +28,7 @@ _MOST_TEXT = 500
 _MOST_BYTES = 64 << 10
 
 
-class LastWords(msgspec.Struct, frozen=True, kw_only=True):
+class ExitReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a program ended, as it saw that itself.
 
     Attributes
@@ -46,7 +46,7 @@ class LastWords(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-_decoder = json_decoder(LastWords)
+_decoder = json_decoder(ExitReport)
 
 
 def note_step() -> None:
@@ -61,14 +61,14 @@ def note_end(error: BaseException | None) -> None:
     """
     if error is None or (isinstance(error, SystemExit) and not _code_of(error)):
         if not any(_holds(thread) for thread in threading.enumerate()):
-            _leave(f"{os.getpid()}.json", msgspec.json.encode(LastWords(code=0)))
+            _leave(f"{os.getpid()}.json", msgspec.json.encode(ExitReport(code=0)))
         return
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{frame.filename}:{frame.lineno}" for frame in frames]
     digest = hashlib.sha256("\n".join([type(error).__qualname__, *lines]).encode())
     said = traceback.format_exception_only(error)[-1].strip()[:_MOST_TEXT]
     at = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    words = LastWords(code=_code_of(error), place=digest.hexdigest()[:16], text=said + at)
+    words = ExitReport(code=_code_of(error), place=digest.hexdigest()[:16], text=said + at)
     _leave(f"{os.getpid()}.json", msgspec.json.encode(words))
 
 
@@ -99,7 +99,9 @@ def first_to_say(text: str) -> bool:
     return not path.exists()  # it cannot be made: better twice than never
 
 
-def last_words_of(folder: Path, pid: int, *, forget: bool = False) -> tuple[LastWords | None, bool]:
+def last_words_of(
+    folder: Path, pid: int, *, forget: bool = False
+) -> tuple[ExitReport | None, bool]:
     """Return what process `pid` has left in a launcher's folder, and whether it made a step.
 
     Parameters
