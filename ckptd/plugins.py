@@ -59,7 +59,7 @@ def entries(group: str) -> list[EntryPoint]:
 
 
 def load_entry(group: str, package: str, where: str) -> Any:
-    """Return what the first entry point of a group stands for.
+    """Return what the first entry point of a group represents.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def load_entry(group: str, package: str, where: str) -> Any:
 
 
 def load_plugin(entry: EntryPoint, why: str) -> Any:
-    """Return what an entry point stands for; `UsageError`, for none.
+    """Return what an entry point represents; `UsageError`, for none.
 
     Parameters
     ----------

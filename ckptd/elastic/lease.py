@@ -38,7 +38,7 @@ class _Moment:
 
 
 class LeaseFile(_Moment):
-    """The launcher's end; made anew, mode 0600, with nothing leased yet.
+    """The launcher's end; made again, mode 0600, with nothing leased yet.
 
     Raises
     ------

@@ -149,11 +149,11 @@ class Ended(JobEvent, frozen=True, kw_only=True, tag=True):
     node, generation
         Whose, and of which generation.
     code
-        0 if all that have ended returned in good order; of several failures, the first one's.
+        0 if all that have ended returned successfully; of several failures, the first one's.
     left
         Workers of the node that run on.
     well, bad
-        How many have ended in good order, or are about to; and how many otherwise, if `code` is
+        How many have ended successfully, or are about to; and how many otherwise, if `code` is
         not 0.
     program
         Whether it was the program that ended so, and no launcher that could not start it.
@@ -258,7 +258,7 @@ class Order(JobEvent, frozen=True, kw_only=True, tag=True):
 
 
 class Reseated(JobEvent, frozen=True, kw_only=True, tag=True):
-    """The seat was taken anew, as `Reseat` asked for.
+    """The seat was taken again, as `Reseat` asked for.
 
     Attributes
     ----------
@@ -323,12 +323,12 @@ class Start(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Relaunch(Action, frozen=True, kw_only=True, tag=True):
-    """Have launchers of these nodes started anew, there or on other machines.
+    """Restart launchers of these nodes, there or on other machines.
 
     Attributes
     ----------
     nodes
-        Those that are gone, or that did not help when their workers were started anew.
+        Those that are gone, or that did not help when their workers were restarted.
     level
         2.
     """
@@ -338,7 +338,7 @@ class Relaunch(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Reseat(Action, frozen=True, kw_only=True, tag=True):
-    """Take the controller's seat anew, and say `Reseated`.
+    """Take the controller's seat again, and say `Reseated`.
 
     Nodes that cannot reach their controller renew their workers' lease as long as it has the seat:
     from then on none of them does.
@@ -365,7 +365,7 @@ class Tell(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Finish(Action, frozen=True, kw_only=True, tag=True):
-    """The job has ended in good order: let the nodes go."""
+    """The job has ended successfully: the nodes may go."""
 
 
 class Abort(Action, frozen=True, kw_only=True, tag=True):
@@ -742,7 +742,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ended
         How the job ended: the kind of `Shutdown`; empty while it goes on.
     relaunch, relaunch_generation
-        Nodes whose launchers were last wanted to be started anew (level 2), and the generation that
+        Nodes whose launchers were last wanted to be restarted (level 2), and the generation that
         waits for them; 0 if that never was.
     daemon
         URL of the daemon that was announced last to this life; empty if none was.
@@ -785,7 +785,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     rank, generation
         From its environment.
     session
-        Whether it can leave a generation and go on in another one without being started anew.
+        Whether it can leave a generation and go on in another one without being restarted.
     """
 
     pid: _Count
@@ -821,7 +821,7 @@ class Out(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A session has returned: this worker ends soon, in good order."""
+    """A session has returned: this worker ends soon, successfully."""
 
     generation: _Count
 

@@ -59,7 +59,7 @@ SETTINGS = (
 
 
 def apply_settings(environ: MutableMapping[str, str]) -> None:
-    """Set what the user has not set, in place of what a launcher set for want of that."""
+    """Set what the user has not set, in place of what a launcher set as a default."""
     replaceable = defaults_in(environ)
     for setting in SETTINGS:
         if setting.name not in environ or setting.name in replaceable:

@@ -32,7 +32,7 @@ _SILENCE_S = 10.0
 
 
 class OperatorLink:
-    """Asks and orders; each call connects anew where the connection broke. Any thread may call it.
+    """Asks and orders; each call reconnects where the connection broke. Any thread may call it.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class OperatorLink:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Close the connection. Idempotent; a later call connects anew."""
+        """Close the connection. Idempotent; a later call connects again."""
         with self._lock:
             self._disconnect()
 

@@ -256,7 +256,7 @@ def _placed(
 
 def _rank(job: JobSpec, c: Candidate, current: Shape) -> tuple[object, ...]:
     changed = c.shape.pp != current.pp
-    # A pipeline that is cut anew moves everything, so it must be worth it.
+    # A pipeline that is cut again moves everything, so it must be worth it.
     cost = c.cost * job.worth if changed else c.cost
     return (bool(c.refused), c.shape.tp != job.planned.tp, cost, c.moves, c.shape)
 

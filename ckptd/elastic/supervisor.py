@@ -1,6 +1,6 @@
 """Keeps launchers on the nodes of a job, by a plug-in and as its controller orders.
 
-It decides nothing about the job: it starts launchers, starts those anew that the controller names
+It decides nothing about the job: it starts launchers, restarts those that the controller names
 (level 2) or that ended by themselves, hands over what the scheduler says about nodes, and submits
 the job again when the controller gives it up for that (level 3).
 """
@@ -104,7 +104,7 @@ class Supervisor:
         self._closed = threading.Event()
         self._stop_at = 0.0
         self._tries: dict[str, tuple[float, float]] = {}
-        """When the launcher of a node was started anew, and the pause before the next time."""
+        """When the launcher of a node was restarted, and the pause before the next time."""
         self._notices: list[Notice] = []
         self._problems: dict[str, str] = {}
         self._leaving: set[str] = set()
@@ -185,7 +185,7 @@ class Supervisor:
             self._say(f"the controller does not stop the job: {answer.text}")
 
     def _relaunch(self, status: Status) -> None:
-        """Start the launchers of these nodes anew, or others for nodes that are gone."""
+        """Start the launchers of these nodes again, or others for nodes that are gone."""
         by_name = {m.name: m for m in self._launcher.machines(self.settings.call_s)}
         known = [by_name[node] for node in status.relaunch if node in by_name]
         anew = [m.name for m in known if m.state is MachineState.UP]

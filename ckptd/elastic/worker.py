@@ -142,7 +142,7 @@ class WorkerLink(OfOneProcess):
     def loaded(self, generation: int, step: int) -> None:
         """Say that this rank has its state of `step`; only the first time counts.
 
-        What is told of another generation than the one that this process is in now is left out.
+        What comes of another generation than the one that this process is in now is left out.
         """
         with self._changed:
             if self._loaded >= 0 or generation != self.generation:

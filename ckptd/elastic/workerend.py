@@ -61,7 +61,7 @@ class LauncherEnd(OfOneProcess):
     Parameters
     ----------
     path
-        Of the socket, of at most 107 bytes; made anew, mode 0600, in a folder of this user alone.
+        Of the socket, of at most 107 bytes; made again, mode 0600, in a folder of this user alone.
     received
         Called with a worker and its message, `Attach` first, and once with None when it is gone.
         Never by two threads for the same worker; by several for different ones.

@@ -89,7 +89,7 @@ class TargetPlan(NamedTuple):
     sources
         In the order of the source: rule by rule, index by index.
     fills
-        What no logical element stands for, and what to write there.
+        What no logical element represents, and what to write there.
     """
 
     numel: int

@@ -16,7 +16,7 @@ from ckptd.lay.resolve import Resolved, ValueScope, stage_parts
 from ckptd.lay.syntax import Assigned, Atom, Dim, Glob, Name, NameIndex, Split, Text, show
 
 BUFFER = "buffer"
-"""Index in the name of buffers that stands for the number of a buffer on its rank."""
+"""Index in the name of buffers that represents the number of a buffer on its rank."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ def write_name(name: Name, numbers: Mapping[str, int]) -> str:
     name
         The pattern.
     numbers
-        What stands for each index.
+        What represents each index.
 
     Raises
     ------
     UsageError
-        A glob is left in it, or nothing stands for an index.
+        A glob is left in it, or nothing represents an index.
     """
     return "".join(_written(part, name, numbers) for part in name.parts)
 

@@ -55,7 +55,7 @@ class _Pattern:
 
     @cached_property
     def text(self) -> str | None:
-        """The name, if it stands for no other."""
+        """The name, if it represents no other."""
         if all(isinstance(p, Text) for p in self.name.parts):
             return "".join(p.text for p in self.name.parts if isinstance(p, Text))
         return None

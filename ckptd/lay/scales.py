@@ -100,7 +100,7 @@ def _cut(
 
 
 def _name(pattern: Name, name: str) -> str:
-    """Return a scale's name: ``{name}`` stands for that of the tensor."""
+    """Return a scale's name: ``{name}`` represents that of the tensor."""
     parts: list[NamePart] = [
         Text(name) if isinstance(p, NameIndex) and p.axis == "name" else p for p in pattern.parts
     ]

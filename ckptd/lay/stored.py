@@ -79,7 +79,7 @@ class StoredForm:
 
     @cached_property
     def scope(self) -> ValueScope:
-        """What names stand for."""
+        """What names represent."""
         own = scope_of(self.bound)
         sizes = {**self.sizes, **own.sizes}
         return ValueScope(sizes, own.extents, {**self.refined, **own.refined})

@@ -54,7 +54,7 @@ class CallFlag(enum.IntFlag):
     QUEUED = 16
     """Its device has not come to it yet: what is before it in the queue still runs."""
     UNSEEN = 32
-    """Its end is not known. The time that stands for it is when the call was enqueued, or when
+    """Its end is not known. The time that represents it is when the call was enqueued, or when
     somebody stopped looking."""
 
 
@@ -231,7 +231,7 @@ class JobView:
     agents
         Agents of which something is to be said.
     texts, group_names
-        What hashes in calls, and groups, stand for: for people, nothing is decided by them.
+        What hashes in calls, and groups, represent: for people, nothing is decided by them.
     timeouts
         After how many seconds the backend gives up a call of a group, where known.
     """
@@ -248,7 +248,7 @@ class JobView:
     timeouts: Mapping[int, float] = field(default_factory=dict)
 
     def text(self, number: int) -> str:
-        """Return what a hash of a call stands for, or the hash in hexadecimal."""
+        """Return what a hash of a call represents, or the hash in hexadecimal."""
         return self.texts.get(number) or f"{number:08x}"
 
     def group_name(self, group: int) -> str:

@@ -280,7 +280,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     members
         Groups by their hash; sent once by each source, and again when orders ask for it.
     texts
-        What hashes of operations, element types and call sites stand for; sent likewise.
+        What hashes of operations, element types and call sites represent; sent likewise.
     """
 
     version: int = VERSION
@@ -833,7 +833,7 @@ def merge(
 
 
 def _stacked(reports: Sequence[NodeReport], name: str, nodes: Sequence[str]) -> Array:
-    """Return all rows of one table, with rows and nodes numbered anew.
+    """Return all rows of one table, with rows and nodes numbered again.
 
     Bytes are put together, and not tables: numpy copies tables column by column.
     """
@@ -918,7 +918,7 @@ def selected(job: JobView, kept: Array) -> JobView:
 
 
 def _living(ranks: Array) -> Array:
-    """Return which rows stand for their rank."""
+    """Return which rows represent their rank."""
     newest = int(ranks["generation"].max()) if len(ranks) else 0
     kept: Array = (ranks["alive"] != 0) | (ranks["generation"] == newest)
     if len(np.unique(ranks["rank"])) < len(ranks):

@@ -9,7 +9,7 @@ The file is memory-mapped, and all its sizes are fixed: header | slots | groups 
   ``(n - 1) % slots``.
 - *groups*: one row for each group of the rank, never moved and never reused.
 - *members*: global ranks of groups whose ranks are not an arithmetic progression.
-- *texts*: what hashes stand for: operations, element types, call sites.
+- *texts*: what hashes represent: operations, element types, call sites.
 
 Little-endian throughout. Counters are stored whole by the machine; everything else becomes visible
 through a counter or a commit index that is stored after it.
@@ -102,7 +102,7 @@ class RecorderState(enum.IntEnum):
     """What the recorder itself is doing."""
 
     OFF = 0
-    """Ended in good order; the ring stays as it was."""
+    """Ended successfully; the ring stays as it was."""
     CALLS = 1
     """Records every call."""
     COUNTERS = 2
@@ -684,7 +684,7 @@ Rows = np.ndarray[Any, Any]
 
 _COUNTERS = Struct(f"<{len(Counter)}q")
 _NS = 1e-9
-_EARLIEST = 1  # 0 stands for "never" in all times
+_EARLIEST = 1  # 0 represents "never" in all times
 _WIDER = 4  # times as many calls are read where the oldest that were read is under way
 
 
@@ -810,7 +810,7 @@ class RingReader(RankFile):
         )
 
     def texts(self) -> dict[int, str]:
-        """Return what the hashes in calls stand for; errors as of the class."""
+        """Return what the hashes in calls represent; errors as of the class."""
         shape = self._shape()
         used = _within(self._read_counters()[Counter.TEXTS], shape.texts)
         rows = self._rows(TEXT, shape.texts_at, used)

@@ -58,7 +58,7 @@ class WatchSettings:
     forget_s
         An agent that has sent nothing for this long is forgotten.
     wait_s
-        A process that ended in good order is missed when others wait for it for so long.
+        A process that ended successfully is missed when others wait for it for so long.
     consequences_s
         Ends of processes so soon after a crash are its consequences.
     probe_s

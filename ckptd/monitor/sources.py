@@ -76,7 +76,7 @@ class ReportSources:
     by_name
         Sources.
     members, names, texts
-        Global ranks of groups, their infos, and what hashes stand for.
+        Global ranks of groups, their infos, and what hashes represent.
     """
 
     settings: WatchSettings

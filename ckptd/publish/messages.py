@@ -347,7 +347,7 @@ _Globs = tuple[
 class PublishedAbout(_Answer, frozen=True, tag="about"):
     """The publisher: its epoch, its ranks, its layout as a program, and the length of each axis.
 
-    `globs` has what those in names of its rules stand for (`ckptd.lay.bind.FilledGlobs`).
+    `globs` has what those in names of its rules represent (`ckptd.lay.bind.FilledGlobs`).
     """
 
     epoch: str

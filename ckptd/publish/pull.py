@@ -184,7 +184,7 @@ class PullPlan:
     rank, world
         Of this worker in its layout, and the layout's ranks.
     targets
-        Memory of the worker's tensors, by their names in its program. The plan stands for any of
+        Memory of the worker's tensors, by their names in its program. The plan stands in for any of
         the same types and lengths, see `lend`.
     scales
         That of the scales of those that are held quantized.

@@ -150,7 +150,7 @@ class VersionTable:
             return False
 
     def renew(self, number: int, holder: object) -> bool:
-        """Begin the lease of `holder` anew; False: the version or the hold is not there any more.
+        """Begin the lease of `holder` again; False: the version or the hold is not there any more.
 
         A lease that has ended is renewed as well while nothing else is in the slot.
         """

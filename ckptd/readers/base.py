@@ -113,7 +113,7 @@ class Foreign:
 class SeenFiles:
     """The files of a folder that a reader has looked at: as they were before it read a byte.
 
-    Another program may write a file anew under its name at any time, also one that only says what
+    Another program may write a file again under its name at any time, also one that only says what
     the others hold. So `check` looks again behind the last byte that was wanted.
 
     Parameters

@@ -247,7 +247,7 @@ class _Item:
         if head[:4] == _ZIP:
             file = open_zip(read, self._start, self._end, where)
             tensor = file.value
-            # Before its length is judged: a subclass may take less room than what it stands for.
+            # Before its length is judged: a subclass may take less room than what it represents.
             check_read(tensor, where)
             if not isinstance(tensor, PickledTensor):
                 raise CorruptError("an item is not a tensor", where=where)

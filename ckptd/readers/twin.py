@@ -263,11 +263,11 @@ class ForeignRoot(ForeignStore):
         self._make(tensors, foreign, step)
 
     def foreign_path(self, key: str) -> Path | None:
-        """Return the local file that a data file stands for; None where there is none."""
+        """Return the local file that a data file represents; None where there is none."""
         return self.inner.local_path(self._data[key].key) if key in self._data else None
 
     def foreign_file(self, key: str) -> tuple[str, int]:
-        """Return key and size of the file that a data file stands for."""
+        """Return key and size of the file that a data file represents."""
         file = self._file(key)
         return file.key, file.size
 

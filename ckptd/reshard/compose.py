@@ -365,8 +365,8 @@ def compose_layouts(
     Parameters
     ----------
     is_recut
-        Whether the target is the source's layout, cut or spelled anew: then no tensor has further
-        names that it has not in the source.
+        Whether the target is the source's layout, cut or spelled differently: then no tensor has
+        further names that it has not in the source.
 
     Raises
     ------

@@ -29,7 +29,7 @@ _ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class PlainTensor:
-    """A plain tensor that the parts of a wrapped one stand for.
+    """A plain tensor that the parts of a wrapped one represent.
 
     Attributes
     ----------

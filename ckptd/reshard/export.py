@@ -63,7 +63,7 @@ class Item:
     dtype, shape
         As written.
     plain
-        Of a wrapped tensor that is dequantized: what it stands for; `tensor` holds its numbers.
+        Of a wrapped tensor that is dequantized: what it represents; `tensor` holds its numbers.
     """
 
     name: str
@@ -130,7 +130,7 @@ def plan_export(
     untie
         Write a tied tensor under each of its names, as whoever reads the files may ask for any.
     dequantize
-        Write the plain tensors that wrapped ones stand for, where that is known.
+        Write the plain tensors that wrapped ones represent, where that is known.
 
     Raises
     ------

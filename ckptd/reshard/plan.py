@@ -76,7 +76,7 @@ class ChunkFeed:
     fills
         Elements that no source has: padding.
     literal
-        Gives the chunk's bytes, where they are made anew: objects, scales.
+        Gives the chunk's bytes, where they are made again: objects, scales.
     """
 
     takes: tuple[Take, ...] = ()
@@ -89,7 +89,7 @@ Feed = Callable[[int], ChunkFeed]
 
 
 def recut(tensor: int, source: Grid, target: Grid) -> Feed:
-    """Return the feed of a tensor that holds the values of source tensor `tensor`, cut anew.
+    """Return the feed of a tensor that holds the values of source tensor `tensor`, cut again.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class StockTensor:
     ranks
         Of a per-rank object: the rank that holds each piece.
     plain
-        Of a wrapped tensor that is dequantized: what it stands for. `dtype` is that of its numbers.
+        Of a wrapped tensor that is dequantized: what it represents. `dtype` is that of its numbers.
     """
 
     number: int
@@ -159,7 +159,7 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> SourceTensors:
     Parameters
     ----------
     dequantize
-        Take wrapped tensors for the plain ones that they stand for, where that is known.
+        Take wrapped tensors for the plain ones that they represent, where that is known.
 
     Raises
     ------

@@ -360,7 +360,7 @@ def _add_changed(build: _Builder, changed: Changed) -> None:
 
 
 def _made(values: Sequence[bytes], piece: int) -> ChunkFeed:
-    """Return what fills a piece of an object that was made anew."""
+    """Return what fills a piece of an object that was made again."""
     return ChunkFeed(literal=lambda: values[piece])
 
 

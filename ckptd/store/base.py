@@ -148,7 +148,7 @@ class ObjectInfo:
     modified
         When it was last written, in seconds since 1970.
     tag
-        Changes when the object is written anew, also within the clock's step and with the time
+        Changes when the object is written again, also within the clock's step and with the time
         kept: an ETag, an inode. Only `Store.stat` need give it; empty where the store has none.
     """
 
@@ -347,7 +347,7 @@ class Store(ABC):
     def anchor(self, key: str) -> None:
         """Make no folder here from now on while the object `key` is not there.
 
-        A store that keeps plain files would make a folder anew that was renamed or deleted, and
+        A store that keeps plain files would make a folder again that was renamed or deleted, and
         fill the disk under the mount point of one that was unmounted: then it raises `StoreError`
         (kind ``root-gone``). Stores without folders have nothing to do.
         """

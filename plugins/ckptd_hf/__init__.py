@@ -80,7 +80,7 @@ class CkptdCallback(TrainerCallback):
         self._checkpointer, self._over = None, False
 
     def resume(self, trainer: Any) -> str | None:
-        """Return what ``trainer.train(resume_from_checkpoint=...)`` wants; None begins anew.
+        """Return what ``trainer.train(resume_from_checkpoint=...)`` wants; None starts over.
 
         That is a folder with the Trainer's own state, from which it knows the step and what to
         skip. Everything else is loaded as training begins.

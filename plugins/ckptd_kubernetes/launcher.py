@@ -200,7 +200,7 @@ class KubernetesPods(Launcher):
 
 
 class Kubernetes(KubernetesPods):
-    """Pods that the controller makes itself, one a node, and that nobody else makes anew.
+    """Pods that the controller makes itself, one a node, and that nobody else makes again.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ class Kubernetes(KubernetesPods):
 
 
 class JobPods(KubernetesPods):
-    """Pods of a Job or JobSet, which makes each one anew that is deleted, with the same hostname.
+    """Pods of a Job or JobSet, which makes each one again that is deleted, with the same hostname.
 
     So a node keeps its name, `stop` is what starts it anew, and `start` has only to clear away pods
     that have ended. Nodes are known once they have been seen.
@@ -336,7 +336,7 @@ class JobPods(KubernetesPods):
         return node
 
     def close(self) -> None:
-        """End the watches. The pods are the Job's, which would only make them anew."""
+        """End the watches. The pods are the Job's, which would only make them again."""
         self.leave()
 
 

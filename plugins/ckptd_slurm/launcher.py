@@ -1,6 +1,6 @@
 """`SlurmLauncher`: launchers as steps of a Slurm allocation, one on each of its nodes.
 
-The allocation is kept: what is lost or stuck is started anew as another step, which takes tens of
+The allocation is kept: what is lost or stuck is restarted as another step, which takes tens of
 milliseconds, and nothing waits for Slurm to find out that a node is dead.
 """
 
@@ -214,7 +214,7 @@ class SlurmLauncher(Launcher):
         name = f"ckptd-{node}-{next(self._numbers)}-{os.getpid()}"
         argv = [*SRUN, f"--nodelist={node}", f"--job-name={name}", *self._command(node)]
         try:
-            # Its own group: a Ctrl-C is for the batch step, which says goodbye in good order.
+            # Its own group: a Ctrl-C is for the batch step, which says goodbye.
             process = subprocess.Popen(argv, env=self.environ, start_new_session=True)
         except OSError as error:
             raise StoreError("srun could not be started", where=node, found=error) from error

@@ -111,7 +111,7 @@ def slurm(
     """Train on all nodes of the Slurm allocation that this is called in.
 
     For batch scripts: exec ckptd slurm --nproc-per-node 8 train.py. The controller runs here, and a
-    launcher as a step on each node. What is lost is started anew inside the allocation; only when
+    launcher as a step on each node. What is lost is restarted inside the allocation; only when
     that does not help, or when Slurm says with USR1 that the time is over, the job is requeued. The
     exit codes are those of ckptd run.
     """

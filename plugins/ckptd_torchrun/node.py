@@ -227,13 +227,13 @@ class TorchrunNode:
             return self._is_over()
 
     def succeeded(self) -> None:
-        """All workers of this node have ended in good order."""
+        """All workers of this node have ended successfully."""
         with self._news:
             if not self._is_over():
                 self._tell_ended(0)
 
     def leave(self, within_s: float) -> None:
-        """Say goodbye; if the workers have ended in good order, wait for the job's end before."""
+        """Say goodbye; if the workers have ended successfully, wait for the job's end before."""
         dead = self.workers.kill(_KILL_S)
         end = time.monotonic() + within_s
         with self._news:

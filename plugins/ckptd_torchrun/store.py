@@ -61,7 +61,7 @@ class GenerationStore(Store):
     over
         Whether the generation is over, from its fence on.
     succeeded
-        Called when the agent reports that all its workers have ended in good order.
+        Called when the agent reports that all its workers have ended successfully.
     """
 
     def __init__(

@@ -267,7 +267,7 @@ def _tracker(given: Any) -> Tracker:
     if all(hasattr(given, name) for name in ("number", "text", "checkpoint")):
         return cast(Tracker, given)
     raise UsageError(
-        "this is no tracker",
+        "unknown kind of tracker",
         wanted="a SummaryWriter, an mlflow.ActiveRun, a wandb.Run, or a Tracker",
         found=type(given).__name__,
     )

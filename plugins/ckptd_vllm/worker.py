@@ -50,7 +50,7 @@ class CkptdInitInfo(WeightTransferInitInfo):
         See `ckptd.Subscriber`.
     in_place
         Write the model's parameters themselves. Only where vLLM keeps them as it has loaded them:
-        dense models that are not quantized, on CUDA. Else each layer is processed anew from a copy
+        dense models that are not quantized, on CUDA. Else each layer is processed again from a copy
         on the host.
     wait_s
         Longest wait for the version that an update names, in seconds.

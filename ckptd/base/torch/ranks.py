@@ -457,7 +457,7 @@ def global_ranks(process_group: Any) -> tuple[int, ...]:
 
 
 def forget_boards() -> None:
-    """Count boards anew: this process joins another store, with ranks that have made none."""
+    """Count boards again: this process joins another store, with ranks that have made none."""
     _boards_made.clear()
 
 

@@ -1,6 +1,6 @@
 """Objects without pickle: plain values as tagged JSON (spec section 7); the JSON itself.
 
-JSON values stand for themselves. Everything else is ``{"$": tag, ...}``: tuples, bytes, sets,
+JSON values stay as they are. Everything else is ``{"$": tag, ...}``: tuples, bytes, sets,
 numpy arrays and scalars, complex numbers, huge integers, non-finite floats, dicts with keys that
 JSON lacks, dates, paths and other values of the standard library, enums and dataclasses that were
 registered. Anything else is an error that says how to register it.
@@ -116,7 +116,7 @@ def _make_dataclass(cls: type, raw: dict[str, Any]) -> Any:
 
 
 class _TooOften(ValueError):
-    """What comes again stands for too many parts."""
+    """Repeated parts expand to too many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,7 +124,7 @@ class _Met:
     """What was met so far of a value, and the parts in it: by id, or by number when it is decoded.
 
     `numbers` gives those of what comes again, by id; without `shared` nothing is numbered. `parts`
-    counts what the value stands for, `more` how much of that came before, and `twice` what came
+    counts what the value represents, `more` how much of that came before, and `twice` what came
     before and is written again.
     """
 
@@ -147,7 +147,7 @@ class _Met:
 
 
 def encode(value: Any, where: str = "value", *, shared: bool = False) -> Any:
-    """Return JSON data that stands for `value`.
+    """Return JSON data that represents `value`.
 
     Parameters
     ----------

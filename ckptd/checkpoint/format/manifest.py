@@ -28,7 +28,7 @@ VERSION = 1
 OPTIMIZER_CLASS = "ckptd.class"
 """Key of a group of an object of the kind ``groups`` that says whose groups they are."""
 UNDIGESTED = "undigested"
-"""Feature of a manifest that stands for foreign files: of them no digests are known."""
+"""Feature of a manifest that represents foreign files: of them no digests are known."""
 SUBCLASSES = "subclasses"
 """Feature of a manifest some of whose tensors are parts of others, which wrap them."""
 SUBCLASS = "subclass"
@@ -90,7 +90,7 @@ class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def of(grid: Grid) -> GridEntry:
-        """Return the entry that stands for `grid`."""
+        """Return the entry that represents `grid`."""
         return GridEntry(tuple(a.runs for a in grid.axes), tuple(a.runs for a in grid.flat))
 
     def grid(self) -> Grid:

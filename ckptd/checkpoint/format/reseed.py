@@ -1,4 +1,4 @@
-"""What stands for a per-rank value that was resharded to another world without a live object.
+"""What represents a per-rank value that was resharded to another world without a live object.
 
 A load finds one of these types (spec section 7.1) where the value was, and does what the live
 declaration could not do before: draw a seed, reduce all values, keep the live value.

@@ -193,7 +193,7 @@ class DirectReader:
             for block in found.blocks:
                 for part in split(block, size, _SPAN_BYTES):
                     self._read(PlannedCopy(file, start, size, part, 0), target)
-        # Other programs write theirs anew under the same name: what was read would be of two.
+        # Other programs write theirs again under the same name: what was read would be of two.
         for file in loose:
             check_size(self.reader.store, self.reader.manifest.files[file])
 

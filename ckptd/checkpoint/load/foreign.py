@@ -35,7 +35,7 @@ class ForeignStore(ReadOnlyStore):
 
     @abstractmethod
     def foreign_file(self, key: str) -> tuple[str, int]:
-        """Return key and size of the file that a data file stands for.
+        """Return key and size of the file that a data file represents.
 
         Raises
         ------

@@ -76,7 +76,7 @@ def begin_beside(catalogue: Catalogue) -> RootMarker:
     """Open a root that a job writes into; make it, and log what it hides, where there is none.
 
     Everything that reads takes a root, where there is one: no job that trains is stopped for that.
-    A root that is there already hides nothing anew.
+    An existing root hides nothing more.
 
     Raises
     ------

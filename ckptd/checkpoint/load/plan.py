@@ -83,7 +83,7 @@ class BlockLine:
         return [int(f) for f in np.unique(files)]
 
     def byte_range(self, file: int, lo: int, hi: int) -> tuple[int, int]:
-        """Return the bytes of the data section of `file` that positions ``[lo, hi)`` stand for."""
+        """Return the bytes of the data section of `file` that positions ``[lo, hi)`` represent."""
         first = self.first(file)
         return (lo - first) * BLOCK_BYTES, min((hi - first) * BLOCK_BYTES, self._data_bytes[file])
 
@@ -461,7 +461,7 @@ def put(
 
 
 def put_fill(fill: Fill, dtype: DType, target: U8) -> None:
-    """Write what no element of a source stands for."""
+    """Write what no element of a source represents."""
     shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
     strided(target, fill.start * dtype.itemsize, shape, strides, dtype.numpy)[...] = fill.value
 

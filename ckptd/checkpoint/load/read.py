@@ -163,7 +163,7 @@ class Fetcher:
     def check_unchanged(self) -> None:
         """Look again at the files without digests that somebody has read of this checkpoint.
 
-        Other programs write theirs anew under the same name: what was read would be of two. The
+        Other programs write theirs again under the same name: what was read would be of two. The
         same goes for the files that say where things lie.
 
         Raises

@@ -100,7 +100,7 @@ class UnionStore(ReadOnlyStore):
     # -- whom to ask -----------------------------------------------------------------------------
 
     def serving(self, key: str) -> object:
-        """Return what stands for the source that serves `key` at the moment; for `distrust`."""
+        """Return what represents the source that serves `key` at the moment; for `distrust`."""
         with self._lock:
             return self._serving.get(key)
 

@@ -60,7 +60,7 @@ class Hold(OfOneProcess):
     seconds: float
 
     def renew(self) -> None:
-        """Begin the lease's time anew.
+        """Begin the lease's time again.
 
         Raises
         ------

@@ -144,7 +144,7 @@ class _Guest:
     size: int
     at: float
     lent: bool = False
-    """Somebody reads it by its descriptor: the segment must not be filled anew."""
+    """Somebody reads it by its descriptor: the segment must not be filled again."""
 
 
 _Object = _Small | _Own | _Guest
@@ -308,7 +308,7 @@ class AgentMemoryStore(Store):
             _copy(found, offset, view)
         except ValueError:  # its memory was given back meanwhile
             raise self._gone(key) from None
-        # Or it was filled anew while it was read.
+        # Or it was filled again while it was read.
         if not isinstance(found, _Small) and self._find(key) is not found:
             raise self._gone(key)
 

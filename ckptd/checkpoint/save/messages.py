@@ -491,7 +491,7 @@ class RankPart(msgspec.Struct, frozen=True):
     base, refers
         The checkpoint whose chunks are referred to, and which of them.
     root
-        Of which root it is, on near tiers: folders are used again, and roots are made anew.
+        Of which root it is, on near tiers: folders are used again, and roots are made again.
     seeks
         Whether this rank will look for unchanged chunks at its next save.
     error

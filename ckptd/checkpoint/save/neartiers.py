@@ -105,7 +105,7 @@ class NodeTiers:
     def belongs(self, root_id: str) -> None:
         """Name the root of what comes now; what is there of another one is cleared.
 
-        A root that was deleted and made anew has the same URL, and counts generations from 1.
+        A root that was deleted and made again has the same URL, and counts generations from 1.
         """
         with self._lock:
             old, self._root_id = self._root_id, root_id

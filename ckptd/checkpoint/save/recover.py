@@ -279,7 +279,7 @@ def find_candidates(
 
     A snapshot counts when a commit of its step and generation would. Where a commit of that name
     exists, only the snapshot of the attempt that was committed does. It comes first: a commit may
-    refer to older files for what its snapshot has anew.
+    refer to older files for what its snapshot has again.
 
     Parameters
     ----------

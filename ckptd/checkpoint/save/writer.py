@@ -354,7 +354,7 @@ class SaveWriter:
     def _is_reported(self, save: SaveRequest) -> bool:
         """Tell whether a worker that died has written this rank's share and reported its part.
 
-        Then the committer may have read the part, and what it names must not be written anew. The
+        Then the committer may have read the part, and what it names must not be written again. The
         part is looked for first: it is removed when the commit is there.
         """
         if not save.again:
@@ -369,7 +369,7 @@ class SaveWriter:
         return True
 
     def _check_owner(self, save: SaveRequest) -> None:
-        """Drop what near tiers have of another root: one that was deleted may be made anew."""
+        """Drop what near tiers have of another root: one that was deleted may be made again."""
         if self._near is None or (self._root_id and self._root_id == save.root_id):
             return
         try:

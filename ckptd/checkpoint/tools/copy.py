@@ -137,7 +137,7 @@ class FileCopy:
             except TransientStoreError as error:
                 backoff.wait(error)
         if not entry.index:
-            check_size(self._source, entry)  # it was not written anew while it was copied
+            check_size(self._source, entry)  # it was not written again while it was copied
         # Last: whoever finds the index knows that the file is complete.
         del self._places.indexes[number]  # one a file, and there may be many
         raw = index.encode()

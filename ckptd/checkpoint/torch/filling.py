@@ -162,7 +162,7 @@ class Filling:
             del _kept[id(kept)]  # another load of this process may have kept its own since
 
     def fill(self, target: LiveTarget, fill: Fill, dtype: DType) -> None:
-        """Write a value to places of a target that no element of the checkpoint stands for."""
+        """Write a value to places of a target that no element of the checkpoint represents."""
         if isinstance(target, DeviceBuffer):
             target.fill(fill, dtype)
         else:

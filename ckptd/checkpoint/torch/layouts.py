@@ -156,7 +156,7 @@ class LayoutLoad:
         return values
 
     def finish(self, filling: Filling) -> None:
-        """Write what no element of the checkpoint stands for.
+        """Write what no element of the checkpoint represents.
 
         Raises
         ------

@@ -387,7 +387,7 @@ def _as_next(raw: bytes) -> Next:
 
 
 Place = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Slots of the witness, and the elements of a buffer that they stand for."""
+"""Slots of the witness, and the elements of a buffer that they represent."""
 
 
 def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> list[Place]:

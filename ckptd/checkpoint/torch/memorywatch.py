@@ -177,7 +177,7 @@ class Pages:
                 )
 
     def _find(self, page: Range, flags: int, *, tell: bool = True) -> list[Range]:
-        """Return what was written since it was protected; `flags` may protect it anew."""
+        """Return what was written since it was protected; `flags` may protect it again."""
         found: list[Range] = []
         room = array("Q", bytes(24 * 16))
         at, end = page
@@ -211,7 +211,7 @@ class Count:
         self._noted: list[Range] = []
 
     def written(self, ranges: Iterable[Range] | None = None) -> list[Range]:
-        """Return what was written since; raises `OSError` where memory was mapped anew.
+        """Return what was written since; raises `OSError` where memory was mapped again.
 
         Parameters
         ----------
@@ -392,7 +392,7 @@ class SpanWatch:
         while self._pages is not None and self.ranges and count is None:
             try:
                 count = self._pages.count(self._stretches)
-            except OSError:  # memory that is mapped anew at the same place is not registered
+            except OSError:  # memory that is mapped again at the same place is not registered
                 if self._stretches == self.ranges:
                     self._plan(set())
                 self._stretches = self.ranges
@@ -451,7 +451,7 @@ class WatchedSpans:
             return
         watch = self._watch
         written = watch.ranges
-        for ranges in (None, watch.ranges):  # some of it, or what lies between, was mapped anew
+        for ranges in (None, watch.ranges):  # some of it, or what lies between, was mapped again
             with suppress(OSError):
                 written = self._count.written(ranges)
                 break

@@ -84,7 +84,7 @@ class TierRules:
         )
 
     def saved(self, step: int, names: Collection[str]) -> None:
-        """Note that a save began, or that `step` was loaded: time and steps begin anew."""
+        """Note that a save began, or that `step` was loaded: time and steps start over."""
         for name in names:
             self._last[name] = step
             self._since[name] = time.monotonic()

@@ -511,13 +511,13 @@ class Cadence:
         return asked or (isinstance(self._rule, Every) and self._rule.due(step, last_step))
 
     def saved(self, handle: SaveHandle, blocked_s: float) -> None:
-        """Begin the time anew; `handle` is the save that began, which held the loop so long."""
+        """Begin the time again; `handle` is the save that began, which held the loop so long."""
         self._began_anew()
         self._began = True
         self._under_way.append((handle, blocked_s))
 
     def loaded(self, step: int) -> None:
-        """Begin the time anew: the state is that of a checkpoint."""
+        """Begin the time again: the state is that of a checkpoint."""
         self._began_anew()
         self._durable = step
 
@@ -533,7 +533,7 @@ class Cadence:
     def measured(self, blocked_s: float, durable_s: float) -> None:
         """Take in what a save cost: seconds in the call, and until it was durable."""
         if self._fresh and self._costs:
-            # The first save touched fresh memory: it stands for the others only while it is alone.
+            # The first save touched fresh memory: it represents the others only while it is alone.
             self._costs.clear()
             self._fresh = False
         self._costs.append(Cost(blocked_s, self._steps.inflation_s(), durable_s))

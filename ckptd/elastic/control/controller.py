@@ -118,7 +118,7 @@ class Controller:
     status
         Returns the status; see `ckptd.elastic.control.status.status_of`.
     reseat
-        Takes the seat anew; see `ckptd.elastic.messages.Reseat`.
+        Takes the seat again; see `ckptd.elastic.messages.Reseat`.
     check
         Called before a generation is decided; ends this controller by an error if others are to
         decide. None: there are no others.
@@ -128,7 +128,7 @@ class Controller:
     ending
         How the job ended; None while it goes on.
     relaunch
-        The newest wish to have launchers started anew, and the generation at which it came.
+        The newest wish to have launchers restarted, and the generation at which it came.
     daemon
         URL of the daemon that was announced last; empty before any.
     """
@@ -199,7 +199,7 @@ class Controller:
     def _believe(self) -> None:
         """Take a broken connection for a lost node if something failed elsewhere just now.
 
-        A launcher that connects anew breaks no collective: there is nothing to wait for.
+        A launcher that reconnects breaks no collective: there is nothing to wait for.
         """
         for name in [name for name in self._broken if self.machine.explains(name)]:
             self._lost(name)
@@ -445,7 +445,7 @@ class Controller:
         if before != (self.machine.state, self.machine.generation, self.machine.step):
             self._dirty = True
         if isinstance(event, Left):
-            # Its name may be on another connection already, of a launcher that was started anew.
+            # Its name may be on another connection already, of a launcher that was restarted.
             node = self._nodes.get(event.node)
             if node is not None and node.left:
                 del self._nodes[event.node]

@@ -465,7 +465,7 @@ class RecoveryHistory:
         try:
             self._file = events.open("ab", buffering=0)
         except OSError as error:
-            # A job must not be without a controller for want of a file that people read.
+            # A job must not be without a controller for lack of a file that people read.
             self.tell(f"no events are kept in {events}: {error.strerror or error}")
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from ckptd.elastic.control.states import ControllerSettings
 from ckptd.elastic.membership import Record
 
 RELAUNCH = 2
-"""From this level on launchers are started anew."""
+"""From this level on launchers are restarted."""
 DEEPEST = 3
 """At this level the job is submitted again."""
 
@@ -65,7 +65,7 @@ class Ladder:
         self.stepped = -1
 
     def submitted(self) -> None:
-        """Note that the whole job was started anew, by a scheduler or a person."""
+        """Note that the whole job was restarted, by a scheduler or a person."""
         if self.settings.levels < DEEPEST:
             self.failures = self.fruitless = 0
         else:

@@ -212,7 +212,7 @@ class StateMachine:
 
         A controller that has just begun is taken to hear all: they are on their way to it. So are
         the launchers that it is having replaced. Without that, a single node that is cut off takes
-        the place of a controller whose launchers all start anew.
+        the place of a controller whose launchers all restart.
         """
         # Not by the members: a generation that is being decided has left some of them out already.
         known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
@@ -375,7 +375,7 @@ class StateMachine:
     def _look_at_failed(self, failed: list[Ended], event: Ended, now: float) -> None:
         """Restart because a worker has failed, unless all others are at their end.
 
-        Who has returned in good order takes part in no further step: nothing is won by starting
+        A rank that returned successfully takes part in no further step: nothing is won by starting
         the rest once more. What the others still do is waited for.
         """
         first = failed[0]
@@ -809,7 +809,7 @@ class StateMachine:
             self._relaunch(now)
 
     def _relaunch(self, now: float) -> None:
-        """Have launchers started anew: those that are gone, and at level 2 all."""
+        """Restart launchers: those that are gone, and at level 2 all."""
         if self.settings.levels < RELAUNCH:
             return
         known = [self.nodes[name] for name in sorted(self.members)]
@@ -888,7 +888,7 @@ class StateMachine:
 
     def _resting(self, now: float) -> tuple[tuple[str, float], ...]:
         left_out = [n for n in self.nodes if now < n.out_until < math.inf]
-        # Whole seconds: a clock that was read anew is no new wish.
+        # Whole seconds: a clock that was read again is no new wish.
         return tuple(sorted((n.name, float(round(self._epoch + n.out_until))) for n in left_out))
 
     def _keep_orders(self, now: float) -> None:

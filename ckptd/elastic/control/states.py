@@ -47,7 +47,7 @@ class ControllerSettings:
     patience_s
         How long a smaller layout is put off in a restart, for nodes that may be back at once.
     relaunch_s
-        How long launchers that are started anew are waited for.
+        How long launchers that are restarted are waited for.
     nodes_s
         How long nothing may fit before the job is given up.
     resume_s
@@ -60,7 +60,7 @@ class ControllerSettings:
     grow_s
         How long a newcomer must be there before the job is restarted to take it in.
     levels
-        The deepest level that there is a plug-in for: 1 starts workers anew, 2 launchers, 3 ends
+        The deepest level that there is a plug-in for: 1 starts workers again, 2 launchers, 3 ends
         the job to be submitted again. A restart goes one deeper for each generation before it that
         committed nothing new.
     cycles
@@ -152,7 +152,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     at
         The moment, in seconds of the machine's clock.
     before, state
-        From where to where; the same state again if a fault began the way anew.
+        From where to where; the same state again if a fault began the way again.
     generation
         The newest one.
     level

@@ -45,7 +45,7 @@ def status_of(
     Parameters
     ----------
     relaunch
-        The newest wish to have launchers started anew, and the generation at which it came.
+        The newest wish to have launchers restarted, and the generation at which it came.
     ended
         How the job ended; empty while it goes on.
     daemon

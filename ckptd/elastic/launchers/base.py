@@ -1,6 +1,6 @@
 """`Launcher`: what starts node launchers on machines, and knows which machines there are.
 
-One class a scheduler. A job needs one only from level 2 on: below it, what is started anew are the
+One class a scheduler. A job needs one only from level 2 on: below it, what is restarted are the
 workers of launchers that go on. `ckptd.testing.launchers.LauncherContract` has the tests that each
 passes.
 """

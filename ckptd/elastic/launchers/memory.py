@@ -1,4 +1,4 @@
-"""Whether a worker was killed for want of memory, by what the kernel counts and logs.
+"""Whether a worker was killed for lack of memory, by what the kernel counts and logs.
 
 Nobody asks before it kills, and a process that gets SIGKILL cannot say why. The kernel counts such
 kills, for each control group and for the machine, and logs whom it chose; how much memory a worker
@@ -24,7 +24,7 @@ _NEW_S = 30.0
 
 
 class MemoryWatch:
-    """Looks at the memory of processes of this machine, and at kills for want of it.
+    """Looks at the memory of processes of this machine, and at kills for lack of it.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def _logged(pid: int) -> str:
-    """Return what the kernel's log says of a process that was killed for want of memory.
+    """Return what the kernel's log says of a process that was killed for lack of memory.
 
     It may be readable by nobody but root, and its numbers are those of the machine, which a
     container's differ from: a line of another one is not taken.

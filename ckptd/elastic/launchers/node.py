@@ -60,7 +60,7 @@ _SILENT_S = 3.0
 _FIRST_SILENT_S = 15.0
 """While none ever answered: this launcher, or another one, may be about to start it."""
 _ENDING_S = 0.2
-"""For so long after a worker failed others may be about to end in good order: it is waited for
+"""For so long after a worker failed others may be about to end successfully: it is waited for
 them, unless another one fails."""
 _LOOK_S = 1.0
 """Between two looks at the memory of workers."""
@@ -207,7 +207,7 @@ class NodeLauncher:
             self._close()
 
     def leave(self, number: signal.Signals) -> None:
-        """Leave the job in good order; the second time, at once. Safe in a signal handler."""
+        """Leave the job in order; the second time, at once. Safe in a signal handler."""
         self._post(partial(self._leave, number))
 
     def _once(self, timeout_s: float) -> None:
@@ -237,7 +237,7 @@ class NodeLauncher:
 
     def _state(self) -> NodeUp:
         mine = self._pool.workers.live(self._is_current)
-        if mine:  # one that is dead is started anew, and costs the others nothing
+        if mine:  # a dead one is restarted, and costs the others nothing
             self._sessions = all(w.session for w in mine)
         # Others train on meanwhile: they are stopped once these can really join.
         slots = len(self._slots.in_use) if self._pool.ready else 0

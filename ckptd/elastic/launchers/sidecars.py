@@ -221,7 +221,7 @@ class ControllerSupervisor:
         Starts its process as `subprocess.Popen` does.
     anywhere
         Whether it listens at all addresses of this machine, unless `endpoint` is a loopback
-        address: what a name stands for here need not be what it stands for elsewhere. `address`
+        address: what a name represents here need not be what it represents elsewhere. `address`
         may then be empty: nodes are given this machine's name.
     kept_log
         File to which the log of each controller is appended when it has ended.

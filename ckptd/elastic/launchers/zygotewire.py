@@ -26,7 +26,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         All of its environment but what comes through the descriptor: a map in msgpack, ended by
         the end of the stream. What comes through it and is no map ends the process.
     stdout, stderr
-        Files, made anew; empty: the zygote's own.
+        Files, made again; empty: the zygote's own.
     """
 
     number: int

@@ -63,7 +63,7 @@ def _rank_cuts(
 ) -> Mapping[NameIndex, IndexCut]:
     """Return how the indexes of rules that have some numbers only are dealt to ranks.
 
-    What a local number stands for follows from how many there are on all stages before. Those
+    What a local number represents follows from how many there are on all stages before. Those
     that do not follow from names and stage strings are left out.
     """
     wanted = [

@@ -1,4 +1,4 @@
-"""What globs in the names of rules stood for: with that a layout is bound without its tensors."""
+"""What globs in the names of rules represented: with that a layout is bound without its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptd.lay.syntax import Glob
 
 
 class FilledGlobs(NamedTuple):
-    """What the globs of a rule stood for.
+    """What the globs of a rule represented.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class FilledGlobs(NamedTuple):
 
 
 def filled_globs(bound: Bound, resolved: Resolved) -> tuple[FilledGlobs, ...]:
-    """Return what the globs of a layout stood for when it was bound.
+    """Return what the globs of a layout represented when it was bound.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def filled_globs(bound: Bound, resolved: Resolved) -> tuple[FilledGlobs, ...]:
 
 
 def with_globs(resolved: Resolved, found: Sequence[FilledGlobs]) -> Resolved:
-    """Return a layout whose globs stand for what they stood for elsewhere; the others match none.
+    """Return a layout whose globs represent what they represented elsewhere; the others match none.
 
     Raises
     ------

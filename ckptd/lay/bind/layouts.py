@@ -149,7 +149,7 @@ def _instances(resolved: Resolved, observed: Observed) -> tuple[Resolved, list[E
 
 
 def _empty(layout: Resolved, resolved: Resolved) -> Iterator[Finding]:
-    """Yield that nothing is left of a layout, or what stands for several tensors in buffers."""
+    """Yield that nothing is left of a layout, or what represents several tensors in buffers."""
     if resolved.equations and not layout.equations:
         message = "no rule of this layout matches an observed tensor"
         yield Finding("empty", message, rule=f"layout {resolved.name}", fit=True)

@@ -1,6 +1,6 @@
 """Lengths of dimensions as polynomials over sizes.
 
-What no polynomial says, an *unknown of its own* stands for: the length after padding, and the part
+What no polynomial says, an *unknown of its own* represents: the length after padding, and the part
 of an uneven split. It is worked out once the length that it comes from is known.
 """
 
@@ -70,7 +70,7 @@ class Lengths:
     extents
         Of mesh axes.
     derived
-        Unknowns that stand for what no polynomial says, by name.
+        Unknowns that represent what no polynomial says, by name.
     """
 
     extents: Mapping[str, int]
@@ -149,7 +149,7 @@ class Lengths:
         return self._unknown(LengthPart(inner, dim.how, extent, coordinate))
 
     def _unknown(self, derived: Derived) -> Polynomial:
-        """Return the unknown that stands for a derived length; alike lengths share one."""
+        """Return the unknown that represents a derived length; alike lengths share one."""
         frozen: tuple[object, ...] = (tuple(sorted(derived.inner.items())), type(derived))
         if isinstance(derived, Padded):
             frozen += (derived.multiple,)

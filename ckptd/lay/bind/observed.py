@@ -45,7 +45,7 @@ class SeenTensor:
 
 @dataclass
 class Instance:
-    """The tensors of one rule, or of one that its globs stand for.
+    """The tensors of one rule, or of one that its globs represent.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ def _shadows(resolved: Resolved) -> Iterator[tuple[int, Equation]]:
             before.add(len(rules), drop[1])
             rules.append(Equation(drop[1], {}, (), at=drop[1].at, text="a rule that says drop"))
             drop = next(drops, None)
-        # A rule that stands for several, by its globs or alternatives, does not shadow itself.
+        # A rule that represents several, by its globs or alternatives, does not shadow itself.
         twin = last is not None and (later.at, later.text) == (last.at, last.text)
         if not twin and compared < _MAX_PAIRS:
             candidates = before.find(later.name)

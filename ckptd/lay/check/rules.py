@@ -340,7 +340,7 @@ def _cutting(equation: Equation) -> set[str]:
 
 
 def _values(equation: Equation, axes: AbstractSet[str], mesh: MeshShape) -> Iterator[Finding]:
-    """Yield the names in grains and multiples that stand for nothing, or for two things."""
+    """Yield the names in grains and multiples that have no meaning, or two."""
     for name in sorted({n for d in equation.dims for v in _values_in(d) for n in _names(v)}):
         if name not in axes and name not in mesh.extents:
             message = f"{name} is neither an axis of the space nor of the mesh"

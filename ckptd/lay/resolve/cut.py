@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ValueScope:
-    """What names stand for: lengths of axes, extents of mesh axes, refined atoms."""
+    """What names represent: lengths of axes, extents of mesh axes, refined atoms."""
 
     sizes: Mapping[str, int]
     extents: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class ValueScope:
 
 
 def scope_of(bound: Bound) -> ValueScope:
-    """Return what names stand for in a layout."""
+    """Return what names represent in a layout."""
     mesh = bound.layout.mesh or MeshShape(1, {}, {})
     return ValueScope(bound.sizes, mesh.extents, bound.layout.refined)
 
@@ -73,7 +73,7 @@ def evaluate(value: Value, scope: ValueScope, depth: int = 0, *, least: int = 0)
     value
         The value.
     scope
-        What its names stand for.
+        What its names represent.
     depth
         How deep it stands in another one.
     least

@@ -431,5 +431,5 @@ def _place(at: Position) -> str:
 
 
 def has_globs(name: Name) -> bool:
-    """Whether a name stands for several patterns."""
+    """Whether a name represents several patterns."""
     return any(isinstance(p, Glob) for p in name.parts)

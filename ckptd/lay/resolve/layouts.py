@@ -11,7 +11,7 @@ What a rule may leave out, and where it comes from:
 - ``follow rows(linear_qkv)`` takes the first dimension of that rule. The tensors that it leads to
   are those of the rule, named with ``.lora_B`` behind (or with what stands as the reference), with
   the axes of the rows and then of the other dimensions; ``[_ r]`` unless dimensions are written.
-  A ``**`` at the beginning of the name stands for the followed rule's name without ``.weight``.
+  A ``**`` at the beginning of the name represents the followed rule's name without ``.weight``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ H = TypeVar("H", bound=How)
 
 @dataclass
 class Lets:
-    """What names stand for.
+    """What names represent.
 
     Attributes
     ----------

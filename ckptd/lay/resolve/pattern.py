@@ -156,7 +156,7 @@ def filled(name: Name, texts: Sequence[str], indexes: Collection[NameIndex] = ()
     texts
         What its globs matched, in order.
     indexes
-        Those that the marks in `texts` stand for.
+        Those that the marks in `texts` represent.
     """
     by_axis = {i.axis: i for i in indexes}
     left = list(texts)
@@ -222,7 +222,7 @@ def _plain(name: Name, start: int, stop: int, index: Callable[[NameIndex], str])
 
 
 def _deep(name: Name, k: int) -> str:
-    """Return the expression of ``**``, which stands for whole components and their dots."""
+    """Return the expression of ``**``, which represents whole components and their dots."""
     before = name.parts[k - 1] if k else Text(".")
     after = name.parts[k + 1] if k + 1 < len(name.parts) else None
     if not (isinstance(before, Text) and before.text.endswith(".")) or not (

@@ -323,7 +323,7 @@ def _is_another(modifier: Modifier) -> bool:
 
 
 def _in_place(own: Equation, other: Equation) -> bool:
-    """Whether a rule can stand for another one: on all of its ranks, for all of its numbers."""
+    """Whether a rule can represent another one: on all of its ranks, for all of its numbers."""
     ranks = {m for m in own.modifiers if isinstance(m, On)}
     if ranks and ranks != {m for m in other.modifiers if isinstance(m, On)}:
         return False

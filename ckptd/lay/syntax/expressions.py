@@ -440,7 +440,7 @@ def _escaped(text: str, special: str) -> str:
 NAME = name()
 FILE_NAME = name("the name of a file in quotes", padded=True)
 
-# --- what a let stands for ----------------------------------------------------------------------
+# --- what a let represents ----------------------------------------------------------------------
 
 
 def _take_let(s: Scanner) -> tree.Dim | tree.Value | tree.Name:
@@ -515,7 +515,7 @@ def _is_multiplication(found: tree.Name) -> bool:
 
 
 def _show_let(value: tree.Dim | tree.Value | tree.Name) -> str:
-    """Return what a ``let`` stands for, such that its beginning says which of the three it is."""
+    """Return what a ``let`` represents, such that its beginning says which of the three it is."""
     if isinstance(value, tree.Value):
         text = _show_value(value)
         call = text.startswith(("lcm(", "min(", "max("))

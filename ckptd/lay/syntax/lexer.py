@@ -213,7 +213,7 @@ class Scanner:
         return self.take().text
 
     def string(self, what: str) -> str:
-        """Take a quoted text and return what it stands for."""
+        """Take a quoted text and return what it represents."""
         if self.peek().kind != "string":
             raise self.fail(what)
         token = self.take()

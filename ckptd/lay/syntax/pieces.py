@@ -338,7 +338,7 @@ def words(what: str) -> Syntax[tuple[str, ...]]:
 
 
 def whole(s: Scanner, token: Token, what: str, units: dict[str, int] | None = None) -> int:
-    """Return the whole number that a token stands for: ``128``, ``40e6``, with `units` ``4GiB``."""
+    """Return the whole number that a token represents: ``128``, ``40e6``, with `units` ``4GiB``."""
     text = token.text.replace("_", "")
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = text[len(digits) :]

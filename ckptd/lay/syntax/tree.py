@@ -113,7 +113,7 @@ class Atom(SyntaxNode):
 
 @dataclass(frozen=True, slots=True)
 class One(SyntaxNode):
-    """A dimension of length one that no axis stands for."""
+    """A dimension of length one that no axis represents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class NameIndex(SyntaxNode):
     ----------
     axis
         The atom (or, in object names and file names, the mesh axis); in a reference also a whole
-        number (``X{0}``), in a template the word it stands for (``{name}``).
+        number (``X{0}``), in a template the word it represents (``{name}``).
     splits
         ``(mesh axis, how)``, in textual order, outermost first.
     local
@@ -270,7 +270,7 @@ class Cast(SyntaxNode):
 class Quantized(SyntaxNode):
     """``q(float8_e4m3fn, [128 128], scale={name}_scale_inv)``: blocks with a scale each.
 
-    `scale` is the name of the tensor of scales; ``{name}`` stands for this tensor's name. `kind` is
+    `scale` is the name of the tensor of scales; ``{name}`` represents this tensor's name. `kind` is
     their type, empty for float32; `overall` is the name of one number that multiplies all of them.
     """
 
@@ -422,7 +422,7 @@ class Rule(SyntaxNode):
     """``name = reference[dims] modifiers``.
 
     `reference` is None in ``name = drop``. A reference that is only the end of an imported one
-    (``q`` for ``L{l}.q``) stands for it.
+    (``q`` for ``L{l}.q``) represents it.
     """
 
     name: Name
@@ -474,7 +474,7 @@ class Flat(SyntaxNode):
         Each tensor starts at a multiple of `start` elements, a buffer ends at a multiple of `end`.
     called
         What buffers are called on ranks; None for ``flat.<number>.<state>``. The indexes of the
-        group stand for its numbers, ``{buffer}`` for the number of the buffer on the rank.
+        group represent its numbers, ``{buffer}`` the number of the buffer on the rank.
     """
 
     group: FlatGroup
@@ -517,7 +517,7 @@ class Files(SyntaxNode):
 class Stored(SyntaxNode):
     """``stored "model.{name}" states "optim.{name}.{state}"``: names in checkpoints.
 
-    ``{name}`` stands for a rule's name, ``{state}`` for the stored name of a state: that of the
+    ``{name}`` represents a rule's name, ``{state}`` the stored name of a state: that of the
     space, or another one behind ``with``. With ``of NAME`` it says so of the states of some rules.
     """
 

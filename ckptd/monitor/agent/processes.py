@@ -159,7 +159,7 @@ class Process:
 
 
 def exit_code_of(status: int) -> int:
-    """Return the exit code that a wait status stands for, negative for a signal."""
+    """Return the exit code that a wait status represents, negative for a signal."""
     signal = status & 0x7F
     return -signal if signal else status >> 8 & 0xFF
 
@@ -195,7 +195,7 @@ class Doing:
         self.starved_s = 0.0
 
     def forget(self) -> None:
-        """Begin anew: it has moved, and was not looked at meanwhile."""
+        """Begin again: it has moved, and was not looked at meanwhile."""
         self._before, self._busy, self.starved_s = None, float("-inf"), 0.0
 
     def look(self, process: Process, interpreted: int, now: float) -> bool:

@@ -137,7 +137,7 @@ def serve(
 ) -> int:
     """Run a job's daemon in the foreground until TERM or INT.
 
-    It prints a URL with a token: whoever has it may read and act. Agents are told of it by
+    It prints a URL with a token: whoever has it may read and act. Agents learn of it by
     ckptd agent run --watch URL, or CKPTD_DAEMON in their environment.
     """
     _need_packages()
@@ -213,7 +213,7 @@ def _serve(
     )
 
     def started(loop: AbstractEventLoop) -> None:
-        # From now on a signal ends it in good order, so whoever reads this may send one.
+        # From now on a signal ends it in order, so whoever reads this may send one.
         service.start(loop)
         place.write(address)
         _announce(address, json)

@@ -288,7 +288,7 @@ class DaemonApi:
 
 
 class _Page(StaticFiles):
-    """Files of the page; asked for anew at each visit, as an update may have changed them."""
+    """Files of the page; asked for again at each visit, as an update may have changed them."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         answer = super().file_response(*args, **kwargs)

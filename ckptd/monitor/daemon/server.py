@@ -1,4 +1,4 @@
-"""Listens, serves until a signal, ends in good order."""
+"""Listens, serves until a signal, ends in order."""
 
 from __future__ import annotations
 

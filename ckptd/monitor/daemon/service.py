@@ -170,7 +170,7 @@ class Service:
             self.responder.start()
 
     def close(self) -> None:
-        """End in good order: the round at hand, then webhook and history."""
+        """End in order: the round at hand, then webhook and history."""
         self._loop = None
         if self.responder is not None:
             self.responder.close()

@@ -148,7 +148,7 @@ STEPS = 8
 NORM_STEPS = 3
 """A rank must be out of line in so many steps in a row: one hard batch is not a fault."""
 NORMS_LATE = 64
-"""Norms come of every step. No rank is so many steps late: then steps are made anew."""
+"""Norms come of every step. No rank is so many steps late: then steps are made again."""
 LATE_S = 3.0
 """So long after the last word of a step, nobody else is waited for."""
 
@@ -162,7 +162,7 @@ class SumTable:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._sums: dict[int, list[tuple[Array, Array]]] = {}
         self._seen_at: dict[int, float] = {}
         self._norms: dict[int, list[tuple[Array, Array]]] = {}
@@ -190,7 +190,7 @@ class SumTable:
                 del book[step]
 
     def _went_back(self, rows: Array) -> bool:
-        """Whether steps are made anew, or the last that was judged was a lie or a damage.
+        """Whether steps are made again, or the last that was judged was a lie or a damage.
 
         Then two checks come of steps before it that were not judged lately, only late; or norms
         come of steps long ago.

@@ -1,4 +1,4 @@
-"""Ends of processes, before they are judged: which are in good order, which may have a cause."""
+"""Ends of processes, before they are judged: which are successful, which may have a cause."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Endings:
     Attributes
     ----------
     wait_s
-        A process that ended in good order is missed when another waits for so long.
+        A process that ended successfully is missed when another waits for so long.
     held_s
         No end is reported before this: a controller that ends ranks says so within the time.
     """
@@ -67,7 +67,7 @@ class Endings:
     _seen: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def settle(self, job: JobView, rows: Array, now: float) -> JobView:
-        """Return `job` with ends in good order marked so, and young ends that may follow hidden.
+        """Return `job` with successful ends marked so, and young ends that may follow hidden.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ class Endings:
         return out
 
     def _well(self, job: JobView, rows: Array) -> Array:
-        """Return whose end is in good order: as they said, or nobody waits for them."""
+        """Return whose end is in order: as they said, or nobody waits for them."""
         ranks = job.ranks
         unknown = ranks["exit_code"] == NO_EXIT
         done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))

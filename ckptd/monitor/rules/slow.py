@@ -104,7 +104,7 @@ class StepTable:
         self.forget(0)
 
     def forget(self, world: int) -> None:
-        """Begin anew, with a world of another size or other steps."""
+        """Begin again, with a world of another size or other steps."""
         self.world = world if 8 * world <= MOST_CELLS else 0
         self._reported = world
         self.newest = -1
@@ -115,7 +115,7 @@ class StepTable:
         self._wall = np.full((self._depth, self.world), np.nan, np.float32)
 
     def follow(self, steps: Array, world: int) -> None:
-        """Take note of the steps that ranks are in; after a step back all begins anew."""
+        """Take note of the steps that ranks are in; after a step back all starts over."""
         known = steps[steps >= 0]
         self._usual = int(np.median(known)) if len(known) else -1
         back = 0 <= self._usual < self.newest - self._depth
@@ -185,7 +185,7 @@ class StepTable:
 
 
 MOST_STEPS = 64
-"""Steps at most that are told of at once."""
+"""Steps at most that are reported at once."""
 
 LEAST_REPLICA = 4
 """Ranks of a replica below which its median is too much of one rank to be taken away."""
@@ -506,7 +506,7 @@ class FewLimits:
 
 @dataclass
 class Slowness:
-    """Who is slow, judged anew whenever ranks told of enough further steps.
+    """Who is slow, judged again whenever ranks told of enough further steps.
 
     Attributes
     ----------
@@ -581,7 +581,7 @@ class Slowness:
         )
 
     def forget(self) -> None:
-        """Forget all: the job began anew."""
+        """Forget all: the job began again."""
         self.verdicts, self._judged = (), -1
         self.ratio, self.self_s = {}, {}
 
@@ -870,7 +870,7 @@ class StepPace:
             return int(steps[-1]), total / np.where(known.any(0), known.sum(0), np.nan)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._book.forget(self._book.world)
         self._slowness.forget()
         self.longer = False

@@ -99,7 +99,7 @@ class LentMemory:
         self._lent: TensorMemory | None = None
 
     def lend(self, memory: TensorMemory | None) -> None:
-        """Have it stand for memory of the same type and length; None: for none."""
+        """Point it at memory of the same type and length; None: at none."""
         self._lent = memory
 
     @property

@@ -722,7 +722,7 @@ class Mover:
     # --- the end --------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Write what no element of the source stands for."""
+        """Write what no element of the source represents."""
         for found in self.plan.fills:
             if found.alone or found.name in self.filled:
                 put_fills(found, self.limit)

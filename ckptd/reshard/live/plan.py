@@ -324,7 +324,7 @@ class MovePlan:
     outgoing, incoming
         In the order of the streams.
     fills
-        Own tensors, and what no element of the source stands for in each.
+        Own tensors, and what no element of the source represents in each.
     """
 
     outgoing: dict[int, list[Outgoing]] = field(default_factory=dict)
@@ -446,7 +446,7 @@ class Takings:
     Attributes
     ----------
     fills
-        Own tensors, and what no element of the source stands for in each.
+        Own tensors, and what no element of the source represents in each.
     homeless
         Own tensors that something arrives for and that have no memory.
 

@@ -175,7 +175,7 @@ class RelayoutSide:
 
     @property
     def globs(self) -> tuple[FilledGlobs, ...]:
-        """What globs in names of the program stand for."""
+        """What globs in names of the program represent."""
         return filled_globs(self.form.bound, self.laid.resolved)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Writes pickles that name classes of torch, without importing it: the mirror of `read_pickle`.
 
-Protocol 2 alone, which is what ``torch.load(weights_only=True)`` takes. Plain values stand for
-themselves, `Made` for an object of a class that is named and not imported.
+Protocol 2 alone, which is what ``torch.load(weights_only=True)`` takes. Plain values stay
+as they are; `Made` is an object of a class that is named and not imported.
 """
 
 from __future__ import annotations

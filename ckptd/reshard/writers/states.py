@@ -1,4 +1,4 @@
-"""The state dict that a target stands for: keys of its tensors, and its objects as values."""
+"""The state dict that a target represents: keys of its tensors, and its objects as values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plain_names(assembled: Assembled) -> Callable[[str], str]:
     """Return what gives the name of a tensor or an object as other programs have it.
 
     ckptd escapes what keys of a state dict hold besides letters, digits and the like (``a%2Fb``);
-    names of a foreign checkpoint stand for themselves.
+    names of a foreign checkpoint stay as they are.
     """
     if about_foreign(assembled.composed.stock.source.manifest):
         return str

@@ -43,7 +43,7 @@ from ckptd.errors import CkptdError, UsageError
 
 
 def is_heavy(site: Site) -> bool:
-    """Whether a site gives tensors: these are recalled, all others are read anew."""
+    """Whether a site gives tensors: these are recalled, all others are read again."""
     return isinstance(site.value, nn.Module | torch.optim.Optimizer | torch.Tensor)
 
 

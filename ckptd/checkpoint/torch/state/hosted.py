@@ -77,7 +77,7 @@ class HostedOptimizer(Optimizer):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def owned(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter of the device that a parameter of the groups is, or stands for."""
+        """Return the parameter of the device that a parameter of the groups is, or represents."""
         found: torch.Tensor = self._owned.get(id(parameter), parameter)
         return found
 
@@ -92,7 +92,7 @@ class HostedOptimizer(Optimizer):
 class _States(MutableMapping[torch.Tensor, Any]):
     """The state of several optimizers, by parameter of their groups.
 
-    Each optimizer is asked anew: a load of its own puts another dictionary into its place.
+    Each optimizer is asked again: a load of its own puts another dictionary into its place.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:

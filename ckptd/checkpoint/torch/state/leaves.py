@@ -293,7 +293,7 @@ class Follower(Protocol):
 class PerRankLeaf:
     """One value of which each rank has its own; attributes as in `ObjectLeaf`.
 
-    `on_change` and `reduce` are the declaration, `reseed` starts the value anew from a seed, and
+    `on_change` and `reduce` are the declaration, `reseed` starts the value again from a seed, and
     `random` tells random streams, which are restored after everything else. `follower` is told
     of saves and loads.
     """

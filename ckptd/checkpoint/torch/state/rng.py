@@ -34,7 +34,7 @@ class RngStreams:
         drawn on another device than the current one counts as well.
     current
         Index of the device that was the current one. Saved streams are counted from it, since a
-        process that is started anew may be given other devices.
+        process that is restarted may be given other devices.
     """
 
     cpu: torch.Tensor
@@ -238,7 +238,7 @@ class Rng:
         RngStreams.of_values(state).set()
 
     def reseed(self, seed: int) -> None:
-        """Start all streams anew from `seed`, an int in ``[0, 2**63)``."""
+        """Start all streams again from `seed`, an int in ``[0, 2**63)``."""
         torch.manual_seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)

@@ -23,7 +23,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
-    """Tell whether a tensor stands for what a collective still computes."""
+    """Tell whether a tensor represents what a collective still computes."""
     return _is(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 

@@ -1,6 +1,6 @@
 """Values as one object, with the tensors inside them as leaves of their own.
 
-A `TensorRef` stands for a tensor inside an encoded value: the tensor is a leaf of its own, under
+A `TensorRef` represents a tensor inside an encoded value: the tensor is a leaf of its own, under
 the name that the reference holds, or lies beside the value.
 """
 
@@ -292,7 +292,7 @@ class _Whole(list[Any]):
 def mapped(
     value: Any, function: Callable[[Any, StatePlace | None], Any], place: StatePlace | None = None
 ) -> Any:
-    """Return a copy of `value` in which ``function(it, place)`` stands for what is no container.
+    """Return a copy of `value` in which ``function(it, place)`` replaces what is not a container.
 
     What is one container there is one in the copy.
 

@@ -66,7 +66,7 @@ def session(
 
     When ranks come or go, the launcher interrupts `train` wherever it is: in a collective, a wait,
     a sleep. What it raised is dropped, process groups are destroyed, open checkpointers abandoned,
-    and `train` is called again with the ranks there are then. So it makes everything anew: process
+    and `train` is called again with the ranks there are then. So it makes everything again: process
     groups, model, optimizer, loaders, checkpointer, and loads the state. A process
     that has not left its generation in time (``ckptd run --interrupt``) is killed, and replaced.
 

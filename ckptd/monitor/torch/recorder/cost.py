@@ -17,7 +17,7 @@ def call_cost(make: MakeSource, ring: RingWriter) -> int:
     """Return how many nanoseconds longer a call takes with a source of calls than without.
 
     The median of some hundred calls that reach no network, recorded in a ring of their own. 0 for a
-    source that is told of none. No source may be in use.
+    source that reports none. No source may be in use.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _BACKWARD = str(Path(torch.autograd.__file__).parent)
 
 
 class HookTarget(Protocol):
-    """Whoever is told of calls. None of its methods may raise or wait."""
+    """Receiver of calls. None of its methods may raise or wait."""
 
     on: bool
 

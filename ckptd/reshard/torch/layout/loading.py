@@ -278,7 +278,7 @@ class BoundLoad(LayoutLoad):
         return values
 
     def finish(self, filling: Filling) -> None:
-        """Compare numbers that became one, and write what no element of the source stands for.
+        """Compare numbers that became one, and write what no element of the source represents.
 
         Raises
         ------

@@ -83,7 +83,7 @@ def _read(spec: LayoutSpec) -> LayoutProgram:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Templates of names: ``{name}`` stands for a rule's name, ``{state}`` for a state's."""
+    """Templates of names: ``{name}`` represents a rule's name, ``{state}`` a state's."""
 
     params: str = _PARAMS
     states: str = _STATES

@@ -93,7 +93,7 @@ class BoundLeaves(LayoutSave):
 
     @property
     def known(self) -> None:
-        """See `LayoutSave`: a token stands for views of memory, which a layout's views are not."""
+        """See `LayoutSave`: a token represents views of memory, which a layout's views are not."""
 
     @property
     def sources(self) -> Mapping[str, TensorLeaf]:
