@@ -18,7 +18,7 @@ def test_an_order_asks_for_a_reason_and_is_carried_out(tmp_path: Path) -> None:
         running(tmp_path / "history", controller=lambda: address) as daemon,
         nodes(address, ["n0", "n1"]),
     ):
-        elastic = daemon.service.elastic
+        elastic = daemon.service.responder
         assert elastic is not None
         until(lambda: (s := elastic.controller.status) and s.state == "running")
         with script("controller.cjs", login(daemon), home=tmp_path) as process:
