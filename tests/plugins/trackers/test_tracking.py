@@ -143,5 +143,5 @@ def test_a_daemon_that_is_not_there_is_asked_again(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tracker(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no tracker"):
+    with pytest.raises(UsageError, match="unknown kind of tracker"):
         ckptd_trackers.track(object(), root=str(tmp_path))
