@@ -221,7 +221,7 @@ class Packing:
         key = (index, tuple(coordinates.get(a) for a in cut.axes))
         found = self._dealt.get(key)
         if found is None:
-            found = self._dealt[key] = cut.all_numbers(coordinates)
+            found = self._dealt[key] = sorted(cut.all_numbers(coordinates))
         return found
 
     @cached_property

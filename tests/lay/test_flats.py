@@ -122,6 +122,20 @@ def test_what_a_rank_holds_of_its_buckets() -> None:
             assert ends[-1] <= t.numel
 
 
+def test_layers_are_packed_by_number_wherever_chunks_have_them() -> None:
+    # Those of the first model chunk went before layer 0, which is in the second.
+    text = """
+mesh M = dp:2 local vpp:2
+space s { L{l}.w[h] follow m }
+layout mg of s on M {
+  layers.{l@vpp:at[1 0 0]}.w = L{l}.w[h]
+  flat bucket 1 @dp of m
+}
+"""
+    form = StoredForm(bound(text, "mg", l=3, h=4))
+    assert [row.name for row in bucket_table(form, 0, "m")] == [f"layers.{n}.w" for n in range(3)]
+
+
 def test_ranks_of_an_axis_have_one_table() -> None:
     form = StoredForm(bound(MEGATRON, "mg", **SIZES))
     table = bucket_table(form, 3, "m")
