@@ -135,7 +135,7 @@ _SLICES = {
     "elastic": "run controller ctl",
     "monitor": "watch serve incidents top open replay recorder",
 }
-"""Whose verbs: each is a module in the folder ``cli`` of its slice."""
+"""Verbs by slice: each is a module in the folder ``cli`` of its slice."""
 _HOMES = {
     verb: f"ckptd.{owner}.cli.{verb}" for owner, verbs in _SLICES.items() for verb in verbs.split()
 }

@@ -18,7 +18,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """Who is at one place; members are listed in the order of ranks.
+    """The node and slot at one place; members are listed in the order of ranks.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Who takes which place in the mesh: survivors stay where they are, and groups stay on one node."""
+"""Assignment of ranks to the mesh: survivors stay where they are, and groups stay on one node."""
 
 from __future__ import annotations
 

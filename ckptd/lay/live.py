@@ -320,12 +320,12 @@ class Transfers:
 
     @cached_property
     def source(self) -> RankTensors:
-        """Who gives."""
+        """Ranks that give."""
         return RankTensors(self.composition.source)
 
     @cached_property
     def target(self) -> RankTensors:
-        """Who gets."""
+        """Ranks that get."""
         return RankTensors(self.composition.target)
 
     @cached_property

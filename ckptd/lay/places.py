@@ -1,4 +1,4 @@
-"""Who holds something: coordinates on some mesh axes, and all ranks that have them."""
+"""Holders of something: coordinates on some mesh axes, and all ranks that have them."""
 
 from __future__ import annotations
 

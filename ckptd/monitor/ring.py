@@ -689,7 +689,7 @@ _WIDER = 4  # times as many calls are read where the oldest that were read is un
 
 
 class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes the ring, and how its recorder is.
+    """Writer of the ring, and how its recorder is.
 
     Attributes
     ----------

@@ -57,7 +57,7 @@ class TransportContract:
 
     @pytest.mark.timeout(300)
     def test_a_rank_that_dies_ends_waits(self) -> None:
-        """Whoever waits for a rank that was killed is told, and no wait hangs."""
+        """A wait for a rank that was killed ends with an error, and never hangs."""
         outcomes = rank_outcomes(2, _orphan, self.make, deadline_s=200.0, grace_s=90.0)
         assert outcomes[1].exit_code == -signal.SIGKILL
         assert outcomes[0].value == "rank-died", outcomes[0]

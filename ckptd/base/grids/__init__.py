@@ -1,4 +1,4 @@
-"""Who holds which chunk: grids, owners and the copy planner. Pure functions, no I/O, no torch."""
+"""Holders of chunks: grids, owners and the copy planner. Pure functions, no I/O, no torch."""
 
 from __future__ import annotations
 

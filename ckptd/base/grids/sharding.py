@@ -42,7 +42,7 @@ Placements: TypeAlias = tuple[Placement, ...]
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """Who holds the cells of one tensor dimension.
+    """Holders of the cells of one tensor dimension.
 
     Attributes
     ----------

@@ -475,7 +475,7 @@ class StagedShard:
 
     @property
     def rank(self) -> int:
-        """Whose share."""
+        """The rank of the share."""
         return self.plan.rank
 
     @property

@@ -197,7 +197,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Partner(msgspec.Struct, frozen=True, tag=True):
-    """Whose memory the peer tier is, and the key that opens it, hexadecimal.
+    """Owner of the peer tier's memory, and the key that opens it, hexadecimal.
 
     Empty where no other node is there: the one of an earlier generation holds no more.
     """

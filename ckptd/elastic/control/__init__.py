@@ -1,4 +1,4 @@
-"""Who decides: the state machine of a job, the controller around it, and what it remembers."""
+"""Decisions of a job: its state machine, the controller around it, and what it remembers."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ _ORDER = msgpack_decoder(Test | ReadClock | PairOrder | PreflightOutcome)
 
 @dataclass(frozen=True, slots=True)
 class PreflightNode:
-    """Who a node is.
+    """Identity of a node.
 
     Attributes
     ----------

@@ -73,7 +73,7 @@ class ClusterDocument(Document, frozen=True, kw_only=True, tag="doctor --cluster
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Who this process is among the nodes, and where the coordinator listens."""
+    """Number of this process among the nodes, and where the coordinator listens."""
 
     count: int
     names: tuple[str, ...]

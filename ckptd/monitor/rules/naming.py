@@ -1,4 +1,4 @@
-"""Who is suspected: ranks, and the node that holds them where that is the shorter answer."""
+"""Suspects: ranks, and the node that holds them where that is the shorter answer."""
 
 from __future__ import annotations
 

@@ -506,7 +506,7 @@ class FewLimits:
 
 @dataclass
 class Slowness:
-    """Who is slow, judged again whenever ranks told of enough further steps.
+    """Slow ranks, judged again whenever ranks told of enough further steps.
 
     Attributes
     ----------
@@ -901,7 +901,7 @@ class StepPace:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Who is slow."""
+        """Slow ranks."""
         return self._slowness.verdicts
 
     @property

@@ -162,7 +162,7 @@ class JobLayout:
 
     @cached_property
     def writers(self) -> Writers:
-        """Who writes what of the stored tensors."""
+        """Writers of the stored tensors."""
         return Writers(self.form)
 
     @cached_property
