@@ -28,7 +28,7 @@ def test_what_is_no_dump_is_told(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "rank2.json").write_text("{}")
     (tmp_path / "rank9\x1b[2J.json").write_text("{}")
     result = cli("replay", "--flight-recorder", str(tmp_path))
-    assert "rank2.json is no dump" in result.err
+    assert "rank2.json is not a dump" in result.err
     assert "\x1b" not in result.err
     assert "cannot say: rank 2" in result.out
 
