@@ -237,7 +237,7 @@ def test_a_first_save_continues_the_line_only_forwards(root: str) -> None:
             ck.save(10, state)
         assert caught.value.kind == "behind"
         assert "load" in (caught.value.hint or "")
-        assert "fresh" in (caught.value.hint or "")
+        assert "new_run" in (caught.value.hint or "")
     with ckptd.Checkpointer(root, new_run=False) as ck:
         ck.save(11, state)
     assert steps_on_line(root) == [10, 11]
