@@ -148,7 +148,7 @@ def test_lengths_are_checked_before_anything_is_kept() -> None:
 def test_a_signed_frame_that_is_no_message_is_refused() -> None:
     for body in (b"", b"\xc1", b"\x91" * 2000, msgspec.msgpack.encode({"type": "Other"})):
         client, server = codecs()
-        assert "no message" in refused(server, client.pack(body)).message
+        assert "not a valid message" in refused(server, client.pack(body)).message
 
 
 def test_a_seal_fits_its_bytes_and_direction() -> None:
@@ -156,7 +156,7 @@ def test_a_seal_fits_its_bytes_and_direction() -> None:
     seal = client.seal(memoryview(b"data"))
     server.check_seal(memoryview(b"data"), seal)
     for codec, data in ((server, b"date"), (client, b"data")):
-        with pytest.raises(TransientStoreError, match="seal"):
+        with pytest.raises(TransientStoreError, match="checksum"):
             codec.check_seal(memoryview(data), seal)
 
 
