@@ -33,6 +33,7 @@ from ckptd.checkpoint.format.names import (
     check_step,
     commit_key,
     generation_key,
+    parse_annotation_name,
     pin_key,
     tag_key,
 )
@@ -451,13 +452,16 @@ class Catalogue(Index):
         self.check_root()
         record = self.commit(name)
         for _ in range(MAX_TRIES):
-            newest = self.annotations([name])
-            before = self.annotated({name: record}, newest)[name].metadata
+            numbers = self.annotations([name])
+            before = self.annotated({name: record}, numbers)[name].metadata
             after = checked_metadata(before | added)
             if msgspec.json.encode(after) == msgspec.json.encode(before):
                 return
             made = Annotation(name.step, name.generation, record.manifest_digest, stamp(), added)
-            if self._create(annotation_key(name, newest.get(name, 0) + 1), encode_record(made)):
+            key = annotation_key(name, max(numbers.get(name, (0,))) + 1)
+            if parse_annotation_name(key.rpartition("/")[2]) is None:
+                raise self.busy("could not annotate: the last number is taken", ANNOTATIONS)
+            if self._create(key, encode_record(made)):
                 # Retention marks what it deletes, then looks for annotations that it has not seen.
                 relied_on(self, name)
                 self.check_root()

@@ -372,7 +372,7 @@ class GcPlan(msgspec.Struct, frozen=True):
     claim
         Id of the newest generation's claim.
     annotations
-        The newest annotation of each checkpoint, where the rule looks at metrics: no checkpoint is
+        The annotations of each checkpoint, where the rule looks at metrics: no checkpoint is
         deleted once there are others.
     newest
         The newest generation at planning: a plan of another one is not run.
@@ -393,7 +393,7 @@ class GcPlan(msgspec.Struct, frozen=True):
     sweep_s: float | None = None
     root_id: str = ""
     claim: str = ""
-    annotations: tuple[tuple[CommitName, int], ...] | None = None
+    annotations: tuple[tuple[CommitName, tuple[int, ...]], ...] | None = None
 
     @property
     def nbytes(self) -> int:

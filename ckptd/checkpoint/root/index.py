@@ -148,7 +148,7 @@ class Index:
         self.root_id = ""
         self._generations: dict[int, Generation] = {}
         self._records: dict[CommitName, Commit] = {}
-        self._annotations: dict[CommitName, list[Annotation | None]] = {}
+        self._annotations: dict[CommitName, dict[int, Annotation | None]] = {}
         self._known: set[CommitName] = set()
 
     def _forget(self) -> None:
@@ -596,28 +596,31 @@ class Index:
         except NotFoundError:
             return None
 
-    def annotations(self, names: Iterable[CommitName] = ()) -> dict[CommitName, int]:
-        """Return the number of the newest annotation of each checkpoint that has some.
+    def annotations(self, names: Iterable[CommitName] = ()) -> dict[CommitName, tuple[int, ...]]:
+        """Return the numbers of the annotations of each checkpoint that has some, rising.
 
         A listing only; where it lags, those of `names` are looked for by name as well.
         """
-        newest: dict[CommitName, int] = {}
-        for found in map(parse_annotation_name, self.store.children(ANNOTATIONS)):
-            if found is not None:
-                newest[found[0]] = max(newest.get(found[0], 0), found[1])
+        found: dict[CommitName, set[int]] = {}
+        for parsed in map(parse_annotation_name, self.store.children(ANNOTATIONS)):
+            if parsed is not None:
+                found.setdefault(parsed[0], set()).add(parsed[1])
         for name in () if self.store.capabilities.consistent_list else names:
-            while self.store.exists(annotation_key(name, newest.get(name, 0) + 1)):
-                newest[name] = newest.get(name, 0) + 1
-        return newest
+            newest = max(found.get(name, {0}))
+            while self.store.exists(annotation_key(name, newest := newest + 1)):
+                found.setdefault(name, set()).add(newest)
+        return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
     def annotated(
-        self, records: Mapping[CommitName, Commit], newest: Mapping[CommitName, int] | None = None
+        self,
+        records: Mapping[CommitName, Commit],
+        numbers: Mapping[CommitName, Sequence[int]] | None = None,
     ) -> dict[CommitName, Commit]:
         """Return the records with the metadata that was added since: of each key the newest value.
 
         Parameters
         ----------
-        newest
+        numbers
             What `annotations` returned.
 
         Raises
@@ -626,12 +629,12 @@ class Index:
             An annotation cannot be read: which value is the newest is then not known.
         """
         out = dict(records)
-        for name, count in (self.annotations(records) if newest is None else newest).items():
+        for name, those in (self.annotations(records) if numbers is None else numbers).items():
             if (record := records.get(name)) is None:
                 continue
-            found = self._annotations.get(name, [])
-            new = range(len(found) + 1, count + 1)
-            self._annotations[name] = found = [*found, *(self._annotation(name, n) for n in new)]
+            known = self._annotations.setdefault(name, {})
+            known |= {n: self._annotation(name, n) for n in those if n not in known}
+            found = [known[n] for n in sorted(known)]
             ours = [a for a in found if a and a.manifest_digest == record.manifest_digest]
             metadata = {key: value for a in ours for key, value in a.metadata.items()}
             out[name] = msgspec.structs.replace(record, metadata=record.metadata | metadata)

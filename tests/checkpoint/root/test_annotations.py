@@ -20,7 +20,14 @@ from ckptd.checkpoint.root.gc import apply_retention, plan_gc, run_gc
 from ckptd.checkpoint.root.index import Index
 from ckptd.checkpoint.root.leases import hold
 from ckptd.checkpoint.root.policy import Keep
-from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
@@ -71,7 +78,7 @@ def test_what_changes_nothing_writes_nothing(catalogue: Catalogue) -> None:
     assert catalogue.annotations() == {}
     catalogue.annotate(name, {"loss": True})  # equal to 1, and not the same
     catalogue.annotate(name, {"loss": True})
-    assert catalogue.annotations() == {name: 1}
+    assert catalogue.annotations() == {name: (1,)}
     assert said(catalogue, name) == {"loss": True}
 
 
@@ -122,7 +129,7 @@ def test_of_many_at_once_none_is_lost(store: Store) -> None:
     for thread in threads:
         thread.join()
     found = Catalogue(store)
-    assert found.annotations() == {name: 24}
+    assert found.annotations() == {name: tuple(range(1, 25))}
     last = found.read(annotation_key(name, 24), Annotation).metadata["last"]
     assert said(found, name) == {
         **{f"{w}.{k}": k for w in range(4) for k in range(6)},
@@ -151,9 +158,23 @@ def test_a_death_leaves_the_old_value_or_the_new_one(action: str) -> None:
         elif action in ("error", "lost"):
             assert isinstance(told, StoreError)
             Catalogue(catalogue.store).annotate(name, {"loss": 1.0})
-            assert catalogue.annotations() == {name: 2}
+            assert catalogue.annotations() == {name: (1, 2)}
         if told is None and len(fault.operations) < number:
             return
+
+
+def test_a_number_costs_no_more_than_what_is_there() -> None:
+    inner = memory()
+    catalogue, [name] = rooted(10, store=(store := Visited(inner, 0, lambda: None)))
+    catalogue.annotate(name, {"loss": 1.0})
+    key = annotation_key(name, 1)
+    inner.put(annotation_key(name, 99_999_999), inner.get(key))
+    store.count = 0
+    assert said(Catalogue(store), name) == {"loss": 1.0}
+    assert store.count < 20
+    error = error_of(lambda: catalogue.annotate(name, {"loss": 2.0}), ConflictError)
+    assert error.kind == "busy"  # no record that no listing would find
+    assert len(list(inner.list("annotations/"))) == 2
 
 
 def test_a_listing_that_lags_hides_no_value() -> None:
@@ -324,14 +345,14 @@ def test_annotations_go_a_day_after_their_checkpoint(catalogue: Catalogue, store
     for name in names:
         catalogue.annotate(name, {"loss": 1.0})
     apply_retention(catalogue, 1)
-    assert catalogue.annotations() == dict.fromkeys(names, 1)
+    assert catalogue.annotations() == dict.fromkeys(names, (1,))
     plan = plan_gc(catalogue, 1, now=time.time() + 2 * 86_400.0, thorough=False)
     assert [i.key for i in plan.items] == [annotation_key(names[0], 1)]
     save(catalogue, 10, generation, "b")  # brought back meanwhile
     assert [why for _, why in run_gc(store, plan).skipped] == [f"{names[0]} exists"]
     store.delete([commit_key(names[0])])
     assert run_gc(store, plan).deleted
-    assert catalogue.annotations() == {names[1]: 1}
+    assert catalogue.annotations() == {names[1]: (1,)}
 
 
 def test_retention_without_metrics_looks_at_no_annotation() -> None:

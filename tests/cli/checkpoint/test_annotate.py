@@ -73,4 +73,4 @@ def test_a_copy_has_what_was_added(cli: Cli, tmp_path: Path) -> None:
     assert cli.json("cp", root, target)["checkpoints"][0]["state"] == "present"
     assert found() == {"loss": 2, "own": 1, "later": 1}
     with opened(target) as catalogue:
-        assert sum(catalogue.annotations().values()) == 3
+        assert sum(map(len, catalogue.annotations().values())) == 3
