@@ -634,8 +634,8 @@ class Index:
                 continue
             known = self._annotations.setdefault(name, {})
             known |= {n: self._annotation(name, n) for n in those if n not in known}
-            found = [known[n] for n in sorted(known)]
-            ours = [a for a in found if a and a.manifest_digest == record.manifest_digest]
+            digest = record.manifest_digest
+            ours = [a for _, a in sorted(known.items()) if a and a.manifest_digest == digest]
             metadata = {key: value for a in ours for key, value in a.metadata.items()}
             out[name] = msgspec.structs.replace(record, metadata=record.metadata | metadata)
         return out
