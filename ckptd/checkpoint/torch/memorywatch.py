@@ -47,7 +47,10 @@ _REGISTER_WP = 1 << 1
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN = struct.Struct("=12Q")
 _WP_MATCHING, _CHECK_WPASYNC = 1 << 0, 1 << 1
-_WRITTEN = 1 << 1
+_WRITTEN, _SWAPPED = 1 << 1, 1 << 4
+_POPULATE_READ = 22
+_MOVES = 4
+"""How often pages that are being moved are waited for."""
 
 
 class Pages:
@@ -66,7 +69,7 @@ class Pages:
         number = _SYSCALL.get(platform.machine())
         if number is None:
             raise OSError("the system call is unknown on this machine")
-        libc = ctypes.CDLL(None, use_errno=True)
+        self._libc = libc = ctypes.CDLL(None, use_errno=True)
         self._lock = threading.RLock()
         self._beginning = False
         self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
@@ -141,10 +144,11 @@ class Pages:
             others = list(self._counts)
             try:
                 self._beginning = True
-                for page in count.ranges:
-                    found = self._find(page, _WP_MATCHING | _CHECK_WPASYNC, tell=bool(others))
-                    for other in others:
-                        other._noted += _common(found, other.ranges)
+                self._protect(count.ranges, others)
+                for _ in range(_MOVES):
+                    if not (lost := self._unprotected(count.ranges)):
+                        break
+                    self._protect(lost, others)
             except OSError:
                 self._release(count)
                 raise
@@ -152,6 +156,24 @@ class Pages:
                 self._beginning = False
             self._counts.add(count)
         return count
+
+    def _protect(self, ranges: Iterable[Range], others: Iterable[Count]) -> None:
+        for page in ranges:
+            found = self._find(page, _WP_MATCHING | _CHECK_WPASYNC, 16 if others else 0)
+            for other in others:
+                other._noted += _common(found, other.ranges)
+
+    def _unprotected(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return pages to protect again, which are where they belong now.
+
+        A page that was being moved (compaction, balancing of NUMA nodes) while it was protected
+        arrives without the protection, if it was writable when its move began: the kernel's
+        ``remove_migration_pte`` looks at one of the two. It would count as written.
+        """
+        lost = [f for page in ranges for f in self._find(page, 0, anyof=_WRITTEN | _SWAPPED)]
+        for start, end in lost:  # waits for what is on its way; what was unmapped is told later
+            self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+        return lost
 
     def _written(self, count: Count, ranges: Iterable[Range]) -> list[Range]:
         with self._lock:
@@ -176,24 +198,19 @@ class Pages:
                     bytearray(struct.pack("=3Q", start, end - start, 0)),
                 )
 
-    def _find(self, page: Range, flags: int, *, tell: bool = True) -> list[Range]:
+    def _find(self, page: Range, flags: int, room: int = 16, anyof: int = 0) -> list[Range]:
         """Return what was written since it was protected; `flags` may protect it again."""
         found: list[Range] = []
-        room = array("Q", bytes(24 * 16))
+        into, mask = array("Q", bytes(24 * room)), 0 if anyof else _WRITTEN
+        vec = into.buffer_info()[0] if room else 0
         at, end = page
         while at < end:
-            into = room.buffer_info()[0] if tell else 0
-            many, at = self._scan(at, end, flags, into, 16 if tell else 0)
-            found += [(room[3 * i], room[3 * i + 1]) for i in range(many if tell else 0)]
+            asks = flags, at, end, 0, vec, room, 0, 0, mask, anyof, _WRITTEN
+            asked = bytearray(_SCAN.pack(_SCAN.size, *asks))
+            many = fcntl.ioctl(self._map, _PAGEMAP_SCAN, asked)
+            at = _SCAN.unpack(asked)[4] or end
+            found += [(into[3 * i], into[3 * i + 1]) for i in range(many)] if room else []
         return found
-
-    def _scan(self, start: int, end: int, flags: int, into: int, room: int) -> tuple[int, int]:
-        mask = _WRITTEN
-        asked = bytearray(
-            _SCAN.pack(_SCAN.size, flags, start, end, 0, into, room, 0, 0, mask, 0, mask)
-        )
-        many = fcntl.ioctl(self._map, _PAGEMAP_SCAN, asked)
-        return many, _SCAN.unpack(asked)[4] or end
 
 
 class Count:

@@ -13,7 +13,9 @@ from tests.monitor import jobs
 LIMITS = HangLimits()
 
 
-@pytest.mark.parametrize(("code", "how"), [(-9, "signal 9"), (1, "exit code 1"), (None, "cause unknown")])
+@pytest.mark.parametrize(
+    ("code", "how"), [(-9, "signal 9"), (1, "exit code 1"), (None, "cause unknown")]
+)
 def test_a_process_that_ended(code: int | None, how: str) -> None:
     job = jobs.job(*(jobs.view(r) for r in range(3)), jobs.view(3, alive=False, exit_code=code))
     (verdict,) = crashes(job, LIMITS)
