@@ -755,8 +755,8 @@ class WriterClient(OfOneProcess):
             return
         self._slots.keep(tier, number)
         self._near_errors.pop(tier, None)
-        # The agent first: who waits for the handle may say goodbye at once, and an agent that does
-        # not know of this snapshot then keeps none that the root cannot take.
+        # The agent first: a trainer that waits for the handle may close at once, and an agent that
+        # does not know of this snapshot then keeps none that the root cannot take.
         self._notify_agent(job, tier, complete=True)
         handle.settle(tier)
         self._release(number, job)
