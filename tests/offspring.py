@@ -169,6 +169,9 @@ def _started(which: str) -> Start:
         return _made[which]
 
 
+_INTERPRETER = sys.executable  # a test may set another one
+
+
 def _fork_exec(words: Sequence[Any], executables: Sequence[Any], *more: Any) -> int:
     order = _order(words, executables, more) if _wanted else None
     if order is not None:
@@ -198,7 +201,7 @@ def _order(
     here = dict(os.environ)
     environ = here if env is None else dict(os.fsdecode(line).split("=", 1) for line in env)
     if (
-        [os.fsdecode(path) for path in executables] != [sys.executable]
+        [os.fsdecode(path) for path in executables] != [_INTERPRETER]
         or not rest
         or (rest[0].startswith("-") and rest[0] not in ("-c", "-m"))
         or any(x is not None for x in more[15:18])  # groups and users

@@ -196,7 +196,7 @@ def test_what_cannot_be_compared_stands() -> None:
 def test_figures_of_a_finding() -> None:
     node = Effect(SuspectKind.NODE, 1, 1, 4.0, 10)
     names = ["a", "b"]
-    rate = link_findings(names, "bandwidth", node, (0.1, 0.001), 1_000_000)
+    rate = link_findings(names, "bandwidth", node, (0.1, 0.001), 1 << 20)
     assert (rate.name, rate.value, rate.usual) == ("b", 10.0, 1000.0)
     delay = link_findings(names, "latency", node, (1e-3, 1e-4), 1)
     assert delay.message == "1000 us, usual here: 100"

@@ -52,6 +52,7 @@ class TestWithoutLinks(StoreContract):
         return StoreSpec(str(tmp_path / "root"))
 
 
+@pytest.mark.forks  # what their interpreters import at their start is the subject
 def test_processes_with_links_and_without_have_one_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

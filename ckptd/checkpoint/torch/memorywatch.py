@@ -171,7 +171,7 @@ class Pages:
         ``remove_migration_pte`` looks at one of the two. It would count as written.
         """
         lost = [f for page in ranges for f in self._find(page, 0, anyof=_WRITTEN | _SWAPPED)]
-        for start, end in lost:  # waits for what is on its way; what was unmapped is told later
+        for start, end in lost:  # waits for what is on its way; unmapped memory is found later
             self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
         return lost
 

@@ -241,7 +241,7 @@ class LineageMachine(RuleBasedStateMachine):
             assert name in model.commits
         else:
             # gc took it for a leftover, rightly:
-            assert "is gone" in told or "is not there" in told
+            assert "missing" in told or "is gone" in told
             assert not live or commit.folder in self.given_up
 
     # -- guards and readers --------------------------------------------------------------------

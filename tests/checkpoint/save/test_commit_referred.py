@@ -56,8 +56,12 @@ def test_parts_that_refer_to_nothing_hold_nothing(catalogue: Catalogue) -> None:
         ([Base(2, 1, "0001")], "", "was deleted during the save"),
         ([Base(1, 1, "0002")], "", "was deleted during the save"),
         ([Base(1, 1, "0001"), Base(1, 1, "0002")], "", "ranks refer to different checkpoints"),
-        ([Base(1, 1, "0001")], "data/000000000000-g00000001-0001/", "a part refers to what its"),
-        ([None], "data/000000000001-g00000001-0001/", "a part refers to what its"),
+        (
+            [Base(1, 1, "0001")],
+            "data/000000000000-g00000001-0001/",
+            "a rank's part refers to what its",
+        ),
+        ([None], "data/000000000001-g00000001-0001/", "a rank's part refers to what its"),
     ],
 )
 def test_what_is_not_there_or_not_the_bases_ends_the_save(

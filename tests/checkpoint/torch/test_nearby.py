@@ -199,7 +199,7 @@ def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Pa
         assert source.store.get("data/x") == b"x"
         assert isinstance(source.store, Distant)
         # All ranks may come at once, and a server that has no room is asked again.
-        assert source.store._opened().options == {"secret": secret}
+        assert source.store.inner.options == {"secret": secret}
         nearby.close()
 
 

@@ -169,7 +169,7 @@ def save_drifted(root: str) -> list[str]:
                     handle.durable(100)
                     said.append("")
                 except SaveError as error:
-                    hint = "any" if "write `any` in its rule" in (error.hint or "") else ""
+                    hint = "any" if "write `any` in" in (error.hint or "") else ""
                     said.append(f"{layout}: {error.kind} {error.where} {hint}")
     return said
 
