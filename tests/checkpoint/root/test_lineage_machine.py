@@ -267,16 +267,16 @@ class LineageMachine(RuleBasedStateMachine):
         try:
             Catalogue(Fault(self.store, FaultSpec(rules))).tag(name, tag)
         except StoreError:
-            # Its lease ends after an hour; here at once.
-            held = [*self.held, *(h for _, h in self.flying if h)]
-            ours = {lease_key(h.lease_id) for h in held}
-            self.store.delete([o.key for o in self.store.list("leases/") if o.key not in ours])
             found = Catalogue(self.store).tags().get(tag)
             assert found in (self.model.tags.get(tag), name)
             if found is not None:
                 self.model.tags[tag] = found
         else:
             self.model.tags[tag] = name
+        # The lease of one that died ends after an hour; here at once.
+        held = [*self.held, *(h for _, h in self.flying if h)]
+        ours = {lease_key(h.lease_id) for h in held}
+        self.store.delete([o.key for o in self.store.list("leases/") if o.key not in ours])
 
     @precondition(lambda self: self.model.tags)
     @rule()
