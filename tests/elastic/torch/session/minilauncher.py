@@ -35,7 +35,7 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from tests.processes import PATIENCE_S, agents_in
+from tests.processes import PATIENCE_S, agents_in, until
 from tests.programs import zygote
 
 
@@ -234,9 +234,10 @@ class MiniJob:
     def interrupt(self) -> float:
         """Have everybody leave, kill who does not within a second; return when all are out."""
         for name in self.members:
-            end = self.nodes[name].end
-            assert end is not None
-            end.send(FenceNow(self.generation + 1, 0))
+            node = self.nodes[name]
+            until(lambda node=node: node.end is not None, name)  # a program may be faster
+            assert node.end is not None
+            node.end.send(FenceNow(self.generation + 1, 0))
         return max(self.nodes[n].until(Out, self.generation)[0] for n in self.members)
 
     def loaded(self) -> dict[str, tuple[float, int]]:
