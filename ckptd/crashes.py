@@ -12,7 +12,7 @@ _STDERR = 2
 def report_crashes() -> None:
     """Have a crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) leave all threads' stacks on stderr.
 
-    That is the log of a process that has one. Whoever has arranged it already is left alone.
+    That is the log of a process that has one. Where it is arranged already nothing changes.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(_STDERR, all_threads=True)

@@ -78,8 +78,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     least
         Ranks below which the job waits rather than trains.
     worth
-        How many times faster steps must become before the pipeline is cut anew where replicas could
-        be dropped instead.
+        How many times faster steps must become before the pipeline is cut again where replicas
+        could be dropped instead.
     """
 
     microbatches: int

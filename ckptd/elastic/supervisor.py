@@ -188,12 +188,12 @@ class Supervisor:
         """Start the launchers of these nodes again, or others for nodes that are gone."""
         by_name = {m.name: m for m in self._launcher.machines(self.settings.call_s)}
         known = [by_name[node] for node in status.relaunch if node in by_name]
-        anew = [m.name for m in known if m.state is MachineState.UP]
+        again = [m.name for m in known if m.state is MachineState.UP]
         self._gone.update(m.name for m in known if m.state is not MachineState.UP)
-        if anew:
-            self._say(f"restarting launchers on {', '.join(anew)}: {status.reason}")
-            self._launcher.stop(anew, self.settings.call_s)
-            self._begin(anew)
+        if again:
+            self._say(f"restarting launchers on {', '.join(again)}: {status.reason}")
+            self._launcher.stop(again, self.settings.call_s)
+            self._begin(again)
         self._replace()
 
     def _replace(self) -> None:

@@ -1,4 +1,4 @@
-"""Typed events that every layer emits: to files, to metrics, to whoever subscribes.
+"""Typed events that every layer emits: to files, to metrics, to subscribers.
 
 Nothing here raises into the code that emits, and nothing here waits. The fields, and the files that
 a process writes: ``docs/reference/events.md``.

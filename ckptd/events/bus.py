@@ -80,7 +80,7 @@ class Subscription:
     def _call(self, event: AnyEvent) -> None:
         try:
             self._callback(event)
-        except Exception:  # noqa: BLE001 - whoever listens must not disturb what is listened to
+        except Exception:  # noqa: BLE001 - a listener must not disturb the job
             self.failed += 1
             if self.failed == 1:
                 _log.warning("a subscriber of events failed", exc_info=True)

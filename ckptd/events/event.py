@@ -42,7 +42,7 @@ MOST_TEXT = 2000
 """Characters of a message or reason."""
 
 MOST_NUMBERS = 16
-"""Numbers of a save's metadata that are told."""
+"""Most numbers of a save's metadata in one event."""
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, Meta(ge=0, lt=10**8)]

@@ -294,7 +294,7 @@ def check_answer(header: str | None, secret: bytes, request_mac: str, body: byte
     Raises
     ------
     RefusedError
-        kind ``bad-mac``: whoever answered does not know the job's secret.
+        kind ``bad-mac``: the peer that answered does not know the job's secret.
     """
     if not _same(header or "", sign_answer(secret, request_mac, body)):
         raise _refused("an answer signed with the job's secret")

@@ -208,11 +208,11 @@ class NodeAgent:
             with locked(self._place):
                 return self._close_door()
         except DeadlineError as error:
-            _log.warning("not yet: %s", error)  # whoever holds the lock may still come
+            _log.warning("not yet: %s", error)  # the process with the lock may still come
             return False
 
     def _close_door(self) -> bool:
-        # Whoever looked for an agent before we had the lock is connected by now.
+        # A process that looked for an agent before we had the lock is connected by now.
         self._accept()
         with self._lock:
             if self._sessions and not self._at_once.is_set():

@@ -169,8 +169,8 @@ def parse_data_folder(name: str) -> tuple[CommitName, str] | None:
 def attempt_name(number: int, claim_id: str) -> str:
     """Return the name of a life's `number`-th attempt.
 
-    With the claim in it: at a place where a root was made anew, the old life counts its generations
-    and attempts as the new one does, and must not write into its folders.
+    With the claim in it: where a root was made again at one place, the old life counts its
+    generations and attempts as the new one does, and must not write into its folders.
     """
     return f"{number:04d}{claim_id[:8]}"
 

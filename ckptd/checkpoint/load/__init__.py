@@ -12,7 +12,7 @@ __all__ = ["open_direct"]
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use what plugins read with: whoever imports a module here pays for that."""
+    """Import on first use what plugins read with, so that no import pays for the rest."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("ckptd.checkpoint.load.direct"), name)

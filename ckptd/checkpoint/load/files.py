@@ -369,7 +369,7 @@ class _Open:
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """What is the same for whoever opens the same bytes on this host."""
+        """Return a key that all processes of this host have alike for the same bytes."""
         if self.fd < 0:
             return -1, -1, 0
         stat = os.fstat(self.fd)
@@ -422,7 +422,7 @@ class LocalFiles:
     def identity(self, files: Iterable[int]) -> bytes:
         """Return what ranks of one host that open the same files agree on; empty: some cannot be.
 
-        One that is missing is no reason against descriptors: whoever reads it will say so.
+        One that is missing is no reason against descriptors: the read will say so.
         """
         found: list[tuple[int, tuple[int, int, int]]] = []
         for file in files:

@@ -654,7 +654,7 @@ class _Run:
         return self._report()
 
     def _guard(self, step: Callable[[], None]) -> CkptdError | None:
-        """Do a step; whoever waits for this rank learns of a failure at once."""
+        """Do a step; the ranks that wait for this one learn of a failure at once."""
         try:
             step()
         except CkptdError as error:

@@ -1,7 +1,7 @@
 """Several stores that hold shares of the same objects, read as one: the nearest that has a key.
 
 Data folders of attempts never change, so tiers can be united key by key. Nothing is believed for
-being near: whoever reads compares digests, and says `UnionStore.distrust` of what was wrong.
+being near: the reader compares digests, and says `UnionStore.distrust` of what was wrong.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class UnionStore(ReadOnlyStore):
     # -- reading ---------------------------------------------------------------------------------
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        """See `Store.get`; whoever has it shorter than the range is passed over."""
+        """See `Store.get`; a store that has it shorter than the range is passed over."""
         source, data = self._ask(check_key(key), lambda store: store.get(key, byte_range))
         with self._lock:
             source.read += len(data)

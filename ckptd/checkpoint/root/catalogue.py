@@ -183,7 +183,7 @@ class Catalogue(Index):
 
     def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
-        # After every commit too: in a root that lost records, the line is decided anew by this one.
+        # After every commit too: in a root that lost records, this one decides the line again.
         number = max([self.newest_generation(), *(n.generation for n in self.commits())]) + 1
         for _ in range(MAX_TRIES):
             found = self._try_claim(number, claim_id, parent, world_size, reason)

@@ -530,7 +530,7 @@ class Index:
     def foreign(self, record: Commit) -> str | None:
         """Say of which root or claim a commit is that came here from another life; else None.
 
-        A root may be made anew at the place of another one, whose job still writes: what it commits
+        A root may be made again at the place of another, whose job still writes: what it commits
         between its last look at the root and the end of the call must never count.
         """
         if record.root and self.root_id and record.root != self.root_id:

@@ -138,7 +138,7 @@ class FileCopy:
                 backoff.wait(error)
         if not entry.index:
             check_size(self._source, entry)  # it was not written again while it was copied
-        # Last: whoever finds the index knows that the file is complete.
+        # Last: a reader that finds the index knows that the file is complete.
         del self._places.indexes[number]  # one a file, and there may be many
         raw = index.encode()
         self._target.store.put(digests_key(key), raw)

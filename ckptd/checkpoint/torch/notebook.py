@@ -7,10 +7,10 @@ from html import escape
 import msgspec
 
 from ckptd.checkpoint.root.index import Index
-from ckptd.errors import CkptdError, NotFoundError
+from ckptd.errors import CkptdError, NotFoundError, size_text
 
 _ROWS = 20
-_HEAD = "step", "generation", "created", "ranks", "MB", "tags", "metadata"
+_HEAD = "step", "generation", "created", "ranks", "size", "tags", "metadata"
 
 
 def shown(title: str, index: Index | None) -> str:
@@ -39,7 +39,7 @@ def _rows(index: Index) -> list[tuple[object, ...]]:
             r.generation,
             r.created,
             r.world_size,
-            f"{r.data_bytes / 1e6:.3g}",
+            size_text(r.data_bytes),
             ", ".join(tag for tag, name in tags.items() if name == r.name),
             msgspec.json.encode(r.metadata).decode() if r.metadata else "",
         )

@@ -174,7 +174,7 @@ def _announce(setup: Setup, json: bool) -> None:
         )
     else:
         print(setup.address)
-    print(end="", flush=True)  # whoever started it waits for this
+    print(end="", flush=True)  # the process that started it waits for this
 
 
 def _job(what: PolicyOptions) -> JobSpec:

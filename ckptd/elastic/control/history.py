@@ -417,7 +417,7 @@ class RecoveryHistory:
 
     def refused(self, text: str) -> None:
         """Keep that a connection was refused; of many in a row, only the first."""
-        # Whoever reaches the port can do this without end, and must not fill the disk.
+        # Any process that reaches the port can do this without end, and must not fill the disk.
         if time.monotonic() - self._refused_at > _REFUSED_S:
             self._write({"event": "refused", "at": time.time(), "text": text})
             self.tell(f"a connection was refused: {text}")

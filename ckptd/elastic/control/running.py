@@ -115,7 +115,7 @@ class _Run:
             loop.add_signal_handler(number, _settle, stopped)
         history = RecoveryHistory(setup.events, say=setup.say)
         try:
-            # The seat first: whoever had it before appends nothing that is not read after.
+            # The seat first: its former holder appends nothing that is not read after.
             await self._patiently(self._take_seat)
             records = await self._patiently(setup.places.log.read)
             return await self._control(history, records, stopped)

@@ -69,7 +69,7 @@ _ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 class StateMachine:
     """The decisions for one job.
 
-    Whoever drives it hands over events in the order in which it hears of them, with the moment
+    Its driver hands over events in the order in which it hears of them, with the moment
     (seconds of a clock that never goes back), and carries out the actions in their order. It is
     deterministic: the same events at the same moments give the same actions.
 
@@ -279,7 +279,7 @@ class StateMachine:
         node.idle_since = now if node.idle_since is None else node.idle_since
 
     def _repeat(self, node: Node, *, came: bool) -> None:
-        """Fence again whoever has not heard of it, or came too late to."""
+        """Fence again the nodes that have not heard of it, or came too late."""
         fencing = self.state is State.FENCE
         unfenced = (fencing or node.stuck_at is not None) and node.fenced < self.generation
         if unfenced or 0 < node.running < self.generation:

@@ -86,7 +86,7 @@ class Worker:
     def open_gate(self, environ: dict[str, str]) -> None:
         """Let it go on with `environ` besides."""
         gate, self.gate = self.gate, -1
-        # What is written goes out when the file is closed: whoever waited may have died just now.
+        # What is written goes out when the file is closed, to a process that may have died.
         with suppress(BrokenPipeError), os.fdopen(gate, "wb") as file:
             file.write(msgspec.msgpack.encode(environ))
 

@@ -2,7 +2,7 @@
 
 ``python -m ckptd.monitor.agent.watched --job NAME --daemon URL [--node NAME] [--rings FOLDER]
 [--floor PHASE=SECONDS]``
-watches until a signal, or until its standard input is closed: so it ends with whoever started it.
+watches until a signal, or until its standard input is closed: so it ends with its parent.
 """
 
 from __future__ import annotations

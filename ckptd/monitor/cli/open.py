@@ -17,7 +17,7 @@ class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
     job
         Whose page it is.
     link
-        For a browser on this machine; whoever has it may act.
+        For a browser on this machine. It lets its holder act: keep it secret.
     """
 
     job: str
@@ -31,7 +31,7 @@ def open(
 ) -> Reply:
     """Print the link to the web page of a job whose daemon runs on this machine.
 
-    Whoever has the link may read and act. It is valid until the daemon ends.
+    The link lets its holder read and act: keep it secret. It is valid until the daemon ends.
     """
     from ckptd.monitor.daemon.place import find_daemon
 

@@ -164,7 +164,7 @@ def _incident(incident: Incident, at: float, until: float | None) -> ReplayedInc
 
 
 def _show(d: ReplayDocument) -> None:
-    # Whoever made the recording must not steer the terminal.
+    # A recording must not steer the terminal.
     print(f"{shorten(d.job, _TEXT_WIDTH)}: {d.sheets} sheets, {d.seconds:.1f} s, {d.rounds} rounds")
     if d.incidents:
         print()

@@ -45,7 +45,7 @@ class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
     url
         Where it listens.
     login
-        URL for a browser; whoever has it may act. Null of a forwarder.
+        URL for a browser; it lets its holder act. Null of a forwarder.
     pid
         Its process.
     history
@@ -137,7 +137,7 @@ def serve(
 ) -> int:
     """Run a job's daemon in the foreground until TERM or INT.
 
-    It prints a URL with a token: whoever has it may read and act. Agents learn of it by
+    It prints a URL with a token that lets its holder read and act. Agents learn of it by
     ckptd agent run --watch URL, or CKPTD_DAEMON in their environment.
     """
     _need_packages()
@@ -213,7 +213,7 @@ def _serve(
     )
 
     def started(loop: AbstractEventLoop) -> None:
-        # From now on a signal ends it in order, so whoever reads this may send one.
+        # From now on a signal ends it in order, so the reader of this line may send one.
         service.start(loop)
         place.write(address)
         _announce(address, json)

@@ -110,7 +110,7 @@ class Interrupter:
         Raises
         ------
         Interrupted
-            The generation ended before this: whoever ends it saw nobody inside, and is done.
+            The generation ended before this: its end saw no call inside, and is over.
         """
         with self._out:
             if self._wanted.is_set():

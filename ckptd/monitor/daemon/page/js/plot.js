@@ -44,7 +44,7 @@ export class Plot {
   /** `x` rises; `series` are {name, values, colour, dash, dots}; `marks` are {at, until, colour, shape, text}. */
   set({ x, series, marks = [], from = null, to = null }) {
     const shown = series.filter((s) => s.values.some((v) => v !== null));
-    // Of a time in which nothing was recorded the axes stay: whoever moves by keys moves on.
+    // Of a time in which nothing was recorded the axes stay: a move by keys goes on from there.
     this.data = { x, series: shown.length || !this.chart ? shown : series, marks, from: from ?? x[0], to: to ?? x.at(-1) };
     this.draw();
   }
