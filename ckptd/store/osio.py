@@ -12,7 +12,6 @@ import functools
 import mmap
 import os
 import stat as stat_module
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +23,6 @@ from ckptd.errors import CkptdError, NotFoundError, RefusedError, StoreError, Tr
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""Advice of Linux 5.14 that `mmap` has no names for; older kernels refuse it."""
 _O_CLOEXEC = os.O_CLOEXEC
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -277,27 +274,6 @@ def _libc(name: str, *types: Any) -> Any:
     if call is not None:
         call.argtypes = list(types)
     return call
-
-
-def map_pages(address: int, size: int, *, write: bool = False) -> bool:
-    """Map the pages behind a range of memory; False where the system cannot, or has no such call.
-
-    To touch a page that cannot be given is a signal. May wait for a disk, without the interpreter's
-    lock.
-    """
-    if sys.platform != "linux":
-        return False
-    return _advise(address, size, _POPULATE_WRITE if write else _POPULATE_READ)
-
-
-def drop_pages(address: int, size: int) -> None:
-    """Let whole pages of a mapped file be no memory of this process until they are touched."""
-    _advise(address, size, mmap.MADV_DONTNEED)
-
-
-def _advise(address: int, size: int, advice: int) -> bool:
-    call = _libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return call is not None and call(address, size, advice) == 0
 
 
 def _fallocate(fd: int, size: int) -> None:

@@ -1,10 +1,12 @@
-"""Memory of this process that another thread may free while it is read."""
+"""Memory of this process: read while another thread may free it, its pages mapped and dropped."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,12 @@ from numpy.typing import NDArray
 _MOST = 1024
 """The kernel's limit of runs in one call (``IOV_MAX``)."""
 
-_read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Advice of Linux 5.14 that `mmap` has no names for; older kernels refuse it."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = getattr(_libc, "madvise", None)
+_read = getattr(_libc, "process_vm_readv", None)
 if _read is not None:
     _read.restype = ctypes.c_ssize_t
 
@@ -56,3 +63,25 @@ def read_memory(runs: NDArray[np.int64]) -> None:
 def _vector(pairs: NDArray[np.int64]) -> tuple[ctypes.c_void_p, ctypes.c_ulong]:
     """Return rows of address and length as an array of struct iovec."""
     return ctypes.c_void_p(pairs.ctypes.data), ctypes.c_ulong(len(pairs))
+
+
+def map_pages(address: int, size: int, *, write: bool = False) -> bool:
+    """Map the pages behind a range of memory; False where the system cannot, or has no such call.
+
+    To touch a page that cannot be given is a signal. May wait for a disk, without the interpreter's
+    lock.
+    """
+    if sys.platform != "linux":
+        return False
+    return _advise(address, size, _POPULATE_WRITE if write else _POPULATE_READ)
+
+
+def drop_pages(address: int, size: int) -> None:
+    """Let whole pages of a mapped file be no memory of this process until they are touched."""
+    _advise(address, size, mmap.MADV_DONTNEED)
+
+
+def _advise(address: int, size: int, advice: int) -> bool:
+    if _madvise is None:
+        return False
+    return int(_madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)) == 0

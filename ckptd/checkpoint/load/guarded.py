@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import filesystem_of
-from ckptd.store.osio import drop_pages, map_pages
+from ckptd.base.runtime.memory import drop_pages, map_pages
 
 _FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "f2fs"}
 """Those of a disk of this machine alone: others know nothing of the kernel's leases here."""

@@ -28,10 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
-from ckptd.base.runtime.memory import read_memory
+from ckptd.base.runtime.memory import map_pages, read_memory
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError, size_text
-from ckptd.store.osio import map_pages
 
 CONTROL_BYTES = 4096
 MOST_SLOTS = 8

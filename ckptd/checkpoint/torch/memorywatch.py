@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ckptd.base.runtime.memory import map_pages
 from ckptd.checkpoint.save.arena import anonymous_file
 
 Range = tuple[int, int]
@@ -48,7 +49,6 @@ _PAGEMAP_SCAN = 0xC0606610
 _SCAN = struct.Struct("=12Q")
 _WP_MATCHING, _CHECK_WPASYNC = 1 << 0, 1 << 1
 _WRITTEN, _SWAPPED = 1 << 1, 1 << 4
-_POPULATE_READ = 22
 _MOVES = 4
 """How often pages that are being moved are waited for."""
 
@@ -69,7 +69,7 @@ class Pages:
         number = _SYSCALL.get(platform.machine())
         if number is None:
             raise OSError("the system call is unknown on this machine")
-        self._libc = libc = ctypes.CDLL(None, use_errno=True)
+        libc = ctypes.CDLL(None, use_errno=True)
         self._lock = threading.RLock()
         self._beginning = False
         self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
@@ -172,7 +172,7 @@ class Pages:
         """
         lost = [f for page in ranges for f in self._find(page, 0, anyof=_WRITTEN | _SWAPPED)]
         for start, end in lost:  # waits for what is on its way; unmapped memory is found later
-            self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+            map_pages(start, end - start)
         return lost
 
     def _written(self, count: Count, ranges: Iterable[Range]) -> list[Range]:
