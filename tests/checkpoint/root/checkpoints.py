@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import pytest
 
 from ckptd.base.digest import DigestIndex, digest, digest_hex
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
-from ckptd.checkpoint.format.names import CommitName, data_folder, digests_key, file_key, part_key
+from ckptd.checkpoint.format.names import (
+    CommitName,
+    commit_key,
+    data_folder,
+    digests_key,
+    file_key,
+    part_key,
+)
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.gc import missing_files
+from ckptd.checkpoint.root.gc import GcPlan, missing_files, run_gc
 from ckptd.checkpoint.root.index import stamp
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, NotFoundError
 from ckptd.store.base import FaultSpec, Names, ObjectInfo, Store, Wrapper
 from ckptd.store.memory import MemoryStore
 from ckptd.types import ByteRange
@@ -168,3 +176,34 @@ class Visited(Wrapper):
     ) -> Names:
         self._step()
         return self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
+
+
+def relied_on_at_each_operation(
+    planned: Callable[[], tuple[Catalogue, CommitName, GcPlan]],
+    act: Callable[[Catalogue, CommitName], object],
+) -> Iterator[Catalogue]:
+    """Run a clean-up, and before each of its operations another's `act` on what may be deleted.
+
+    One that was refused may lose it, one that was not has it; both happen. Each root is yielded.
+    """
+    refused, kept = 0, 0
+    for number in itertools.count(1):
+        catalogue, name, plan = planned()
+        done: list[bool] = []
+
+        def rely(c: Catalogue = catalogue, n: CommitName = name, out: list[bool] = done) -> None:
+            with suppress(NotFoundError):
+                act(Catalogue(c.store), n)
+                out.append(True)
+
+        visited = Visited(catalogue.store, number, rely)
+        run_gc(visited, plan)
+        if visited.count < number:
+            break
+        there = catalogue.store.exists(commit_key(name))
+        assert there or not done
+        yield catalogue
+        refused += not done
+        kept += there
+    assert refused
+    assert kept

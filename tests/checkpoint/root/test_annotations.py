@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from ckptd.checkpoint.format.names import CommitName, annotation_key, commit_key
 from ckptd.checkpoint.format.records import Annotation
 from ckptd.checkpoint.root import index as marks
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.gc import apply_retention, plan_gc, run_gc
+from ckptd.checkpoint.root.gc import GcPlan, apply_retention, plan_gc, run_gc
 from ckptd.checkpoint.root.index import Index
 from ckptd.checkpoint.root.leases import hold
 from ckptd.checkpoint.root.policy import Keep
@@ -31,7 +30,13 @@ from ckptd.errors import (
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from tests.checkpoint.root.checkpoints import Visited, error_of, memory, save
+from tests.checkpoint.root.checkpoints import (
+    Visited,
+    error_of,
+    memory,
+    relied_on_at_each_operation,
+    save,
+)
 from tests.checkpoint.root.test_index import Lagging
 
 BEST = Keep(last=1, best=("loss", "min", 1))
@@ -268,32 +273,15 @@ def test_nobody_is_told_yes_of_a_checkpoint_that_is_deleted(
 ) -> None:
     """Somebody annotates it before each operation of a clean-up, and gets an error or keeps it."""
     monkeypatch.setattr(marks, "WAIT_S", 0.0)
-    number, told, kept = 0, 0, 0
-    while True:
-        number += 1
+
+    def planned() -> tuple[Catalogue, CommitName, GcPlan]:
         catalogue, names = rooted(10, 20, 30)
         for name, loss in zip(names, (2.0, 1.0, 3.0), strict=True):
             catalogue.annotate(name, {"loss": loss})
-        plan = plan_gc(catalogue, BEST)
-        done: list[bool] = []
+        return catalogue, names[0], plan_gc(catalogue, BEST)
 
-        def evaluate(
-            c: Catalogue = catalogue, n: CommitName = names[0], out: list[bool] = done
-        ) -> None:
-            with suppress(NotFoundError):
-                Catalogue(c.store).annotate(n, {"loss": 0.1})
-                out.append(True)
-
-        visited = Visited(catalogue.store, number, evaluate)
-        run_gc(visited, plan)
-        if visited.count < number:
-            break
-        there = catalogue.store.exists(commit_key(names[0]))
-        assert there or not done
-        told += not done
-        kept += there
-    assert told
-    assert kept
+    for _ in relied_on_at_each_operation(planned, lambda c, n: c.annotate(n, {"loss": 0.1})):
+        pass
 
 
 @pytest.mark.parametrize("how", ["annotate", "pin", "hold", "rollback"])
