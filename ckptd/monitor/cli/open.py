@@ -15,7 +15,7 @@ class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
     Attributes
     ----------
     job
-        Whose page it is.
+        The job that the page shows.
     link
         For a browser on this machine. It lets its holder act: keep it secret.
     """
