@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptd.checkpoint.save.arena import anonymous_file
+from ckptd.base.runtime.memory import anonymous_file
 from ckptd.errors import TransientStoreError
 from ckptd.publish.messages import MOST_READ_BYTES
 from ckptd.publish.torch.carrier import GroupCarrier

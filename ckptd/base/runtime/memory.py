@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import sys
+import tempfile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,10 @@ _madvise = getattr(_libc, "madvise", None)
 _read = getattr(_libc, "process_vm_readv", None)
 if _read is not None:
     _read.restype = ctypes.c_ssize_t
+_write = getattr(_libc, "pwritev", None)
+if _write is not None:
+    _write.restype = ctypes.c_ssize_t
+    _write.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
 
 
 def read_memory(runs: NDArray[np.int64]) -> None:
@@ -65,6 +70,20 @@ def _vector(pairs: NDArray[np.int64]) -> tuple[ctypes.c_void_p, ctypes.c_ulong]:
     return ctypes.c_void_p(pairs.ctypes.data), ctypes.c_ulong(len(pairs))
 
 
+def gather(file: int, where: int, at: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    """Copy pieces of memory into a file, one behind the other.
+
+    The kernel copies: memory that is gone is an error, and not the end of the process.
+    """
+    pieces = np.stack((at, sizes), axis=1).astype(np.uint64)
+    for first in range(0, len(pieces), _MOST):
+        part = np.ascontiguousarray(pieces[first : first + _MOST])
+        wanted = int(part[:, 1].sum())
+        if _write is None or _write(file, part.ctypes.data, len(part), where) != wanted:
+            raise OSError(ctypes.get_errno(), "memory cannot be read")
+        where += wanted
+
+
 def map_pages(address: int, size: int, *, write: bool = False) -> bool:
     """Map the pages behind a range of memory; False where the system cannot, or has no such call.
 
@@ -85,3 +104,11 @@ def _advise(address: int, size: int, advice: int) -> bool:
     if _madvise is None:
         return False
     return int(_madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)) == 0
+
+
+def anonymous_file(name: str) -> int:
+    """Return the descriptor of an empty file without a path, in memory where there is such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

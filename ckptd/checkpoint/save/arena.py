@@ -19,7 +19,6 @@ import fcntl
 import logging
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.runtime.host import available_bytes, limit_of
-from ckptd.base.runtime.memory import map_pages, read_memory
+from ckptd.base.runtime.memory import anonymous_file, map_pages, read_memory
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, SaveError, size_text
 
@@ -271,14 +270,6 @@ def slots_for(nbytes: int, wanted: int | None, room: int) -> int:
     if wanted is not None:
         return max(1, min(wanted, MOST_SLOTS))
     return 2 if 2 * nbytes <= room // 4 else 1
-
-
-def anonymous_file(name: str) -> int:
-    """Return the descriptor of an empty file without a path, in memory where there is such."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _reserve(size: int) -> int:

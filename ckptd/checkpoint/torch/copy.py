@@ -17,6 +17,7 @@ from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import reach_of
 from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import read_memory
+from ckptd.base.runtime.pages import Pages, mappings
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
@@ -31,7 +32,7 @@ from ckptd.checkpoint.torch.feed import (
     grouped,
 )
 from ckptd.checkpoint.torch.layouts import LayoutSave
-from ckptd.checkpoint.torch.memorywatch import MemorySpan, Pages, Resizes, SpanWatch, mappings
+from ckptd.checkpoint.torch.memorywatch import MemorySpan, Resizes, SpanWatch
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevice
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer

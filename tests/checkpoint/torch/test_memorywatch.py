@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import random
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptd
 from ckptd.base.runtime import memory
+from ckptd.base.runtime.pages import PAGE, Pages, mappings
 from ckptd.checkpoint.save import arena
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch import copy as copying
-from ckptd.checkpoint.torch import memorywatch
 from ckptd.checkpoint.torch.memorywatch import (
-    PAGE,
     SAMPLED_BYTES,
     WHOLE_BYTES,
-    Count,
     MemorySpan,
-    Pages,
     Resizes,
     SpanWatch,
-    mappings,
 )
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
@@ -106,33 +100,6 @@ def test_neighbours_are_counted_at_once_with_what_lies_between() -> None:
         assert len(look._count.ranges) == (1 if lies == "as it was" else 6)
         _mapped_anew(between, PAGE)  # while it is counted, too
         assert look.changed(0) == []
-
-
-def test_a_page_that_loses_its_protection_as_it_is_moved_is_protected_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel moves pages when it likes: here its loss is made, the rest is the kernel's."""
-    if (pages := Pages.of_this_process()) is None:
-        pytest.skip("this kernel does not count writes")
-    weight = torch.ones(16 * PAGE, dtype=torch.uint8)
-    inner = watch({"weight": weight}, pages).ranges[0]
-    lost = inner[0] + 3 * PAGE, inner[0] + 4 * PAGE
-    protect, losses = pages._protect, [lost]
-
-    def losing(ranges: Iterable[tuple[int, int]], others: Iterable[Count]) -> None:
-        protect(ranges, others)
-        for start, end in losses:
-            asked = bytearray(struct.pack("=3Q", start, end - start, 0))
-            fcntl.ioctl(pages._fault, memorywatch._UFFDIO_WRITEPROTECT, asked)
-        losses.clear()
-
-    monkeypatch.setattr(pages, "_protect", losing)
-    count = pages.count([inner])
-    assert not losses
-    assert count.written() == []
-    weight[3 * PAGE + PAGE // 2 : 4 * PAGE + PAGE // 2] = 2
-    assert any(start <= lost[0] < end for start, end in count.written())
-    count.end()
 
 
 def _mapped_anew(at: int, nbytes: int) -> None:
