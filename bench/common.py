@@ -22,12 +22,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 MIB = 1 << 20
+BEGAN_AT_LOAD = os.getloadavg()[0]
+"""Processes that wanted a core in the minute before this bench, on average."""
 
 
 def arguments(doc: str | None, **extra: Any) -> argparse.Namespace:
@@ -159,6 +162,21 @@ def remove(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def sync(path: str) -> None:
+    """Make a file durable, or a folder's entries."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Make all files and folders below `path` durable, and itself."""
+    for folder, _, files in os.walk(path):
+        for file in files:
+            sync(f"{folder}/{file}")
+        sync(folder)
+
+
 def parallel(count: int, work: Callable[[int], None]) -> float:
     """Run ``work(i)`` in `count` threads and return the seconds."""
     start = time.perf_counter()
@@ -270,6 +288,61 @@ def limit_of(samples: Sequence[dict[str, float]], what: str) -> float:
     return min(median(samples, way) for way in ways)
 
 
+class AllMemory:
+    """Peak of the proportional set sizes of this process and its children together, in bytes.
+
+    Processes are looked at one after the other, and a page that one maps in between counts too
+    much: of two looks that follow one another the smaller one is believed.
+    """
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._stop = threading.Event()
+        self.peak = self.now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def now(self) -> int:
+        pids = [self._process.pid, *(c.pid for c in self._process.children(recursive=True))]
+        return sum(_pss(pid) for pid in pids)
+
+    def _watch(self) -> None:
+        last = self.peak
+        while not self._stop.wait(0.05):
+            now = self.now()
+            self.peak = max(self.peak, min(last, now))
+            last = now
+
+    def done(self) -> int:
+        """Stop and return the peak."""
+        self._stop.set()
+        self._thread.join()
+        return max(self.peak, self.now())
+
+
+def _pss(pid: int) -> int:
+    with suppress(OSError):
+        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(r.split()[1]) for r in rows if r.startswith("Pss:"))
+    return 0
+
+
+def tree_cpu() -> float:
+    """Return the CPU seconds of this process and its children, also of those that have ended."""
+    import psutil
+
+    own = psutil.Process()
+    ended = own.cpu_times()
+    total = ended.user + ended.system + ended.children_user + ended.children_system
+    for child in own.children(recursive=True):
+        with suppress(psutil.Error):
+            used = child.cpu_times()
+            total += used.user + used.system
+    return total
+
+
 class PeakMemory:
     """Peak of the machine's anonymous and shared memory above its start, in bytes.
 
@@ -355,11 +428,11 @@ def alternate(
     script, arguments
         What measures one case, in a fresh process, when ``--case NAME`` is added.
     size
-        Bytes for the case ``limit``, which is added: what the disk itself can do.
+        Bytes for the case ``limit``, which is added: what the disk itself can do; 0: no such case.
     report
         Gets the figures by case; an interrupted run leaves what it has.
     """
-    found: dict[str, list[Any]] = {name: [] for name in (*cases, "limit")}
+    found: dict[str, list[Any]] = {name: [] for name in (*cases, *(["limit"] if size else []))}
     order = random.Random(0)
     for rep in range(options.reps):
         names = list(found)
@@ -380,6 +453,11 @@ def median(samples: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(found) if found else float("nan")
 
 
+def milliseconds(samples: Sequence[dict[str, Any]], key: str) -> str:
+    value = 1e3 * median(samples, key)
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a Markdown table."""
 
@@ -393,11 +471,41 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
+def provenance() -> dict[str, Any]:
+    """Return where and when the figures of this process come from.
+
+    The commit ends with ``+`` where code that it measures differs from it; the load is that of the
+    machine as the bench began: what it does itself is not counted.
+    """
+    git = ("git", "-C", str(HERE))
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "../ckptd", "../plugins", "*.py"],
+        capture_output=True,
+        check=False,
+    ).stdout
+    return {
+        "commit": (commit or "unknown") + ("+" if changed else ""),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "load": BEGAN_AT_LOAD,
+        "machine": machine(),
+    }
+
+
 def publish(name: str, command: str, text: str, data: Any) -> None:
     """Write ``results/NAME.json``, put the table into RESULTS.md and print it."""
     RESULTS.mkdir(exist_ok=True)
-    body = {"command": command, "machine": machine(), "data": data}
+    origin = provenance()
+    body = {"command": command, **origin, "data": data}
     (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+    where = origin["machine"]
+    text = (
+        f"{origin['date']}, commit {origin['commit']}, {where['cores']} cores, "
+        f"{where['memory_gib']} GiB, Python {where['python']}, load {origin['load']:.1f} "
+        f"before it.\n\n{text}"
+    )
     page = HERE / "RESULTS.md"
     old = page.read_text() if page.exists() else "# Results\n"
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"

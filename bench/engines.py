@@ -12,16 +12,61 @@ can be imported and told apart as skipped where not:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import common
 
 Tree = dict[str, Any]
+
+
+class Live:
+    """A GPT's parameters and an AdamW with the state that it has after a step, without making one.
+
+    As modules and optimizers (`objects`), and as nested dicts of the same tensors (`tree`).
+    """
+
+    def __init__(self, make: Callable[[tuple[int, ...]], Any], layers: int) -> None:
+        import torch
+        from torch import nn
+
+        live = common.state(make, layers)
+        named = {name.replace(".", "_"): nn.Parameter(t) for name, t in live["model"].items()}
+        model = nn.ParameterDict(named)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        states = optim.state
+        for name, parameter in zip(live["model"], named.values(), strict=True):
+            moments = {kind: live[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
+            states[parameter] = {"step": torch.tensor(1.0), **moments}
+        self.objects = {"model": model, "optim": optim}
+        self._tree = {
+            "model": {name: p.detach() for name, p in named.items()},
+            "optim": {name: dict(states[p]) for name, p in named.items()},
+        }
+
+    def tree(self) -> Tree:
+        return self._tree
+
+    def change(self) -> None:
+        """Change every tensor, as a step does."""
+        for tensor in common.tensors(self._tree):
+            tensor.mul_(1.001)
+
+    def clear(self) -> None:
+        for tensor in common.tensors(self._tree):
+            tensor.zero_()
+
+    def sums(self) -> list[int]:
+        """Return what other bits would change."""
+        import torch
+
+        bits = (t.reshape(-1).view(torch.int32) for t in common.tensors(self._tree))
+        return [int((b * torch.arange(1, len(b) + 1, dtype=torch.int32)).sum()) for b in bits]
 
 
 class Engine:
@@ -101,9 +146,7 @@ class Ckptd(Engine):
         if "tiers" in more:
             os.environ["CKPTD_RUN_DIR"] = f"{folder}/run"
             more["tiers"] = [ckptd.Memory(every=1)]
-        self._ck = ckptd.Checkpointer(
-            f"{folder}/root", keep=2, storage=ckptd.Storage(dedup=False), **more
-        )
+        self._ck = ckptd.Checkpointer(f"{folder}/root", keep=2, **more)
         self._handles: list[ckptd.SaveHandle] = []
 
     def _state(self) -> Mapping[str, Any]:
@@ -143,15 +186,91 @@ class CkptdMemory(Ckptd):
     options = MappingProxyType({"tiers": "memory", "every": 10})
 
 
-class Dcp(Engine):
+class CkptdOneSlot(Ckptd):
+    """Half of the shared memory: a save waits for the one before it."""
+
     def __init__(self, *arguments: Any) -> None:
+        import ckptd
+
+        self.options = {"copy": ckptd.CopyOptions(slots=1)}
+        super().__init__(*arguments)
+
+
+class Plain(Engine):
+    """One file a checkpoint, written by the training process, synced, and given its name then."""
+
+    name = ""
+
+    def write(self, path: str) -> None:
+        raise NotImplementedError
+
+    def read(self, path: str) -> list[Any]:
+        """Return the tensors of a file in the order of the live ones."""
+        raise NotImplementedError
+
+    def save(self, step: int) -> None:
+        folder = Path(self.path(step))
+        folder.mkdir()
+        self.write(f"{folder}/new")
+        common.sync(f"{folder}/new")
+        os.rename(f"{folder}/new", f"{folder}/{self.name}")
+        common.sync(str(folder))
+        self.durable += 1
+
+    def load(self, step: int) -> None:
+        live = common.tensors(self.tree())
+        for tensor, found in zip(live, self.read(f"{self.path(step)}/{self.name}"), strict=True):
+            tensor.copy_(found)
+
+
+class TorchSave(Plain):
+    name = "state.pt"
+
+    def write(self, path: str) -> None:
+        import torch
+
+        torch.save(self.tree(), path)
+
+    def read(self, path: str) -> list[Any]:
+        import torch
+
+        return common.tensors(torch.load(path, mmap=True, weights_only=True))
+
+
+class Safetensors(Plain):
+    name = "state.safetensors"
+
+    def write(self, path: str) -> None:
+        from safetensors.torch import save_file
+
+        save_file({str(i): t for i, t in enumerate(common.tensors(self.tree()))}, path)
+
+    def read(self, path: str) -> list[Any]:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            return [file.get_tensor(str(i)) for i in range(len(file.keys()))]
+
+
+class Dcp(Engine):
+    """Its writer has as many threads as the machine cores; plans are kept from save to save."""
+
+    def __init__(self, *arguments: Any) -> None:
+        import torch.distributed.checkpoint as dcp
+
         super().__init__(*arguments)
         one_rank()
+        self._planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+
+    def _writer(self, step: int) -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        return dcp.FileSystemWriter(self.path(step), thread_count=os.cpu_count() or 1)
 
     def save(self, step: int) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self.tree(), checkpoint_id=self.path(step))
+        dcp.save(self.tree(), storage_writer=self._writer(step), planner=self._planner)
         self.durable += 1
 
 
@@ -177,7 +296,8 @@ class DcpAsync(Dcp):
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
         answer = dcp.async_save(
             self.tree(),
-            checkpoint_id=self.path(step),
+            storage_writer=self._writer(step),
+            planner=self._planner,
             async_stager=self._stager,
             async_checkpointer_type=kind,
         )
@@ -236,6 +356,7 @@ class TorchSnapshot(Engine):
     def save(self, step: int) -> None:
         self.wait()
         self._flying = self._library.Snapshot.async_take(self.path(step), self._app())
+        self._step = step
 
     def poll(self) -> int:
         return self.durable + (self._flying is not None and self._flying.done())
@@ -244,6 +365,7 @@ class TorchSnapshot(Engine):
         if self._flying is not None:
             self._flying.wait()
             self._flying = None
+            common.sync_folder(self.path(self._step))  # it syncs nothing
             self.durable += 1
 
     def load(self, step: int) -> None:
@@ -346,7 +468,10 @@ class NvrxTorch(Engine):
 
 ENGINES: dict[str, type[Engine]] = {
     "ckptd": Ckptd,
+    "ckptd, 1 slot": CkptdOneSlot,
     "ckptd memory tier": CkptdMemory,
+    "torch.save": TorchSave,
+    "safetensors": Safetensors,
     "DCP save": Dcp,
     "DCP async thread": DcpAsync,
     "DCP async process": DcpProcess,
@@ -355,6 +480,36 @@ ENGINES: dict[str, type[Engine]] = {
     "NVRx async DCP": Nvrx,
     "NVRx async torch.save": NvrxTorch,
 }
+
+
+def chosen(cases: str) -> list[str]:
+    """Return the engines that a comma-separated list names."""
+    names = cases.split(",")
+    if unknown := set(names) - set(ENGINES):
+        raise SystemExit(f"no such engine: {unknown}; there are {sorted(ENGINES)}")
+    return names
+
+
+def measured(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Leave out the disk and what could not be imported."""
+    found = {n: [s for s in f if "skipped" not in s] for n, f in found.items() if n != "limit"}
+    return {n: samples for n, samples in found.items() if samples}
+
+
+def skipped(found: dict[str, list[dict[str, Any]]]) -> str:
+    rows = {n: f[0]["skipped"] for n, f in found.items() if f and "skipped" in f[0]}
+    return "".join(f"\n\nSkipped: {name} ({why})." for name, why in rows.items())
+
+
+def tell(case: Callable[[], dict[str, Any]]) -> NoReturn:
+    """Be the process of one case: print its figures, or why it is skipped, and end."""
+    try:
+        found = case()
+    except ImportError as error:
+        found = {"skipped": str(error)}
+    print(json.dumps(found), flush=True)
+    end_children()
+    os._exit(0)  # what engines leave to the interpreter's exit may hang
 
 
 PRETEND = "CKPTD_BENCH_PRETEND_CUDA"

@@ -1,7 +1,7 @@
 """How long does one rank plan a move of experts, as the number of ranks grows?
 
-    python bench/experts.py                # table, and bench/results/experts.json
-    python bench/experts.py --ranks 16384  # one size
+    python bench/experts.py
+    python bench/experts.py --ranks 16384  # one size, printed only
     python bench/experts.py --plot experts.svg
 
 The model is simulated, the planning is not: 256 experts of 61 layers with Adam's moments (the
@@ -14,12 +14,13 @@ bfloat16 and moments in float32.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import common
 
 from ckptd.lay.agree import agreed
 from ckptd.lay.bind import bind_sizes
@@ -32,7 +33,6 @@ from ckptd.reshard.live.plan import Roles, make_plan
 RANKS = (16, 64, 256, 1024, 4096, 16384)
 LAYERS, EXPERTS, INNER, HIDDEN = 61, 256, 2048, 7168
 ITEMSIZES = {"": 2, "m": 4, "s": 4}
-RESULTS = Path(__file__).parent / "results" / "experts.json"
 PROGRAM = f"""
 let e = {EXPERTS}
 let g = {2 * INNER}
@@ -137,14 +137,24 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     rows = [measure(n, pairs) for pairs in (8, None) for n in options.ranks]
-    print(
-        f"{'RANKS':>6} {'MOVED':>12} {'PLACE s':>8} {'PLAN s':>7} {'PEERS':>6} {'IN':>9} {'OUT':>9}"
-    )
-    for r in rows:
-        gib = f"{r.bytes_in / 2**30:7.2f} G {r.bytes_out / 2**30:7.2f} G"
-        print(f"{r.ranks:6} {r.moved:>12} {r.placing_s:8.2f} {r.planning_s:7.2f} {r.peers:6} {gib}")
+    head = ("ranks", "moved", "place s", "plan s", "peers", "GiB in", "GiB out")
+    body = [
+        [
+            r.ranks,
+            r.moved,
+            r.placing_s,
+            r.planning_s,
+            r.peers,
+            r.bytes_in / 2**30,
+            r.bytes_out / 2**30,
+        ]
+        for r in rows
+    ]
+    text = common.table(head, body)
     if tuple(options.ranks) == RANKS:
-        RESULTS.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+        common.publish("experts", "python bench/experts.py", text, [asdict(r) for r in rows])
+    else:
+        print(text)
     if options.plot:
         draw(rows, options.plot)
 

@@ -1,110 +1,50 @@
-"""The first save and the first load of a fresh process, beside torch DCP's.
+"""The first save of a process and the load of a new one, beside its peers.
 
-    python bench/first.py [--tensors 240] [--mib 960]
+    python bench/first.py [--reps 5] [--layers 12] [--cases "ckptd,DCP save,torch.save"]
 
-It is what a user measures first, what every restart pays, and what evaluation jobs do all day. Each
-sample is a fresh process with a new `Checkpointer`, that saves once and loads that at once; then
-two more fresh processes load it, as it was left and from the disk. What loading imports counts
-there: nothing but torch is imported before. All cases alternate in one run; the seconds are those
-of one machine at one time, the ratios are what counts.
+It is what a user measures first, what every restart pays, and what evaluation jobs do all day. A
+sample is a fresh process with a trained model and its AdamW, which has imported nothing but torch:
+it saves once, and loads that. Two more fresh processes load it, as it was left in the page cache
+and from the disk. What an engine imports and starts counts: *ready* is that, *blocked* the call of
+`save` after it, *durable* the time from that call on; loads count all from the import on. CPU
+seconds are those of all processes of the sample. Cases alternate in one run; seconds are those of
+one machine at one time, the ratios, each within a repetition, are what counts.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import statistics
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
+import engines
 
-CASES = ("ckptd", "dcp", "dcp async")
-
-
-def state(tensors: int, mib: int, fill: bool = True) -> dict[str, Any]:
-    """Return alike tensors, noise or zeros, all of whose memory is there."""
-    import torch
-
-    count = mib * common.MIB // 4 // tensors
-    make = common.noise() if fill else torch.zeros
-    return {"model": {f"layer{i}.weight": make((count,)).add_(0) for i in range(tensors)}}
-
-
-def used(live: dict[str, Any]) -> None:
-    """Do what a program does before its first save: steps, which use the state."""
-    for _ in range(2):
-        for tensor in live["model"].values():
-            tensor.mul_(1.0)
-
-
-def first_save(case: str, folder: str, live: dict[str, Any]) -> dict[str, Any]:
-    """Save once; time what is blocked and what it takes to be durable, and load what was saved."""
-    out: dict[str, Any] = {}
-    if case == "ckptd":
-        import ckptd
-
-        start = time.perf_counter()
-        ck = ckptd.Checkpointer(folder)
-        out["made_s"] = time.perf_counter() - start
-        used(live)
-        common.settle()
-        start = time.perf_counter()
-        handle = ck.save(1, live)
-        out["blocked_s"] = time.perf_counter() - start
-        assert handle is not None
-        handle.durable()
-        out["durable_s"] = time.perf_counter() - start
-        out["after_s"] = timed_load(case, folder, live, ck)
-        start = time.perf_counter()
-        ck.save(2, live).durable()
-        out["second_s"] = time.perf_counter() - start
-        ck.close()
-        return out
-    import torch.distributed.checkpoint as dcp
-
-    used(live)
-    common.settle()
-    start = time.perf_counter()
-    if case == "dcp":
-        dcp.save(live, checkpoint_id=folder, no_dist=True)
-        out["blocked_s"] = time.perf_counter() - start
-    else:
-        future = dcp.async_save(live, checkpoint_id=folder, no_dist=True)
-        out["blocked_s"] = time.perf_counter() - start
-        getattr(future, "upload_completion", future).result()
-    out["durable_s"] = time.perf_counter() - start
-    out["after_s"] = timed_load(case, folder, live)
-    return out
-
-
-def timed_load(case: str, folder: str, live: dict[str, Any], ck: Any = None) -> float:
-    """Load over zeros; return the seconds, imports and the making of a checkpointer included."""
-    for tensor in live["model"].values():
-        tensor.zero_()
-    start = time.perf_counter()
-    if case == "ckptd":
-        import ckptd
-
-        (ck or ckptd.Checkpointer(folder)).load(live)
-    else:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(live, checkpoint_id=folder, no_dist=True)
-    return time.perf_counter() - start
-
-
-def right(live: dict[str, Any]) -> bool:
-    """Tell whether a load brought what the first process had saved."""
-    import torch
-
-    expected = state(len(live["model"]), _mib(live))
-    return all(torch.equal(a, expected["model"][n]) for n, a in live["model"].items())
-
-
-def _mib(live: dict[str, Any]) -> int:
-    return -(-sum(t.nbytes for t in live["model"].values()) // common.MIB)
+CASES = (
+    "ckptd",
+    "torch.save",
+    "safetensors",
+    "DCP save",
+    "DCP async thread",
+    "DCP async process async staging",
+    "torchsnapshot async_take",
+    "NVRx async DCP",
+)
+LOADS = ("cached", "cold")
+AIMS = {
+    "DCP": {"blocked_s": 0.6, "durable_s": 0.8, "cpu_s": 0.6, "cached_s": 0.5, "cold_s": 0.5},
+    "torch.save": {"blocked_s": 1.0, "durable_s": 1.3, "cached_s": 1.1, "cold_s": 1.1},
+}
+WORDS = {
+    "blocked_s": "first save blocked",
+    "durable_s": "first save durable, from the import on",
+    "cpu_s": "CPU seconds of the first save, from the import on",
+    "cached_s": "load by a new process, file cached",
+    "cold_s": "load by a new process, from the disk",
+}
 
 
 def forget(folder: str) -> None:
@@ -117,76 +57,113 @@ def forget(folder: str) -> None:
             os.close(fd)
 
 
-def one(case: str, folder: str, options: Any) -> None:
+def first_save(case: str, folder: str, live: engines.Live) -> dict[str, Any]:
+    """Save once; time what is blocked and what it takes to be durable, and load what was saved."""
+    live.change()  # a program has used its memory before its first save
+    common.settle()
+    cpu, start = common.tree_cpu(), time.perf_counter()
+    engine = engines.ENGINES[case](folder, live.tree, live.objects)
+    out: dict[str, Any] = {"ready_s": time.perf_counter() - start}
+    began = time.perf_counter()
+    engine.save(1)
+    out["blocked_s"] = time.perf_counter() - began
+    engine.wait()
+    out["durable_s"] = time.perf_counter() - start
+    out["cpu_s"] = common.tree_cpu() - cpu
+    expected = live.sums()
+    live.clear()
+    start = time.perf_counter()
+    engine.load(1)
+    out["same_s"] = time.perf_counter() - start
+    out["right"] = live.sums() == expected
+    out["sums"] = expected
+    engine.close()
+    return out
+
+
+def load(case: str, folder: str, live: engines.Live) -> dict[str, Any]:
+    """Load what another process saved."""
+    cpu, start = common.tree_cpu(), time.perf_counter()
+    engines.ENGINES[case](folder, live.tree, live.objects).load(1)
+    out: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    out["cpu_s"] = common.tree_cpu() - cpu
+    out["sums"] = live.sums()
+    return out
+
+
+def one(case: str, folder: str, options: Any) -> dict[str, Any]:
     """Be the process of one sample, or of one of its loads."""
     import torch
 
     torch.set_num_threads(2)
-    live = state(options.tensors, options.mib, fill=not options.load)
     if options.load:
+        live = engines.Live(torch.zeros, options.layers)
+        live.clear()
         if options.load == "cold":
             forget(folder)
-        seconds = timed_load(case, folder, live)
-        print(json.dumps({"seconds": seconds, "right": right(live)}))
-        return
+        return load(case, folder, live)
     common.remove(folder)
-    out = first_save(case, folder, live)
-    out["right"] = right(live)
-    here = ["--dir", options.dir, "--case", case, "--tensors", str(options.tensors)]
-    here += ["--mib", str(options.mib)]
-    for kind in ("warm", "cold"):
+    Path(folder).mkdir(parents=True)
+    out = first_save(case, folder, engines.Live(common.noise(), options.layers))
+    engines.end_children()
+    expected = out.pop("sums")
+    for kind in LOADS:
+        here = ["--dir", options.dir, "--case", case, "--layers", str(options.layers)]
         found = common.in_fresh_process(__file__, [*here, "--load", kind])
-        out[f"{kind}_s"] = found["seconds"]
-        out["right"] = out["right"] and found["right"]
-    print(json.dumps(out))
+        out[f"{kind}_s"], out[f"{kind}_cpu_s"] = found["seconds"], found["cpu_s"]
+        out["right"] = out["right"] and found["sums"] == expected
     common.remove(folder)
+    return out
 
 
-def report(found: dict[str, list[dict[str, Any]]], size: int, tensors: int) -> None:
+def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
     """Print and keep medians and ratios."""
     m = common.median
-    keys = ("blocked_s", "durable_s", "after_s", "warm_s", "cold_s")
+    names = engines.measured(found)
+    keys = ("ready_s", "blocked_s", "durable_s", "cpu_s", "same_s")
+    keys = (*keys, *(f"{kind}{what}" for kind in LOADS for what in ("_s", "_cpu_s")))
     rows: list[list[Any]] = [
-        [name, *(m(found[name], k) for k in keys), all(s["right"] for s in found[name])]
-        for name in CASES
+        [name, *(m(samples, k) for k in keys), all(s["right"] for s in samples)]
+        for name, samples in names.items()
     ]
-    head = ["case", "save blocked s", "durable s", "load after it s"]
-    head += ["load by another process s", "the same from the disk s", "bytes right"]
-    ours, dcp = found["ckptd"], found["dcp"]
-
-    def ratio(key: str) -> float:
-        pairs = [b[key] / a[key] for a, b in zip(ours, dcp, strict=True)]
-        return sorted(pairs)[len(pairs) // 2]
-
-    ratios = [
-        ["first save blocked: ckptd / DCP save (aim at most 0.3)", 1 / ratio("blocked_s")],
-        ["first save durable: DCP / ckptd (aim 1.3)", ratio("durable_s")],
-        ["load after it: DCP / ckptd (aim 1.5)", ratio("after_s")],
-        ["load by another process, as it was left: DCP / ckptd (aim 1.5)", ratio("warm_s")],
-        ["load by another process, from the disk: DCP / ckptd (aim 1.5)", ratio("cold_s")],
-    ]
-    text = f"{size / 1e9:.2f} GB in {tensors} tensors; medians of {len(ours)} alternating "
-    text += "repetitions, ratios within each. Load of the machine: "
-    text += f"{os.getloadavg()[0]:.1f}.\n\n" + common.table(head, rows)
-    text += "\n\n" + common.table(["ratio", "value"], ratios)
-    text += f"\n\nMaking the `Checkpointer` takes {m(ours, 'made_s'):.3f} s; the second save is "
-    text += f"durable after {m(ours, 'second_s'):.2f} s."
-    command = f"python bench/first.py --reps {len(ours)}"
-    common.publish("first", command, text, {"load": os.getloadavg(), "runs": found})
+    head = ["engine", "ready s", "save blocked s", "durable s", "CPU s", "load after it s"]
+    head += ["load by a new process, cached s", "CPU s", "the same from the disk s", "CPU s"]
+    ours = names["ckptd"]
+    text = f"{size / 1e9:.2f} GB; medians of {len(ours)} alternating repetitions. Durable and CPU "
+    text += "seconds count from the import of the engine on.\n\n"
+    text += common.table([*head, "bytes right"], rows)
+    ratios = []
+    for peer, aims in AIMS.items():
+        theirs = [samples for name, samples in names.items() if name.startswith(peer)]
+        for key, aim in aims.items():
+            if not theirs:
+                continue
+            shares = [
+                mine[key] / min(samples[i][key] for samples in theirs)
+                for i, mine in enumerate(ours)
+                if all(len(samples) > i for samples in theirs)
+            ]
+            best = "the best of DCP's ways" if peer == "DCP" else peer
+            if shares:
+                what = f"{WORDS[key]}: ckptd / {best} (aim at most {aim})"
+                ratios.append([what, statistics.median(shares)])
+    text += "\n\n" + common.table(["ratio", "value"], ratios) + engines.skipped(found)
+    common.publish("first", f"python bench/first.py --reps {len(ours)}", text, {"runs": found})
 
 
 def main() -> None:
     """Alternate the cases, each in fresh processes."""
-    options = common.arguments(__doc__, tensors=240, mib=960, load="")
+    options = common.arguments(__doc__, layers=12, cases=",".join(CASES), load="")
     folder = f"{options.dir}/case"
     if options.case:
-        one(options.case, folder, options)
-        return
-    size = options.mib * common.MIB
-    args = ["--dir", options.dir, "--tensors", str(options.tensors), "--mib", str(options.mib)]
-    told = partial(report, size=size, tensors=options.tensors)
-    common.alternate(__file__, options, args, list(CASES), size, told)
+        engines.tell(partial(one, options.case, folder, options))
+    args = ["--dir", options.dir, "--layers", str(options.layers)]
+    size = common.state_bytes(options.layers)
+    names = engines.chosen(options.cases)
+    common.alternate(__file__, options, args, names, 0, partial(report, size=size))
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and engines.PRETEND in os.environ:
+    engines.pretend_cuda()  # a process that an engine spawned imports this file first

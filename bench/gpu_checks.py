@@ -425,6 +425,8 @@ def loop(training: Training, steps: int, engine: Any = None, every: int = 1, fir
 def make_engine(name: str, folder: str, training: Training) -> Any:
     import engines
 
+    import ckptd
+
     class Pinned(engines.DcpAsync):
         """DCP's thread, staged into page-locked memory that is kept, without blocking."""
 
@@ -437,12 +439,17 @@ def make_engine(name: str, folder: str, training: Training) -> Any:
             }
         )
 
+    class Whole(engines.Ckptd):
+        """Each save writes everything, also what no step has changed since the last one."""
+
+        options = MappingProxyType({"storage": ckptd.Storage(dedup=False)})
+
     class InMemory(engines.Ckptd):
         """Each save goes to the memory of the node's agent, and none to the root."""
 
-        options = MappingProxyType({"tiers": "memory", "every": 1 << 30})
+        options = MappingProxyType({"tiers": "memory", "every": 1 << 30, **Whole.options})
 
-    kind = {"ckptd": engines.Ckptd, "memory": InMemory, "dcp": Pinned}[name]
+    kind = {"ckptd": Whole, "memory": InMemory, "dcp": Pinned}[name]
     return kind(folder, training.tree, training.objects)
 
 

@@ -1,7 +1,7 @@
 """How long does one rank plan its load of a 405B model, as the number of ranks grows?
 
-    python bench/planning.py                # table, and bench/results/planning.json
-    python bench/planning.py --ranks 16384  # one size
+    python bench/planning.py
+    python bench/planning.py --ranks 16384  # one size, printed only
 
 The model is simulated, the planning is not: for each world size and for each pair of layouts
 (FSDP2, and TP x PP x FSDP) the grids and owner maps of all tensors with their Adam moments are
@@ -13,14 +13,12 @@ Caches are empty at the start of each measurement; later loads of the same proce
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 
+import common
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +29,6 @@ from ckptd.base.grids.sharding import Placement
 
 RANKS = (16, 256, 4096, 16384)
 STATES = ("", "exp_avg", "exp_avg_sq")
-RESULTS = Path(__file__).parent / "results" / "planning.json"
 
 LAYERS, WIDTH, FF, HEADS, KV_HEADS, VOCAB = 126, 16384, 53248, 128, 8, 128256
 HEAD = WIDTH // HEADS
@@ -227,34 +224,30 @@ def measure(ranks: int) -> Iterator[dict[str, object]]:
             }
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    columns = {
-        "ranks": "ranks",
-        "from": "source",
-        "to": "target",
-        "layout s": "layout_seconds",
-        "plan s": "plan_seconds",
-        "plan CPU s": "plan_cpu_seconds",
-        "tensors": "tensors",
-        "pieces": "pieces",
-        "blocks": "blocks",
-        "files": "files",
-    }
-    lines = ["| " + " | ".join(columns) + " |", "|" + "-|" * len(columns)]
-    lines += ["| " + " | ".join(str(row[k]) for k in columns.values()) + " |" for row in rows]
-    return "\n".join(lines)
+COLUMNS = {
+    "ranks": "ranks",
+    "from": "source",
+    "to": "target",
+    "layout s": "layout_seconds",
+    "plan s": "plan_seconds",
+    "plan CPU s": "plan_cpu_seconds",
+    "tensors": "tensors",
+    "pieces": "pieces",
+    "blocks": "blocks",
+    "files": "files",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", choices=RANKS, default=RANKS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = [row for ranks in args.ranks for row in measure(ranks)]
-    print(table(rows))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"python": platform.python_version(), "numpy": np.__version__}
-    args.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    text = common.table(tuple(COLUMNS), [[row[k] for k in COLUMNS.values()] for row in rows])
+    if tuple(args.ranks) == RANKS:
+        common.publish("planning", "python bench/planning.py", text, rows)
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def report(options: argparse.Namespace, found: dict[str, Any], skipped: dict[str
     text += common.table(head, rows) + "\n\n" + common.table(["ratio", "value"], ratios)
     text += "".join(f"\n\nSkipped: {kind} ({why})." for kind, why in skipped.items())
     command = f"python bench/remote.py --reps {options.reps}"
-    common.publish("remote", command, text, {"load": os.getloadavg(), "runs": found})
+    common.publish("remote", command, text, {"runs": found})
 
 
 if __name__ == "__main__":

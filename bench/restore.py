@@ -495,7 +495,7 @@ def report(
     command = f"python bench/restore.py --reps {options.reps} --layers {options.layers}"
     command += f" --width {options.width}"
     command += f" --cases {shlex.quote(','.join(found))}"
-    common.publish("restore", command, text, {"load": os.getloadavg(), "runs": found})
+    common.publish("restore", command, text, {"runs": found})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """A checkpoint at every step: what does it cost a training step, and what does it hold?
 
-    python bench/step.py --parts step --reps 1 [--cases "ckptd,DCP save"]
-    python bench/step.py --parts blocked --reps 1
+    python bench/step.py --reps 1 [--cases "ckptd,DCP save"]
 
-*step*: a GPT that trains on one core while everything else runs on the other: each process times
-blocks of steps without checkpoints and with one at each step, in turn. Then the same process saves,
-and the optimizer steps right after the call: which step's values are stored? *blocked*: how long
-one save of 2 GB in 2,320 tensors blocks. Each case is a fresh process; all of them take about five
-minutes a repetition of a part. Engines: ``bench/engines.py``.
+A GPT trains on one core while everything else runs on the other: each process times blocks of steps
+without checkpoints and with one at each step, in turn. Then the same process saves, and the
+optimizer steps right after the call: which step's values are stored? Each case is a fresh process;
+all of them take about five minutes a repetition. Engines: ``bench/engines.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +27,6 @@ import engines
 WIDTH = 512
 WARM_UP = 1
 BLOCKS = 2
-BLOCKED_SAVES = 3
 
 
 # --- the training -------------------------------------------------------------------------------
@@ -140,53 +134,12 @@ def _threads(pid: int) -> set[int]:
     return set()
 
 
-class AllMemory:
-    """Peak of the proportional set sizes of this process and its children together, in bytes.
-
-    Processes are looked at one after the other, and a page that one maps in between counts too
-    much: of two looks that follow one another the smaller one is believed.
-    """
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._process = psutil.Process()
-        self._stop = threading.Event()
-        self.peak = self.now()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def now(self) -> int:
-        pids = [self._process.pid, *(c.pid for c in self._process.children(recursive=True))]
-        return sum(_pss(pid) for pid in pids)
-
-    def _watch(self) -> None:
-        last = self.peak
-        while not self._stop.wait(0.05):
-            now = self.now()
-            self.peak = max(self.peak, min(last, now))
-            last = now
-
-    def done(self) -> int:
-        """Stop and return the peak."""
-        self._stop.set()
-        self._thread.join()
-        return max(self.peak, self.now())
-
-
-def _pss(pid: int) -> int:
-    with suppress(OSError):
-        rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * sum(int(r.split()[1]) for r in rows if r.startswith("Pss:"))
-    return 0
-
-
 # --- one case -----------------------------------------------------------------------------------
 
 
 def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     training = Training(options.layers, options.tokens, options.words)
-    memory = AllMemory()
+    memory = common.AllMemory()
     training.train()
     alone = memory.done()
     elsewhere = Elsewhere()
@@ -218,7 +171,7 @@ def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, 
         "durable": durable,
         "load": os.getloadavg()[0],
     }
-    memory = AllMemory()
+    memory = common.AllMemory()
     for _ in range(2):
         run.step(Steps(), checkpoint=True)
     engine.wait()
@@ -305,124 +258,37 @@ def consistency(training: Training, engine: engines.Engine, last: int) -> str:
     return found.pop() if len(found) == 1 else "a mixture: " + ", ".join(sorted(found))
 
 
-def stepped(layers: int) -> tuple[Any, Any]:
-    """Return a model and an AdamW whose state is that after a step, without making one."""
-    import torch
-    from torch import nn
-
-    live = common.state(common.noise(), layers)
-    named = {name.replace(".", "_"): nn.Parameter(t) for name, t in live["model"].items()}
-    model = nn.ParameterDict(named)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for name, parameter in zip(live["model"], named.values(), strict=True):
-        moments = {kind: live[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
-        optim.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    return model, optim
-
-
-def blocked_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    torch.set_num_threads(2)
-    model, optim = stepped(options.large_layers)
-
-    def tree() -> engines.Tree:
-        parameters = dict(model.named_parameters())
-        states = {n: dict(optim.state[p]) for n, p in parameters.items()}
-        return {"model": {n: p.detach() for n, p in parameters.items()}, "optim": states}
-
-    engine = engines.ENGINES[name](folder, tree, {"model": model, "optim": optim})
-    blocked, durable = [], []
-    for step in range(1, BLOCKED_SAVES + 1):
-        common.settle()
-        begin = time.perf_counter()
-        engine.save(step)
-        blocked.append(time.perf_counter() - begin)
-        engine.wait()
-        durable.append(time.perf_counter() - begin)
-        engine.clean(step)
-    engine.close()
-    return {
-        "first_blocked_s": blocked[0],
-        "blocked_s": statistics.median(blocked[1:]),
-        "first_durable_s": durable[0],
-        "durable_s": statistics.median(durable[1:]),
-        "tensors": len(common.tensors(tree())),
-        "load": os.getloadavg()[0],
-    }
-
-
-PARTS: dict[str, Callable[[str, str, argparse.Namespace], dict[str, Any]]] = {
-    "step": step_case,
-    "blocked": blocked_case,
-}
-
-
-def one(options: argparse.Namespace, folder: str) -> None:
-    common.remove(folder)
-    Path(folder).mkdir(parents=True)
-    try:
-        found = PARTS[options.parts](options.case, folder, options)
-    except ImportError as error:
-        found = {"skipped": str(error)}
-        print(f"SKIPPED: {options.case}: {error}", file=sys.stderr)
-    print(json.dumps(found), flush=True)
-    common.remove(folder)
-    engines.end_children()
-    os._exit(0)  # what engines leave to the interpreter's exit may hang
-
-
 # --- telling ------------------------------------------------------------------------------------
 
 
 def main() -> None:
     options = common.arguments(
         __doc__,
-        parts=",".join(PARTS),
         cases=",".join(engines.ENGINES),
         steps=3,
         layers=8,
         tokens=96,
         words=32768,
-        large_layers=48,
     )
     folder = f"{options.dir}/case"
     if options.case:
-        one(options, folder)
-        return
-    names = options.cases.split(",")
-    if unknown := set(names) - set(engines.ENGINES):
-        raise SystemExit(f"no such case: {unknown}; there are {sorted(engines.ENGINES)}")
+        common.remove(folder)
+        Path(folder).mkdir(parents=True)
+        engines.tell(partial(step_case, options.case, folder, options))
+    names = engines.chosen(options.cases)
     shared = ["--dir", options.dir]
-    for key in ("steps", "layers", "tokens", "words", "large_layers"):
+    for key in ("steps", "layers", "tokens", "words"):
         shared += ["--" + key.replace("_", "-"), str(getattr(options, key))]
-    for part in options.parts.split(","):
-        cases = [*names, "no checkpoints"] if part == "step" else names
-        layers = options.layers if part == "step" else options.large_layers
-        size = common.state_bytes(layers)
-        report = {
-            "step": partial(report_step, steps=options.steps),
-            "blocked": partial(report_blocked, size=size),
-        }[part]
-        common.alternate(__file__, options, [*shared, "--parts", part], cases, size, report)
-
-
-def measured(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """Leave out the disk and what could not be imported."""
-    found = {n: [s for s in f if "skipped" not in s] for n, f in found.items() if n != "limit"}
-    return {n: samples for n, samples in found.items() if samples}
-
-
-def skipped(found: dict[str, list[dict[str, Any]]]) -> str:
-    rows = {n: f[0]["skipped"] for n, f in found.items() if f and "skipped" in f[0]}
-    return "".join(f"\n\nSkipped: {name} ({why})." for name, why in rows.items())
+    report = partial(report_step, steps=options.steps)
+    size = common.state_bytes(options.layers)
+    common.alternate(__file__, options, shared, [*names, "no checkpoints"], size, report)
 
 
 def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
     m = common.median
     rows = []
-    size = max(s["state_bytes"] for f in measured(found).values() for s in f)
-    for name, samples in measured(found).items():
+    size = max(s["state_bytes"] for f in engines.measured(found).values() for s in f)
+    for name, samples in engines.measured(found).items():
         saves, durable = (sum(s[k] for s in samples) for k in ("saves", "durable"))
         total = BLOCKS * steps * len(samples)
         skips = sum(s["skips"] for s in samples)
@@ -433,8 +299,8 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
                 statistics.median(s["with_cpu_s"] / s["without_cpu_s"] for s in samples),
                 m(samples, "without_s"),
                 m(samples, "with_s"),
-                milliseconds(samples, "blocked_s"),
-                milliseconds(samples, "waited_s"),
+                common.milliseconds(samples, "blocked_s"),
+                common.milliseconds(samples, "waited_s"),
                 f"{saves} of {total}" + (f", {skips} skipped" if skips else ""),
                 f"{durable}, then {'all' if all(s['all_durable'] for s in samples) else 'NOT all'}",
                 m(samples, "memory"),
@@ -448,7 +314,7 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
         f"A checkpoint of {size / 1e6:.0f} MB at every step, training on one core, all else on the "
         f"other; medians of {len(next(iter(found.values())))} alternating repetitions of "
         f"{BLOCKS} blocks of {steps} steps each, at a load of "
-        f"{max(s.get('load', 0.0) for f in measured(found).values() for s in f):.1f}. "
+        f"{max(s.get('load', 0.0) for f in engines.measured(found).values() for s in f):.1f}. "
         "Its core's time is what the training thread itself used: it does not count what other "
         "processes took from that core. The update is the optimizer's step and what waits before "
         "it. Extra memory: the peak of the proportional sizes of all processes together, above "
@@ -458,36 +324,9 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
         "what is on the CPU; DCP's asynchronous staging documents a wait before the optimizer, "
         "which the loop makes and the last column does not.\n\n"
     )
-    text += common.table(head, rows) + skipped(found)
-    command = f"python bench/step.py --parts step --reps {len(next(iter(found.values())))}"
+    text += common.table(head, rows) + engines.skipped(found)
+    command = f"python bench/step.py --reps {len(next(iter(found.values())))}"
     common.publish("step", command, text, found)
-
-
-def report_blocked(found: dict[str, list[dict[str, Any]]], size: int) -> None:
-    m = common.median
-    keys = ("durable_s", "first_durable_s")
-    rows = [
-        [
-            name,
-            milliseconds(samples, "blocked_s"),
-            milliseconds(samples, "first_blocked_s"),
-            *(m(samples, k) for k in keys),
-        ]
-        for name, samples in measured(found).items()
-    ]
-    rows.append(["disk limit", "–", "–", common.limit_of(found["limit"], "write"), "–"])
-    count = max(s["tensors"] for f in measured(found).values() for s in f)
-    head = ["engine", "blocked ms", "first save blocked ms", "durable s", "first save durable s"]
-    text = f"One save of {size / 1e9:.2f} GB in {count} tensors, both cores free; medians of "
-    text += f"{len(found['limit'])} alternating repetitions.\n\n"
-    text += common.table(head, rows) + skipped(found)
-    command = f"python bench/step.py --parts blocked --reps {len(found['limit'])}"
-    common.publish("step_blocked", command, text, found)
-
-
-def milliseconds(samples: list[dict[str, Any]], key: str) -> str:
-    value = 1e3 * common.median(samples, key)
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 if __name__ == "__main__":
