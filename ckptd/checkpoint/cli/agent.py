@@ -256,7 +256,8 @@ def _show_all(document: AgentStatusDocument) -> None:
 
 
 def _show(one: AgentContents) -> None:
-    print(f"{one.job} on {one.node}: process {one.pid}, {_trainers(one)}, {_end(one)}")
+    trainers = f"trainers {ranks_text(one.ranks)}" if one.ranks else "no trainers"
+    print(f"{one.job} on {one.node}: process {one.pid}, {trainers}, {_end(one)}")
     if one.folder is not None:
         print(f"folder {one.folder}")
     if not one.snapshots:
@@ -275,10 +276,6 @@ def _show(one: AgentContents) -> None:
             "COMPLETE ON": lambda s: ", ".join(s.complete),
         },
     )
-
-
-def _trainers(one: AgentContents) -> str:
-    return f"trainers {ranks_text(one.ranks)}" if one.ranks else "no trainers"
 
 
 def _end(one: AgentContents) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from ckptd.checkpoint.cli.address import Root, opened
 from ckptd.checkpoint.format.lineage import line
+from ckptd.checkpoint.format.manifest import OfAttempt, OfCheckpoint
 from ckptd.checkpoint.format.names import DATA, CommitName, parse_data_folder
 from ckptd.checkpoint.format.records import Commit, Parent
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -21,7 +22,7 @@ from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError, size_text
 
 
-class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointRow(OfCheckpoint, frozen=True, kw_only=True):
     """One commit.
 
     Attributes
@@ -50,14 +51,12 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
         Why its record cannot be read; null when it can. Fields from the record are then empty.
     """
 
-    step: int
-    generation: int
     attempt: str = ""
     created: str = ""
     world_size: int = 0
     data_bytes: int = 0
     folder: str = ""
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     pinned: bool = False
     tags: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
@@ -75,7 +74,7 @@ class GenerationRow(msgspec.Struct, frozen=True):
     reason: str
 
 
-class AttemptRow(msgspec.Struct, frozen=True):
+class AttemptRow(OfAttempt, frozen=True):
     """A data folder that no commit refers to.
 
     Attributes
@@ -86,9 +85,6 @@ class AttemptRow(msgspec.Struct, frozen=True):
         A newer generation runs: nothing can come of it any more, and `ckptd gc` removes it.
     """
 
-    step: int
-    generation: int
-    attempt: str
     bytes: int
     objects: int
     modified: float
@@ -185,8 +181,7 @@ class _Rows:
         self._leases: dict[CommitName, list[str]] = {}
         for lease in leases(catalogue).values():
             if not expired(lease, time.time()):
-                name = CommitName(lease.step, lease.generation)
-                self._leases.setdefault(name, []).append(lease.holder)
+                self._leases.setdefault(lease.name, []).append(lease.holder)
 
     def is_foreign(self, name: CommitName) -> bool:
         """Tell whether a commit is of another life of the job, and does not count."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
 from ckptd.checkpoint.cli.address import CheckpointAddress, Where, needs_step, opened
+from ckptd.checkpoint.format.manifest import OfCheckpoint
 from ckptd.checkpoint.format.names import CommitName, commit_key, pin_key
 from ckptd.checkpoint.format.records import Pin
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -15,11 +14,9 @@ from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 
 
-class PinRow(msgspec.Struct, frozen=True):
+class PinRow(OfCheckpoint, frozen=True):
     """One pin: the checkpoint, when and why it was pinned, and whether it still exists."""
 
-    step: int
-    generation: int
     created: str
     reason: str
     exists: bool
@@ -108,13 +105,9 @@ def _show(document: PinsDocument) -> None:
             ">STEP": lambda r: r.step,
             ">GEN": lambda r: r.generation,
             "PINNED": lambda r: when(r.created),
-            "REASON": _reason,
+            "REASON": lambda r: (r.reason + " (the checkpoint is gone)" * (not r.exists)).strip(),
         },
     )
-
-
-def _reason(row: PinRow) -> str:
-    return row.reason if row.exists else f"{row.reason} (the checkpoint is gone)".strip()
 
 
 def row(catalogue: Catalogue, key: str) -> PinRow:

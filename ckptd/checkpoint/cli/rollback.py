@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
 from ckptd.checkpoint.cli.address import Where, needs_step, opened
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -13,13 +11,6 @@ from ckptd.cli.output import Document, Json, Reply, flag
 from ckptd.errors import CorruptError
 
 _MOST_SHOWN = 8
-
-
-class AbandonedCommit(msgspec.Struct, frozen=True, order=True):
-    """A commit that counted before and no longer does."""
-
-    step: int
-    generation: int
 
 
 class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
@@ -42,7 +33,7 @@ class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
     step: int
     generation: int
     claimed: int
-    abandoned: tuple[AbandonedCommit, ...]
+    abandoned: tuple[CommitName, ...]
 
 
 def rollback(
@@ -69,7 +60,7 @@ def rollback(
             step=name.step,
             generation=name.generation,
             claimed=claimed.generation,
-            abandoned=tuple(sorted(AbandonedCommit(n.step, n.generation) for n in left)),
+            abandoned=tuple(sorted(left)),
         )
     return Reply(document, _show)
 

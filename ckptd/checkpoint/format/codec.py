@@ -209,7 +209,7 @@ def _encode_new(value: Any, where: str, depth: int, met: _Met) -> Any:
     if isinstance(value, enum.Enum):
         return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth, met)}
     if isinstance(value, tuple) and is_named_tuple(kind) and not getattr(value, "__dict__", None):
-        content = [_class_name(kind), list(kind._fields), tuple(value)]
+        content = [class_name(kind), list(kind._fields), tuple(value)]
         met.parts += 1
         return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1, met)}
     if kind in (tuple, set, frozenset):
@@ -228,7 +228,8 @@ def is_named_tuple(kind: type) -> bool:
     return plain and issubclass(kind, tuple) and hasattr(kind, "_make")
 
 
-def _class_name(kind: type) -> str:
+def class_name(kind: type) -> str:
+    """Return ``MODULE:NAME`` of a class, by which `loaded_class` finds it."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -239,7 +240,7 @@ def _encode_enum(value: enum.Enum, where: str, depth: int, met: _Met) -> Any:
     except UsageError:
         plain, apart = None, _Met()  # only what loads it without its class needs the value
     met.parts += 4 + apart.parts
-    return [_class_name(type(value)), value.name, plain]
+    return [class_name(type(value)), value.name, plain]
 
 
 def loaded_class(name: str, base: type) -> Any:
@@ -285,7 +286,7 @@ def _decode_named(raw: Any) -> Any:
 
 def _by_name(name: str) -> Any:
     """Return a registered type, also where it was not yet registered when it was saved."""
-    return next((t for t in _by_type if _class_name(t) == name), None)
+    return next((t for t in _by_type if class_name(t) == name), None)
 
 
 _by_tag[_ENUM] = _decode_enum

@@ -196,7 +196,8 @@ def is_data_path(path: str) -> bool:
 
 # --- values inside a state -----------------------------------------------------------------------
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Segments that torch.compile, activation checkpointing and FSDP put into names of modules."""
 _ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
 _CHUNK_PLACE = re.compile(r"r([0-9]+)|((?:[0-9]+(?:,[0-9]+)*)?)(?::([0-9]+))?")
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -209,9 +210,9 @@ def canonical_fqn(fqn: str) -> str:
     object itself, not here.
     """
     segments = fqn.split(".")
-    if _WRAPPERS.isdisjoint(segments):
+    if WRAPPERS.isdisjoint(segments):
         return fqn
-    return ".".join(s for s in segments if s not in _WRAPPERS)
+    return ".".join(s for s in segments if s not in WRAPPERS)
 
 
 def escape_fqn(fqn: str) -> str:
@@ -312,14 +313,10 @@ def join(*segments: str) -> str:
 # --- chunks inside a file ------------------------------------------------------------------------
 
 
-def _escape_fqn(name: str) -> str:
-    text = name.replace("%", "%25").replace("@", "%40")
-    return "%5F" + text[1:] if text == "__metadata__" else text
-
-
 def whole_name(tensor: str) -> str:
     """Name of a chunk that is a whole tensor: the tensor's own, escaped where it would mislead."""
-    return _escape_fqn(tensor)
+    text = tensor.replace("%", "%25").replace("@", "%40")
+    return "%5F" + text[1:] if text == "__metadata__" else text
 
 
 def chunk_name(tensor: str, piece: Piece, shape: tuple[int, ...]) -> str:
@@ -328,7 +325,7 @@ def chunk_name(tensor: str, piece: Piece, shape: tuple[int, ...]) -> str:
     The plain tensor name when the chunk is the whole tensor; ``name@o0,o1`` for a cell at that
     offset; ``name@o0,o1:start`` for a flat range that begins at element `start` of that cell.
     """
-    base = _escape_fqn(tensor)
+    base = whole_name(tensor)
     if piece.flat is None and piece.box.shape == shape:
         return base
     offset = ",".join(map(str, piece.box.offset))
@@ -341,7 +338,7 @@ def ranked_chunk_name(tensor: str, rank: int) -> str:
     A rank names its chunk before it knows how long the other ranks' values are, so the offset
     cannot be part of the name.
     """
-    return f"{_escape_fqn(tensor)}@r{rank}"
+    return f"{whole_name(tensor)}@r{rank}"
 
 
 def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None]:

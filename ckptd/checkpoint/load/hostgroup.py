@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
@@ -189,12 +188,7 @@ class SharedMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.unlink()
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from ckptd import events
 from ckptd.checkpoint.format.lineage import line
+from ckptd.checkpoint.format.manifest import OfCheckpoint
 from ckptd.checkpoint.format.names import (
     ANNOTATIONS,
     COMMITS,
@@ -143,8 +144,7 @@ def guarded(index: Index, now: float) -> dict[CommitName, tuple[str, ...]]:
         out.setdefault(name, []).append(f"tagged {tag}")
     for lease in leased.values():
         if not expired(lease, now):
-            name = CommitName(lease.step, lease.generation)
-            out.setdefault(name, []).append(f"leased by {lease.holder or 'a reader'}")
+            out.setdefault(lease.name, []).append(f"leased by {lease.holder or 'a reader'}")
     return {n: tuple(r) for n, r in out.items()}
 
 
@@ -354,11 +354,9 @@ class GcItem(msgspec.Struct, frozen=True):
         return parse_commit_name(last)
 
 
-class GcKept(msgspec.Struct, frozen=True):
+class GcKept(OfCheckpoint, frozen=True):
     """A checkpoint that stays, and why."""
 
-    step: int
-    generation: int
     reasons: tuple[str, ...]
 
 

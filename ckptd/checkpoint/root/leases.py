@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from ckptd.base.runtime.ownership import OfOneProcess
@@ -67,7 +66,7 @@ class Hold(OfOneProcess):
         NotFoundError
             It had run out, and the checkpoint was deleted.
         """
-        _write(self.index.store, self.commit.name, self.lease_id, self.holder, self.seconds)
+        put_lease(self.index.store, self.commit.name, self.lease_id, self.holder, self.seconds)
         relied_on(self.index, self.commit.name)
 
     def release(self) -> None:
@@ -81,12 +80,7 @@ class Hold(OfOneProcess):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -100,7 +94,7 @@ def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: st
     """
     lease_id = uuid.uuid4().hex
     holder = f"{holder or 'reader'} {socket.gethostname()}:{os.getpid()}"
-    _write(index.store, name, lease_id, holder, seconds)
+    put_lease(index.store, name, lease_id, holder, seconds)
     try:
         commit = relied_on(index, name)
     except BaseException:
@@ -241,7 +235,10 @@ def hold_latest(index: Index, *, holder: str = "") -> Hold | Unheld | None:
     raise index.busy("could not lease a checkpoint: each candidate was deleted first")
 
 
-def _write(store: Store, name: CommitName, lease_id: str, holder: str, seconds: float) -> None:
+def put_lease(
+    store: Store, name: CommitName, lease_id: str, holder: str, seconds: float = LEASE_S
+) -> None:
+    """Write a lease of `seconds` from now on, or write it again."""
     record = Lease(name.step, name.generation, expires=time.time() + seconds, holder=holder)
     store.put(lease_key(lease_id), encode_record(record))
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import CommitName, lease_key
-from ckptd.checkpoint.format.records import Lease, encode_record
+from ckptd.checkpoint.format.records import Lease
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.leases import LEASE_S, expired, leases
+from ckptd.checkpoint.root.leases import LEASE_S, expired, leases, put_lease
 from ckptd.errors import ConflictError, RefusedError
 
 _RENEW_S = LEASE_S / 6
@@ -116,8 +116,7 @@ class Working(OfOneProcess):
             now = time.time()
             if name == self._on and now - self._renewed < _RENEW_S:
                 return
-            record = Lease(name.step, name.generation, now + LEASE_S, self._holder)
-            self._catalogue.store.put(lease_key(self.work_id), encode_record(record))
+            put_lease(self._catalogue.store, name, self.work_id, self._holder)
             self._on, self._renewed = name, now
 
     def end(self) -> None:

@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar, cast, get_args
 
 import torch
@@ -760,12 +759,7 @@ class Checkpointer(OfOneProcess):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return self.close()
         if self._job.in_session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -143,12 +142,7 @@ class Filling:
             upload.begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for what is under way: nothing may be copied from memory that is given back."""
         if error is None:
             return

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ckptd.checkpoint.format.names import escape_fqn
+from ckptd.checkpoint.format.names import WRAPPERS, escape_fqn
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     OwnKind,
@@ -139,11 +139,6 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
 
 
 EXTRA = "_extra_state"
-_TRANSPARENT = {
-    "_orig_mod",  # torch.compile
-    "_checkpoint_wrapped_module",  # activation checkpointing
-    "_fsdp_wrapped_module",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +385,7 @@ def _named_modules(
             continue
         # DDP's `module` is an ordinary attribute name elsewhere, so only the wrapper's own goes.
         wrapped = key == "module" and isinstance(module, DistributedDataParallel | DataParallel)
-        inner = prefix if wrapped or key in _TRANSPARENT else f"{prefix}{key}."
+        inner = prefix if wrapped or key in WRAPPERS else f"{prefix}{key}."
         yield from _named_modules(child, inner, place, (*around, module), wrapper, f"{raw}{key}.")
 
 

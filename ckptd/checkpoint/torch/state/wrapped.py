@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptd.checkpoint.format.codec import loaded_class
+from ckptd.checkpoint.format.codec import class_name, loaded_class
 from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped
 from ckptd.errors import MismatchError, UsageError
 
@@ -48,7 +48,7 @@ def record_of(tensor: torch.Tensor, where: str) -> dict[str, Any]:
     local = _local(tensor)
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
     return {
-        "class": _class_name(type(local)),
+        "class": class_name(type(local)),
         "context": _encoded(context, type(local).__name__, where),
         "dtype": str(local.dtype).removeprefix("torch."),
         "shape": list(local.shape),
@@ -235,10 +235,6 @@ def part_shape(record: Any, shape: Sequence[int]) -> tuple[int, ...]:
 # -- contexts --------------------------------------------------------------------------------------
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
 def _encoded(value: Any, owner: str, where: str) -> Any:
     """Return a context as JSON data: scalars, and lists that begin with a tag."""
     kind = type(value)
@@ -257,10 +253,10 @@ def _encoded(value: Any, owner: str, where: str) -> Any:
         # The number is this rank's own matter.
         return ["device", value.type]
     if isinstance(value, enum.Enum):
-        return ["enum", _class_name(kind), value.name]
+        return ["enum", class_name(kind), value.name]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f.name for f in dataclasses.fields(value) if f.name != _UNCOMPARED]
-        return ["dataclass", _class_name(kind), {f: inner(getattr(value, f)) for f in fields}]
+        return ["dataclass", class_name(kind), {f: inner(getattr(value, f)) for f in fields}]
     raise UsageError(
         f"the context of a {owner} holds unsupported values",
         kind="unsavable",
