@@ -1,6 +1,7 @@
 """What one save and one load run through: files, functions, calls, threads.
 
     scripts/trace [save|load] [--repeat] [--list] [--json] [--package ckptd]
+    scripts/trace --cost save|load [--repeat] [--tensors 4000] [--json]
 
 The state is an ``nn.Linear`` with AdamW after one step, on one rank; the root is in memory, where
 the writing process is a thread. A save is traced from the call to `durable`; it is the first one
@@ -8,15 +9,23 @@ of a `Checkpointer`, or with ``--repeat`` the third. A load is that of a new `Ch
 Everything is done once before, on another root, so that nothing is counted that runs at import.
 ``--package torch.distributed.checkpoint`` traces DCP instead, with the same state, into a temporary
 folder. Functions are those with a name: no lambdas, no comprehensions, no bodies of modules.
+
+``--cost`` tells where the time of the calling thread goes, stage by stage: calls for each tensor,
+and CPU milliseconds in functions of that package themselves, what they call in C included. There
+the root is a folder, the writing process is one, and the state is a module of many small tensors
+with AdamW, so that planning is what costs. Watching costs too, about as much as the calls do:
+shares count, and the sum is more than a call takes by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,6 +147,66 @@ def dcp_case(what: str, trace: Trace, repeat: bool, place: str) -> None:
         trace.of(verbs[what])
 
 
+def many(tensors: int) -> dict[str, Any]:
+    """Return a module and its optimizer, which has stepped once, with so many small tensors."""
+    import torch
+
+    shapes = [torch.nn.Parameter(torch.ones(16)) for _ in range(tensors // 4)]
+    model = torch.nn.ParameterList(shapes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in shapes:
+        parameter.grad = torch.ones(16)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def stage_of(path: str, ours: str) -> str:
+    """Return the package to which a function's file belongs."""
+    if path.startswith(ours):
+        return "ckptd/" + "/".join(Path(path[len(ours) :].lstrip("/")).parts[:-1])
+    _, _, package = path.partition("site-packages/")
+    return package.partition("/")[0].removesuffix(".py") or "Python's own"
+
+
+def cost(what: str, repeat: bool, tensors: int) -> list[dict[str, Any]]:
+    """Return for each stage its share of the time that the calling thread spends in one call."""
+    import ckptd
+
+    live = many(tensors)
+    profile = cProfile.Profile(time.thread_time, builtins=False)
+    with tempfile.TemporaryDirectory() as folder:
+        with ckptd.Checkpointer(folder) as checkpointer:
+            for step in range(1, 3 if repeat or what == "load" else 1):
+                checkpointer.save(step, live).durable()
+            if what == "save":
+                handle = profile.runcall(checkpointer.save, 3, live)
+                handle.durable()
+        if what == "load":
+            with ckptd.Checkpointer(folder) as checkpointer:
+                if repeat:
+                    checkpointer.load(live)
+                profile.runcall(checkpointer.load, live)
+    stages: dict[str, list[float]] = {}
+    for entry in profile.getstats():
+        if isinstance(entry.code, CodeType):
+            stage = stages.setdefault(stage_of(entry.code.co_filename, folder_of("ckptd")), [0, 0])
+            stage[0] += entry.callcount
+            stage[1] += entry.inlinetime
+    whole = sum(seconds for _, seconds in stages.values())
+    rows = [
+        {
+            "stage": stage,
+            "calls a tensor": calls / tensors,
+            "CPU ms": 1e3 * seconds,
+            "share": seconds / whole,
+        }
+        for stage, (calls, seconds) in stages.items()
+    ]
+    rows.sort(key=lambda row: -row["share"])
+    sums = {key: sum(row[key] for row in rows) for key in ("calls a tensor", "CPU ms", "share")}
+    return [*rows, {"stage": "all", **sums}]
+
+
 def folder_of(package: str) -> str:
     """Return where a package lies."""
     __import__(package)
@@ -148,14 +217,25 @@ def main() -> None:
     """Trace what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", choices=("save", "load"), help="default: both")
-    parser.add_argument("--repeat", action="store_true", help="the third save, not the first")
+    parser.add_argument("--repeat", action="store_true", help="the third save, a second load")
+    parser.add_argument("--cost", action="store_true", help="CPU time by stage")
+    parser.add_argument("--tensors", type=int, default=4000, help="of the state of --cost")
     parser.add_argument("--package", default="ckptd", choices=("ckptd", DCP))
     parser.add_argument("--list", action="store_true", help="the functions, file by file")
     parser.add_argument("--json", action="store_true", help="counts and functions as JSON")
     options = parser.parse_args()
+    verbs = [options.what] if options.what else ["save", "load"]
+    if options.cost:
+        costs = {what: cost(what, options.repeat, options.tensors) for what in verbs}
+        if options.json:
+            json.dump(costs, sys.stdout, indent=1)
+            return
+        for what, told in costs.items():
+            print(common.table([what, *list(told[0])[1:]], [list(row.values()) for row in told]))
+        return
     case = dcp_case if options.package == DCP else ckptd_case
     found = {}
-    for what in [options.what] if options.what else ["save", "load"]:
+    for what in verbs:
         for place in ("before", "traced"):
             found[what] = Trace(folder_of(options.package))
             case(what, found[what], options.repeat, f"{what}-{place}")
