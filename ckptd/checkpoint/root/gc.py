@@ -42,7 +42,7 @@ from ckptd.checkpoint.format.records import Commit, Generation, decode_record
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import Index, commit_marks, put_mark, seconds_of
 from ckptd.checkpoint.root.leases import expired, leases
-from ckptd.checkpoint.root.policy import Keep, Selection, select
+from ckptd.checkpoint.root.policy import Keep, Selection, select, unmet
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import ObjectInfo, Store
 
@@ -379,7 +379,8 @@ class GcPlan(msgspec.Struct, frozen=True):
     kept
         Checkpoints that stay, abandoned ones included.
     notes
-        What a person should look at, such as a newest checkpoint that lost files.
+        What a person should look at: a newest checkpoint that lost files, a metric that no
+        checkpoint has.
     sweep_s
         Also remove what interrupted store calls left, at this age in seconds; None: do not look.
     """
@@ -410,11 +411,14 @@ class GcReport(msgspec.Struct, frozen=True):
         Items that stayed because something changed since the plan: the item, and why.
     swept
         Names of what interrupted store calls had left.
+    notes
+        Those of the plan.
     """
 
     deleted: tuple[GcItem, ...] = ()
     skipped: tuple[tuple[GcItem, str], ...] = ()
     swept: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -473,6 +477,8 @@ def plan_gc(
         annotated = catalogue.annotated(inventory.records, annotations)
         inventory = replace(inventory, records=annotated)
     chosen = decide(inventory, rule, now, abandoned_s, other_runs=other_runs)
+    notes = [f"{n} is not complete: {what}" for n, what in inventory.broken.items()]
+    notes.append(unmet([inventory.records[n] for n in inventory.line], rule))
     dropped = chosen.dropped
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
@@ -484,7 +490,7 @@ def plan_gc(
         newest=inventory.newest,
         items=tuple(items),
         kept=tuple(GcKept(n.step, n.generation, r) for n, r in chosen.kept.items()),
-        notes=tuple(f"{n} is not complete: {what}" for n, what in inventory.broken.items()),
+        notes=tuple(filter(None, notes)),
         sweep_s=leftover_s if thorough else None,
         root_id=catalogue.root_id,
         claim=catalogue.generation(inventory.newest).claim_id if inventory.newest else "",
@@ -829,5 +835,5 @@ def apply_retention(
     with events.span("retention") as span:
         plan = plan_gc(catalogue, keep, thorough=False, whole=whole)
         report = run_gc(catalogue.store, plan) if plan.items else GcReport()
-        span.nbytes = sum(item.nbytes for item in report.deleted)
-    return report
+        span.nbytes = report.nbytes
+    return msgspec.structs.replace(report, notes=plan.notes)

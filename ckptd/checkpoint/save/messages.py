@@ -426,7 +426,7 @@ class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):
-    """Something after the commit went wrong (retention); the checkpoint is fine."""
+    """Retention went wrong, or has something to say; the checkpoint is fine."""
 
     job: int
     error: dict[str, str | None]

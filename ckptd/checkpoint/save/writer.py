@@ -112,6 +112,7 @@ class SaveWriter:
         """Whether the trainer ended by `Stop`."""
         self._unsettled: deque[tuple[SaveRequest, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
+        self._noted: set[str] = set()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
         # Side by side: one that waits in vain for a part must not hold up what is complete.
@@ -499,7 +500,10 @@ class SaveWriter:
             ):
                 remove_parts(self._store, save.folder)
                 if save.keep is not None:
-                    apply_retention(self._catalogue, save.keep)
+                    notes = apply_retention(self._catalogue, save.keep).notes
+                    for note in set(notes) - self._noted:
+                        self._noted.add(note)
+                        self.send(Warned(save.job, {"message": note}))
         except CkptdError as error:
             self.send(Warned(save.job, error.to_dict()))
 

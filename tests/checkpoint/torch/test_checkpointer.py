@@ -184,6 +184,19 @@ def test_the_best_by_a_metric_that_comes_later(root: str) -> None:
     assert steps_on_line(root) == [6, 7]
 
 
+def test_a_misspelt_metric_is_told_once(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ckptd.Checkpointer(root, keep=ckptd.Keep(last=1, best=("los", "min", 1))) as ck:
+        for step in range(1, 6):
+            ck.save(step, {"w": torch.zeros(3)}, metadata={"loss": 1.0})
+            ck.wait()
+    assert steps_on_line(root) == [1, 2, 3, 4, 5]
+    (once,) = [r.getMessage() for r in caplog.records if "los" in r.getMessage()]
+    assert once == (
+        "after step 3: no checkpoint has the metric los of best=, so each waits and stays;"
+        " there: loss"
+    )
+
+
 def test_a_tag_stands_where_a_step_does(root: str) -> None:
     state = {"w": torch.zeros(3)}
     with ckptd.Checkpointer(root, keep=1) as ck:
