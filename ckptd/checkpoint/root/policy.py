@@ -217,7 +217,7 @@ def unmet(commits: Sequence[Commit], keep: Keep) -> str:
         return ""
     numbers = {k for c in commits for k, v in c.metadata.items() if metric_of(v) is not None}
     have = ", ".join(sorted(numbers)) or "no numbers"
-    return f"no checkpoint has the metric {metric} of best=, so each waits and stays; there: {have}"
+    return f"no checkpoint has the metric {metric}, so each waits and stays; there: {have}"
 
 
 def metric_of(value: object) -> float | None:

@@ -32,8 +32,7 @@ def test_a_metric_that_no_checkpoint_has_is_named_with_those_that_exist() -> Non
     three = [commit(s, val_loss=1.0, epoch=s, note="x") for s in (1, 2, 3)]
     assert unmet(three[:2], keep) == ""  # no more than the rule keeps where all have it
     assert unmet(three, keep) == (
-        "no checkpoint has the metric loss of best=, so each waits and stays;"
-        " there: epoch, val_loss"
+        "no checkpoint has the metric loss, so each waits and stays; there: epoch, val_loss"
     )
     assert unmet([commit(s) for s in (1, 2, 3)], keep).endswith("; there: no numbers")
     assert unmet([*three, commit(4, loss=None)], keep) == ""
