@@ -38,6 +38,9 @@ class Board(Protocol):
     def peek(self, key: str) -> bytes | None:
         """Return the value if it is there already, without waiting."""
 
+    def peek_all(self, keys: list[str]) -> list[bytes] | None:
+        """Return the values of several keys, if all of them are there; in two round trips."""
+
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter, which begins at 0; return its value. `peek` does not show it."""
 
@@ -80,6 +83,12 @@ class LocalBoard:
         """See `Board`."""
         with self._changed:
             return self._values.get(key)
+
+    def peek_all(self, keys: list[str]) -> list[bytes] | None:
+        """See `Board`."""
+        with self._changed:
+            there = self._values.keys() >= set(keys)
+            return [self._values[key] for key in keys] if there else None
 
     def add(self, key: str, amount: int = 1) -> int:
         """See `Board`."""

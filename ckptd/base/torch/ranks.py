@@ -26,7 +26,7 @@ from ckptd.base.runtime.ranks import (
     agree,
     wait,
 )
-from ckptd.decoding import json_decoder
+from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ _BLOCK = 64
 """Rounds after which ranks count themselves, so that rank 0 may delete what it posted before."""
 
 
-_FAN = 16
-"""Ranks whose values one rank joins; see `Agreement.in_tree`."""
+_FAN = 128
+"""So many ranks in a row post to the first of them, so many of these to the first of them, ..."""
 
 
 class Agreement:
@@ -122,14 +122,13 @@ class Agreement:
         """
         if self.board.world == 1:
             return digest([value])
+
+        def join(lists: list[bytes]) -> bytes:
+            return msgspec.msgpack.encode([v for each in lists for v in _values.decode(each)])
+
         key = f"agree/{round_of}/{name}" if round_of else self._key(name)
-        if self.board.rank != 0:
-            self.board.set(f"{key}/{self.board.rank}", b"+" + value)
-        # Rank 0 may have waited its whole time for a straggler before it answers.
-        patience = 2 * self._timeout_s
-        ranks = range(1, self.board.world)
-        reports = partial(self._reports, key, value, ranks, self._timeout_s)
-        return self._answer(f"{key}/answer", lambda: digest(reports()), patience)
+        own = msgspec.msgpack.encode([value])
+        return self._joined(key, own, join, lambda raw: digest(_values.decode(raw)))
 
     def in_tree(self, name: str, value: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
         """Join the values of all ranks, and return the result on every rank.
@@ -140,7 +139,7 @@ class Agreement:
         Parameters
         ----------
         join
-            Joins values in any order and grouping.
+            Joins values in any grouping; they are in the order of ranks.
 
         Raises
         ------
@@ -148,28 +147,36 @@ class Agreement:
             What `join` raised on any rank; kind ``rank-died`` when a rank is gone;
             `DeadlineError` naming the ranks that are missing.
         """
-        rank, world = self.board.rank, self.board.world
-        if world == 1:
+        if self.board.world == 1:
             return join([value])
-        key = self._key(name)
-        below = range(_FAN * rank + 1, min(_FAN * (rank + 1) + 1, world))
+        return self._joined(self._key(name), value, join, lambda raw: raw)
+
+    def _joined(
+        self,
+        key: str,
+        value: bytes,
+        join: Callable[[list[bytes]], bytes],
+        answer: Callable[[bytes], bytes],
+    ) -> bytes:
+        """Join in a tree what all ranks bring, and return what rank 0 answers to that."""
+        rank, world = self.board.rank, self.board.world
         # A rank may have waited its whole time for a straggler, at each level.
-        patience = self._timeout_s * _levels(rank, world)
+        above = self._timeout_s * (_levels(0, world) + 1)
 
         def joined() -> bytes:
-            return join(self._reports(key, value, below, patience))
+            return join([value, *self._reports(key)])
 
         if rank == 0:
-            return self._answer(f"{key}/answer", joined, patience)
+            return self._answer(f"{key}/answer", lambda: answer(joined()), above)
         try:
-            mine = joined()
+            self.board.set(f"{key}/{rank}", b"+" + joined())
         except Exception as error:
             report = msgspec.json.encode(_reported(error).to_dict())
             self.board.set(f"{key}/{rank}", b"-" + report)
             raise
-        self.board.set(f"{key}/{rank}", b"+" + mine)
-        patience = self._timeout_s * (_levels(0, world) + 1)
-        return self._answer(f"{key}/answer", joined, patience)
+        found = _value(self.wait(f"{key}/answer", 0, above))
+        self.board.delete(f"{key}/{rank}")  # each its own: thousands are many for one
+        return found
 
     def no_errors(self, error: Exception | None, pulse: RankHeartbeat | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
@@ -236,21 +243,32 @@ class Agreement:
             return value
         return _value(self.wait(key, 0, timeout_s))
 
-    def _reports(self, key: str, own: bytes, ranks: range, timeout_s: float) -> list[bytes]:
-        """Collect what `ranks` posted, by rank, behind the value of this one."""
-        out = [own]
+    def _reports(self, key: str) -> list[bytes]:
+        """Collect what the ranks below this one posted, by rank, as many at once as are there."""
+        rank, world = self.board.rank, self.board.world
+        levels = _levels(rank, world)
+        timeout_s = self._timeout_s * levels
         end = time.monotonic() + timeout_s
-        for rank in ranks:
+        below = [rank + n * _FAN**level for level in range(levels) for n in range(1, _FAN)]
+        below = [r for r in below if r < world]
+        out: list[bytes] = []
+        size = len(below)
+        while len(out) < len(below):
+            left = below[len(out) :]
+            found = self.board.peek_all([f"{key}/{r}" for r in left[:size]])
+            if found is None and size > 1:
+                size //= 2
+                continue
             try:
-                left = max(0.01, end - time.monotonic())
-                raw = self.wait(f"{key}/{rank}", rank, left)
+                wait_s = max(0.01, end - time.monotonic())
+                found = found or [self.wait(f"{key}/{left[0]}", left[0], wait_s)]
             except DeadlineError as error:
-                raise self._missing(key, range(rank, ranks.stop), timeout_s) from error
-            self.board.delete(f"{key}/{rank}")
-            out.append(_value(raw))
+                raise self._missing(key, left, timeout_s) from error
+            out += map(_value, found)
+            size *= 2
         return out
 
-    def _missing(self, key: str, ranks: range, timeout_s: float) -> DeadlineError:
+    def _missing(self, key: str, ranks: list[int], timeout_s: float) -> DeadlineError:
         missing = [r for r in ranks if self.board.peek(f"{key}/{r}") is None]
         return DeadlineError(
             "ranks did not report in time",
@@ -271,10 +289,10 @@ def _value(raw: bytes) -> bytes:
 
 def _levels(rank: int, world: int) -> int:
     """Return how many levels of ranks a tree has below one of them."""
-    levels = 0
-    while (rank := _FAN * rank + 1) < world:
-        levels += 1
-    return levels
+    level = 0
+    while rank % _FAN ** (level + 1) == 0 and rank + _FAN**level < world:
+        level += 1
+    return level
 
 
 def _reported(error: Exception) -> CkptdError:
@@ -289,6 +307,7 @@ def _reported(error: Exception) -> CkptdError:
     )
 
 
+_values = msgpack_decoder(list[bytes])
 _members = json_decoder(dict[str, tuple[int, ...]])
 
 
@@ -390,20 +409,15 @@ class JobBoard(OfOneProcess):
         name = self._prefix + key
         if not self._call(self._store.check, [name]):
             return None
-        raw: bytes = self._call(self._store.get, name)
-        if self._secret is None:
-            return raw
-        mac, value = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(name, value)):
-            raise RefusedError(
-                "a value in the job's store was not written by a rank of this job",
-                kind="bad-mac",
-                where=name,
-                wanted=f"a MAC with the job's secret ({SECRET_VARIABLE})",
-                hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
-                "if it is, another program writes to the job's store: keep its port from others",
-            )
-        return value
+        return self._checked(name, self._call(self._store.get, name))
+
+    def peek_all(self, keys: list[str]) -> list[bytes] | None:
+        """See `ckptd.base.runtime.ranks.Board`."""
+        names = [self._prefix + key for key in keys]
+        if not self._call(self._store.check, names):
+            return None
+        raw = self._call(self._store.multi_get, names)
+        return [self._checked(*each) for each in zip(names, raw, strict=True)]
 
     def add(self, key: str, amount: int = 1) -> int:
         """See `ckptd.base.runtime.ranks.Board`."""
@@ -417,6 +431,22 @@ class JobBoard(OfOneProcess):
     def delete(self, key: str) -> None:
         """See `ckptd.base.runtime.ranks.Board`."""
         self._call(self._store.delete_key, self._prefix + key)
+
+    def _checked(self, name: str, raw: bytes) -> bytes:
+        """Return the value in what the store has, if its MAC is right."""
+        if self._secret is None:
+            return raw
+        mac, value = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(name, value)):
+            raise RefusedError(
+                "a value in the job's store was not written by a rank of this job",
+                kind="bad-mac",
+                where=name,
+                wanted=f"a MAC with the job's secret ({SECRET_VARIABLE})",
+                hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
+                "if it is, another program writes to the job's store: keep its port from others",
+            )
+        return value
 
     def _mac(self, name: str, value: bytes) -> bytes:
         if self._secret is None:

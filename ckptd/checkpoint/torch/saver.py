@@ -15,12 +15,13 @@ import numpy as np
 
 from ckptd import events
 from ckptd.base.digest import digest_hex
+from ckptd.base.grids.owners import Owners
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.codec import checked_metadata, shares
 from ckptd.checkpoint.format.container import build_header
-from ckptd.checkpoint.format.manifest import ObjectEntry
+from ckptd.checkpoint.format.manifest import ObjectEntry, Runs3
 from ckptd.checkpoint.save.client import WriterClient, post_failure
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.save.messages import INLINE_OBJECT_BYTES, Extra, SaveRequest
@@ -45,7 +46,7 @@ from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.events.bus import at_step, phase
 
-_groups = json_decoder(dict[str, tuple[int, ...]])
+_groups = json_decoder(dict[str, Runs3])
 
 _FAILED = "structure-failed"
 
@@ -127,10 +128,10 @@ class SavePlanner:
             ranks: dict[str, list[int]] = {}
             for rank, digest in enumerate(digests):
                 ranks.setdefault(digest.decode(), []).append(rank)
-            return msgspec.json.encode(ranks)
+            return msgspec.json.encode({d: Owners.from_array(r).runs for d, r in ranks.items()})
 
         table = self._agreement.all_reports("structure", own.encode(), tabulate, save)
-        by_digest = _groups.decode(table)
+        by_digest = {d: Owners(r).array().tolist() for d, r in _groups.decode(table).items()}
         # Only the first rank of each group publishes its structure, under its digest.
         if by_digest[own][0] == board.rank:
             board.set(f"structure/{own}", raw)
@@ -138,7 +139,7 @@ class SavePlanner:
         for digest, ranks in by_digest.items():
             key = f"structure/{digest}"
             body = raw if digest == own else self._agreement.wait(key, ranks[0], 600.0)
-            groups.append(RankGroup(Structure.decode(body), ranks))
+            groups.append(RankGroup(Structure.decode(body), tuple(ranks)))
         return groups
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ckptd.base.runtime.ranks import LocalBoard
-from ckptd.base.torch.ranks import Agreement
+from ckptd.base.torch import ranks
+from ckptd.base.torch.ranks import Agreement, JobBoard
 from ckptd.errors import CkptdError, CorruptError, DeadlineError
 from ckptd.testing.ranks import rank_outcomes
+from tests.processes import PATIENCE_S
 
 
 def everywhere(world: int, work: Any, timeout_s: float = 20.0) -> list[Any]:
@@ -70,23 +75,81 @@ def test_reports_become_one_value() -> None:
     assert everywhere(1, work) == [b"0"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 17, 18, 40, 300])
-def test_values_are_joined_by_a_few_ranks_each(world: int) -> None:
+@pytest.fixture
+def fan(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let few ranks make a tree of several levels."""
+    monkeypatch.setattr(ranks, "_FAN", 4)
+    return 4
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 5, 6, 16, 17, 70])
+def test_values_are_joined_by_a_few_ranks_each(world: int, fan: int) -> None:
     most: list[int] = []
 
-    def work(agreement: Agreement) -> bytes:
-        def total(values: list[bytes]) -> bytes:
+    def work(agreement: Agreement) -> tuple[bytes, bytes]:
+        def join(values: list[bytes]) -> bytes:
             most.append(len(values))
-            return b"%d" % sum(map(int, values))
+            return b"".join(values)
 
-        return agreement.in_tree("sum", b"%d" % agreement.board.rank, total)
+        own = bytes([agreement.board.rank])
+        return agreement.in_tree("all", own, join), agreement.all_reports("all", own, b"".join)
 
-    assert everywhere(world, work) == [b"%d" % (world * (world - 1) // 2)] * world
-    assert max(most) == min(world, 17)
+    assert everywhere(world, work) == [(bytes(range(world)),) * 2] * world
+    levels = next(n for n in range(9) if fan**n >= world)
+    assert max(most) <= 1 + (fan - 1) * levels
     assert len(most) == world
 
 
-@pytest.mark.parametrize("failing", [0, 1, 39])
+class Counting(HashStore):
+    """Counts round trips, and what is deleted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "get", "check", "multi_get", "add", "delete_key"):
+            self.calls += 1
+        return super().__getattribute__(name)
+
+
+class Ahead(JobBoard):
+    """The board of a rank that posts, and does not wait for the answer."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        raise Posted
+
+
+class Posted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("world", [8, 1000, 4000])
+@pytest.mark.parametrize("late", [0, 3])
+def test_rank_zero_makes_few_round_trips_for_thousands_of_reports(world: int, late: int) -> None:
+    """At three a rank it made 49,000 for 16,384 ranks."""
+    store, secret = Counting(), b"a secret of no digits, but long"
+    first = Agreement(JobBoard(store, 0, world, "job/", secret), PATIENCE_S)
+
+    def post(rank: int) -> None:
+        other = Agreement(Ahead(store, rank, world, "job/", secret), PATIENCE_S)
+        with pytest.raises(Posted):
+            other.all_reports("ranks", b"%d" % rank, b" ".join)
+
+    for rank in range(world - 1, late, -1):
+        post(rank)
+    store.calls = 0
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(first.all_reports, "ranks", b"0", b" ".join)
+        for rank in range(late, 0, -1):
+            time.sleep(0.01)
+            post(rank)
+        assert answer.result(PATIENCE_S) == b" ".join(b"%d" % rank for rank in range(world))
+    assert late or store.calls < 30
+
+
+@pytest.mark.parametrize("failing", [0, 1, 16, 39])
+@pytest.mark.usefixtures("fan")
 def test_an_error_in_joining_is_everybodys(failing: int) -> None:
     def work(agreement: Agreement) -> Any:
         def join(values: list[bytes]) -> bytes:
@@ -100,16 +163,38 @@ def test_an_error_in_joining_is_everybodys(failing: int) -> None:
     assert all(isinstance(e, CorruptError) and e.where == "there" for e in errors)
 
 
-def test_ranks_that_are_missing_in_a_tree_are_named() -> None:
-    def work(agreement: Agreement) -> Any:
-        if agreement.board.rank in (17, 19):  # rank 1 waits for them
-            return None
-        return agreement.in_tree("name", b"", b"".join)
+@pytest.mark.parametrize("missing", [(17, 19), (20,), (16,), (3, 32)])
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.usefixtures("fan")
+def test_ranks_that_are_missing_in_a_tree_are_named(missing: tuple[int], reports: bool) -> None:
+    """Ranks that post to others, and ranks to which others post."""
 
-    errors = [e for e in everywhere(40, work, timeout_s=3.0) if e is not None]
-    assert len(errors) == 38
+    def work(agreement: Agreement) -> Any:
+        if agreement.board.rank in missing:
+            return None
+        return (agreement.all_reports if reports else agreement.in_tree)("name", b"", b"".join)
+
+    errors = [e for e in everywhere(40, work, timeout_s=0.5) if e is not None]
+    assert len(errors) == 40 - len(missing)
     assert all(isinstance(e, DeadlineError) for e in errors)
-    assert {e.found for e in errors} == {"missing ranks [17, 19]"}
+    assert {e.found for e in errors} == {f"missing ranks {[*missing]}"}
+
+
+@pytest.mark.parametrize("late", [5, 16])
+@pytest.mark.usefixtures("fan")
+def test_a_rank_that_comes_after_the_error_raises_it(late: int) -> None:
+    over = threading.Event()
+
+    def work(agreement: Agreement) -> Any:
+        if agreement.board.rank == late:
+            assert over.wait(PATIENCE_S)
+        try:
+            agreement.all_reports("name", b"", b"".join)
+        finally:
+            if agreement.board.rank == 0:
+                over.set()
+
+    assert {e.found for e in everywhere(24, work, timeout_s=0.5)} == {f"missing ranks [{late}]"}
 
 
 @pytest.mark.parametrize("reports", [False, True])
@@ -169,9 +254,8 @@ def test_missing_ranks_are_named_on_all() -> None:
 
 
 def rank_that_may_die(dying: int, reports: bool) -> str:
-    from ckptd.base.torch.ranks import board_of
-
-    agreement = Agreement(board_of(None, 600.0), 600.0)
+    ranks._FAN = 2  # so that rank 2 is one to which others post
+    agreement = Agreement(ranks.board_of(None, 600.0), 600.0)
     agreement.on_rank_zero("all are here", lambda: None)
     if agreement.board.rank == dying:
         os._exit(7)
@@ -186,9 +270,9 @@ def rank_that_may_die(dying: int, reports: bool) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("reports", [False, True])
-def test_a_dead_rank_is_noticed_long_before_the_time_is_up(reports: bool) -> None:
-    outcomes = rank_outcomes(3, rank_that_may_die, 1, reports, grace_s=30.0)
-    assert outcomes[1].exit_code == 7
-    for rank in (0, 2):
-        assert str(outcomes[rank].value).startswith("rank-died: rank 1")
+@pytest.mark.parametrize(("reports", "dying"), [(False, 1), (True, 1), (True, 2), (True, 3)])
+def test_a_dead_rank_is_noticed_long_before_the_time_is_up(reports: bool, dying: int) -> None:
+    outcomes = rank_outcomes(4, rank_that_may_die, dying, reports, grace_s=30.0)
+    assert outcomes[dying].exit_code == 7
+    for rank in {0, 1, 2, 3} - {dying}:
+        assert str(outcomes[rank].value).startswith(f"rank-died: rank {dying}")

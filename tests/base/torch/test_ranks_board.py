@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import ckptd
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
@@ -45,6 +45,29 @@ def test_a_value_without_the_mac_is_refused() -> None:
     store.set("job/b", true)  # what a rank said of another thing
     with pytest.raises(RefusedError):
         other.peek("b")
+
+
+def torch_store(kind: str, folder: Path) -> Any:
+    if kind == "hash":
+        return HashStore()
+    if kind == "file":
+        return FileStore(str(folder / "store"), 1)
+    return TCPStore("127.0.0.1", 0, 1, True, use_libuv=kind == "tcp")
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "tcp without libuv"])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_values_are_read_together_or_not_at_all(kind: str, prefix: bool, tmp_path: Path) -> None:
+    made = torch_store(kind, tmp_path)
+    store = PrefixStore("p", made) if prefix else made
+    one, other = boards(store, SECRET, SECRET)
+    one.set("a", b"value")
+    assert other.peek_all(["a", "b"]) is None
+    one.set("b", b"")
+    assert other.peek_all(["b", "a"]) == [b"", b"value"]
+    store.set("job/b", store.get("job/a"))
+    with pytest.raises(RefusedError):
+        other.peek_all(["a", "b"])
 
 
 @pytest.mark.parametrize("secrets", [(SECRET, None), (None, SECRET), (SECRET, b"another" * 4)])
