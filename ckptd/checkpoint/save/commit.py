@@ -194,7 +194,7 @@ def leased(catalogue: Catalogue, parts: Sequence[RankPart]) -> Iterator[None]:
 
 
 def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
-    for part in parts:
+    for part in [p for p in parts if p.refers]:
         strange = sorted({r.file.folder for r in part.refers} - set(folders))
         if strange:
             raise _bad(part, "what its checkpoint does not keep", strange[0])
@@ -253,12 +253,13 @@ def assemble(
     """
     tables = ManifestTables(plan.grids, plan.owners)
     tensors = list(plan.tensors)
+    folder = save.folder
     files = [
-        FileEntry(file_key(save.folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
+        FileEntry(file_key(folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
         for p in parts
     ]
     if any(p.refers for p in parts):
-        files += refer(plan, parts, save.folder, tensors, tables)
+        files += refer(plan, parts, folder, tensors, tables)
     objects = merge_objects(parts)
     extras = _extras(parts)
     _check_per_rank(extras, plan, objects)
@@ -539,10 +540,11 @@ def finish_attempt(
     CorruptError
         A part's witness is not what the plan asks for.
     """
+    folder = save.folder
     check_plans(parts, plan)
-    _check_replicas(source, save.folder, parts)
-    values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
-    witness = write_witness(target, save.folder, WitnessPlan.over(plan.tensors), values)
+    _check_replicas(source, folder, parts)
+    values = ((part_key(folder, p.rank), p.slots, p.values) for p in parts)
+    witness = write_witness(target, folder, WitnessPlan.over(plan.tensors), values)
     return assemble(plan, parts, save, witness)
 
 

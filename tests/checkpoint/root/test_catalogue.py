@@ -12,9 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ckptd.checkpoint.format.manifest import TensorEntry
 from ckptd.checkpoint.format.names import CommitName, pin_key
 from ckptd.checkpoint.format.records import Generation
-from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.format.witness import WitnessPlan
+from ckptd.checkpoint.root.catalogue import Catalogue, write_witness
 from ckptd.errors import (
     ConflictError,
     CorruptError,
@@ -361,3 +363,19 @@ def test_pins(catalogue: Catalogue, store: Store) -> None:
     assert catalogue.unpin(name)
     assert not catalogue.unpin(name)
     assert catalogue.pins() == set()
+
+
+# -- the witness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "values"), [(bytes(4), bytes(7)), (bytes(3), bytes(6)), (b"\2" + bytes(3), bytes(8))]
+)
+def test_the_rank_whose_checksums_are_malformed_is_named(slots: bytes, values: bytes) -> None:
+    """Those of all ranks are looked at together."""
+    plan = WitnessPlan.over([TensorEntry("t", "float32", (2,), 0, 0)])
+    assert plan.total == 2
+    parts = [("one", bytes(4), bytes(8)), ("other", slots, values), ("last", b"", b"")]
+    with pytest.raises(CorruptError) as caught:
+        write_witness(memory(), "data/x/", plan, parts)
+    assert caught.value.where == "other"
