@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import piece_regions
-from ckptd.base.grids.grid import Axis, Grid, whole
+from ckptd.base.grids.grid import Axis
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.checkpoint.format.container import ChunkRef, FileMap
@@ -93,10 +93,10 @@ class Structure(msgspec.Struct, frozen=True):
     ) -> Structure:
         """Return the structure of tensors that come each with its cut."""
         cuts: dict[TensorCut, int] = {}
-        numbered = tuple(
+        numbered = [
             msgspec.structs.replace(t, grid=cuts.setdefault(c, len(cuts))) for t, c in tensors
-        )
-        return Structure(numbered, tuple(cuts), objects, own, lay)
+        ]
+        return Structure(tuple(numbered), tuple(cuts), objects, own, lay)
 
     def encode(self) -> bytes:
         """Return canonical JSON."""
@@ -163,11 +163,6 @@ class _Balance:
         self.load = [0] * world
         self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
-    def spread(self, files: NDArray[np.int64], nbytes: int) -> None:
-        """Count a tensor that is cut over ranks already; a large job needs no count of it."""
-        for rank in files if len(files) <= 64 else ():
-            self.load[int(rank)] += nbytes // len(files)
-
     def least(self, candidates: tuple[int, ...], nbytes: int) -> int:
         """Give a piece to the least loaded candidate and return it."""
         heap = self._heaps.get(candidates)
@@ -197,32 +192,27 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     """
     merged = _merge(groups)
     tables, balance = ManifestTables(), _Balance(world)
+    placing = _Placing(tables, balance)
     entries: dict[str, TensorEntry] = {}
     plain: list[tuple[TensorEntry, tuple[int, ...]]] = []
-    replicas: dict[tuple[int, ...], list[int]] = {}
     own = {name for group in groups for name in group.structure.own}
     for name, (tensor, cut, ranks) in merged.items():
-        if cut.grid is not None:
-            grid, files = cut.grid.grid(), _laid_owners(tensor, cut.owners, ranks)
-        elif cut.mesh is not None:
-            grid, files = _sharded(tensor, cut.placements, cut.mesh, ranks, replicas)
-        else:
+        if cut.grid is None and cut.mesh is None:
             # One rank's alone: pieces of several ranks would be a mixture.
             plain.append((tensor, ranks[:1] if name in own else ranks))
-            continue
-        balance.spread(files, _nbytes(tensor))
-        number = tables.grid(GridEntry.of(grid))
-        entries[name] = _entry(tensor, number, *tables.placed(files))
+        else:
+            numbers = placing.place(tensor, cut, ranks)
+            entries[name] = TensorEntry(name, tensor.dtype, tensor.shape, *numbers, tensor.aliases)
     # Big pieces first: that is what makes the greedy assignment a good one.
-    share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
-    pieces: dict[str, list[int]] = {}
-    for tensor, ranks in plain:
-        grid = _row_grid(tensor, len(ranks), share)
-        pieces[tensor.name] = list(grid.axes[0].sizes()) if tensor.shape else [1]
-        entries[tensor.name] = _entry(tensor, tables.grid(GridEntry.of(grid)))
-    owners = _assign(plain, pieces, balance)
-    for name, files in owners.items():
-        entries[name] = _entry(entries[name], entries[name].grid, *tables.placed(files))
+    sizes = [_nbytes(t.shape, t.dtype) for t, _ in plain]
+    share = max(SPLIT_BYTES, sum(sizes) // max(1, world))
+    row_cut = cache(partial(_row_cut, tables, share))
+    rows = [row_cut(t.shape, n, len(r)) for (t, r), n in zip(plain, sizes, strict=True)]
+    owners = _assign(plain, sizes, [counts for _, counts in rows], balance)
+    placed = cache(lambda files: tables.placed(np.array(files)))
+    for (t, _), (grid, _), files in zip(plain, rows, owners, strict=True):
+        placed_at = placed(tuple(files))
+        entries[t.name] = TensorEntry(t.name, t.dtype, t.shape, grid, *placed_at, t.aliases)
     meshes = {c.mesh: None for g in groups for c in g.structure.cuts if c.mesh is not None}
     homes: dict[str, int] = {}
     for group in groups:
@@ -232,7 +222,7 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
         world=world,
         grids=tables.grids,
         owners=tables.owners,
-        tensors=tuple(entries[name] for name in merged),
+        tensors=tuple([entries[name] for name in merged]),
         meshes=tuple(meshes)[:64],
         leaders=tuple(g.ranks[0] for g in groups),
         homes=homes,
@@ -240,12 +230,9 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     ).stamped()
 
 
-def _nbytes(tensor: TensorEntry) -> int:
-    return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
-
-
-def _entry(tensor: TensorEntry, grid: int, owners: int = 0, base: int = 0) -> TensorEntry:
-    return msgspec.structs.replace(tensor, grid=grid, owners=owners, base=base)
+@lru_cache(maxsize=4096)
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * dtype_of(dtype).itemsize
 
 
 def _lay(groups: Sequence[RankGroup]) -> str:
@@ -273,7 +260,8 @@ def _merge(
         for tensor in group.structure.tensors:
             cut = group.structure.cuts[tensor.grid]
             known = aliases.setdefault(tensor.name, [])
-            known += [a for a in tensor.aliases if a not in known]
+            if tensor.aliases:
+                known += [a for a in tensor.aliases if a not in known]
             seen = merged.get(tensor.name)
             if seen is None:
                 merged[tensor.name], holding[tensor.name] = (tensor, cut), [number]
@@ -365,38 +353,86 @@ def _laid_owners(tensor: TensorEntry, owners: Runs3, holders: tuple[int, ...]) -
     return files
 
 
-def _sharded(
-    tensor: TensorEntry,
-    cuts: tuple[Any, ...],
-    mesh: MeshEntry,
-    holders: tuple[int, ...],
-    replicas: dict[tuple[int, ...], list[int]],
-) -> tuple[Grid, NDArray[np.int64]]:
-    """Return the pieces of a DTensor, and who writes them."""
-    placements = nested(mesh.shape, cuts) or cuts
-    grid = sharded_grid(tensor.shape, mesh.shape, placements).grid
-    ranks = mesh_array(mesh)
-    free = tuple(i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1)
-    sizes = [mesh.shape[i] for i in free]
-    # Copies of one shard lie on the replicated dimensions; the copy that has written least so
-    # far writes this tensor. Not every coordinate is a copy: a mesh may have a pipeline
-    # dimension, and the tensor only one stage.
-    written = replicas.setdefault((*mesh.shape, -1, *free), [0] * math.prod(sizes))
-    for pick in sorted(range(len(written)), key=written.__getitem__):
-        coordinate = [0] * len(mesh.shape)
-        for axis, value in zip(free, np.unravel_index(pick, sizes) if free else (), strict=True):
-            coordinate[axis] = int(value)
-        files = owner_array(tensor.shape, mesh.shape, placements, ranks, coordinate)
-        if len(holders) == ranks.size or set(files.tolist()) <= set(holders):
-            written[pick] += max(1, _nbytes(tensor))
-            return grid, files
-    raise UsageError(
-        "the ranks do not hold this tensor completely",
-        kind="structure",
-        where=tensor.name,
-        wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
-        found=f"the tensor on ranks {list(holders[:16])} only",
-    )
+_Placed: TypeAlias = tuple[tuple[int, int, int], list[int]]
+"""Numbers of a grid and of its owners, and their base; then who writes, where that is counted."""
+
+
+class _Placing:
+    """Places tensors that are cut over ranks; what alike ones have in common is looked up once.
+
+    It follows from shape, cut, base and holders, and from which copy of the shards is written.
+    """
+
+    def __init__(self, tables: ManifestTables, balance: _Balance) -> None:
+        self._tables = tables
+        self._balance = balance
+        self._known: dict[Any, _Placed | None] = {}
+        self._copies: dict[TensorCut, list[int]] = {}
+        self._written: dict[tuple[int, ...], list[int]] = {}
+        """Bytes of each copy of the shards, for each form of a mesh with copies."""
+
+    def place(
+        self, tensor: TensorEntry, cut: TensorCut, holders: tuple[int, ...]
+    ) -> tuple[int, int, int]:
+        """Return the numbers of a tensor's grid and owners, and their base."""
+        if (written := self._copies.get(cut)) is None:
+            sizes, free = _copies(cut)
+            count = math.prod([sizes[i] for i in free])
+            written = self._written.setdefault((*sizes, -1, *free), [0] * count)
+            self._copies[cut] = written
+        # Copies of one shard lie on the replicated dimensions; the copy that has written least so
+        # far writes this tensor. Not every coordinate is a copy: a mesh may have a pipeline
+        # dimension, and the tensor only one stage.
+        for pick in sorted(range(len(written)), key=written.__getitem__):
+            # By id: `_merge` has one tuple for the same holders, and that of a large job is long.
+            key = pick, tensor.shape, tensor.base, cut, id(holders)
+            if key not in self._known:
+                self._known[key] = self._look(tensor, cut, holders, pick)
+            if (found := self._known[key]) is not None:
+                nbytes = _nbytes(tensor.shape, tensor.dtype)
+                written[pick] += max(1, nbytes)
+                for rank in found[1]:
+                    self._balance.load[rank] += nbytes // len(found[1])
+                return found[0]
+        names = cut.mesh.names if cut.mesh else ()
+        raise UsageError(
+            "the ranks do not hold this tensor completely",
+            kind="structure",
+            where=tensor.name,
+            wanted=f"every shard on the mesh {names} {list(_copies(cut)[0])}",
+            found=f"the tensor on ranks {list(holders[:16])} only",
+        )
+
+    def _look(
+        self, tensor: TensorEntry, cut: TensorCut, holders: tuple[int, ...], pick: int
+    ) -> _Placed | None:
+        """Place one copy of the shards; None where some are with ranks that lack the tensor."""
+        if cut.mesh is None or cut.grid is not None:
+            grid = (cut.grid or GridEntry(())).grid()
+            files = _laid_owners(tensor, cut.owners, holders)
+        else:
+            shape, ranks = cut.mesh.shape, mesh_array(cut.mesh)
+            placements = nested(shape, cut.placements) or cut.placements
+            grid = sharded_grid(tensor.shape, shape, placements).grid
+            _, free = _copies(cut)
+            coordinate = [0] * len(shape)
+            at = np.unravel_index(pick, [shape[i] for i in free]) if free else ()
+            for axis, value in zip(free, at, strict=True):
+                coordinate[axis] = int(value)
+            files = owner_array(tensor.shape, shape, placements, ranks, coordinate)
+            if len(holders) != ranks.size and not set(files.tolist()) <= set(holders):
+                return None
+        numbers = self._tables.grid(GridEntry.of(grid)), *self._tables.placed(files)
+        # A large job needs no count of what is cut over its ranks already.
+        return numbers, files.tolist() if len(files) <= 64 else []
+
+
+def _copies(cut: TensorCut) -> tuple[tuple[int, ...], list[int]]:
+    """Return the sizes of a mesh, and the dimensions on which copies of one shard lie."""
+    if cut.mesh is None or cut.grid is not None:
+        return (), []
+    sizes, placed = cut.mesh.shape, cut.placements
+    return sizes, [i for i, p in enumerate(placed) if p == "replicate" and sizes[i] > 1]
 
 
 def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -404,32 +440,39 @@ def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
     return Owners(mesh.ranks).array().reshape(mesh.shape)
 
 
-def _row_grid(tensor: TensorEntry, holders: int, share: int) -> Grid:
-    """Cut a tensor that several ranks hold along its rows, into pieces of about `share` bytes."""
-    if not tensor.shape:
-        return whole(())
-    rows = tensor.shape[0]
-    parts = min(holders, rows, -(-_nbytes(tensor) // share))
-    cut = Axis(((rows, 1),))
-    if parts > 1 and 0 not in tensor.shape:
-        small, extra = divmod(rows, parts)
+def _row_cut(
+    tables: ManifestTables, share: int, shape: tuple[int, ...], nbytes: int, holders: int
+) -> tuple[int, list[int]]:
+    """Cut what several ranks hold along its rows, into pieces of about `share` bytes.
+
+    Returns the number of the grid, and the rows of each piece.
+    """
+    if not shape:
+        return tables.grid(GridEntry(())), [1]
+    parts = min(holders, shape[0], -(-nbytes // share))
+    cut = Axis(((shape[0], 1),))
+    if parts > 1 and 0 not in shape:
+        small, extra = divmod(shape[0], parts)
         cut = Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
-    return Grid((cut, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
+    inner = [((n, 1),) for n in shape[1:]]
+    return tables.grid(GridEntry((cut.runs, *inner))), list(cut.sizes())
 
 
 def _assign(
     plain: Sequence[tuple[TensorEntry, tuple[int, ...]]],
-    pieces: Mapping[str, list[int]],
+    sizes: Sequence[int],
+    rows: Sequence[list[int]],
     balance: _Balance,
-) -> dict[str, np.ndarray[Any, Any]]:
+) -> list[list[int]]:
+    """Return which rank writes each piece of each tensor."""
     todo = []
-    for order, (tensor, ranks) in enumerate(plain):
-        row_bytes = _nbytes(tensor) // max(1, tensor.shape[0] if tensor.shape else 1)
-        todo += [(-n * row_bytes, order, i, ranks) for i, n in enumerate(pieces[tensor.name])]
-    owners = {t.name: np.zeros(len(pieces[t.name]), dtype=np.int64) for t, _ in plain}
-    key: Callable[[tuple[int, int, int, tuple[int, ...]]], Any] = lambda x: x[:3]  # noqa: E731
-    for negative, order, index, ranks in sorted(todo, key=key):
-        owners[plain[order][0].name][index] = balance.least(ranks, -negative)
+    for order, (nbytes, counts) in enumerate(zip(sizes, rows, strict=True)):
+        row_bytes = nbytes // max(1, sum(counts))
+        for piece, n in enumerate(counts):
+            todo.append((-n * row_bytes, order, piece))
+    owners = [[0] * len(counts) for counts in rows]
+    for negative, order, piece in sorted(todo):
+        owners[order][piece] = balance.least(plain[order][1], -negative)
     return owners
 
 

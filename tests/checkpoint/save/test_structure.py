@@ -5,8 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.format.manifest import MeshEntry
-from ckptd.checkpoint.save.structure import SPLIT_BYTES, RankGroup, Structure, build_plan
+from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.grids.owners import Owners
+from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
+from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, TensorEntry
+from ckptd.checkpoint.save.structure import (
+    SPLIT_BYTES,
+    RankGroup,
+    Structure,
+    TensorCut,
+    build_plan,
+    mesh_array,
+)
 from ckptd.errors import UsageError
 from tests.checkpoint.save.saving import tensor
 
@@ -106,3 +116,81 @@ def test_the_plan_is_the_same_whoever_computes_it() -> None:
     tensors = [tensor(f"t{i}", (i, 3), dtype="bfloat16") for i in range(20)]
     assert plan(tensors, 5).digest == plan(list(tensors), 5).digest
     assert plan(tensors, 5).digest != plan(tensors, 6).digest
+
+
+Tensors = list[tuple[TensorEntry, TensorCut]]
+_SHAPES = st.sampled_from([(), (0, 3), (1,), (5,), (7, 2), (8, 4), (8, 1, 3), (6, 1 << 19)])
+_PLACED = st.sampled_from(["replicate", ("shard", 0), ("shard", 1), ("strided", 0, 2)])
+
+
+@st.composite
+def _jobs(draw: st.DrawFn) -> tuple[Tensors, int]:
+    """Draw tensors of few shapes and cuts, so that many are alike, and a world."""
+    sizes = draw(st.sampled_from([(1,), (2,), (3,), (2, 2), (4,), (2, 1, 3)]))
+    world = int(np.prod(sizes))
+    mesh = line(tuple(f"d{i}" for i in range(len(sizes))), *sizes)
+    tensors = []
+    for number in range(draw(st.integers(1, 12))):
+        shape = draw(_SHAPES)
+        cuts = draw(st.lists(_PLACED, min_size=len(sizes), max_size=len(sizes)))
+        fits = all(c == "replicate" or c[1] < len(shape) for c in cuts)
+        whole = (None,) if not fits else (mesh, *cuts)
+        cut = whole if draw(st.booleans()) else (None,)
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int64"]))
+        tensors.append(tensor(f"t{number}", shape, *cut, dtype=dtype))
+    return tensors, world
+
+
+def _placed_alone(tensors: Tensors, world: int) -> dict[str, tuple[Grid, list[int]]]:
+    """Return grid and owners of each tensor; nothing is known of one when the next is placed."""
+    load, written, out = [0] * world, {}, {}
+    plain = [t for t, cut in tensors if cut.mesh is None]
+    for t, cut in tensors:
+        if (mesh := cut.mesh) is None:
+            continue
+        placements = nested(mesh.shape, cut.placements) or cut.placements
+        free = [i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1]
+        sizes = [mesh.shape[i] for i in free]
+        counts = written.setdefault(tuple(free), [0] * int(np.prod(sizes, dtype=int)))
+        pick, at = counts.index(min(counts)), [0] * len(mesh.shape)
+        for axis, where in zip(free, np.unravel_index(pick, sizes) if free else (), strict=True):
+            at[axis] = int(where)
+        files = owner_array(t.shape, mesh.shape, placements, mesh_array(mesh), at).tolist()
+        counts[pick] += max(1, _size(t))
+        for rank in files:
+            load[rank] += _size(t) // len(files)
+        out[t.name] = sharded_grid(t.shape, mesh.shape, placements).grid, files
+    share = max(SPLIT_BYTES, sum(map(_size, plain)) // world)
+    pieces = []
+    for order, t in enumerate(plain):
+        parts = min(world, *t.shape[:1], -(-_size(t) // share)) if t.shape else 1
+        rows = [len(r) for r in np.array_split(range(t.shape[0]), max(1, parts))] if t.shape else []
+        out[t.name] = (
+            Grid(tuple(map(Axis.from_sizes, (rows, *([n] for n in t.shape[1:]))))[: len(t.shape)]),
+            [0] * max(1, len(rows)),
+        )
+        each = _size(t) // max(1, sum(rows) or 1)
+        pieces += [(-each * n, order, i) for i, n in enumerate(rows or [1])]
+    for size, order, i in sorted(pieces):
+        rank = load.index(min(load))
+        load[rank] -= size
+        out[plain[order].name][1][i] = rank
+    return out
+
+
+def _size(t: TensorEntry) -> int:
+    return int(np.prod(t.shape, dtype=int)) * {"float32": 4, "bfloat16": 2, "int64": 8}[t.dtype]
+
+
+@given(_jobs())
+def test_alike_tensors_are_placed_as_if_each_were_the_only_one_of_its_kind(
+    job: tuple[Tensors, int],
+) -> None:
+    """The same names come with other shapes, cuts and worlds: nothing is kept between plans."""
+    tensors, world = job
+    p, alone = plan(tensors, world), _placed_alone(tensors, world)
+    for number, (t, _) in enumerate(tensors):
+        grid, files = alone[t.name]
+        assert p.grids[p.tensors[number].grid] == GridEntry.of(grid)
+        assert owners(p, t.name) == files
+    assert [Owners(runs).runs for runs in p.owners] == list(dict.fromkeys(p.owners))
