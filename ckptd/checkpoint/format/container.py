@@ -222,8 +222,7 @@ _MOST_TABULATED = 1 << 23  # pieces
 _FEW = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRef:
+class ChunkRef(msgspec.Struct, frozen=True):
     """One chunk of one file.
 
     Attributes
@@ -295,7 +294,9 @@ class FileMap:
         self.tensors = tensors
         self.grids = grids
         self.owners = owners
-        self.dtypes: list[DType] = [dtype_of(t.dtype, t.name) for t in tensors]
+        self.dtypes: list[DType] = [
+            DTYPES.get(t.dtype) or dtype_of(t.dtype, t.name) for t in tensors
+        ]
         groups: dict[_Group, int] = {}
         group_of = [
             groups.setdefault((t.grid, t.owners, t.base, d.itemsize), len(groups))
@@ -490,9 +491,14 @@ class FileMap:
         """Return every chunk of `file`, in file order."""
         out: list[ChunkRef] = []
         position = 0
+        known: dict[tuple[int, int], tuple[Piece, int]] = {}
         for tensor, number in zip(*(v.tolist() for v in self.chunk_numbers(file)), strict=True):
-            piece = self.grid_of(tensor).piece(number)
-            end = position + piece.numel * self.dtypes[tensor].itemsize
+            key = self.tensors[tensor].grid, number
+            if key not in known:
+                piece = self.grids[key[0]].piece(number)
+                known[key] = piece, piece.numel
+            piece, numel = known[key]
+            end = position + numel * self.dtypes[tensor].itemsize
             out.append(ChunkRef(tensor, piece, position, end))
             position = end
         return out

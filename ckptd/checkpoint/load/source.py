@@ -302,10 +302,11 @@ def batches(
     batch: list[T] = []
     held = 0
     for item in items:
-        if batch and (held + size(item) > most or len(batch) == count):
+        nbytes = size(item)
+        if batch and (held + nbytes > most or len(batch) == count):
             yield batch
             batch, held = [], 0
         batch.append(item)
-        held += size(item)
+        held += nbytes
     if batch:
         yield batch

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 
@@ -58,17 +57,19 @@ def copy_steps(plan: SavePlan, rank: int, laid: LayoutSave, describer: Describer
         if special is not None:
             steps += special
             continue
-        held = describer.held(name, leaves[name].tensor)
-        box = _local_box(chunk, held.regions, tuple(held.local.shape))
-        everything = box.shape == tuple(held.local.shape)
-        steps.append(CopyStep(name, None if everything else box, chunk.start, chunk.end))
+        leaf, part = leaves[name], None
+        if leaf.tensor is not leaf.local or chunk.piece.box.shape != leaf.local.shape:
+            held = describer.held(name, leaf.tensor)
+            box = _local_box(chunk, held.regions, tuple(held.local.shape))
+            part = None if box.shape == tuple(held.local.shape) else box
+        steps.append(CopyStep(name, part, chunk.start, chunk.end))
     return steps
 
 
 def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[int, ...]) -> Box:
     piece = chunk.piece.box
     for region in regions:
-        if region.box.intersect(piece) == piece or region.box == piece:
+        if region.box == piece or region.box.intersect(piece) == piece:
             corner = np.unravel_index(region.start, local_shape) if local_shape else ()
             offset = tuple(
                 int(c) + p - r
@@ -116,9 +117,9 @@ class CopyForm:
     addresses
         Where the local tensor of each step begins.
     plain
-        The memory of each step that is a run of bytes on the host; `CopySources` keep it.
+        Of each step whether it is a run of bytes on the host; `CopySources` keep the memory.
     runs
-        Its address, its place and its length.
+        The address, the place and the length of those that are.
     """
 
     def __init__(
@@ -128,29 +129,26 @@ class CopyForm:
         held: Callable[[TensorLeaf], bool],
     ) -> None:
         locals = {s.name: leaves[s.name].local for s in steps}
-        self.on_device = {n for n, x in locals.items() if has_streams(x.device)}
-        for kind in {x.device.type for x in locals.values()}:
+        devices = {x.device for x in locals.values()}
+        streams = {d for d in devices if has_streams(d)}
+        self.on_device = {n for n, x in locals.items() if x.device in streams} if streams else set()
+        kinds = {d.type for d in devices}
+        for kind in kinds:
             _note_if_without_streams(kind)
-        on_host = any(x.device.type == "cpu" for x in locals.values())
-        self._mappings = mappings() if on_host else []
+        self._mappings = mappings() if "cpu" in kinds else []
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
         self.fresh = {n for n in locals if leaves[n].fresh}
-        self.shared = {n for n, leaf in leaves.items() if _lies_in(leaf.local, shared)} | self.fresh
+        self.shared = _lying_in(leaves, shared) | self.fresh
         self.late = {n for n, leaf in leaves.items() if self._waits(n, leaf.local) and held(leaf)}
         self.watched = [n for n in locals if n in self.late]
         self.steps = [cut for step in steps for cut in self._cut(step, locals[step.name])]
         self.addresses = [locals[step.name].data_ptr() for step in self.steps]
-        self.plain = [
-            None if step.name in self.fresh else _plain(locals[step.name], step.part)
+        runs = [
+            None if step.name in self.fresh else _run(locals[step.name], step)
             for step in self.steps
         ]
-        self.runs = np.array(
-            [
-                (0, 0, 0) if plain is None else (plain.ctypes.data, step.start, plain.nbytes)
-                for step, plain in zip(self.steps, self.plain, strict=True)
-            ],
-            np.int64,
-        ).reshape(-1, 3)
+        self.plain = [run is not None for run in runs]
+        self.runs = np.array([run or (0, 0, 0) for run in runs], np.int64).reshape(-1, 3)
         self._nbytes = {n: x.numel() * x.element_size() for n, x in locals.items()}
 
     def _waits(self, name: str, local: torch.Tensor) -> bool:
@@ -178,7 +176,7 @@ class CopyForm:
         whole = set()
         for number in self.late_on_host:
             step = self.steps[number]
-            if self.plain[number] is not None:
+            if self.plain[number]:
                 at, start, nbytes = self.runs[number].tolist()
                 spans.append(MemorySpan(step.name, at, nbytes, start))
             elif step.name not in whole:
@@ -190,16 +188,19 @@ class CopyForm:
     @cached_property
     def early(self) -> list[int]:
         """Numbers of the steps that are copied at once, on the host."""
-        return [n for n in self._on_host if self.steps[n].name not in self.late]
+        return self._on_host(late=False)
 
     @cached_property
     def late_on_host(self) -> list[int]:
         """Numbers of the steps that a thread copies on the host."""
-        return [n for n in self._on_host if self.steps[n].name in self.late]
+        return self._on_host(late=True)
 
-    @property
-    def _on_host(self) -> Iterator[int]:
-        return (n for n, step in enumerate(self.steps) if step.name not in self.on_device)
+    def _on_host(self, *, late: bool) -> list[int]:
+        return [
+            number
+            for number, step in enumerate(self.steps)
+            if step.name not in self.on_device and (step.name in self.late) == late
+        ]
 
 
 class CopySources:
@@ -232,7 +233,8 @@ class CopySources:
         for name in self.form.watched:
             leaf = self.leaves[name]
             local = leaf.local
-            count = _version(local)
+            counted = type(local) is torch.Tensor and not local.is_inference()
+            count = local._version if counted else _version(local)
             inner = leaf.tensor is not local or leaf.wrapped
             whole = _version(leaf.origin) if inner else count
             found += (local.data_ptr(), count, whole)
@@ -288,12 +290,16 @@ class CopySources:
 
     def copy(self, number: int, slot: Slot) -> None:
         """Copy a step's tensor, which is on the host, into its place in the slot."""
-        step, plain = self.form.steps[number], self.form.plain[number]
-        if plain is None:
-            _copy(self.source(number), slot.place(step.start, step.end))
-        else:
+        step = self.form.steps[number]
+        if self.form.plain[number]:
             self._check_there((number,))
-            slot.put(step.start, plain)
+            slot.put(step.start, self._bytes(number))
+        else:
+            _copy(self.source(number), slot.place(step.start, step.end))
+
+    def _bytes(self, number: int) -> _Bytes:
+        at, _, nbytes = self.form.runs[number].tolist()
+        return bytes_at(at, nbytes)
 
     def copy_late(self, numbers: Sequence[int], slot: Slot) -> None:
         """Copy what the program may free at any moment, in a thread of its own.
@@ -304,10 +310,10 @@ class CopySources:
             kind ``mutated``: its memory was freed.
         """
         form = self.form
-        loose = [n for n in numbers if form.plain[n] is None]
+        loose = [n for n in numbers if not form.plain[n]]
         self._check_there(loose)  # the others, by their addresses, when all is copied
         try:
-            slot.read(form.runs[[n for n in numbers if form.plain[n] is not None]])
+            slot.read(form.runs[[n for n in numbers if form.plain[n]]])
             for number in loose:
                 step, at = form.steps[number], form.addresses[number]
                 place = slot.place(step.start, step.end)
@@ -329,9 +335,8 @@ class CopySources:
         """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""
         step = self.form.steps[number]
         place = slot.place(step.start, step.end)
-        plain = self.form.plain[number]
-        if plain is not None:
-            return bool(np.array_equal(place, plain))
+        if self.form.plain[number]:
+            return bool(np.array_equal(place, self._bytes(number)))
         return digest(place.data) == _digest(self.source(number))
 
 
@@ -663,25 +668,35 @@ def _version(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _plain(local: torch.Tensor, part: Box | StridedWindow | None) -> _Bytes | None:
-    """Return the memory of a part that is a run of bytes on the host; nothing keeps it."""
-    if not isinstance(part, Box | None):
+def _run(local: torch.Tensor, step: CopyStep) -> tuple[int, int, int] | None:
+    """Return address, place and length of a step that is a run of bytes on the host."""
+    if not isinstance(step.part, Box | None):
         return None
-    tensor = _part(local, part)
+    tensor = local if step.part is None else _part(local, step.part)
     lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
         return None
-    kept = as_bytes(tensor)
-    return bytes_at(kept.ctypes.data, kept.nbytes)
+    at, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    if nbytes and not at:
+        as_bytes(tensor)  # raises what is wrong with it
+    return at, step.start, nbytes
 
 
-def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
-    if not ranges or tensor.device.type != "cpu" or not tensor.numel():
-        return False
-    at = tensor.data_ptr()
-    found = bisect.bisect_right(ranges, (at, 1 << 64)) - 1
+def _lying_in(leaves: Mapping[str, TensorLeaf], ranges: Sequence[tuple[int, int]]) -> set[str]:
+    """Return the names of what lies in sorted ranges of this process's memory."""
+    here = [
+        (name, leaf.local)
+        for name, leaf in leaves.items()
+        if ranges and leaf.local.device.type == "cpu" and leaf.local.numel()
+    ]
+    if not here:
+        return set()
+    at = np.array([local.data_ptr() for _, local in here], np.uint64)
+    starts, ends = np.array(ranges, np.uint64).T
+    found = np.searchsorted(starts, at, side="right")
+    inside = np.flatnonzero((found > 0) & (at < ends[found - 1]))
     # Page-locked memory is mapped as shared by the driver, and no other process has it.
-    return found >= 0 and at < ranges[found][1] and not tensor.is_pinned()
+    return {here[i][0] for i in inside.tolist() if not here[i][1].is_pinned()}
 
 
 def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from ckptd.checkpoint.load.source import batches
 from ckptd.errors import SaveError
 from ckptd.types import Box
@@ -30,8 +32,7 @@ class StridedWindow:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStep:
+class CopyStep(msgspec.Struct, frozen=True):
     """A chunk, or a run of its bytes, and the part of a local tensor that is copied there.
 
     A step is known by its number among the steps of a snapshot, which are in file order.

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,8 +36,7 @@ WINDOW_BYTES = 1024
 _Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySpan:
+class MemorySpan(msgspec.Struct, frozen=True):
     """A run of memory that may not change.
 
     Attributes
@@ -80,9 +80,9 @@ class SpanWatch:
         self.spans = [s for s in spans if s.nbytes]
         self._pages = pages
         self._random = np.random.default_rng()
-        self._at = _ints(s.at for s in self.spans)
-        self._sizes = _ints(s.nbytes for s in self.spans)
-        self._slots = _ints(-1 if s.slot is None else s.slot for s in self.spans)
+        self._at = _ints([s.at for s in self.spans])
+        self._sizes = _ints([s.nbytes for s in self.spans])
+        self._slots = _ints([-1 if s.slot is None else s.slot for s in self.spans])
         self._file = anonymous_file("ckptd-watch")
         weakref.finalize(self, os.close, self._file)
         self._plan(_countable(self.spans, mappings, pages) if pages is not None else set())
@@ -119,8 +119,8 @@ class SpanWatch:
             else:
                 windows.append((number, max(4, int(size * self.odds) // WINDOW_BYTES)))
         fixed = [piece for piece in fixed if piece[2]]
-        self._fixed = tuple(_ints(p[i] for p in fixed) for i in range(3))
-        self._drawn = np.repeat(_ints(w[0] for w in windows), _ints(w[1] for w in windows))
+        self._fixed = tuple(_ints([p[i] for p in fixed]) for i in range(3))
+        self._drawn = np.repeat(_ints([w[0] for w in windows]), _ints([w[1] for w in windows]))
 
     def begin(self) -> WatchedSpans:
         """Watch from now on. What an earlier call returned must have been asked already."""
@@ -214,8 +214,8 @@ class WatchedSpans:
         self._count = None
 
 
-def _ints(values: Iterator[int]) -> _Ints:
-    return np.fromiter(values, np.int64)
+def _ints(values: list[int]) -> _Ints:
+    return np.array(values, np.int64)
 
 
 def _inner(span: MemorySpan) -> Range:

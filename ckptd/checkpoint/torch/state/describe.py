@@ -49,7 +49,8 @@ class Describer:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._group_rank = {r: i for i, r in enumerate(ranks)}
-        self._meshes: dict[int, tuple[Any, Any, MeshEntry, tuple[int, ...], tuple[int, ...]]] = {}
+        self._meshes: dict[int, _Mesh] = {}
+        self._known: dict[Any, tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]] = {}
 
     def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
         """Return this rank's structure.
@@ -62,7 +63,7 @@ class Describer:
         tensors = []
         for name, leaf in leaves.items():
             cut = TensorCut()
-            if is_dtensor(leaf.tensor):
+            if leaf.tensor is not leaf.local and is_dtensor(leaf.tensor):
                 mesh, _, placements = self._sharding(name, leaf.tensor)
                 cut = TensorCut(mesh, placements)
             shape, aliases = tuple(leaf.tensor.shape), tuple(leaf.aliases)
@@ -108,24 +109,26 @@ class Describer:
     def _sharding(
         self, name: str, tensor: DTensor
     ) -> tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]:
-        mesh, entry, axes, turned = self._mesh(tensor.device_mesh, name)
-        placements: list[Placement] = ["replicate"] * len(entry.shape)
-        for axis, placement in zip(axes, tensor.placements, strict=True):
+        mesh = self._mesh(tensor.device_mesh, name)
+        orders = [tuple(e.mesh_dims) for e in getattr(tensor._spec, "shard_order", None) or ()]
+        # With their types: a strided shard may be equal to a plain one.
+        placed = tuple([(type(p), p) for p in tensor.placements])
+        key = id(mesh), placed, tensor.shape, *orders
+        if (known := self._known.get(key)) is not None:
+            return known
+        placements: list[Placement] = ["replicate"] * len(mesh.entry.shape)
+        for axis, placement in zip(mesh.axes, tensor.placements, strict=True):
             placements[axis] = _placement(name, placement, tensor.dim())
-        _check_order(name, tensor, [a for a in turned if placements[a] != "replicate"])
-        _check_readable(name, tuple(tensor.shape), entry, tuple(placements))
-        me = torch.distributed.get_rank()
-        where = (mesh.mesh == me).nonzero()
-        if not len(where):
+        turned = any(placements[a] != "replicate" for a in mesh.turned)
+        _check_order(name, tensor, orders, turned=turned)
+        _check_readable(name, tuple(tensor.shape), mesh.entry, tuple(placements))
+        if mesh.at is None:
             raise UsageError("this rank is not on the tensor's mesh", where=name)
-        return entry, tuple(int(c) for c in where[0]), tuple(placements)
+        known = self._known[key] = mesh.entry, mesh.at, tuple(placements)
+        return known
 
-    def _mesh(
-        self, mesh: Any, name: str
-    ) -> tuple[Any, MeshEntry, tuple[int, ...], tuple[int, ...]]:
-        """Return the root mesh, its entry, and the root's axis of each axis of `mesh`.
-
-        And the axes of the root along which ranks do not ascend.
+    def _mesh(self, mesh: Any, name: str) -> _Mesh:
+        """Look at a mesh, once.
 
         Ranks see different slices of one root mesh; only the root looks the same to all, and
         only a description that is the same to all is cheap at scale.
@@ -156,17 +159,43 @@ class Describer:
             # The mesh itself is kept, so that its id is not given to another one.
             grid = root.mesh
             turned = tuple(a for a in range(grid.ndim) if bool((grid.diff(dim=a) <= 0).any()))
-            self._meshes[id(mesh)] = (mesh, root, entry, axes, turned)
-        return self._meshes[id(mesh)][1:]
+            where = (grid == torch.distributed.get_rank()).nonzero().tolist()
+            at = tuple(where[0]) if where else None
+            self._meshes[id(mesh)] = _Mesh(mesh, entry, axes, turned, at)
+        return self._meshes[id(mesh)]
 
 
-def _check_order(name: str, tensor: DTensor, turned: Sequence[int]) -> None:
+@dataclass(frozen=True)
+class _Mesh:
+    """What is known of a device mesh, which is kept.
+
+    Attributes
+    ----------
+    entry
+        Of its root.
+    axes
+        The root's axis of each of its axes.
+    turned
+        The axes of the root along which ranks do not ascend.
+    at
+        Where this rank is on the root.
+    """
+
+    mesh: Any
+    entry: MeshEntry
+    axes: tuple[int, ...]
+    turned: tuple[int, ...]
+    at: tuple[int, ...] | None
+
+
+def _check_order(
+    name: str, tensor: DTensor, orders: Sequence[tuple[int, ...]], *, turned: bool
+) -> None:
     """Refuse a tensor whose parts lie in another order than the coordinates of its mesh.
 
     torch cuts by places in process groups, which are sorted by rank, or from the right to the left
     where ``shard_order`` says so. Rows of a checkpoint would be at wrong places for other layouts.
     """
-    orders = [tuple(e.mesh_dims) for e in getattr(tensor._spec, "shard_order", None) or ()]
     strided = any(type(p).__name__ == "_StridedShard" for p in tensor.placements)
     if turned or (not strided and any(o != tuple(sorted(o)) for o in orders)):
         raise UsageError(

@@ -34,7 +34,7 @@ from ckptd.checkpoint.torch.state.optimizers import (
     ask_optimizer,
 )
 from ckptd.checkpoint.torch.state.rng import Rng
-from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped, local_tensor
+from ckptd.checkpoint.torch.state.tensors import PLAIN, is_dtensor, is_wrapped, local_tensor
 from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
@@ -183,7 +183,8 @@ class _Known:
         ids = _ids(look.things)
         first: dict[int, tuple[int, Any]] = {}
         for at, thing in enumerate(look.things):  # what is inside comes to its end
-            wraps = isinstance(thing, torch.Tensor) and is_wrapped(thing)
+            plain = thing is None or type(thing) in PLAIN
+            wraps = not plain and isinstance(thing, torch.Tensor) and is_wrapped(thing)
             # What is inside of a DTensor is made for each look, and so is not seen below.
             if wraps and id(thing) not in first and not is_dtensor(thing):
                 first[id(thing)] = at, look.unwrap(at)

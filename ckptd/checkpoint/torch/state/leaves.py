@@ -24,6 +24,7 @@ from ckptd.checkpoint.format.invariants import MAX_DIMS
 from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
 from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.tensors import (
+    PLAIN,
     dtype_name,
     has_own_places,
     is_dtensor,
@@ -615,7 +616,8 @@ class Sink:
         MismatchError
             The checkpoint has a tensor of another class or context there.
         """
-        record = record_of(tensor, place.name) if is_wrapped(tensor) else None
+        wraps = type(tensor) not in PLAIN and is_wrapped(tensor)
+        record = record_of(tensor, place.name) if wraps else None
         saved = None if self.saved is None else self.saved.wrapped.get(place.name)
         other = saved is not None or (
             record is not None and self.saved and self.saved.tensor(place.name) is not None
@@ -762,10 +764,12 @@ def put_nothing(value: Any) -> None:
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """Return what is equal for two tensors exactly when they are one view of one memory."""
-    if is_dtensor(tensor):
+    if type(tensor) in PLAIN:
+        pass
+    elif is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         return (memory_key(tensor._local_tensor), tuple(tensor.shape), mesh, placements)
-    if is_wrapped(tensor):
+    elif is_wrapped(tensor):
         return (type(tensor), *((name, memory_key(part)) for name, part in parts_of(tensor)))
     # The storage object, and not its address: memory that is empty here (an uneven shard) or on
     # the meta device has no address, and ranks must agree on what is an alias.
@@ -797,27 +801,24 @@ def _give_memory(live: torch.Tensor, new: torch.Tensor) -> None:
 
 def check_tensor(place: StatePlace, tensor: torch.Tensor, *, loading: bool) -> None:
     """Raise `UsageError` unless `tensor` has dense memory and a dtype of the format."""
-    if is_lazy(tensor):
+    subclass = type(tensor) not in PLAIN
+    if subclass and is_lazy(tensor):
         raise bad(
             place,
             "a lazy parameter has no shape yet",
             "UninitializedParameter",
             "run one forward pass before the first save or load",
         )
-    wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if (
-        (wrapper and not is_dtensor(tensor))
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-    ):
+    meshed = subclass and is_dtensor(tensor)
+    wrapper: bool = subclass and not meshed and is_traceable_wrapper_subclass(tensor)
+    if wrapper or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise bad(
             place,
             "only dense tensors and DTensors can be saved",
             f"{type(tensor).__name__}, layout {tensor.layout}",
             "save its dense tensors instead",
         )
-    if not is_dtensor(tensor) and is_hollow(tensor):
+    if subclass and not meshed and is_hollow(tensor):
         raise bad(
             place,
             "a tensor subclass without memory lacks __tensor_flatten__",

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are no subclasses: nothing is inside of them."""
 
 
 def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
@@ -29,22 +30,22 @@ def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether a value is a DTensor."""
-    return type(value) not in _PLAIN and _is(value, "torch.distributed.tensor", "DTensor")
+    return type(value) not in PLAIN and _is(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor, or what this rank has of a DTensor, is a wrapper subclass."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
-    plain = type(local) in _PLAIN or local.layout is not torch.strided or local.is_nested
+    plain = type(local) in PLAIN or local.layout is not torch.strided or local.is_nested
     wraps: bool = not plain and is_traceable_wrapper_subclass(local)
     return wraps and not is_dtensor(local) and not is_async(local)
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Tell whether a subclass has no memory, though it has values: what it wraps is not known."""
-    if type(tensor) in _PLAIN or tensor.is_meta or not tensor.numel() or is_async(tensor):
+    if type(tensor) in PLAIN or tensor.is_meta or not tensor.numel() or is_async(tensor):
         return False
     try:
         return not tensor.untyped_storage().data_ptr() and tensor.untyped_storage().nbytes() > 0
@@ -122,10 +123,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     What a collective still computes is waited for: before that it has no memory of its own.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     part = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return part.trigger_wait() if type(part) not in _PLAIN and is_async(part) else part
+    return part.trigger_wait() if type(part) not in PLAIN and is_async(part) else part
 
 
 def has_own_places(tensor: torch.Tensor) -> bool:

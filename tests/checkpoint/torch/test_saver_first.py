@@ -1,0 +1,114 @@
+"""The first save of a structure: few calls a tensor, and nothing kept that is of another one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+import ckptd
+from ckptd.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
+PARAMETERS = 250
+
+
+def _trained() -> dict[str, Any]:
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, 1 + i % 9)) for i in range(PARAMETERS)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_the_first_save_makes_few_calls_for_each_tensor(tmp_path: Path) -> None:
+    live = _trained()
+    calls = [0]
+    threads = (threading.main_thread().name, "ckptd-copy")
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and threading.current_thread().name.startswith(threads):
+            calls[0] += 1
+
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            handle = ck.save(1, live)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        handle.durable()
+    # The counter itself is called by the interpreter, and not counted.
+    assert calls[0] / (4 * PARAMETERS) <= 60
+
+
+def _others() -> Iterator[dict[str, torch.Tensor]]:
+    """Yield states of two names that differ in one thing from the one before."""
+    a, b = torch.arange(16.0).view(4, 4), torch.arange(8.0)
+    yield {"a": a, "b": b}
+    yield {"a": a.view(2, 8), "b": b}  # the same memory in another shape
+    yield {"a": a.view(2, 8) + 1, "b": b}  # another tensor of that shape
+    yield {"a": (a + 2).t(), "b": b}  # of other strides
+    yield {"a": (a + 3)[:, 1:3], "b": b}  # a window
+    yield {"a": b, "b": a}
+    yield {"a": b, "b": b}  # one memory under both names
+    yield {"a": b.to(torch.float64), "b": b.to(torch.bfloat16)}
+    yield {"a": b.view(torch.int32), "b": torch.tensor(5.0)}
+    yield {"a": torch.empty(0, 3), "b": torch.empty(3, 0)}
+    yield {"b": b + 1, "a": a + 4}  # in another order
+
+
+@pytest.mark.parametrize("lazy", ["off", "all"])
+def test_each_save_is_of_what_is_there_now(tmp_path: Path, lazy: Any) -> None:
+    with ckptd.Checkpointer(str(tmp_path), copy=ckptd.CopyOptions(lazy=lazy)) as ck:
+        for step, live in enumerate(_others(), 1):
+            wanted = {name: tensor.clone() for name, tensor in live.items()}
+            ck.save(step, live).durable()
+            found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+            ck.load(found, step)
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name], tensor), (step, name)
+
+
+def _save_other_cuts(root: str) -> list[bool]:
+    rows, square = torch.arange(21.0).view(7, 3), torch.arange(16.0).view(4, 4)
+    one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(n,)) for n in ("dp", "tp"))
+    split = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cuts = [
+        (rows, one, [Shard(0)]),
+        (rows, one, [Shard(1)]),
+        (rows, other, [Shard(1)]),
+        (rows, one, [Replicate()]),
+        (square, one, [Shard(0)]),
+        (square, split, [Shard(0), Shard(0)]),
+        (square, split, [Replicate(), Shard(1)]),
+        (square, split, [Shard(1), Replicate()]),
+    ]
+    right = []
+    with ckptd.Checkpointer(root) as ck:
+        for step, (whole, mesh, placements) in enumerate(cuts, 1):
+            live = {n: distribute_tensor(whole + i, mesh, placements) for i, n in enumerate("ab")}
+            ck.save(step, live).durable()
+            found = {n: torch.zeros_like(whole) for n in "ab"}
+            ck.load(found, step)
+            right.append(all(torch.equal(found[n], whole + i) for i, n in enumerate("ab")))
+    dist.barrier()
+    return right
+
+
+@pytest.mark.dist
+def test_each_save_is_cut_as_its_tensors_are_now(tmp_path: Path) -> None:
+    for right in run_ranks(2, _save_other_cuts, str(tmp_path)):
+        assert right == [True] * 8
