@@ -187,6 +187,7 @@ class ManifestTables:
     def __init__(self, grids: Iterable[GridEntry] = (), owners: Iterable[Runs3] = ()) -> None:
         self._grids = {grid: number for number, grid in enumerate(grids)}
         self._owners = {runs: number for number, runs in enumerate(owners)}
+        self._placed: dict[bytes, tuple[int, int]] = {}
 
     def grid(self, grid: GridEntry) -> int:
         """Return the number of a grid."""
@@ -198,9 +199,13 @@ class ManifestTables:
 
     def placed(self, files: NDArray[np.int64]) -> tuple[int, int]:
         """Return number and base of the map of these files; maps that differ by a base are one."""
-        held = files != ABSENT
-        base = int(files[held].min())
-        return self.owner(Owners.from_array(np.where(held, files - base, ABSENT)).runs), base
+        key = files.tobytes()
+        if key not in self._placed:
+            held = files != ABSENT
+            base = int(files[held].min())
+            runs = Owners.from_array(np.where(held, files - base, ABSENT)).runs
+            self._placed[key] = self.owner(runs), base
+        return self._placed[key]
 
     @property
     def grids(self) -> tuple[GridEntry, ...]:

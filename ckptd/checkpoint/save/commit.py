@@ -82,17 +82,14 @@ def refer(
     files = _files(parts, folder)
     numbers = {f.path: plan.world + i for i, f in enumerate(files)}
     moved = _moved(plan, parts, numbers)
-    known: dict[tuple[int, int, bytes], tuple[int, int]] = {}
     bounds = np.flatnonzero(np.diff(moved[0], prepend=-1, append=-1))
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         number = int(moved[0][start])
         entry = tensors[number]
         where = Owners(plan.owners[entry.owners]).array(entry.base)
         where[moved[1][start:end]] = moved[2][start:end]
-        key = (entry.owners, entry.base, where.tobytes())
-        if key not in known:
-            known[key] = tables.placed(where)
-        tensors[number] = msgspec.structs.replace(entry, owners=known[key][0], base=known[key][1])
+        owners, base = tables.placed(where)
+        tensors[number] = msgspec.structs.replace(entry, owners=owners, base=base)
     return files
 
 

@@ -209,10 +209,9 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     row_cut = cache(partial(_row_cut, tables, share))
     rows = [row_cut(t.shape, n, len(r)) for (t, r), n in zip(plain, sizes, strict=True)]
     owners = _assign(plain, sizes, [counts for _, counts in rows], balance)
-    placed = cache(lambda files: tables.placed(np.array(files)))
     for (t, _), (grid, _), files in zip(plain, rows, owners, strict=True):
-        placed_at = placed(tuple(files))
-        entries[t.name] = TensorEntry(t.name, t.dtype, t.shape, grid, *placed_at, t.aliases)
+        placed = tables.placed(np.array(files))
+        entries[t.name] = TensorEntry(t.name, t.dtype, t.shape, grid, *placed, t.aliases)
     meshes = {c.mesh: None for g in groups for c in g.structure.cuts if c.mesh is not None}
     homes: dict[str, int] = {}
     for group in groups:
@@ -367,7 +366,6 @@ class _Placing:
         self._tables = tables
         self._balance = balance
         self._known: dict[Any, _Placed | None] = {}
-        self._copies: dict[TensorCut, list[int]] = {}
         self._written: dict[tuple[int, ...], list[int]] = {}
         """Bytes of each copy of the shards, for each form of a mesh with copies."""
 
@@ -375,11 +373,8 @@ class _Placing:
         self, tensor: TensorEntry, cut: TensorCut, holders: tuple[int, ...]
     ) -> tuple[int, int, int]:
         """Return the numbers of a tensor's grid and owners, and their base."""
-        if (written := self._copies.get(cut)) is None:
-            sizes, free = _copies(cut)
-            count = math.prod([sizes[i] for i in free])
-            written = self._written.setdefault((*sizes, -1, *free), [0] * count)
-            self._copies[cut] = written
+        sizes, free, count = _copies(cut)
+        written = self._written.setdefault((*sizes, -1, *free), [0] * count)
         # Copies of one shard lie on the replicated dimensions; the copy that has written least so
         # far writes this tensor. Not every coordinate is a copy: a mesh may have a pipeline
         # dimension, and the tensor only one stage.
@@ -399,7 +394,7 @@ class _Placing:
             "the ranks do not hold this tensor completely",
             kind="structure",
             where=tensor.name,
-            wanted=f"every shard on the mesh {names} {list(_copies(cut)[0])}",
+            wanted=f"every shard on the mesh {names} {list(sizes)}",
             found=f"the tensor on ranks {list(holders[:16])} only",
         )
 
@@ -414,8 +409,7 @@ class _Placing:
             shape, ranks = cut.mesh.shape, mesh_array(cut.mesh)
             placements = nested(shape, cut.placements) or cut.placements
             grid = sharded_grid(tensor.shape, shape, placements).grid
-            _, free = _copies(cut)
-            coordinate = [0] * len(shape)
+            free, coordinate = _copies(cut)[1], [0] * len(shape)
             at = np.unravel_index(pick, [shape[i] for i in free]) if free else ()
             for axis, value in zip(free, at, strict=True):
                 coordinate[axis] = int(value)
@@ -427,12 +421,12 @@ class _Placing:
         return numbers, files.tolist() if len(files) <= 64 else []
 
 
-def _copies(cut: TensorCut) -> tuple[tuple[int, ...], list[int]]:
-    """Return the sizes of a mesh, and the dimensions on which copies of one shard lie."""
-    if cut.mesh is None or cut.grid is not None:
-        return (), []
-    sizes, placed = cut.mesh.shape, cut.placements
-    return sizes, [i for i, p in enumerate(placed) if p == "replicate" and sizes[i] > 1]
+@lru_cache(maxsize=1024)
+def _copies(cut: TensorCut) -> tuple[tuple[int, ...], list[int], int]:
+    """Return the sizes of a mesh, on which dimensions copies of one shard lie, and their number."""
+    sizes = () if cut.mesh is None or cut.grid is not None else cut.mesh.shape
+    free = [i for i, n in enumerate(sizes) if n > 1 and cut.placements[i] == "replicate"]
+    return sizes, free, math.prod([sizes[i] for i in free])
 
 
 def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -85,7 +85,9 @@ def test_each_save_is_of_what_is_there_now(tmp_path: Path, lazy: Any) -> None:
 def _save_other_cuts(root: str) -> list[bool]:
     rows, square = torch.arange(21.0).view(7, 3), torch.arange(16.0).view(4, 4)
     one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(n,)) for n in ("dp", "tp"))
-    split = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    split, tall = (
+        init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")) for sizes in ((1, 2), (2, 1))
+    )
     cuts = [
         (rows, one, [Shard(0)]),
         (rows, one, [Shard(1)]),
@@ -95,6 +97,8 @@ def _save_other_cuts(root: str) -> list[bool]:
         (square, split, [Shard(0), Shard(0)]),
         (square, split, [Replicate(), Shard(1)]),
         (square, split, [Shard(1), Replicate()]),
+        (square, split, [Shard(0), Shard(1)]),
+        (square, tall, [Shard(0), Shard(1)]),
     ]
     right = []
     with ckptd.Checkpointer(root) as ck:
@@ -111,4 +115,4 @@ def _save_other_cuts(root: str) -> list[bool]:
 @pytest.mark.dist
 def test_each_save_is_cut_as_its_tensors_are_now(tmp_path: Path) -> None:
     for right in run_ranks(2, _save_other_cuts, str(tmp_path)):
-        assert right == [True] * 8
+        assert right == [True] * 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -165,8 +165,7 @@ class Describer:
         return self._meshes[id(mesh)]
 
 
-@dataclass(frozen=True)
-class _Mesh:
+class _Mesh(NamedTuple):
     """What is known of a device mesh, which is kept.
 
     Attributes
