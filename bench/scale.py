@@ -162,7 +162,7 @@ def measure(ranks: int) -> Iterator[dict[str, Any]]:
         plan = clock.run("plan save s", lambda f=found: build_plan(f, ranks))
         clock.run("one rank's file s", lambda p=plan: RankPlan(p, ranks // 2))
         reported = parts(plan, ranks)
-        save = SaveRequest(1, 1000, 1, "0001", plan.digest, (), (), {}, None, 60.0)
+        save = SaveRequest(1000, 1, "0001", 1, plan.digest, (), (), {}, None, 60.0)
         manifest = clock.run(
             "join parts s", lambda p=plan, r=reported, s=save: assemble(p, r, s, None)
         )

@@ -59,7 +59,7 @@ def calls() -> list[Call]:
     """Return what an agent with several ranks decodes in its threads when a job begins."""
     objects = (ObjectEntry("a", 1),)
     part = RankPart(0, "p", objects=objects).encode()
-    save = SaveRequest(1, 1, 1, "a", "p", (), objects, {}, None, 1.0)
+    save = SaveRequest(1, 1, "a", 1, "p", (), objects, {}, None, 1.0)
     spec = msgspec.json.encode(StoreSpec("/x"))
     plan = SavePlan(1, (), (), (TensorEntry("t", "float32", (1,), 0, 0),), ()).stamped()
     generation = encode_record(Generation(2, "x", Parent(1, 1), "", 1))

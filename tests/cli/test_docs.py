@@ -40,7 +40,9 @@ def documents() -> dict[str, list[type[Document]]]:
     for verb in VERBS:
         app[verb].default_command  # noqa: B018 - imports its module
     out: dict[str, list[type[Document]]] = {}
-    for cls in Document.__subclasses__():
+    for cls in (
+        own for kind in Document.__subclasses__() for own in kind.__subclasses__() or [kind]
+    ):
         out.setdefault(str(cls.__struct_config__.tag).partition(" ")[0], []).append(cls)
     return out
 

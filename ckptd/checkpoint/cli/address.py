@@ -23,7 +23,7 @@ from ckptd.checkpoint.load.foreign import SHARD, split_file
 from ckptd.checkpoint.load.opening import foreign_format, foreign_loss, open_catalogue
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.leases import hold_or_read, reading
-from ckptd.cli.output import left_out, warn
+from ckptd.cli.output import Document, left_out, warn
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
@@ -36,6 +36,14 @@ _PATIENCE_S = 30.0
 _ADDRESS = re.compile(
     r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?|([A-Za-z][A-Za-z0-9._-]{0,63}))", re.DOTALL
 )
+
+
+class CheckpointDocument(Document, frozen=True, kw_only=True):
+    """What is printed of one checkpoint begins with URL of its root, step and generation."""
+
+    root: str
+    step: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,18 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from ckptd.checkpoint.cli.address import Where, needs_step, opened
+from ckptd.checkpoint.cli.address import CheckpointDocument, Where, needs_step, opened
 from ckptd.checkpoint.cli.ls import metadata_text
 from ckptd.checkpoint.format.codec import parse_json
-from ckptd.cli.output import Document, Json, Reply
+from ckptd.cli.output import Json, Reply
 from ckptd.errors import UsageError
 
 _WIDTH = 100
 
 
-class AnnotateDocument(Document, frozen=True, kw_only=True, tag="annotate"):
+class AnnotateDocument(CheckpointDocument, frozen=True, kw_only=True, tag="annotate"):
     """What ``ckptd annotate --json`` prints: the checkpoint, and its metadata as it is now."""
 
-    root: str
-    step: int
-    generation: int
     metadata: dict[str, Any]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -174,15 +174,12 @@ def _objects(
     if not report.objects:
         return ()
     mine, other = (r.raw_objects() for r in readers)
-    return tuple(
-        DiffedObject(o.name, o.left, o.right, _changes(mine, other, o.name)) for o in report.objects
-    )
 
+    def inside(name: str) -> tuple[ValueChange, ...]:
+        there = name in mine and name in other
+        return changes(mine[name], other[name], _MOST_CHANGES) if there else ()
 
-def _changes(mine: dict[str, Any], other: dict[str, Any], name: str) -> tuple[ValueChange, ...]:
-    if name not in mine or name not in other:
-        return ()
-    return changes(mine[name], other[name], _MOST_CHANGES)
+    return tuple(DiffedObject(o.name, o.left, o.right, inside(o.name)) for o in report.objects)
 
 
 # -- for people ------------------------------------------------------------------------------------

@@ -103,8 +103,17 @@ def gc(
         if not dry_run:
             _confirm(plan, root, yes=yes, ask=not json)
             report = run_gc(catalogue.store, plan)
-        url = catalogue.store.url
-    document = _document(url, plan, report, dry_run=dry_run)
+    document = GcDocument(
+        root=catalogue.store.url,
+        dry_run=dry_run,
+        planned=plan.items,
+        planned_bytes=plan.nbytes,
+        kept=plan.kept,
+        notes=plan.notes,
+        deleted=report.deleted,
+        skipped=tuple(Skipped(**msgspec.structs.asdict(i), why=why) for i, why in report.skipped),
+        swept=report.swept,
+    )
     return Reply(document, lambda _: _show_report(report))
 
 
@@ -153,20 +162,6 @@ def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
     print(f"delete {what}? [y/N] ", end="", flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise RefusedError("nothing was deleted", where=root)
-
-
-def _document(url: str, plan: GcPlan, report: GcReport, *, dry_run: bool) -> GcDocument:
-    return GcDocument(
-        root=url,
-        dry_run=dry_run,
-        planned=plan.items,
-        planned_bytes=plan.nbytes,
-        kept=plan.kept,
-        notes=plan.notes,
-        deleted=report.deleted,
-        skipped=tuple(Skipped(**msgspec.structs.asdict(i), why=why) for i, why in report.skipped),
-        swept=report.swept,
-    )
 
 
 # -- for people ------------------------------------------------------------------------------------

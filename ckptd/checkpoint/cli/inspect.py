@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ckptd.base.grids.owners import ABSENT, Owners
-from ckptd.checkpoint.cli.address import CheckpointAddress, Where, opened
+from ckptd.checkpoint.cli.address import CheckpointAddress, CheckpointDocument, Where, opened
 from ckptd.checkpoint.cli.ls import metadata_text
 from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry, foreign_sizes
 from ckptd.checkpoint.format.names import CommitName
@@ -22,7 +22,6 @@ from ckptd.checkpoint.load.source import CheckpointReader, SectionReader, Tensor
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.cli.options import Section
 from ckptd.cli.output import (
-    Document,
     Json,
     Reply,
     counted,
@@ -133,7 +132,7 @@ class MeshRow(msgspec.Struct, frozen=True):
     ranks: str
 
 
-class InspectDocument(Document, frozen=True, kw_only=True, tag="inspect"):
+class InspectDocument(CheckpointDocument, frozen=True, kw_only=True, tag="inspect"):
     """What ``ckptd inspect --json`` prints.
 
     Attributes
@@ -151,9 +150,6 @@ class InspectDocument(Document, frozen=True, kw_only=True, tag="inspect"):
         that these hint at; empty for none.
     """
 
-    root: str
-    step: int
-    generation: int
     attempt: str
     created: str
     world_size: int

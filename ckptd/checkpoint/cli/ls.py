@@ -12,10 +12,11 @@ import msgspec
 from ckptd.checkpoint.cli.address import Root, opened
 from ckptd.checkpoint.format.lineage import line
 from ckptd.checkpoint.format.manifest import OfAttempt, OfCheckpoint
-from ckptd.checkpoint.format.names import DATA, CommitName, parse_data_folder
+from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.records import Commit, Parent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import abandoned_by
+from ckptd.checkpoint.root.index import attempts
 from ckptd.checkpoint.root.leases import expired, leases
 from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, shorten
 from ckptd.cli.output import time_text as when
@@ -241,12 +242,10 @@ def _generation(catalogue: Catalogue, number: int) -> GenerationRow | None:
 
 def _attempts(catalogue: Catalogue, used: set[str], newest: int) -> list[AttemptRow]:
     rows = []
-    for child in catalogue.store.children(DATA):
-        parsed = parse_data_folder(child)
-        if parsed is None or not child.endswith("/") or DATA + child in used:
+    for folder, name, attempt in attempts(catalogue.store):
+        if folder in used:
             continue
-        name, attempt = parsed
-        found = list(catalogue.store.list(DATA + child))
+        found = list(catalogue.store.list(folder))
         rows.append(
             AttemptRow(
                 step=name.step,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckptd.checkpoint.cli.address import CheckpointAddress, Where, needs_step, opened
+from ckptd.checkpoint.cli.address import (
+    CheckpointAddress,
+    CheckpointDocument,
+    Where,
+    needs_step,
+    opened,
+)
 from ckptd.checkpoint.format.manifest import OfCheckpoint
 from ckptd.checkpoint.format.names import CommitName, commit_key, pin_key
 from ckptd.checkpoint.format.records import Pin
@@ -29,12 +35,8 @@ class PinDocument(Document, frozen=True, kw_only=True, tag="pin"):
     pin: PinRow
 
 
-class UnpinDocument(Document, frozen=True, kw_only=True, tag="pin --remove"):
+class UnpinDocument(CheckpointDocument, frozen=True, kw_only=True, tag="pin --remove"):
     """What ``ckptd pin --remove --json`` prints: the checkpoint that is no longer pinned."""
-
-    root: str
-    step: int
-    generation: int
 
 
 class PinsDocument(Document, frozen=True, kw_only=True, tag="pin --list"):

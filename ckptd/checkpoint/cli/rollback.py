@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckptd.checkpoint.cli.address import Where, needs_step, opened
+from ckptd.checkpoint.cli.address import CheckpointDocument, Where, needs_step, opened
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.cli.output import Document, Json, Reply, flag
+from ckptd.cli.output import Json, Reply, flag
 from ckptd.errors import CorruptError
 
 _MOST_SHOWN = 8
 
 
-class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
+class RollbackDocument(CheckpointDocument, frozen=True, kw_only=True, tag="rollback"):
     """What ``ckptd rollback --json`` prints.
 
     Attributes
@@ -29,9 +29,6 @@ class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
         again.
     """
 
-    root: str
-    step: int
-    generation: int
     claimed: int
     abandoned: tuple[CommitName, ...]
 

@@ -26,5 +26,9 @@ def derive_seed(encoded: Any, rank: int, world: int) -> int:
     The same on every call: a load that is repeated gives the same streams. The value moves on with
     training, so that two resumes from different steps do not replay the same numbers.
     """
-    text = json.dumps([encoded, rank, world], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return seed_of(json.dumps([encoded, rank, world], sort_keys=True).encode())
+
+
+def seed_of(material: bytes) -> int:
+    """Return a seed in ``[0, 2**63)`` for some bytes, the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "big") >> 1

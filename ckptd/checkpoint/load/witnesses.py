@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import flat_regions, piece_regions
 from ckptd.base.grids.grid import Piece
-from ckptd.checkpoint.format.manifest import FileEntry, Manifest
+from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
 from ckptd.checkpoint.format.names import WITNESS
 from ckptd.checkpoint.format.witness import (
     SAMPLE,
@@ -77,7 +77,7 @@ class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyReport(OfCheckpoint, frozen=True, kw_only=True):
     """The outcome of a verification.
 
     Attributes
@@ -100,8 +100,6 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         Further findings that were not kept.
     """
 
-    step: int
-    generation: int
     deep: bool
     files: int = 0
     tensors: int = 0

@@ -40,7 +40,7 @@ from ckptd.checkpoint.format.names import (
 )
 from ckptd.checkpoint.format.records import Commit, Generation, decode_record
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.root.index import Index, commit_marks, put_mark, seconds_of
+from ckptd.checkpoint.root.index import Index, attempts, commit_marks, put_mark, seconds_of
 from ckptd.checkpoint.root.leases import expired, leases
 from ckptd.checkpoint.root.policy import Keep, Selection, select, unmet
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError
@@ -504,17 +504,15 @@ def _folders(
     records = inventory.records
     used = {f for n, r in records.items() if n not in dropped for f in r.folders}
     freed = {f for n in dropped for f in records[n].folders} - used
-    for child in store.children(DATA):
-        folder = DATA + child
-        parsed = parse_data_folder(child)
-        if parsed is None or not child.endswith("/") or folder in used:
+    for folder, name, _ in attempts(store):
+        if folder in used:
             continue
         if folder in freed:
             item = _weigh(store, "data", folder)
             yield msgspec.structs.replace(item, reason="no checkpoint refers to it")
-        elif parsed[0] in records or parsed[0] not in inventory.guards:
+        elif name in records or name not in inventory.guards:
             item = _weigh(store, "leftover", folder)
-            reason = _why_left(parsed[0], item.modified, inventory, old)
+            reason = _why_left(name, item.modified, inventory, old)
             if reason is not None and item.objects:
                 yield msgspec.structs.replace(item, reason=reason)
 
@@ -715,10 +713,7 @@ class _Run:
 
     def _marks_of(self, names: list[CommitName]) -> list[str]:
         """Return the marks that a clean-up left which died after it had deleted these commits."""
-        folders = [DATA + c for c in self.store.children(DATA)] if names else []
-        of = [
-            f for f in folders if (p := parse_data_folder(f.removeprefix(DATA))) and p[0] in names
-        ]
+        of = [folder for folder, name, _ in attempts(self.store) if name in names] if names else []
         return [key for folder in of for key in commit_marks(self.store, folder)]
 
     def _check_unclaimed(self, raw: dict[CommitName, bytes]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from ckptd.checkpoint.format.manifest import Manifest, decode_manifest
 from ckptd.checkpoint.format.names import (
     ANNOTATIONS,
     COMMITS,
+    DATA,
     GENERATIONS,
     MARKS,
     PINS,
@@ -32,6 +33,7 @@ from ckptd.checkpoint.format.names import (
     generation_key,
     parse_annotation_name,
     parse_commit_name,
+    parse_data_folder,
     parse_generation_name,
     parse_tag_name,
     tag_key,
@@ -126,6 +128,13 @@ MAX_TRIES = 64
 """Bound of each loop that starts again because another process was faster."""
 _THREAD_S = 0.001
 """A read that takes longer is waited for with others, in threads of their own."""
+
+
+def attempts(store: Store) -> Iterator[tuple[str, CommitName, str]]:
+    """Yield the data folders of a root, each with its checkpoint and the name of its attempt."""
+    for child in store.children(DATA):
+        if child.endswith("/") and (parsed := parse_data_folder(child)) is not None:
+            yield DATA + child, *parsed
 
 
 class Index:
@@ -389,6 +398,14 @@ class Index:
                 return name
             names = [n for n in names if n != name]
         return None
+
+    def newest(self) -> CommitName | None:
+        """Return `latest`, or None where there is no root yet."""
+        try:
+            self.open()
+        except NotFoundError:
+            return None
+        return self.latest()
 
     def survey(self, *, suspect: bool = False) -> tuple[int, list[CommitName]]:
         """Return the newest generation and all commits, as they were at one moment.

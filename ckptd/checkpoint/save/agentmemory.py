@@ -154,9 +154,9 @@ class AgentMemoryStore(Store):
     """Own shares and guests. Thread-safe; `close` releases all memory."""
 
     capabilities = MemoryStore.capabilities
+    url = "memory://agent"
 
-    def __init__(self, url: str = "memory://agent") -> None:
-        self.url = url
+    def __init__(self) -> None:
         self.options: dict[str, Any] = {}
         self._lock = threading.RLock()
         self._objects: dict[str, _Object] = {}

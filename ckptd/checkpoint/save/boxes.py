@@ -363,11 +363,7 @@ class BoxRoot:
 
     def latest(self) -> int | None:
         """Return the step of the newest checkpoint, or None."""
-        try:
-            self._catalogue.open()
-        except NotFoundError:
-            return None
-        name = self._catalogue.latest()
+        name = self._catalogue.newest()
         return None if name is None else name.step
 
     @contextmanager

@@ -13,7 +13,6 @@ import msgspec
 from ckptd.base.digest import DIGEST_BYTES, digest
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry, OfAttempt
-from ckptd.checkpoint.format.names import CommitName, data_folder
 from ckptd.checkpoint.root.policy import Keep
 from ckptd.checkpoint.save.peers import MOST_TOLD, KnownNode
 from ckptd.checkpoint.save.structure import SavePlan
@@ -252,7 +251,7 @@ class Blob(msgspec.Struct, frozen=True):
     leader: bool
 
 
-class SaveRequest(msgspec.Struct, frozen=True, tag=True):
+class SaveRequest(OfAttempt, frozen=True, tag=True):
     """Write one attempt; a counter in its slot of the arena shows how far the copying is.
 
     Attributes
@@ -275,13 +274,10 @@ class SaveRequest(msgspec.Struct, frozen=True, tag=True):
     """
 
     job: int
-    step: int
-    generation: int
-    attempt: str
     plan: str = ""
     extra: tuple[Extra, ...] = ()
     objects: tuple[ObjectEntry, ...] = ()
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     keep: Keep | None = None
     timeout_s: float = 0.0
     slot: int = 0
@@ -291,16 +287,6 @@ class SaveRequest(msgspec.Struct, frozen=True, tag=True):
     root_id: str = ""
     claim_id: str = ""
     again: bool = False
-
-    @property
-    def name(self) -> CommitName:
-        """The checkpoint that this would become."""
-        return CommitName(self.step, self.generation)
-
-    @property
-    def folder(self) -> str:
-        """Data folder of this attempt."""
-        return data_folder(self.name, self.attempt)
 
 
 class Sealed(msgspec.Struct, frozen=True, tag=True):

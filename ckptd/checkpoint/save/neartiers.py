@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptd.checkpoint.format.names import DATA, CommitName, parse_data_folder
+from ckptd.checkpoint.format.names import DATA, CommitName
+from ckptd.checkpoint.root.index import attempts
 from ckptd.checkpoint.save.agentmemory import AgentMemoryStore
 from ckptd.checkpoint.save.arena import KEEPING
 from ckptd.checkpoint.save.peers import KnownNode
@@ -241,11 +242,8 @@ class NodeTiers:
         if store is None or len(names) < self._local_keep:
             return
         try:
-            for child in store.children(DATA):
-                parsed = parse_data_folder(child)
-                folder = DATA + child
-                old = parsed is not None and age(parsed[0]) < age(names[0])
-                if old and folder not in used:
+            for folder, name, _ in attempts(store):
+                if age(name) < age(names[0]) and folder not in used:
                     store.sweep(folder, older_than_s=0.0)  # what a death in mid-write left
                     store.delete([info.key for info in store.list(folder)])
         except CkptdError as error:

@@ -189,7 +189,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         The farthest source fails.
     """
     # As far as a manifest depends on it.
-    save = SaveRequest(0, snapshot.step, snapshot.generation, snapshot.attempt, snapshot.plan)
+    save = SaveRequest(snapshot.step, snapshot.generation, snapshot.attempt, 0, snapshot.plan)
     try:
         plan = _read(union, plan_key(save.folder), decode_plan)
         if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):

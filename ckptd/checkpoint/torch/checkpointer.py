@@ -289,10 +289,10 @@ class Checkpointer(OfOneProcess):
         with self._saving(name, attempt, begun_ns):
             client = self._connect()
             wanted = SaveRequest(
-                client.next_job(),
                 step,
                 name.generation,
                 attempt,
+                client.next_job(),
                 keep=self._keep,
                 timeout_s=self._timeout_s,
                 near=near,

@@ -217,10 +217,7 @@ class CopyFeed:
         with self._change:
             self._pushing += 1
             group = line.waiting.popleft()
-        try:
-            line.flying.append((group, line.lane.push(group)))
-        except BaseException as error:  # noqa: BLE001 - raised when nothing is under way
-            self._fail(error)
+        self._push(line, group)
         with self._change:
             self._pushing -= 1
             self._change.notify_all()
@@ -228,12 +225,14 @@ class CopyFeed:
     def _push_next(self, line: _Line) -> None:
         if not line.waiting:
             return
-        group = line.waiting.popleft()
+        self._push(line, line.waiting.popleft())
+        self._change.notify_all()
+
+    def _push(self, line: _Line, group: CopyGroup) -> None:
         try:
             line.flying.append((group, line.lane.push(group)))
-        except BaseException as error:  # noqa: BLE001 - as above
+        except BaseException as error:  # noqa: BLE001 - raised when nothing is under way
             self._fail(error)
-        self._change.notify_all()
 
     def _settle(self) -> bool:
         """Take what is done off the lanes; return whether anything was."""

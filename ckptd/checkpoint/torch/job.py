@@ -18,7 +18,7 @@ from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.torch.schedule import SignalWatch
-from ckptd.errors import NotFoundError, RefusedError, StoreError
+from ckptd.errors import RefusedError, StoreError
 from ckptd.events.bus import phase
 from ckptd.parts import part
 
@@ -147,11 +147,7 @@ class Lineage:
         return None if found is None else CommitName(*found)
 
     def _newest(self) -> tuple[int, int] | None:
-        try:
-            self._catalogue.open()
-        except NotFoundError:
-            return None
-        name = self._catalogue.latest()
+        name = self._catalogue.newest()
         return None if name is None else (name.step, name.generation)
 
     @phase("ckpt")

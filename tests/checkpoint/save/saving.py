@@ -92,7 +92,7 @@ class Job:
             "plan": self.plan.digest,
         }
         fields |= changes
-        return SaveRequest(self.client.next_job(), step, self.generation, attempt, **fields)
+        return SaveRequest(step, self.generation, attempt, self.client.next_job(), **fields)
 
     def save(
         self,

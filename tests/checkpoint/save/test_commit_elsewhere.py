@@ -30,7 +30,7 @@ INDEX = "0" * 32
 
 
 def save_of(plan: SavePlan = PLAN) -> SaveRequest:
-    return SaveRequest(1, 9, 1, "0001", plan.digest, (), (), {}, None, 1.0)
+    return SaveRequest(9, 1, "0001", 1, plan.digest, (), (), {}, None, 1.0)
 
 
 def old_file(step: int, rank: int) -> FileEntry:

@@ -19,13 +19,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.checkpoint.torch.data.facts import batch_form, batches_of, changes, facts_of
 from ckptd.checkpoint.torch.data.keyed import keyed_seed
-from ckptd.checkpoint.torch.data.sampler import ElasticSampler
+from ckptd.checkpoint.torch.data.sampler import ElasticSampler, rank_and_world
 from ckptd.checkpoint.torch.replicas import sample_digest
 from ckptd.checkpoint.torch.state.leaves import derive_seed
 from ckptd.checkpoint.torch.state.rng import OwnStreams, RngStreams
@@ -484,7 +483,7 @@ class Batches(OfOneProcess):
         MismatchError
             Nobody can tell what this rank's share is.
         """
-        rank, world = _rank_and_world()
+        rank, world = rank_and_world()
         for state in states:
             _position_of(state, self._kind)
         own: dict[str, Any] = {**states[0], "drawn": max(s["drawn"] for s in states)}
@@ -707,12 +706,6 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             hint=_AS_SAVED,
         )
     return at
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _no_share(saved: int, world: int, found: str) -> MismatchError:

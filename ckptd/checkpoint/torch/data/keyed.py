@@ -7,12 +7,12 @@ by what it is for gives the same numbers whoever draws them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from ckptd.checkpoint.format.reseed import seed_of
 from ckptd.checkpoint.torch.state.rng import Rng
 
 
@@ -24,8 +24,7 @@ def keyed_seed(*key: int | str) -> int:
     key
         What the stream is for, such as ``(seed, "dropout", step, micro-batch)``.
     """
-    text = repr(tuple(part if isinstance(part, str) else int(part) for part in key))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return seed_of(repr(tuple(p if isinstance(p, str) else int(p) for p in key)).encode())
 
 
 def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:

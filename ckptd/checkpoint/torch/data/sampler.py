@@ -14,6 +14,13 @@ from ckptd.errors import CorruptError, UsageError
 _log = logging.getLogger("ckptd")
 
 
+def rank_and_world() -> tuple[int, int]:
+    """Return the rank of this process and how many there are, by torch; without a group 0 of 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 class ElasticSampler:
     """Yields the micro-batches of this rank, for ever, from where the job is.
 
@@ -47,10 +54,10 @@ class ElasticSampler:
     def __init__(
         self, schedule: Schedule, *, rank: int | None = None, world: int | None = None
     ) -> None:
-        joined = dist.is_available() and dist.is_initialized()
+        here = rank_and_world()
         self.schedule = schedule
-        self.rank = rank if rank is not None else dist.get_rank() if joined else 0
-        self.world = world if world is not None else dist.get_world_size() if joined else 1
+        self.rank = here[0] if rank is None else rank
+        self.world = here[1] if world is None else world
         self.consumed = 0
         self._share = schedule.mine(self.rank, self.world)
         self._assigned: tuple[int, Sequence[int]] | None = None

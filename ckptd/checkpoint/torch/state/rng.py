@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from ckptd.base.torch.device import DeviceKind, accelerator
+from ckptd.checkpoint.format.reseed import seed_of
 from ckptd.errors import CorruptError
 
 _log = logging.getLogger("ckptd")
@@ -90,8 +90,8 @@ class RngStreams:
         devices
             The seed of the devices'.
         """
-        seeds = [_seed_of(self.cpu.numpy().tobytes())]
-        seeds += [_seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
+        seeds = [seed_of(self.cpu.numpy().tobytes())]
+        seeds += [seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
         others = [RngStreams.of_seed(seed) for seed in seeds]
         begun = RngStreams.of_seed(devices)
         return replace(begun, cpu=others[0].cpu, numpy=others[1].numpy, python=others[2].python)
@@ -242,10 +242,6 @@ class Rng:
         torch.manual_seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
-
-
-def _seed_of(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") >> 1
 
 
 def _devices_in_use() -> list[tuple[DeviceKind, int]]:

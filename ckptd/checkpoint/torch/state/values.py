@@ -30,7 +30,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     memory_key,
     twice,
 )
-from ckptd.checkpoint.torch.state.objects import children, remade
+from ckptd.checkpoint.torch.state.objects import Nesting, children, remade
 from ckptd.checkpoint.torch.state.tensors import (
     as_bytes,
     dtype_name,
@@ -303,27 +303,20 @@ def mapped(
         places.
     """
     made: dict[int, Any] = {}
-    around: dict[int, str] = {}
+    around = Nesting()
 
     def of(value: Any, at: StatePlace | None) -> Any:
         if (items := children(value)) is None:
             return function(value, at)
-        path = "" if at is None else at.path[:200]
-        if id(value) in around:
-            message = "a container of the state contains itself"
-            found = f"also at {around[id(value)]}"
-            raise UsageError(message, where=path, found=found)
-        if len(around) > codec.MAX_DEPTH:
-            raise UsageError("nested too deeply", kind="unsavable", where=path)
+        around.enter(value, "" if at is None else at.path[:200])
         if id(value) not in made:
-            around[id(value)] = path
             segment = _segment
             if isinstance(value, dict) and at is not None:
                 refuse_optimizer_ids(value, at)
                 segment = fqn_segment if is_state_dict(value) else _segment
             held = [(k, of(v, at and at.child(segment(k), f"[{k!r}]"))) for k, v in items]
             made[id(value)] = remade(value, held)
-            del around[id(value)]
+        around.leave(value)
         return made[id(value)]
 
     return of(value, place)
