@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Block
-from ckptd.checkpoint.load.copier import copy_values
+from ckptd.base.runtime.copier import copy_values
 from ckptd.checkpoint.load.spare import SPARE
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
 from ckptd.lay.agree import agreed

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.digest import DIGEST_BYTES, MAX_CHUNKS, DigestIndex, block_count, digest, digest_hex
 from ckptd.base.grids.owners import ABSENT
+from ckptd.base.runtime.guarded import GuardedMapping
 from ckptd.base.runtime.host import available_bytes
 from ckptd.checkpoint.format.container import (
     MAX_HEADER_BYTES,
@@ -34,7 +35,6 @@ from ckptd.checkpoint.format.container import (
 from ckptd.checkpoint.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest
 from ckptd.checkpoint.format.names import digests_key, parse_chunk_name
-from ckptd.checkpoint.load.guarded import GuardedMapping
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
 from ckptd.store.base import Store
 from ckptd.store.osio import is_cached, reading

@@ -22,9 +22,9 @@ from ckptd.base.grids.block import Block, Fill, Region
 from ckptd.base.grids.grid import Grid, strides_of
 from ckptd.base.grids.owners import ABSENT
 from ckptd.base.grids.plan import plan
+from ckptd.base.runtime.copier import copy_values
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import Manifest
-from ckptd.checkpoint.load.copier import copy_values
 from ckptd.checkpoint.load.files import PieceLocations
 from ckptd.checkpoint.load.target import DeviceTarget, Target
 from ckptd.decoding import msgpack_decoder

@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from ckptd.base.digest import BLOCK_BYTES, digest
 from ckptd.base.grids.block import Block
 from ckptd.base.grids.grid import is_packed, strides_of
+from ckptd.base.runtime.copier import LEAST_BYTES, copies_natively
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.runtime.pool import cores, run_all
 from ckptd.checkpoint.format.names import digests_key
-from ckptd.checkpoint.load.copier import LEAST_BYTES, copies_natively
 from ckptd.checkpoint.load.files import (
     LocalFiles,
     PieceLocations,

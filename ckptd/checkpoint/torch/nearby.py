@@ -14,6 +14,7 @@ import msgspec
 
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.base.runtime.agentlink import AgentPlace
+from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.runtime.host import host_id
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement, bind_address, host_members
@@ -33,7 +34,7 @@ from ckptd.checkpoint.save.peers import (
     partners,
 )
 from ckptd.checkpoint.save.tiers import LINGER_S, NEAR, Local, Tier, tier_specs
-from ckptd.checkpoint.torch.schedule import Announcements, StepTimes
+from ckptd.checkpoint.torch.schedule import StepTimes
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, UsageError
 

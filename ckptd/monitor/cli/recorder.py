@@ -8,7 +8,7 @@ import sys
 
 from cyclopts import App, Parameter
 
-from ckptd.checkpoint.load.copier import COPIER
+from ckptd.base.runtime.copier import COPIER
 from ckptd.cli.output import Document, Json, Reply
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.checkpoint.load.copier import copy_values
+from ckptd.base.runtime.copier import copy_values
 from ckptd.checkpoint.load.plan import strided, words_of
 from ckptd.errors import UsageError
 from ckptd.types import DType

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.checkpoint.load import copier
-from ckptd.checkpoint.load.copier import COPIER, copy_values
+from ckptd.base.runtime import copier
+from ckptd.base.runtime.copier import COPIER, copy_values
 from ckptd.errors import UsageError
 
 

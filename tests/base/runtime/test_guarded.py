@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ckptd.checkpoint.load import guarded
-from ckptd.checkpoint.load.guarded import GuardedMapping
+from ckptd.base.runtime import guarded
+from ckptd.base.runtime.guarded import GuardedMapping
 from tests.processes import until
 
 SIZE = 3 * 4096 + 100

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.runtime.ranks import LocalBoard
-from ckptd.checkpoint.torch.schedule import Announcements
 
 Heard = list[str]
 
