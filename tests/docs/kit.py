@@ -104,9 +104,11 @@ def names(folder: Path) -> dict[str, Any]:
 
 def prepare(code: str, given: dict[str, Any]) -> None:
     """Make what a block expects to be there: a checkpoint that it opens, weights, a group."""
-    for url, step in re.findall(r'(?:zarr_store|annotates)\("([^"]+)"(?:, step=(\d+))?', code):
+    opening = r"(?:zarr_store|annotates|Checkpointer(?=.* as evaluation:))"
+    for url, step in re.findall(opening + r'\("([^"]+)"(?:, step=(\d+))?', code):
         with ckptd.Checkpointer(url) as ck:
-            ck.save(int(step or 1), {"model": given["model"]})
+            ck.save(int(step or 1), {"model": given["model"]}).durable()
+            ck.tag(int(step or 1), "prod")
     if "./Llama" in code:
         from safetensors.torch import save_file
 

@@ -326,7 +326,8 @@ class Catalogue(Index):
                 where=self.where(generation_key(newest)),
                 found=f"claimed {winner.created} by {winner.world_size} ranks"
                 f" ({winner.reason or 'no reason given'})",
-                hint="this process belongs to an older life of the job: stop it",
+                hint="this process belongs to an older life of the job: stop it. If the newer one"
+                " only evaluates, let it load with weights_only=True",
             )
 
     # -- commits -------------------------------------------------------------------------------
