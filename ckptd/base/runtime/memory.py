@@ -1,13 +1,25 @@
-"""Memory of this process: read while another thread may free it, its pages mapped and dropped."""
+"""Memory of this process: read while another thread may free it, its pages mapped and dropped.
+
+Its pages are watched too: which were written since a look, as the kernel counts it (`Pages`).
+"""
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import struct
 import sys
 import tempfile
+import threading
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,3 +124,275 @@ def anonymous_file(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+# -- pages that are written -----------------------------------------------------------------------
+
+Range = tuple[int, int]
+"""First address, and the one after the last."""
+
+PAGE = mmap.PAGESIZE
+_SYSCALL = {"x86_64": 323, "aarch64": 282}
+_USER_MODE_ONLY = 1  # what an ordinary user may ask for
+_API = 0xAA
+_WP_UNPOPULATED, _WP_ASYNC = 1 << 13, 1 << 15
+_UFFDIO_API = 0xC018AA3F
+_UFFDIO_REGISTER = 0xC020AA00
+_UFFDIO_WRITEPROTECT = 0xC018AA06
+_REGISTER_WP = 1 << 1
+_PAGEMAP_SCAN = 0xC0606610
+_SCAN = struct.Struct("=12Q")
+_WP_MATCHING, _CHECK_WPASYNC = 1 << 0, 1 << 1
+_WRITTEN, _SWAPPED = 1 << 1, 1 << 4
+_MOVES = 4
+"""How often pages that are being moved are waited for."""
+
+
+class Pages:
+    """The kernel's eye on the memory of one process; make it with `of_this_process`."""
+
+    _made: tuple[int, Pages | None] | None = None
+
+    def __init__(self) -> None:
+        """Open it.
+
+        Raises
+        ------
+        OSError
+            This kernel does not count writes, or does not do it for this user.
+        """
+        number = _SYSCALL.get(os.uname().machine)
+        if number is None:
+            raise OSError("the system call is unknown on this machine")
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._lock = threading.RLock()
+        self._beginning = False
+        self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
+        self._fault = libc.syscall(number, os.O_CLOEXEC | _USER_MODE_ONLY)
+        if self._fault < 0:
+            raise OSError(ctypes.get_errno(), "userfaultfd")
+        self._map = -1
+        try:
+            api = bytearray(struct.pack("=3Q", _API, _WP_UNPOPULATED | _WP_ASYNC, 0))
+            fcntl.ioctl(self._fault, _UFFDIO_API, api)
+            self._map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def of_this_process() -> Pages | None:
+        """Return the one of this process; None where the kernel does not count writes."""
+        made = Pages._made
+        if made is None or made[0] != os.getpid():
+            found: Pages | None = None
+            with suppress(OSError):
+                found = Pages()
+            made = Pages._made = os.getpid(), found
+        return made[1]
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for descriptor in (self._fault, self._map):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _probe(self) -> None:
+        """See that it counts: a sandbox may take the calls and do nothing."""
+        with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory[0] = 1
+            held = ctypes.c_char.from_buffer(memory)
+            at = ctypes.addressof(held)
+            page = [(at, at + PAGE)]
+            self.register(page[0])
+            count = self.count(page)
+            clean = count.written()
+            memory[0] = 2
+            found = count.written()
+            del held
+        if clean or found != page:
+            raise OSError("writes are not counted")
+
+    def register(self, pages: Range) -> None:
+        """Let writes to these pages be countable; raises `OSError` where they cannot be."""
+        start, end = pages
+        asked = bytearray(struct.pack("=4Q", start, end - start, _REGISTER_WP, 0))
+        fcntl.ioctl(self._fault, _UFFDIO_REGISTER, asked)
+
+    def count(self, ranges: Iterable[Range]) -> Count:
+        """Begin to count: some 45 ns for each page of 4 KiB, as much for a huge one.
+
+        Counts may go on at a time, of the same pages too: there is one protection of a page, so
+        that what the beginning of one hides is noted for the others, and the end of one leaves
+        what the others need.
+
+        Raises
+        ------
+        OSError
+            Some of it is not registered.
+        """
+        count = Count(self, ranges)
+        with self._lock:
+            if self._beginning:  # in the frame below: this is a signal handler
+                raise OSError(errno.EDEADLK, "a count is being begun")
+            others = list(self._counts)
+            try:
+                self._beginning = True
+                self._protect(count.ranges, others)
+                for _ in range(_MOVES):
+                    if not (lost := self._unprotected(count.ranges)):
+                        break
+                    self._protect(lost, others)
+            except OSError:
+                self._release(count)
+                raise
+            finally:
+                self._beginning = False
+            self._counts.add(count)
+        return count
+
+    def _protect(self, ranges: Iterable[Range], others: Iterable[Count]) -> None:
+        for page in ranges:
+            found = self._find(page, _WP_MATCHING | _CHECK_WPASYNC, 16 if others else 0)
+            for other in others:
+                other._noted += common(found, other.ranges)
+
+    def _unprotected(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return pages to protect again, which are where they belong now.
+
+        A page that was being moved (compaction, balancing of NUMA nodes) while it was protected
+        arrives without the protection, if it was writable when its move began: the kernel's
+        ``remove_migration_pte`` looks at one of the two. It would count as written.
+        """
+        lost = [f for page in ranges for f in self._find(page, 0, anyof=_WRITTEN | _SWAPPED)]
+        for start, end in lost:  # waits for what is on its way; unmapped memory is found later
+            map_pages(start, end - start)
+        return lost
+
+    def _written(self, count: Count, ranges: Iterable[Range]) -> list[Range]:
+        with self._lock:
+            found = [f for page in ranges for f in self._find(page, _CHECK_WPASYNC)]
+            return sorted({*found, *count._noted})
+
+    def _end(self, count: Count) -> None:
+        with self._lock:
+            self._counts.discard(count)
+            self._release(count)
+
+    def _release(self, count: Count) -> None:
+        """Let the next write to each page cost nothing, where no other count needs it."""
+        left = count.ranges
+        for other in self._counts:
+            left = _without(left, other.ranges)
+        for start, end in left:
+            with suppress(OSError):  # it was unmapped meanwhile
+                fcntl.ioctl(
+                    self._fault,
+                    _UFFDIO_WRITEPROTECT,
+                    bytearray(struct.pack("=3Q", start, end - start, 0)),
+                )
+
+    def _find(self, page: Range, flags: int, room: int = 16, anyof: int = 0) -> list[Range]:
+        """Return what was written since it was protected; `flags` may protect it again."""
+        found: list[Range] = []
+        into, mask = array("Q", bytes(24 * room)), 0 if anyof else _WRITTEN
+        vec = into.buffer_info()[0] if room else 0
+        at, end = page
+        while at < end:
+            asks = flags, at, end, 0, vec, room, 0, 0, mask, anyof, _WRITTEN
+            asked = bytearray(_SCAN.pack(_SCAN.size, *asks))
+            many = fcntl.ioctl(self._map, _PAGEMAP_SCAN, asked)
+            at = _SCAN.unpack(asked)[4] or end
+            found += [(into[3 * i], into[3 * i + 1]) for i in range(many)] if room else []
+        return found
+
+
+class Count:
+    """Counts writes to some pages, from `Pages.count` on; dropping it ends the count.
+
+    Attributes
+    ----------
+    ranges
+        The pages, in rising order; none twice.
+    """
+
+    def __init__(self, pages: Pages, ranges: Iterable[Range]) -> None:
+        self.ranges = joined(ranges)
+        self._pages = pages
+        self._noted: list[Range] = []
+
+    def written(self, ranges: Iterable[Range] | None = None) -> list[Range]:
+        """Return what was written since; raises `OSError` where memory was mapped again.
+
+        Parameters
+        ----------
+        ranges
+            Pages that are counted; None: all of them.
+        """
+        return self._pages._written(self, self.ranges if ranges is None else ranges)
+
+    def end(self) -> None:
+        """Stop counting. Idempotent."""
+        self._pages._end(self)
+
+
+def joined(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
+    """Return ranges in rising order, as one those that overlap, or have less than `gap` between."""
+    found: list[Range] = []
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if found and start < found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def common(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
+    """Return what lies in both; `ranges` are joined."""
+    found = []
+    for start, end in some:
+        number = max(0, bisect.bisect_right(ranges, (start, 1 << 64)) - 1)
+        while number < len(ranges) and ranges[number][0] < end:
+            low, high = max(start, ranges[number][0]), min(end, ranges[number][1])
+            found += [(low, high)] if low < high else []
+            number += 1
+    return found
+
+
+def _without(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
+    """Return what lies in the first and not in the other; `ranges` are joined."""
+    found = []
+    for start, end in some:
+        at = start
+        for low, high in common([(start, end)], ranges):
+            found += [(at, low)] if at < low else []
+            at = high
+        found += [(at, end)] if at < end else []
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRange:
+    """A part of this process's memory that can be written.
+
+    `shared`: other processes may map it as well.
+    """
+
+    start: int
+    end: int
+    shared: bool
+
+
+def mappings() -> list[MappedRange]:
+    """Return what of this process's memory can be written, in rising order; on Linux only."""
+    found: list[MappedRange] = []
+    if sys.platform != "linux":
+        return found
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            where, rights, _ = line.split(" ", 2)
+            if rights[1] == "w":
+                start, _, end = where.partition("-")
+                found.append(MappedRange(int(start, 16), int(end, 16), rights[3] == "s"))
+    return found

@@ -15,8 +15,7 @@ from ckptd.base.digest import digest
 from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import reach_of
 from ckptd.base.runtime import launched
-from ckptd.base.runtime.memory import read_memory
-from ckptd.base.runtime.pages import Pages, mappings
+from ckptd.base.runtime.memory import Pages, mappings, read_memory
 from ckptd.base.torch.device import has_streams, kind_of
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot

@@ -1,6 +1,6 @@
 """Watching memory for writes to tensors that are not yet copied, whether torch counts them or not.
 
-Where the kernel counts writes (`ckptd.base.runtime.pages`), pages that are one tensor's alone are
+Where the kernel counts writes (`ckptd.base.runtime.memory`), pages that are one tensor's alone are
 watched by it; other memory is compared, whole or by samples (`SpanWatch`). Memory that a storage
 gives back is noted as it does so, on every device (`Resizes`).
 """
@@ -21,8 +21,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptd.base.runtime.memory import anonymous_file, gather
-from ckptd.base.runtime.pages import PAGE, Count, MappedRange, Pages, Range, common, joined
+from ckptd.base.runtime.memory import (
+    PAGE,
+    Count,
+    MappedRange,
+    Pages,
+    Range,
+    anonymous_file,
+    common,
+    gather,
+    joined,
+)
 
 SMALL_SPAN_BYTES = 4 * PAGE
 """A tensor up to this size is compared whole: asking the kernel costs as much."""

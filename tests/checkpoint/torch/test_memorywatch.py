@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptd
 from ckptd.base.runtime import memory
-from ckptd.base.runtime.pages import PAGE, Pages, mappings
+from ckptd.base.runtime.memory import PAGE, Pages, mappings
 from ckptd.checkpoint.save import arena
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch import copy as copying

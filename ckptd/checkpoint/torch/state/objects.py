@@ -14,29 +14,6 @@ from ckptd.errors import CkptdError, CorruptError, UsageError
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-class Nesting:
-    """The containers that lie around what is looked at."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, str] = {}
-
-    def enter(self, container: Any, path: str) -> None:
-        """Note that `container` is being walked, or raise when it is inside itself."""
-        if id(container) in self._open:
-            raise UsageError(
-                "a container of the state contains itself",
-                where=path,
-                found=f"also at {self._open[id(container)]}",
-            )
-        if len(self._open) > codec.MAX_DEPTH:
-            raise UsageError("nested too deeply", kind="unsavable", where=path[:200])
-        self._open[id(container)] = path
-
-    def leave(self, container: Any) -> None:
-        """Note that it has been walked."""
-        del self._open[id(container)]
-
-
 def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return what a container holds, by key or number; None of what is taken as one."""
     kind = type(value)

@@ -30,7 +30,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     memory_key,
     twice,
 )
-from ckptd.checkpoint.torch.state.objects import Nesting, children, remade
+from ckptd.checkpoint.torch.state.objects import children, remade
 from ckptd.checkpoint.torch.state.tensors import (
     as_bytes,
     dtype_name,
@@ -40,7 +40,12 @@ from ckptd.checkpoint.torch.state.tensors import (
     target_device,
     torch_dtype,
 )
-from ckptd.checkpoint.torch.state.walk import fqn_segment, is_state_dict, refuse_optimizer_ids
+from ckptd.checkpoint.torch.state.walk import (
+    Nesting,
+    fqn_segment,
+    is_state_dict,
+    refuse_optimizer_ids,
+)
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.types import DTYPES
 

@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
 from ckptd.checkpoint.torch.state.leaves import PerRank, SavedNames, StatePlace
-from ckptd.checkpoint.torch.state.objects import DICTS, Nesting, replace_in_place
+from ckptd.checkpoint.torch.state.objects import DICTS, replace_in_place
 from ckptd.errors import UsageError
 
 _PLAIN = (torch.Tensor, nn.Module, type, str, bytes, int, float, dict, list, tuple, set)
@@ -346,6 +347,29 @@ def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
             found=place.path,
             hint="put the optimizer itself into the state",
         )
+
+
+class Nesting:
+    """The containers that lie around what is looked at."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}
+
+    def enter(self, container: Any, path: str) -> None:
+        """Note that `container` is being walked, or raise when it is inside itself."""
+        if id(container) in self._open:
+            raise UsageError(
+                "a container of the state contains itself",
+                where=path,
+                found=f"also at {self._open[id(container)]}",
+            )
+        if len(self._open) > codec.MAX_DEPTH:
+            raise UsageError("nested too deeply", kind="unsavable", where=path[:200])
+        self._open[id(container)] = path
+
+    def leave(self, container: Any) -> None:
+        """Note that it has been walked."""
+        del self._open[id(container)]
 
 
 class _Walker(Nesting):

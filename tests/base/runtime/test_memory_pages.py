@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ckptd.base.runtime import pages as pages_module
-from ckptd.base.runtime.pages import PAGE, Count, Pages
+from ckptd.base.runtime import memory as machine
+from ckptd.base.runtime.memory import PAGE, Count, Pages
 
 
 def test_a_page_that_loses_its_protection_as_it_is_moved_is_protected_again(
@@ -32,7 +32,7 @@ def test_a_page_that_loses_its_protection_as_it_is_moved_is_protected_again(
         protect(ranges, others)
         for start, end in losses:
             asked = bytearray(struct.pack("=3Q", start, end - start, 0))
-            fcntl.ioctl(pages._fault, pages_module._UFFDIO_WRITEPROTECT, asked)
+            fcntl.ioctl(pages._fault, machine._UFFDIO_WRITEPROTECT, asked)
         losses.clear()
 
     monkeypatch.setattr(pages, "_protect", losing)
