@@ -52,7 +52,7 @@ class Named(msgspec.Struct, frozen=True):
     generation: int
 
 
-class DiffRow(TensorDiff, frozen=True, kw_only=True):
+class DiffRow(TensorDiff, kw_only=True):
     """One tensor and whether it is equal on both sides, layouts aside."""
 
     equal: bool

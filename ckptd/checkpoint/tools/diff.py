@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,12 +21,40 @@ STEP = 1 << 18
 _OPAQUE = frozenset({"float4_e2m1fn_x2"})
 
 
-@dataclass(slots=True)
-class ValueDifference:
-    """How two tensors differ, added up over parts.
+class TensorSide(msgspec.Struct, frozen=True):
+    """A tensor as one of the two checkpoints has it.
 
     Attributes
     ----------
+    dtype, shape
+        As in the manifest.
+    layout
+        How it is cut, in words.
+    absent
+        Elements that no file holds.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    absent: int
+
+
+class TensorDiff(msgspec.Struct, kw_only=True):
+    """One tensor; how its values differ is added up over parts.
+
+    Attributes
+    ----------
+    name
+        Its name on the left, or on the right when it is only there.
+    left, right
+        None on the side that has no such tensor.
+    same_layout
+        Both are cut alike. A different layout alone is no difference of values.
+    compared
+        Values were compared: both exist, shapes agree, values were asked for.
+    bit_exact
+        All bits agree; False when not compared.
     elements
         Elements compared.
     differing
@@ -41,6 +69,12 @@ class ValueDifference:
         Largest ``|left - right| / max(|left|, |right|)``: at most 2.
     """
 
+    name: str
+    left: TensorSide | None = None
+    right: TensorSide | None = None
+    same_layout: bool = False
+    compared: bool = False
+    bit_exact: bool = False
     elements: int = 0
     differing: int = 0
     differing_bits: int = 0
@@ -49,8 +83,17 @@ class ValueDifference:
     max_abs: float = 0.0
     max_rel: float = 0.0
 
+    @property
+    def same(self) -> bool:
+        """Whether both sides have the tensor, alike but for its layout, bits included."""
+        a, b = self.left, self.right
+        if a is None or b is None:
+            return False
+        alike = (a.dtype, a.shape, a.absent) == (b.dtype, b.shape, b.absent)
+        return alike and (self.bit_exact or not self.compared)
 
-def compare(a: Array, b: Array, left: DType, right: DType, into: ValueDifference) -> None:
+
+def compare(a: Array, b: Array, left: DType, right: DType, into: TensorDiff) -> None:
     """Compare two arrays of one shape and add the outcome to `into`.
 
     Parameters
@@ -65,7 +108,7 @@ def compare(a: Array, b: Array, left: DType, right: DType, into: ValueDifference
         _compare(x[at : at + STEP], y[at : at + STEP], left, right, into)
 
 
-def _compare(a: Array, b: Array, left: DType, right: DType, into: ValueDifference) -> None:
+def _compare(a: Array, b: Array, left: DType, right: DType, into: TensorDiff) -> None:
     into.elements += len(a)
     if left == right:
         unequal = _bits_differ(a, b, left.itemsize)
@@ -106,7 +149,7 @@ def _wide(a: Array, dtype: DType) -> Array:
     return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
 
 
-def _integers(a: Array, b: Array, into: ValueDifference) -> None:
+def _integers(a: Array, b: Array, into: TensorDiff) -> None:
     """Integers exactly: float64 would take large neighbours for equal."""
     unequal = a != b
     a, b = a[unequal], b[unequal]
@@ -120,7 +163,7 @@ def _integers(a: Array, b: Array, into: ValueDifference) -> None:
         _maxima(gap, np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64))), into)
 
 
-def _floats(x: Array, y: Array, into: ValueDifference) -> None:
+def _floats(x: Array, y: Array, into: TensorDiff) -> None:
     nan_x, nan_y = np.isnan(x), np.isnan(y)
     into.nan_only_left += int(np.count_nonzero(nan_x & ~nan_y))
     into.nan_only_right += int(np.count_nonzero(nan_y & ~nan_x))
@@ -133,7 +176,7 @@ def _floats(x: Array, y: Array, into: ValueDifference) -> None:
             _maxima(np.abs(x - y), np.maximum(np.abs(x), np.abs(y)), into)
 
 
-def _maxima(gap: Array, scale: Array, into: ValueDifference) -> None:
+def _maxima(gap: Array, scale: Array, into: TensorDiff) -> None:
     into.max_abs = max(into.max_abs, float(gap.max()))
     with np.errstate(all="ignore"):
         ratio = np.where(np.isinf(gap), np.inf, gap / scale)
@@ -221,68 +264,6 @@ def _words_of_encoded(value: Any) -> str:
 BUDGET_BYTES = 256 << 20
 
 
-class TensorSide(msgspec.Struct, frozen=True):
-    """A tensor as one of the two checkpoints has it.
-
-    Attributes
-    ----------
-    dtype, shape
-        As in the manifest.
-    layout
-        How it is cut, in words.
-    absent
-        Elements that no file holds.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    absent: int
-
-
-class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor.
-
-    Attributes
-    ----------
-    name
-        Its name on the left, or on the right when it is only there.
-    left, right
-        None on the side that has no such tensor.
-    same_layout
-        Both are cut alike. A different layout alone is no difference of values.
-    compared
-        Values were compared: both exist, shapes agree, values were asked for.
-    bit_exact
-        All bits agree; False when not compared.
-    elements, differing, differing_bits, nan_only_left, nan_only_right, max_abs, max_rel
-        See `ckptd.checkpoint.tools.diff.ValueDifference`.
-    """
-
-    name: str
-    left: TensorSide | None = None
-    right: TensorSide | None = None
-    same_layout: bool = False
-    compared: bool = False
-    bit_exact: bool = False
-    elements: int = 0
-    differing: int = 0
-    differing_bits: int = 0
-    nan_only_left: int = 0
-    nan_only_right: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-
-    @property
-    def same(self) -> bool:
-        """Whether both sides have the tensor, alike but for its layout, bits included."""
-        a, b = self.left, self.right
-        if a is None or b is None:
-            return False
-        alike = (a.dtype, a.shape, a.absent) == (b.dtype, b.shape, b.absent)
-        return alike and (self.bit_exact or not self.compared)
-
-
 class ObjectDiff(msgspec.Struct, frozen=True):
     """An object that differs, each side in words; None on the side that has none."""
 
@@ -347,16 +328,14 @@ def diff(
     """
     both = _Both(left, right, only or (lambda _: True), budget_bytes // 2)
     pairs = list(both.pairs())
-    found: dict[str, ValueDifference] = {}
+    rows = {a or b: both.tensor(a, b) for a, b in pairs}
     if values:
-        comparable = [
-            (a, b) for a, b in pairs if a and b and left.info(a).shape == right.info(b).shape
-        ]
-        found = both.compare(comparable, progress)
+        alike = [(a, b) for a, b in pairs if a and b and left.info(a).shape == right.info(b).shape]
+        both.compare(alike, rows, progress)
     return DiffReport(
         left=left.title,
         right=right.title,
-        tensors=tuple(both.tensor(a, b, found.get(a)) for a, b in pairs),
+        tensors=tuple(rows.values()),
         objects=tuple(both.objects()),
         values=values,
     )
@@ -384,31 +363,35 @@ class _Both:
                 yield "", name
 
     def compare(
-        self, pairs: Sequence[tuple[str, str]], progress: Callable[[int, int], None] | None
-    ) -> dict[str, ValueDifference]:
-        """Compare the values of tensors of one shape."""
+        self,
+        pairs: Sequence[tuple[str, str]],
+        rows: Mapping[str, TensorDiff],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Compare the values of tensors of one shape, and note it in the rows of their names."""
         left, right = self.left, self.right
         total = sum(left.info(a).nbytes for a, _ in pairs)
         done = 0
-        found: dict[str, ValueDifference] = {a: ValueDifference() for a, _ in pairs}
 
         def larger(pair: tuple[str, str]) -> int:
             return max(left.info(pair[0]).nbytes, right.info(pair[1]).nbytes)
 
         for batch in batches(pairs, larger, self.budget_bytes):
             if larger(batch[0]) > self.budget_bytes:
-                self._compare_slabs(*batch[0], found[batch[0][0]])
+                self._compare_slabs(*batch[0], rows[batch[0][0]])
             else:
                 mine = left.tensors([a for a, _ in batch], allow_absent=True)
                 other = right.tensors([b for _, b in batch], allow_absent=True)
                 for a, b in batch:
-                    compare(mine[a], other[b], left.info(a).dtype, right.info(b).dtype, found[a])
+                    compare(mine[a], other[b], left.info(a).dtype, right.info(b).dtype, rows[a])
+            for a, b in batch:
+                exact = left.info(a).dtype == right.info(b).dtype and not rows[a].differing_bits
+                rows[a].compared, rows[a].bit_exact = True, exact
             done += sum(left.info(a).nbytes for a, _ in batch)
             if progress is not None:
                 progress(done, total)
-        return found
 
-    def _compare_slabs(self, a: str, b: str, into: ValueDifference) -> None:
+    def _compare_slabs(self, a: str, b: str, into: TensorDiff) -> None:
         mine, other = self.left.info(a).dtype, self.right.info(b).dtype
         elements = max(1, self.budget_bytes // max(mine.itemsize, other.itemsize))
         parts = self.left.slabs(a, elements * mine.itemsize, allow_absent=True)
@@ -416,18 +399,14 @@ class _Both:
         for (_, x), (_, y) in zip(parts, others, strict=True):
             compare(x, y, mine, other, into)
 
-    def tensor(self, a: str, b: str, found: ValueDifference | None) -> TensorDiff:
-        """Return what is known of a pair."""
-        mine = _side(self.left, a) if a else None
-        other = _side(self.right, b) if b else None
-        if mine is None or other is None:
-            return TensorDiff(name=a or b, left=mine, right=other)
-        same_layout = self.left.grid(a) == self.right.grid(b)
-        row = TensorDiff(name=a, left=mine, right=other, same_layout=same_layout)
-        if found is None:
-            return row
-        exact = mine.dtype == other.dtype and not found.differing_bits
-        return msgspec.structs.replace(row, compared=True, bit_exact=exact, **asdict(found))
+    def tensor(self, a: str, b: str) -> TensorDiff:
+        """Return what is known of a pair without its values."""
+        return TensorDiff(
+            name=a or b,
+            left=_side(self.left, a) if a else None,
+            right=_side(self.right, b) if b else None,
+            same_layout=bool(a and b) and self.left.grid(a) == self.right.grid(b),
+        )
 
     def objects(self) -> Iterator[ObjectDiff]:
         """Yield the objects that differ."""

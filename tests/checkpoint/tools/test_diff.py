@@ -18,7 +18,7 @@ from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.load.reader import CkptdReader
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.tools.diff import DiffReport, TensorDiff, ValueDifference, compare, diff
+from ckptd.checkpoint.tools.diff import DiffReport, TensorDiff, compare, diff
 from ckptd.errors import CorruptError
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
@@ -248,7 +248,7 @@ CASES: list[Case] = [
 def test_values_of_one_dtype(case: Case) -> None:
     name, a, b, expected = case
     dtype = DTYPES[name]
-    found = ValueDifference()
+    found = TensorDiff(name="")
     compare(np.array(a, dtype.numpy), np.array(b, dtype.numpy), dtype, dtype, found)
     assert {k: getattr(found, k) for k in expected} == pytest.approx(expected, abs=0, nan_ok=True)
 
@@ -257,7 +257,7 @@ def test_complex32_is_two_halves() -> None:
     def pack(re: float, im: float) -> Array:
         return np.array([re, im], np.float16).view(np.uint32)
 
-    found = ValueDifference()
+    found = TensorDiff(name="")
     dtype = DTYPES["complex32"]
     compare(pack(3, 4), pack(0, 0), dtype, dtype, found)
     assert (found.differing, found.max_abs) == (1, 5.0)
@@ -276,13 +276,13 @@ def test_values_of_two_dtypes(
     left: str, right: str, convert: Callable[[Array], Array], differing: int
 ) -> None:
     a = np.arange(4).astype(DTYPES[left].numpy)
-    found = ValueDifference()
+    found = TensorDiff(name="")
     compare(a, convert(a), DTYPES[left], DTYPES[right], found)
     assert found.differing == differing
 
 
 def test_int64_against_uint64_is_exact() -> None:
-    found = ValueDifference()
+    found = TensorDiff(name="")
     a, b = np.array([-1, 2**63 - 1]), np.array([2**64 - 1, 2**63 - 1], np.uint64)
     compare(a, b, DTYPES["int64"], DTYPES["uint64"], found)
     assert found.differing == 1
