@@ -30,6 +30,12 @@ LEAST_BYTES = 256 << 10
 _Copy = Callable[[int, int, int], None]
 """Addresses of target and source, and a number of bytes."""
 
+_SMALL_BYTES = 16 << 10
+# Giving the GIL back and taking it again costs more than the copy.
+_copy_small = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
+
 
 def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Write `source` into `target`, of the same shape and type; they do not overlap."""
@@ -41,6 +47,18 @@ def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
             copy(_address(target), _address(source), target.nbytes)
             return
     np.copyto(target, source, casting="no")
+
+
+def copy_runs(runs: NDArray[np.int64]) -> None:
+    """Copy runs of memory that do not overlap: of each where it goes, where it lies, its bytes."""
+    native = _native()
+    for to, at, size in runs.tolist():
+        if size < _SMALL_BYTES:
+            _copy_small(to, at, size)
+        elif size >= LEAST_BYTES and native is not None:
+            native(to, at, size)
+        else:
+            ctypes.memmove(to, at, size)
 
 
 def copies_natively() -> bool:

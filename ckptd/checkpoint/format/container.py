@@ -23,7 +23,7 @@ from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.format.manifest import Manifest, TensorEntry
 from ckptd.checkpoint.format.names import chunk_name, ranked_chunk_name
 from ckptd.errors import CorruptError, UsageError
-from ckptd.types import DTYPES, DType, dtype_of
+from ckptd.types import DTYPES, DType
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -294,16 +294,15 @@ class FileMap:
         self.tensors = tensors
         self.grids = grids
         self.owners = owners
-        self.dtypes: list[DType] = [
-            DTYPES.get(t.dtype) or dtype_of(t.dtype, t.name) for t in tensors
-        ]
+        self.dtypes: list[DType] = [DTYPES[t.dtype] for t in tensors]
         groups: dict[_Group, int] = {}
-        group_of = [
+        self.group_of = [
             groups.setdefault((t.grid, t.owners, t.base, d.itemsize), len(groups))
             for t, d in zip(tensors, self.dtypes, strict=True)
         ]
+        """Of each tensor a number that those have alike which are cut and stored alike."""
         self._groups = list(groups)
-        self._group_of = np.array(group_of, dtype=np.int64)
+        self._group_of = np.array(self.group_of, dtype=np.int64)
         itemsizes = np.array([d.itemsize for d in self.dtypes], dtype=np.int64)
         self.order: I64 = np.argsort(-itemsizes, kind="stable")
         """Tensor numbers in canonical order."""
@@ -317,7 +316,7 @@ class FileMap:
     def of(manifest: Manifest, where: str) -> FileMap:
         """Build the map of a manifest; a broken table is a `CorruptError`."""
         per_rank = {o.tensor for o in manifest.objects if o.per_rank}
-        ranked = frozenset(i for i, t in enumerate(manifest.tensors) if t.name in per_rank)
+        ranked = frozenset([i for i, t in enumerate(manifest.tensors) if t.name in per_rank])
         try:
             return FileMap(
                 manifest.tensors,

@@ -8,7 +8,7 @@ below the root, every number fits int64, and arrays of pieces are in proportion 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -31,6 +31,7 @@ from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
     MAX_RANK,
     MAX_STEP,
+    are_names,
     check_name,
     is_attempt,
     is_data_path,
@@ -75,11 +76,11 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
     _check_numbers(manifest, where)
     filemap = FileMap.of(manifest, where)
     _check_names(
-        (n for t in manifest.tensors for n in (t.name, *t.aliases)), where, "tensors or aliases"
+        [n for t in manifest.tensors for n in (t.name, *t.aliases)], where, "tensors or aliases"
     )
     _check_tensors(manifest, filemap, where)
     _check_pieces(manifest, filemap, where, manifest_bytes)
-    _check_names((o.name for o in manifest.objects), where, "objects")
+    _check_names([o.name for o in manifest.objects], where, "objects")
     _check_objects(manifest, filemap.grids, where)
     _check_extras(manifest, where)
     return filemap
@@ -141,7 +142,9 @@ def _check_dims(grids: Sequence[GridEntry], where: str) -> None:
             )
 
 
-def _check_names(names: Iterable[str], where: str, what: str) -> None:
+def _check_names(names: Sequence[str], where: str, what: str) -> None:
+    if are_names(names) and len({*names}) == len(names):
+        return
     seen: set[str] = set()
     for name in names:
         check_name(name, where)
@@ -170,7 +173,12 @@ def _check_numbers(manifest: Manifest, where: str) -> None:
 def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
     files = len(manifest.files)
     highest = [o.highest() for o in filemap.owners]
+    seen: set[tuple[object, ...]] = set()
     for t, dtype in zip(manifest.tensors, filemap.dtypes, strict=True):
+        form = (t.shape, t.dtype, t.grid, t.owners, t.base)
+        if form in seen:
+            continue
+        seen.add(form)
         grid, owners = filemap.grids[t.grid], filemap.owners[t.owners]
         place = f"{where}: {t.name[:200]}"
         if t.shape != grid.shape:

@@ -23,7 +23,7 @@ from ckptd.base.grids.grid import is_packed, reach_of, strides_of
 from ckptd.checkpoint.format.container import Chunk, build_header, header_bytes, parse_header
 from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.errors import CorruptError, UsageError
-from ckptd.types import DType, dtype_of
+from ckptd.types import DTYPES, DType, dtype_of
 
 SAMPLE = "sample-1"
 FULL = "full-1"
@@ -77,7 +77,7 @@ class WitnessPlan:
         self.shapes = [e[1] for e in entries]
         self.itemsizes = [e[2] for e in entries]
         numels = [math.prod(shape) if include else 0 for _, shape, _, include in entries]
-        taking_part = sum(1 for e in entries if e[3])
+        taking_part = [e[3] for e in entries].count(True)
         quota = max(1, min(MAX_VALUES_PER_TENSOR, MAX_VALUES // max(1, taking_part)))
         self.numels: I64 = np.array(numels, dtype=np.int64)
         self.counts: I64 = np.minimum(self.numels, quota)
@@ -96,10 +96,7 @@ class WitnessPlan:
         """Return the plan over tables: tensors that hold encoded objects are left out."""
         left_out = {o.tensor for o in objects if o.tensor}
         return WitnessPlan(
-            [
-                (t.name, t.shape, dtype_of(t.dtype, t.name).itemsize, t.name not in left_out)
-                for t in tensors
-            ]
+            [(t.name, t.shape, DTYPES[t.dtype].itemsize, t.name not in left_out) for t in tensors]
         )
 
     @cached_property
@@ -108,7 +105,7 @@ class WitnessPlan:
         quota = int(self.counts.max()) if len(self.counts) else 0
         ramp = np.arange(self.total, dtype=np.int64) - np.repeat(self.starts[:-1], self.counts)
         whole = np.repeat(self.numels <= quota, self.counts)
-        seeds = np.array([seed_of(n) for n in self.names], dtype=np.uint64)
+        seeds = np.array([xxhash.xxh3_64_intdigest(n.encode()) for n in self.names], np.uint64)
         drawn = splitmix64(np.repeat(seeds, self.counts) + ramp.astype(np.uint64))
         drawn %= np.repeat(self.numels.astype(np.uint64), self.counts)
         out = np.where(whole, ramp, drawn.astype(np.int64))
@@ -146,6 +143,29 @@ class WitnessPlan:
         slots, elements = zip(*found, strict=True) if found else ((empty,), (empty,))
         return np.concatenate(slots), np.concatenate(elements)
 
+    def select_all(self, buffers: Sequence[tuple[int, tuple[Region, ...]]]) -> tuple[I64, I64, I64]:
+        """Do `select` for many buffers: return slots, elements, and the buffer of each.
+
+        What is the same object among the regions is computed once.
+        """
+        alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for number, (tensor, regions) in enumerate(buffers):
+            alike.setdefault((id(regions), self.shapes[tensor]), []).append(number)
+        found = []
+        for (_, shape), numbers in alike.items():
+            tensors = np.array([buffers[n][0] for n in numbers])
+            counts = self.counts[tensors]
+            slots = np.repeat(self.starts[tensors] - np.cumsum(counts) + counts, counts)
+            slots += np.arange(len(slots))
+            which = np.repeat(np.array(numbers), counts)
+            for region in buffers[numbers[0]][1]:
+                inside, elements = _place(self._positions[slots], shape, region)
+                found.append((slots[inside], elements, which[inside]))
+        none = np.empty(0, dtype=np.int64)
+        columns = zip(*found, strict=True) if found else ((), (), ())
+        slots, elements, which = (np.concatenate([none, *column]) for column in columns)
+        return slots, elements, which
+
 
 def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -> tuple[I64, I64]:
     """`WitnessPlan.select` for one region and any rising positions of a tensor.
@@ -154,27 +174,34 @@ def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) ->
     """
     box, strides = region.box, strides_of(shape)
     lo = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-    reach = reach_of(box.shape, strides)
-    if not box.numel:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    i, j = map(int, positions.searchsorted((lo, lo + reach)))
-    rest = positions[i:j] - lo
+    i, j = map(int, positions.searchsorted((lo, lo + reach_of(box.shape, strides))))
     slots = np.arange(slot + i, slot + j, dtype=np.int64)
+    inside, elements = _place(positions[i:j], shape, region)
+    return slots[inside], elements
+
+
+def _place(positions: I64, shape: tuple[int, ...], region: Region) -> tuple[NDArray[np.bool_], I64]:
+    """Return which of some positions of a tensor lie in a region, and at which elements."""
+    box, strides = region.box, strides_of(shape)
+    lo = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    reach = reach_of(box.shape, strides)
+    inside = (positions >= lo) & (positions < lo + (reach if box.numel else 0))
+    rest = positions[inside]
     if reach == box.numel and is_packed(box.shape, region.strides):
-        return slots, rest + region.start
-    rest = positions[i:j]
+        return inside, rest - lo + region.start
     none = np.zeros(len(rest), dtype=np.int64)
     elements = np.full(len(rest), region.start, dtype=np.int64)
-    inside = np.ones(len(rest), dtype=np.bool_)
+    kept = np.ones(len(rest), dtype=np.bool_)
     for o, n, extent, stride, step in zip(
         box.offset, box.shape, shape, strides, region.strides, strict=True
     ):
         coordinate, rest = np.divmod(rest, stride) if stride > 1 else (rest, none)
         if n != extent:
             coordinate = coordinate - o
-            inside &= (coordinate >= 0) & (coordinate < n)
+            kept &= (coordinate >= 0) & (coordinate < n)
         elements += coordinate * step
-    return slots[inside], elements[inside]
+    inside[inside] = kept
+    return inside, elements[kept]
 
 
 def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:

@@ -99,13 +99,23 @@ class PieceLocations:
         CorruptError
             The file's header does not hold the chunk, or manifest and file disagree.
         """
+        file, starts = self.of_all(np.array([tensor]), piece)
+        return file, int(starts[0])
+
+    def of_all(self, tensors: NDArray[np.int64], piece: int) -> tuple[int, NDArray[np.int64]]:
+        """Do what `of` does for tensors that are cut and stored alike."""
+        tensor = int(tensors[0])
         file, start, _ = self.filemap.locate(tensor, piece)
         if file == ABSENT:
-            return ABSENT, 0
+            return ABSENT, np.zeros(len(tensors), dtype=np.int64)
         own = self._checked.get(file)
         if own is None:
             own = self._check(tensor, file)
-        return file, start if own else self._chunk(tensor, piece, file).start
+        if not own:
+            found = [self._chunk(t, piece, file).start for t in tensors.tolist()]
+            return file, np.array(found, dtype=np.int64)
+        at = self.filemap.starts(file)
+        return file, at[tensors] + (start - int(at[tensor]))
 
     def _check(self, tensor: int, file: int) -> bool:
         """Check once for each file that it exists and has the size that the tables imply."""

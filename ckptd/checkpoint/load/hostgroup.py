@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from ckptd.base.runtime.ranks import (
 )
 from ckptd.checkpoint.load.plan import (
     BlockLine,
+    N,
     Runs,
     clip,
     coalesce,
@@ -76,7 +77,7 @@ class HostBuffer:
                 found=f"{len(self.memory)} bytes",
             )
 
-    def offset(self, file: int, start: int, end: int) -> int:
+    def offset(self, file: N, start: N, end: N) -> N:
         """Return where bytes ``[start, end)`` of the data section of `file` lie in the buffer.
 
         Raises
@@ -85,11 +86,11 @@ class HostBuffer:
             The buffer does not hold them all.
         """
         lo, hi = self._line.positions(file, start, end)
-        run = int(np.searchsorted(self._starts, lo, side="right")) - 1
-        if run < 0 or hi > int(self._ends[run]):
+        run: Any = np.searchsorted(self._starts, lo, side="right") - 1
+        if np.any(run < 0) or np.any(hi > self._ends[run]):
             raise UsageError("the host buffer does not hold these bytes", found=(file, start, end))
-        block = int(self._at[run]) + lo - int(self._starts[run])
-        return block * BLOCK_BYTES + start % BLOCK_BYTES
+        found: N = (self._at[run] + lo - self._starts[run]) * BLOCK_BYTES + start % BLOCK_BYTES
+        return found
 
     def view(self, file: int, start: int, end: int) -> memoryview:
         """Return these bytes of `file`, writable."""

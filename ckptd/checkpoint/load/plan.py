@@ -9,9 +9,9 @@ that older checkpoints wrote.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ from ckptd.types import Box, DType
 _steps = msgpack_decoder(list[int])
 
 U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
+N = TypeVar("N", int, I64)
 
 Runs = NDArray[np.int64]
 """Sorted, disjoint, non-touching half-open runs of line positions: shape ``(n, 2)``."""
@@ -95,9 +97,9 @@ class BlockLine:
             total += end - start
         return total
 
-    def positions(self, file: int, start: int, end: int) -> tuple[int, int]:
+    def positions(self, file: N, start: N, end: N) -> tuple[N, N]:
         """Return the positions of the blocks that hold bytes ``[start, end)`` of `file`."""
-        first = self.first(file)
+        first: N = self._first[file]
         return first + start // BLOCK_BYTES, first + -(-end // BLOCK_BYTES)
 
     def windows(self, runs: Runs, blocks: int) -> Iterator[tuple[int, int, int]]:
@@ -220,13 +222,15 @@ def touched(
     return [(base + o, base + o + span) for o in np.sort(offsets).tolist()]
 
 
-def split(block: Block, itemsize: int, span_bytes: int) -> Iterator[Block]:
+def split(
+    block: Block, itemsize: int, span_bytes: int, hole_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
     """Cut `block` into parts, each of whose sources spans at most `span_bytes` without a big hole.
 
     So every part lies in neighbouring digest blocks that are all needed, and fits a small buffer.
     """
     lo, hi = block.source_span
-    hole = _has_hole(block, itemsize)
+    hole = _has_hole(block, itemsize, hole_bytes)
     if not block.shape or ((hi - lo) * itemsize <= span_bytes and not hole):
         yield block
         return
@@ -235,13 +239,14 @@ def split(block: Block, itemsize: int, span_bytes: int) -> Iterator[Block]:
     inner = (hi - lo) - (n - 1) * stride
     step = 1 if hole else max(1, (span_bytes // itemsize - inner) // stride + 1)
     for at in range(0, n, step):
-        yield from split(_part(block, d, at, min(step, n - at)), itemsize, span_bytes)
+        part = _part(block, d, at, min(step, n - at))
+        yield from split(part, itemsize, span_bytes, hole_bytes)
 
 
-def _has_hole(block: Block, itemsize: int) -> bool:
+def _has_hole(block: Block, itemsize: int, least: int) -> bool:
     span = itemsize
     for stride, n in sorted(zip(block.source_strides, block.shape, strict=True)):
-        if stride * itemsize - span >= BLOCK_BYTES:
+        if stride * itemsize - span >= least:
             return True
         span += (n - 1) * stride * itemsize
     return False
@@ -293,8 +298,7 @@ class Conversion(NamedTuple):
     shift: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Want:
+class Want(msgspec.Struct, frozen=True, eq=False):
     """A live buffer to fill.
 
     Attributes
@@ -366,36 +370,119 @@ class PlannedCopy:
         return self.block.numel * self.itemsize
 
     @property
+    def run_start(self) -> int:
+        """Byte of the buffer from which one run of the source is copied as it is; -1 for others."""
+        is_run = self.conversion is None and self.block.run_length == self.block.numel
+        return self.block.target_start * self.itemsize if is_run else -1
+
+    @property
     def target_itemsize(self) -> int:
         """Bytes of an element of the buffer."""
         return self.itemsize if self.conversion is None else self.conversion.target.itemsize
 
 
-def needed_blocks(line: BlockLine, copies: Iterable[PlannedCopy]) -> Runs:
+_ROW = np.dtype(
+    [(n, np.int64) for n in ("file", "start", "target", "form", "lo", "hi", "bytes", "run")]
+)
+
+
+class Moves:
+    """Copies, a row of numbers each, and objects for what many of them have in common.
+
+    Attributes
+    ----------
+    rows
+        Of each copy its file, the first byte of the piece in the data section, the number of the
+        buffer, the number of its form, the byte range of the data section, and the bytes copied;
+        and where in the buffer it writes the one run of bytes that it is: -1 for others.
+    forms
+        Copies like those of the rows, out of a piece that begins at byte 0 of file 0.
+    """
+
+    def __init__(self, rows: NDArray[np.void], forms: Sequence[PlannedCopy]) -> None:
+        self.rows = rows
+        self.forms = forms
+
+    @staticmethod
+    def of(forms: Sequence[PlannedCopy], form: I64, file: I64, start: I64, target: I64) -> Moves:
+        """Return copies of these forms."""
+        rows = np.empty(len(form), _ROW)
+        rows["form"], rows["file"], rows["start"], rows["target"] = form, file, start, target
+        if len(form):
+            spans = [(*f.span, f.byte_count, f.run_start) for f in forms]
+            lo, hi, rows["bytes"], rows["run"] = np.array(spans, dtype=np.int64)[form].T
+            rows["lo"], rows["hi"] = lo + start, hi + start
+        return Moves(rows, forms)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, which: slice | I64 | NDArray[np.bool_]) -> Moves:
+        return Moves(self.rows[which], self.forms)
+
+    def __iter__(self) -> Iterator[PlannedCopy]:
+        for file, start, target, form, *_ in self.rows.tolist():
+            f = self.forms[form]
+            yield PlannedCopy(file, start, f.itemsize, f.block, target, f.conversion)
+
+    def split(self, span_bytes: int, hole_bytes: int) -> Moves:
+        """Return the moves, each cut as `split` does."""
+        parts = [[*split(f.block, f.itemsize, span_bytes, hole_bytes)] for f in self.forms]
+        counts = np.array([len(p) for p in parts], dtype=np.int64)
+        if not (counts > 1).any():
+            return self
+        forms = [replace(f, block=b) for f, p in zip(self.forms, parts, strict=True) for b in p]
+        which, form = _spread(counts, self.rows["form"])
+        rows = self.rows[which]
+        return Moves.of(forms, form, rows["file"], rows["start"], rows["target"])
+
+    def touched(self, hole: int = BLOCK_BYTES) -> tuple[I64, Runs]:
+        """Return byte ranges that hold every source byte, as `touched`, and the row of each."""
+        ranges = [touched(f.block, f.itemsize, 0, hole) for f in self.forms]
+        counts = np.array([len(r) for r in ranges], dtype=np.int64)
+        which, at = _spread(counts, self.rows["form"])
+        flat = np.array([pair for r in ranges for pair in r], dtype=np.int64).reshape(-1, 2)
+        return which, flat[at] + self.rows["start"][which, np.newaxis]
+
+
+def _spread(counts: I64, kinds: I64) -> tuple[I64, I64]:
+    """Return a row for each of the `counts` things of each kind: which of `kinds`, which thing."""
+    times = counts[kinds]
+    which = np.repeat(np.arange(len(kinds)), times)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
+    return which, (np.cumsum(counts) - counts)[kinds][which] + within
+
+
+def _moves(copies: Iterable[PlannedCopy]) -> Moves:
+    forms = list(copies)
+    places = np.array([(c.file, c.start, c.target) for c in forms], dtype=np.int64).reshape(-1, 3)
+    bare = [replace(c, file=0, start=0, target=0) for c in forms]
+    return Moves.of(bare, np.arange(len(forms)), *places.T)
+
+
+def needed_blocks(line: BlockLine, copies: Moves | Iterable[PlannedCopy]) -> Runs:
     """Return the digest blocks that hold the source bytes of some copies."""
-    runs = [
-        line.positions(c.file, lo, hi)
-        for c in copies
-        for lo, hi in touched(c.block, c.itemsize, c.start)
-    ]
-    return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+    moves = copies if isinstance(copies, Moves) else _moves(copies)
+    which, ranges = moves.touched()
+    return merge(np.stack(line.positions(moves.rows["file"][which], *ranges.T), axis=1))
 
 
-def needed_bytes(copies: Iterable[PlannedCopy], hole: int) -> dict[int, Runs]:
+def needed_bytes(copies: Moves | Iterable[PlannedCopy], hole: int) -> dict[int, Runs]:
     """Return the byte ranges of data sections that hold the source bytes of some copies, by file.
 
     Holes of less than `hole` bytes inside a piece are among them; what lies between two pieces is
     not. In a foreign file that may be anything, and each piece there costs a look at its head.
     """
-    by_piece: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for c in copies:
-        found = by_piece.setdefault((c.file, c.start), [])
-        found += touched(c.block, c.itemsize, c.start, hole)
-    by_file: dict[int, list[Runs]] = {}
-    for (file, _), ranges in by_piece.items():
-        pairs = np.array(ranges, dtype=np.int64).reshape(-1, 2)
-        by_file.setdefault(file, []).append(merge(pairs, hole - 1))
-    return {file: merge(np.concatenate(runs)) for file, runs in by_file.items()}
+    moves = copies if isinstance(copies, Moves) else _moves(copies)
+    which, ranges = moves.touched(hole)
+    files, starts = moves.rows["file"][which], moves.rows["start"][which]
+    by_file: dict[int, Runs] = {}
+    for file in np.unique(files).tolist():
+        mine = np.flatnonzero(files == file)
+        mine = mine[np.argsort(starts[mine], kind="stable")]
+        pieces = np.split(ranges[mine], np.flatnonzero(np.diff(starts[mine])) + 1)
+        by_file[file] = merge(np.concatenate([merge(pairs, hole - 1) for pairs in pieces]))
+    return by_file
 
 
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -466,14 +553,6 @@ def put_fill(fill: Fill, dtype: DType, target: U8) -> None:
     strided(target, fill.start * dtype.itemsize, shape, strides, dtype.numpy)[...] = fill.value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """Moves of a bounded span, by the line position of their first block."""
-
-    moves: list[PlannedCopy]
-    at: NDArray[np.int64]
-
-
 class ReadPlan:
     """What `ckptd.checkpoint.load.read.execute` does for one rank.
 
@@ -495,7 +574,7 @@ class ReadPlan:
         self,
         manifest: Manifest,
         places: PieceLocations,
-        moves: Sequence[PlannedCopy],
+        moves: Moves,
         targets: Sequence[Target],
         absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
@@ -509,33 +588,41 @@ class ReadPlan:
     @cached_property
     def bytes_needed(self) -> int:
         """Bytes that the copies take from the checkpoint."""
-        return sum(m.byte_count for m in self.moves)
+        return int(self.moves.rows["bytes"].sum())
 
     @cached_property
     def needed(self) -> Runs:
         """The digest blocks that hold them."""
         return needed_blocks(self.line, self.moves)
 
+    @cached_property
+    def addresses(self) -> I64:
+        """Where each buffer begins, and how many bytes it has; nowhere for one of a device."""
+        found = [
+            (t.__array_interface__["data"][0], t.nbytes) if isinstance(t, np.ndarray) else (0, 0)
+            for t in self.targets
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
+
     def of_files(self, files: Collection[int]) -> ReadPlan:
         """Return the plan of the copies out of some files alone."""
-        moves = [m for m in self.moves if m.file in files]
+        moves = self.moves[np.isin(self.moves.rows["file"], list(files))]
         return ReadPlan(self.manifest, self.places, moves, self.targets, self.absent)
 
     @property
     def files(self) -> list[int]:
         """Files that are read, ascending."""
-        return sorted({m.file for m in self.moves if m.byte_count})
+        rows = self.moves.rows
+        found: list[int] = np.unique(rows["file"][rows["bytes"] > 0]).tolist()
+        return found
 
-    def parts(self, span_bytes: int) -> _Parts:
-        """Return the moves, cut to `span_bytes`, in file order."""
-        moves = [
-            PlannedCopy(m.file, m.start, m.itemsize, block, m.target, m.conversion)
-            for m in self.moves
-            for block in split(m.block, m.itemsize, span_bytes)
-        ]
-        at = np.array([self.line.positions(m.file, *m.span)[0] for m in moves], dtype=np.int64)
+    def parts(self, span_bytes: int, hole_bytes: int = BLOCK_BYTES) -> tuple[Moves, I64]:
+        """Return the moves, cut as `split` does, in file order, and the first block of each."""
+        moves = self.moves.split(span_bytes, hole_bytes)
+        rows = moves.rows
+        at, _ = self.line.positions(rows["file"], rows["lo"], rows["hi"])
         order = np.argsort(at, kind="stable")
-        return _Parts([moves[i] for i in order], at[order])
+        return moves[order], at[order]
 
 
 def read_plan(
@@ -574,23 +661,48 @@ def read_plan(
         The manifest or an older file's header contradicts itself.
     """
     places = places or PieceLocations(manifest, filemap, store)
-    moves: list[PlannedCopy] = []
-    targets: list[Target] = []
-    absent: list[tuple[int, Box]] = []
-    for target, want in enumerate(wants):
+    wants = list(wants)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, want in enumerate(wants):
+        group = filemap.group_of[want.tensor]
+        key = group, id(want.regions), id(want.pieces), id(want.conversion)
+        alike.setdefault(key, []).append(number)
+    forms: list[PlannedCopy] = []
+    found: list[tuple[int, I64, I64]] = []
+    absent: list[tuple[int, int, int]] = []
+    for numbers in alike.values():
+        want = wants[numbers[0]]
         tensor, conversion = want.tensor, want.conversion
         grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
         name = filemap.tensors[tensor].name
-        targets.append(_target(want, conversion.target.itemsize if conversion else itemsize, name))
+        wide = conversion.target.itemsize if conversion else itemsize
+        end = want.end * wide
+        _check_targets([wants[n] for n in numbers], wide, end, filemap)
+        tensors, targets = np.array([wants[n].tensor for n in numbers]), np.array(numbers)
         for piece, blocks in _copies(grid, want, name):
-            file, start = places.of(tensor, piece)
+            file, starts = places.of_all(tensors, piece)
             if file == ABSENT:
-                absent.append((tensor, grid.piece(piece).box))
+                absent += [(number, wants[number].tensor, piece) for number in numbers]
                 continue
-            moves += [PlannedCopy(file, start, itemsize, b, target, conversion) for b in blocks]
-    if absent and not allow_absent:
-        raise _absent_error(filemap, absent)
-    return ReadPlan(manifest, places, moves, targets, absent)
+            for block in blocks:
+                found.append((file, starts, targets))
+                forms.append(PlannedCopy(0, 0, itemsize, block, 0, conversion))
+    there = [(t, filemap.grid_of(t).piece(p).box) for _, t, p in sorted(absent)]
+    if there and not allow_absent:
+        raise _absent_error(filemap, there)
+    times = [len(starts) for _, starts, _ in found]
+    none = np.empty(0, dtype=np.int64)
+    moves = Moves.of(
+        forms,
+        np.repeat(np.arange(len(forms)), times),
+        np.repeat(np.array([file for file, _, _ in found], dtype=np.int64), times),
+        np.concatenate([none, *(starts for _, starts, _ in found)]),
+        np.concatenate([none, *(targets for _, _, targets in found)]),
+    )
+    every = [
+        w.target.view(np.uint8) if isinstance(w.target, np.ndarray) else w.target for w in wants
+    ]
+    return ReadPlan(manifest, places, moves, every, there)
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:
@@ -603,26 +715,25 @@ def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Bloc
         raise CkptdError.from_dict({**error.to_dict(), "where": f"tensor {name}"}) from None
 
 
-def _target(want: Want, itemsize: int, name: str) -> Target:
-    target = want.target
-    if isinstance(target, np.ndarray):
-        good = target.ndim == 1 and target.flags.c_contiguous and target.flags.writeable
-        if not good or target.dtype.itemsize not in (1, itemsize):
+def _check_targets(wants: Iterable[Want], itemsize: int, end: int, filemap: FileMap) -> None:
+    for want in wants:
+        target = want.target
+        if isinstance(target, np.ndarray):
+            good = target.ndim == 1 and target.flags.c_contiguous and target.flags.writeable
+            if not good or target.dtype.itemsize not in (1, itemsize):
+                raise UsageError(
+                    "a read needs a writable flat buffer",
+                    where=f"tensor {filemap.tensors[want.tensor].name}",
+                    wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
+                    found=f"shape {target.shape}, dtype {target.dtype}, strides {target.strides}",
+                )
+        if end > target.nbytes:
             raise UsageError(
-                "a read needs a writable flat buffer",
-                where=f"tensor {name}",
-                wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
-                found=f"shape {target.shape}, dtype {target.dtype}, strides {target.strides}",
+                "a buffer is too small for its regions",
+                where=f"tensor {filemap.tensors[want.tensor].name}",
+                wanted=f"{end} bytes",
+                found=f"{target.nbytes} bytes",
             )
-    end = want.end
-    if end * itemsize > target.nbytes:
-        raise UsageError(
-            "a buffer is too small for its regions",
-            where=f"tensor {name}",
-            wanted=f"{end * itemsize} bytes",
-            found=f"{target.nbytes} bytes",
-        )
-    return target.view(np.uint8) if isinstance(target, np.ndarray) else target
 
 
 def _absent_error(filemap: FileMap, absent: list[tuple[int, Box]]) -> MismatchError:

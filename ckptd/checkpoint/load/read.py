@@ -22,20 +22,18 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import BLOCK_BYTES, digest
-from ckptd.base.grids.block import Block
-from ckptd.base.grids.grid import is_packed, strides_of
-from ckptd.base.runtime.copier import LEAST_BYTES, copies_natively
+from ckptd.base.grids.grid import is_packed
+from ckptd.base.runtime.copier import LEAST_BYTES, copies_natively, copy_runs
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.runtime.pool import cores, run_all
 from ckptd.checkpoint.format.names import digests_key
@@ -57,6 +55,7 @@ from ckptd.checkpoint.load.hostgroup import (
 )
 from ckptd.checkpoint.load.plan import (
     BlockLine,
+    Moves,
     PlannedCopy,
     ReadPlan,
     Runs,
@@ -68,15 +67,15 @@ from ckptd.checkpoint.load.plan import (
     put,
     split,
 )
-from ckptd.checkpoint.load.source import batches
 from ckptd.checkpoint.load.spare import SPARE
-from ckptd.checkpoint.load.target import DeviceBatch, DeviceWriter, Target
+from ckptd.checkpoint.load.target import DeviceBatch, DeviceWriter
 from ckptd.checkpoint.load.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError
 from ckptd.store.base import Store
 
 T = TypeVar("T")
 U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
 
 LOCAL_WINDOW_BLOCKS = 4
 _LEAST_WINDOW = LOCAL_WINDOW_BLOCKS * BLOCK_BYTES
@@ -374,44 +373,32 @@ FAR_BYTES = 256 << 10
 
 _TASK_BYTES = 4 << 20
 _TASK_MOVES = 256
+_SMALL_BYTES = 64 << 10
+"""Runs that are shorter on average are read with what lies between, and copied from there."""
 _LEAVE_S = 10.0
 """How long an interrupted read waits for writes under way, in seconds."""
 
 
-def _lying(
-    task: list[PlannedCopy], targets: Sequence[Target], files: LocalFiles
-) -> AbstractContextManager[U8 | None]:
-    """Return what gives the data section of a task's file, if it should be copied from there.
-
-    A file of a disk should only where that is done natively: the kernel copies faster than numpy.
-    """
-    file, spans = task[0].file, [move.span for move in task]
-    lo, hi = min(a for a, _ in spans), max(b for _, b in spans)
-    # A device may let its writers wait, and much that is not wanted may lie between far moves.
-    short = hi - lo <= 2 * _TASK_BYTES
-    large = sum(move.byte_count for move in task) >= len(task) * LEAST_BYTES
-    on_host = all(isinstance(targets[move.target], np.ndarray) for move in task)
-    if short and large and on_host and copies_natively():
-        return files.touching(file, lo, hi)
-    return nullcontext(files.memory(file))
-
-
-def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
+def _tasks(moves: Moves) -> Iterator[Moves]:
     """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
-    for _, neighbours in groupby(moves, key=lambda move: move.file):
-        yield from batches(neighbours, _reach, _TASK_BYTES, _TASK_MOVES)
-
-
-def _reach(move: PlannedCopy) -> int:
-    lo, hi = move.span
-    return hi - lo
+    rows = moves.rows
+    sizes = np.cumsum(rows["hi"] - rows["lo"])
+    ends = [*(np.flatnonzero(np.diff(rows["file"])) + 1).tolist(), len(rows)]
+    at = 0
+    for end in ends:
+        while at < end:
+            before = int(sizes[at - 1]) if at else 0
+            last = int(np.searchsorted(sizes, before + _TASK_BYTES, side="right"))
+            last = min(max(last, at + 1), at + _TASK_MOVES, end)
+            yield moves[at:last]
+            at = last
 
 
 class _Writes:
     """Where one task writes: targets on the host as they are, those of a device through batches."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = targets
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan, self._targets = plan, plan.targets
         self._batch: tuple[DeviceWriter, DeviceBatch] | None = None
 
     def __enter__(self) -> Self:
@@ -430,14 +417,19 @@ class _Writes:
         self._batch = writer, writer.batch()
         return self._batch[1]
 
-    def takes_runs(self, move: PlannedCopy) -> bool:
-        """Tell whether what is a run in the file comes to one run of memory, as it is."""
-        if move.conversion is not None:
-            return False
-        target, strides = self._targets[move.target], move.block.target_strides
-        if isinstance(target, np.ndarray):
-            return not strides or strides[-1] == 1
-        return move.byte_count <= target.writer.limit
+    def put_all(self, moves: Moves, memory: U8, shifts: I64, *, locked: bool = False) -> None:
+        """Do moves out of memory, in which the bytes of each lie so many further than in its file.
+
+        What is one run on both sides is copied as such, without an object for each.
+        """
+        rows, host = moves.rows, self._plan.addresses[moves.rows["target"]]
+        at, begin, size = rows["run"], rows["lo"] + shifts, rows["bytes"]
+        runs = (at >= 0) & (host[:, 1] >= at + size) & (begin >= 0) & (begin + size <= len(memory))
+        of = int(memory.__array_interface__["data"][0])
+        copy_runs(np.stack((host[:, 0] + at, begin + of, size), axis=1)[runs])
+        rest = np.flatnonzero(~runs)
+        for move, shift in zip(moves[rest], shifts[rest].tolist(), strict=True):
+            self.put(move, memory, move.start + shift, locked=locked)
 
     def put(self, move: PlannedCopy, memory: U8, origin: int, *, locked: bool = False) -> None:
         """Do a move out of memory; see `ckptd.checkpoint.load.plan.put`."""
@@ -458,17 +450,18 @@ class _Writes:
                 put(move, block, memory, origin, values, packed=True)
                 target.send(block, wide, values, locked=batch.locked)
 
-    def place(self, move: PlannedCopy) -> tuple[U8, Block]:
-        """Return memory for a move without conversion, and the move's block as it counts there."""
-        target, block = self._targets[move.target], move.block
+    def room(self, move: PlannedCopy) -> U8 | None:
+        """Return memory that takes the run of a file that a move is; None for another move."""
+        target, size = self._targets[move.target], move.byte_count
         if isinstance(target, np.ndarray):
-            return target, block
-        room = self._batch_of(target.writer).room(move.byte_count)
-        strides = strides_of(block.shape)
-        return room, Block(block.shape, block.source_start, block.source_strides, 0, strides)
+            return target[move.run_start :][:size] if move.run_start >= 0 else None
+        packed = move.conversion is None and is_packed(move.block.shape, move.block.source_strides)
+        if not packed or size > target.writer.limit:
+            return None
+        return self._batch_of(target.writer).room(size)
 
     def placed(self, move: PlannedCopy, memory: U8) -> None:
-        """Send what `place` gave, which is filled now, to where it goes."""
+        """Send what `room` gave, which is filled now, to where it goes."""
         target = self._targets[move.target]
         if not isinstance(target, np.ndarray):
             locked = self._batch_of(target.writer).locked
@@ -478,36 +471,14 @@ class _Writes:
 def _read_move(
     move: PlannedCopy, writes: _Writes, files: LocalFiles, fd: int, windows: Windows
 ) -> None:
-    if writes.takes_runs(move) and _has_far_rows(move):
-        memory, block = writes.place(move)
-        sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
-        targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
-        length = block.shape[-1] if block.shape else 1
-        for source, at in zip(sources, targets, strict=True):
-            view = memory.data[at * move.itemsize : (at + length) * move.itemsize]
-            files.read_exact(fd, move.file, move.start + source * move.itemsize, view)
-        writes.placed(move, memory)
-    else:
-        lo, hi = move.span
-        window = windows.get(hi - lo)
-        files.read_exact(fd, move.file, lo, window.data)
+    lo, hi = move.span
+    room = writes.room(move)
+    window = windows.get(hi - lo) if room is None else room
+    files.read_exact(fd, move.file, lo, window.data)
+    if room is None:
         writes.put(move, window, move.start - lo)
-
-
-def _has_far_rows(move: PlannedCopy) -> bool:
-    """Tell whether a move takes one run of the file, or runs with too much between them to read."""
-    strides = move.block.source_strides
-    runs = not strides or strides[-1] == 1
-    return runs and all(s * move.itemsize >= FAR_BYTES for s in strides[:-1])
-
-
-def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> list[int]:
-    if not shape:
-        return [start]
-    offsets = np.full(1, start, dtype=np.int64)
-    for n, stride in zip(shape, strides, strict=True):
-        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
-    return offsets.tolist()
+    else:
+        writes.placed(move, room)
 
 
 _log = logging.getLogger("ckptd")
@@ -726,7 +697,8 @@ class _Run:
             if memory is None:
                 memory = self._go_alone(needs.runs[group.local_rank], blocks, gap)
             self._buffer = HostBuffer(line, memory)
-        self._parts = self._plan.parts(self._schedule.span_bytes)
+        hole = FAR_BYTES if self._buffer is None else BLOCK_BYTES
+        self._parts, self._at = self._plan.parts(self._schedule.span_bytes, hole)
 
     def _agree_on_files(self, budget_bytes: int | None) -> Needs:
         """Tell the host what this rank needs, and agree whether descriptors are read from."""
@@ -760,10 +732,9 @@ class _Run:
         """What is wanted of files without digests, where no other rank wants more of them."""
         if self._group.local_world > 1:
             return {}
-        places = self._plan.places
-        moves = (m for m in self._plan.moves if not places.is_digested(m.file))
-        local = self._store.capabilities.local_files
-        return needed_bytes(moves, FAR_BYTES if local else BLOCK_BYTES)
+        plan, local = self._plan, self._store.capabilities.local_files
+        loose = [f for f in plan.files if not plan.places.is_digested(f)]
+        return needed_bytes(plan.of_files(loose).moves, FAR_BYTES if local else BLOCK_BYTES)
 
     def _bytes_of(self, runs: Runs) -> int:
         """Return the bytes that a set of blocks costs."""
@@ -782,10 +753,10 @@ class _Run:
         self._count.add(n)
 
     def _write(self) -> None:
-        if self._in_memory is not None and self._from_memory.moves:
+        if self._in_memory is not None and len(self._from_memory.moves):
             begin = time.monotonic()
             self._copy_memory(
-                self._from_memory.parts(_MEMORY_SPAN).moves,
+                self._from_memory.parts(_MEMORY_SPAN)[0],
                 np.frombuffer(self._in_memory.data, np.uint8),
                 lambda file, start, end: start,
                 locked=self._in_memory.locked,
@@ -812,11 +783,11 @@ class _Run:
         for writer in {t.writer for t in targets if not isinstance(t, np.ndarray)}:
             writer.settle(self._stall_s)
 
-    def _moves(self, wave: Wave) -> list[PlannedCopy]:
-        lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
-        return self._parts.moves[lo:hi]
+    def _moves(self, wave: Wave) -> Moves:
+        lo, hi = np.searchsorted(self._at, (wave.start, wave.end)).tolist()
+        return self._parts[lo:hi]
 
-    def _copy(self, moves: list[PlannedCopy]) -> None:
+    def _copy(self, moves: Moves) -> None:
         if self._buffer is None:
             self._copy_files(moves)
         else:
@@ -824,9 +795,9 @@ class _Run:
 
     def _copy_memory(
         self,
-        moves: Sequence[PlannedCopy],
+        moves: Moves,
         memory: U8,
-        offset: Callable[[int, int, int], int],
+        offset: Callable[[I64, I64, I64], I64],
         *,
         locked: bool = False,
     ) -> None:
@@ -840,48 +811,62 @@ class _Run:
             `memory` is page-locked, and stays as it is until all devices have settled.
         """
 
-        def copy(task: list[PlannedCopy]) -> None:
-            with _Writes(self._whole.targets) as writes:
-                for move in task:
-                    lo, hi = move.span
-                    origin = offset(move.file, lo, hi) + move.start - lo
-                    writes.put(move, memory, origin, locked=locked)
+        def copy(task: Moves) -> None:
+            file, lo, hi = (task.rows[name] for name in ("file", "lo", "hi"))
+            with _Writes(self._whole) as writes:
+                writes.put_all(task, memory, offset(file, lo, hi) - lo, locked=locked)
 
         self._in_tasks(moves, copy)
 
-    def _copy_files(self, moves: Sequence[PlannedCopy]) -> None:
+    def _copy_files(self, moves: Moves) -> None:
         """Copy `moves` out of local files: long runs straight into place, others by a window.
 
         What lies in memory that can be mapped is copied from there.
         """
         windows, files = Windows(), self.files
 
-        def copy(task: list[PlannedCopy]) -> None:
-            targets = self._whole.targets
+        def copy(task: Moves) -> None:
+            rows = task.rows
+            file, lo, hi = int(rows["file"][0]), int(rows["lo"].min()), int(rows["hi"].max())
             with (
-                _lying(task, targets, files) as memory,
-                files.use(task[0].file) as fd,
-                _Writes(targets) as writes,
+                self._lying(task, file, lo, hi) as memory,
+                files.use(file) as fd,
+                _Writes(self._whole) as writes,
             ):
+                start = 0
+                # One read: much that is not wanted may lie between far moves.
+                if memory is None and hi - lo <= min(2 * _TASK_BYTES, len(task) * _SMALL_BYTES):
+                    memory, start = windows.get(hi - lo), lo
+                    files.read_exact(fd, file, lo, memory.data)
+                if memory is not None:
+                    writes.put_all(task, memory, np.full(len(task), -start))
+                    return
                 for move in task:
-                    if memory is None:
-                        _read_move(move, writes, files, fd, windows)
-                    else:
-                        writes.put(move, memory, move.start)
+                    _read_move(move, writes, files, fd, windows)
 
         self._in_tasks(moves, copy)
 
-    def _in_tasks(
-        self, moves: Sequence[PlannedCopy], copy: Callable[[list[PlannedCopy]], None]
-    ) -> None:
+    def _lying(self, task: Moves, file: int, lo: int, hi: int) -> AbstractContextManager[U8 | None]:
+        """Return what gives the data section of a task's file, if it should be copied from there.
+
+        A file of a disk should only where that is done natively: the kernel copies faster than
+        numpy. A device may let its writers wait, and much may lie between far moves.
+        """
+        large = int(task.rows["bytes"].sum()) >= len(task) * LEAST_BYTES
+        on_host = bool(self._whole.addresses[task.rows["target"], 0].all())
+        if hi - lo <= 2 * _TASK_BYTES and large and on_host and copies_natively():
+            return self.files.touching(file, lo, hi)
+        return nullcontext(self.files.memory(file))
+
+    def _in_tasks(self, moves: Moves, copy: Callable[[Moves], None]) -> None:
         """Do moves in threads; where this one is interrupted, nothing is written after it has left.
 
         The next load of a process that goes on would be overwritten in part.
         """
 
-        def work(task: list[PlannedCopy]) -> None:
+        def work(task: Moves) -> None:
             copy(task)
-            self._on_copied(sum(m.byte_count for m in task))
+            self._on_copied(int(task.rows["bytes"].sum()))
 
         threads, stall_s = self._copiers, self._stall_s
         run_all(

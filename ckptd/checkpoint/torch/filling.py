@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Fill, Region
 from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.base.torch.device import kind_of
-from ckptd.checkpoint.format.witness import check_elements, gather
+from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
-from ckptd.checkpoint.torch.state.describe import Describer
+from ckptd.checkpoint.torch.state.describe import Describer, whole_region
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import as_bytes, flat_memory, local_tensor
+from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at, flat_memory, local_tensor
 from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
@@ -29,14 +29,6 @@ _HUNG_S = 1.0
 """What is waited for once more where a wait has been too long already, in seconds."""
 _kept: dict[int, object] = {}
 """Memory that a device which hangs may still copy from or to: not to be given to anybody else."""
-
-
-class TargetElements(NamedTuple):
-    """Elements of a target whose values are wanted."""
-
-    target: LiveTarget
-    itemsize: int
-    elements: I64
 
 
 class Filling:
@@ -55,8 +47,6 @@ class Filling:
     ----------
     wants
         For `ckptd.checkpoint.load.plan.read_plan`.
-    filled
-        Tensor of the manifest, and target, of each of them.
     """
 
     def __init__(self, describer: Describer) -> None:
@@ -65,17 +55,31 @@ class Filling:
         self._ring: BufferRing | None = None
         self._uploads: dict[torch.device, Upload] = {}
         self.wants: list[Want] = []
-        self.filled: list[tuple[int, LiveTarget]] = []
 
     # -- what is filled --------------------------------------------------------------------------
 
-    def add(self, name: str, tensor: torch.Tensor, number: int) -> None:
-        """Ask for what this rank holds of `tensor`, from tensor `number` of the manifest."""
-        found = self.boxes(name, tensor)
-        if found is not None:
-            target, regions = found
-            self.wants.append(Want(number, regions, target))
-            self.filled.append((number, target))
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+        """Ask for what this rank holds of tensors, from those of the manifest with these numbers.
+
+        Whole tensors of the host are slices of one view, and cost no call each.
+        """
+        whole: list[tuple[torch.Tensor, int, int, int]] = []
+        for name, tensor, number in tensors:
+            plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
+            if plain and not tensor.is_neg() and not tensor.is_conj() and tensor.data_ptr():
+                at = tensor.data_ptr()
+                whole.append((tensor, number, at, at + tensor.nbytes))
+            elif (found := self.boxes(name, tensor)) is not None:
+                self.wants.append(Want(number, found[1], found[0]))
+        if whole:
+            kept, _, starts, ends = zip(*whole, strict=True)
+            first = min(starts)
+            memory = bytes_at(first, max(ends) - first, kept)
+            self.wants += [
+                Want(number, whole_region(tensor.shape), memory[start - first : end - first])
+                for tensor, number, start, end in whole
+                if end > start
+            ]
 
     def boxes(
         self, name: str, tensor: torch.Tensor
@@ -186,21 +190,53 @@ class Filling:
 
     # -- what was filled -------------------------------------------------------------------------
 
-    def values(self, wanted: Sequence[TargetElements]) -> list[U8]:
-        """Return values as `ckptd.checkpoint.format.witness.gather` does; one copy a device."""
-        found: list[U8 | None] = [None] * len(wanted)
-        of: dict[Upload, dict[int, tuple[DeviceBuffer, int, I64]]] = {}
-        for number, (target, itemsize, elements) in enumerate(wanted):
+    def values(
+        self, targets: Sequence[LiveTarget], itemsizes: I64, which: I64, elements: I64
+    ) -> U8:
+        """Return values as `ckptd.checkpoint.format.witness.gather` does; one copy a device.
+
+        Parameters
+        ----------
+        itemsizes
+            Of each target.
+        which, elements
+            Numbers of the targets, and elements of these.
+        """
+        out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
+        counts = np.array([t.nbytes for t in targets], dtype=np.int64) // itemsizes
+        for number in np.unique(which[(elements < 0) | (elements >= counts[which])]).tolist():
+            check_elements(elements[which == number], int(counts[number]))
+        there: dict[Upload, list[int]] = {}
+        places = np.zeros(len(targets), dtype=np.int64)
+        for number, target in enumerate(targets):
             if isinstance(target, DeviceBuffer):
-                check_elements(elements, target.nbytes // itemsize)
-                of.setdefault(target.writer, {})[number] = (target, itemsize, elements)
+                there.setdefault(target.writer, []).append(number)
             else:
-                found[number] = gather(target.view(np.uint8), itemsize, elements)
-        for upload, there in of.items():
-            taken = upload.values(list(there.values()))
-            for (number, (_, itemsize, elements)), raw in zip(there.items(), taken, strict=True):
-                found[number] = gather(raw, itemsize, np.arange(len(elements)))
-        return [v for v in found if v is not None]
+                places[number] = target.__array_interface__["data"][0]
+        for size in np.unique(itemsizes).tolist():
+            mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
+            out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
+        for upload, numbers in there.items():
+            rows = [np.flatnonzero(which == number) for number in numbers]
+            picked = [
+                (cast("DeviceBuffer", targets[n]), int(itemsizes[n]), elements[mine])
+                for n, mine in zip(numbers, rows, strict=True)
+            ]
+            for (_, size, at), mine, raw in zip(picked, rows, upload.values(picked), strict=True):
+                out[mine] = gather(raw, size, np.arange(len(at)))
+        return out
+
+
+def _gather(places: I64, itemsize: int) -> U8:
+    """Return the values of elements of the host, by their addresses."""
+    if not len(places):
+        return np.empty((0, VALUE_BYTES), dtype=np.uint8)
+    first = int(places.min()) // 16 * 16
+    memory, at = bytes_at(first, int(places.max()) - first + 16), places - first
+    if not (at % itemsize).any():
+        return gather(memory, itemsize, at // itemsize)
+    raw = memory[at[:, np.newaxis] + np.arange(itemsize)].ravel()
+    return gather(raw, itemsize, np.arange(len(at)))
 
 
 def _is_memory(local: torch.Tensor) -> bool:
@@ -230,8 +266,9 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
             continue
         start = local.data_ptr()
         device = "" if local.is_cpu else str(local.device)
+        reach = local.nbytes if local.is_contiguous() else _reach(local)
         # The number is there so that leaves are never compared.
-        spans.append((device, start, len(spans), start + _reach(local), leaf))
+        spans.append((device, start, len(spans), start + reach, leaf))
     spans.sort()
     groups: list[list[TensorLeaf]] = []
     on, end = "", 0

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -53,7 +53,7 @@ from ckptd.checkpoint.save.recover import (
     finished_files,
     unpacked,
 )
-from ckptd.checkpoint.torch.filling import Filling, Image, TargetElements, overlapping
+from ckptd.checkpoint.torch.filling import Filling, Image, LiveTarget, overlapping
 from ckptd.checkpoint.torch.layouts import LayoutLoad, LayoutSpec, LoadLayouts, NoLayout
 from ckptd.checkpoint.torch.ondevice import captured
 from ckptd.checkpoint.torch.state.describe import Describer
@@ -69,6 +69,7 @@ from ckptd.checkpoint.torch.state.restore import (
     refuse_misfit,
     saved_names,
     selector,
+    unchanged,
     without_place,
 )
 from ckptd.decoding import converter, json_decoder
@@ -81,7 +82,7 @@ from ckptd.errors import (
     StoreError,
 )
 from ckptd.events.bus import at_step, phase
-from ckptd.types import Box, dtype_of
+from ckptd.types import Box
 
 if TYPE_CHECKING:
     from ckptd.store.base import Store
@@ -386,18 +387,16 @@ def _as_next(raw: bytes) -> Next:
     return next(n for n in _NEXT if n.encode() == raw)
 
 
-Place = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Slots of the witness, and the elements of a buffer that they represent."""
+Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Slots of the witness, the elements of buffers that they represent, and numbers of the buffers."""
 
 
-def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> list[Place]:
-    """Return, for each buffer, which values of the witness lie where in it."""
-    return [plan.select(want.tensor, want.regions) for want in wants]
+def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> Places:
+    """Return which values of the witness lie where in which buffer."""
+    return plan.select_all([(want.tensor, want.regions) for want in wants])
 
 
-def check_witness(
-    witness: Witness, places: Sequence[Place], manifest: Manifest, filling: Filling
-) -> None:
+def check_witness(witness: Witness, places: Places, filemap: FileMap, filling: Filling) -> None:
     """Compare the filled targets with the witness, at no extra read of data.
 
     Digests prove that the bytes are those that were written; the witness proves that they came
@@ -414,24 +413,21 @@ def check_witness(
         Names the tensors; the live state is wrong (`state_corrupted`).
     """
     words = witness.values.view(np.uint64).reshape(-1)
-    wrong: list[str] = []
-    entries = [manifest.tensors[number] for number, _ in filling.filled]
-    picked = [
-        TargetElements(target, dtype_of(entry.dtype).itemsize, elements)
-        for (_, target), entry, (_, elements) in zip(filling.filled, entries, places, strict=True)
-    ]
-    values = filling.values(picked)
-    if not values:
-        return
+    slots, elements, which = places
+    wants = filling.wants
+    itemsizes = np.array([filemap.dtypes[w.tensor].itemsize for w in wants], dtype=np.int64)
     # All at once: thousands of small tensors have a few values each.
-    every = np.concatenate([slots for slots, _ in places])
-    found = np.concatenate(values).view(np.uint64).reshape(-1)
-    good = (found == words[every]) | (witness.present[every] == 0)
+    targets = cast("list[LiveTarget]", [w.target for w in wants])
+    values = filling.values(targets, itemsizes, which, elements)
+    found = values.view(np.uint64).reshape(-1)
+    good = (found == words[slots]) | (witness.present[slots] == 0)
     if not good.all():
-        ends = np.cumsum([len(slots) for slots, _ in places])
-        for entry, own in zip(entries, np.split(good, ends[:-1]), strict=True):
-            if not own.all():
-                wrong.append(f"{entry.name} ({int((~own).sum())} of {len(own)} values)")
+        bad, seen = (np.bincount(n, minlength=len(wants)) for n in (which[~good], which))
+        wrong = [
+            f"{filemap.tensors[w.tensor].name} ({b} of {n} values)"
+            for w, b, n in zip(wants, bad.tolist(), seen.tolist(), strict=True)
+            if b
+        ]
         error = CorruptError(
             "values arrived at the wrong places",
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
@@ -695,9 +691,10 @@ class Loader:
                 unexpected = without_place(self._agreement, saved, matching.unexpected)
                 try:
                     if saved is not None:
-                        for name in matching.keep_adopted(unexpected):
-                            number = matching.tensors[name]
-                            filling.add(name, leaves.tensors[name].tensor, number)
+                        filling.add(
+                            (name, leaves.tensors[name].tensor, matching.tensors[name])
+                            for name in matching.keep_adopted(unexpected)
+                        )
                         refuse_misfit(
                             matching, saved, leaves, strict=options.strict, hint=laid.hint
                         )
@@ -747,7 +744,7 @@ class Loader:
                     filling.finish()
                     if isinstance(witness, Witness):
                         with events.span("verify"):
-                            check_witness(witness, places.result(), manifest, filling)
+                            check_witness(witness, places.result(), filemap, filling)
                             laid.check_witness(filling, values, witness)
 
                 self._undamaged(complete)
@@ -831,11 +828,15 @@ class Loader:
         matching = match(others, laid.rest, wanted, to_saved, strict=options.strict)
         filling = Filling(self._describer)
         later = set(matching.adopted.values())  # other ranks may have a place for it
-        for name, number in matching.tensors.items():
-            if name not in later:
-                filling.add(name, leaves.tensors[name].tensor, number)
+        filling.add(
+            [
+                (name, leaves.tensors[name].tensor, number)
+                for name, number in matching.tensors.items()
+                if name not in later
+            ]
+        )
         laid.match(leaves, wanted, filling, matching)
-        matching.overlaps = overlapping(leaves.tensors[name] for name in matching.tensors)
+        matching.overlaps = overlapping([leaves.tensors[name] for name in matching.tensors])
         return matching, leaves, filling, laid
 
     def _refuse_nothing(self, matching: Matching, laid: LayoutLoad) -> None:
@@ -977,7 +978,7 @@ def _compare_overlaps(tried: _Tried) -> None:
 
 def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
     if rename is None:
-        return lambda name: name
+        return unchanged
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)

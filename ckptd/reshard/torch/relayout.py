@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import nn
 
@@ -217,7 +218,7 @@ def _check_roles(
 
 def _local(leaves: Leaves) -> Leaves:
     """Return leaves that are what this rank has of its tensors."""
-    tensors = {n: replace(x, tensor=x.local) for n, x in leaves.tensors.items()}
+    tensors = {n: structs.replace(x, tensor=x.local) for n, x in leaves.tensors.items()}
     return replace(leaves, tensors=tensors)
 
 

@@ -27,8 +27,8 @@ def test_a_strided_tensor_is_filled_where_it_lies(tmp_path: Path) -> None:
     }
     filling = Filling(Describer([0]))
     for number, (name, tensor) in enumerate(live.items()):
-        filling.add(name, tensor, number)
-        (_, target) = filling.filled[-1]
+        filling.add([(name, tensor, number)])
+        target = filling.wants[-1].target
         assert isinstance(target, np.ndarray)
         start = target.__array_interface__["data"][0]
         assert start == tensor.data_ptr()
@@ -46,7 +46,7 @@ def test_what_a_checkpoint_leaves_out_stays_as_it_is() -> None:
     rows = torch.rand(5, 7).t()
     before = overlapping.clone(), rows.clone()
     filling = Filling(Describer([0]))
-    filling.add("overlapping", overlapping, 0)
+    filling.add([("overlapping", overlapping, 0)])
     assert filling.rows(rows) is not None
     with filling:
         filling.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class LocalRegions:
 
     local: torch.Tensor
     regions: tuple[Region, ...]
+
+
+@lru_cache(4096)
+def whole_region(shape: tuple[int, ...]) -> tuple[Region]:
+    """Return what a whole tensor of a shape holds: for all of them the same object."""
+    return (box_region(Box((0,) * len(shape), tuple(shape))),)
 
 
 class Describer:
@@ -87,8 +94,10 @@ class Describer:
         """
         if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
-            strides = tuple(tensor.stride()) if strided else None
-            return LocalRegions(tensor, (box_region(Box((0,) * len(shape), shape), strides),))
+            if not strided:
+                return LocalRegions(tensor, whole_region(shape))
+            box = Box((0,) * len(shape), shape)
+            return LocalRegions(tensor, (box_region(box, tuple(tensor.stride())),))
         entry, coordinate, placements = self._sharding(name, tensor)
         shape = tuple(tensor.shape)
         cuts = nested(entry.shape, placements) or placements

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, get_args
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -171,8 +172,7 @@ ObjectKind = Literal["value", "groups", "subclass"]
 OwnKind = Literal["", "broadcast", "statistics"]
 
 
-@dataclass(frozen=True, slots=True)
-class StatePlace:
+class StatePlace(msgspec.Struct, frozen=True):
     """Where a value stands: its `name` in checkpoints, its `path` in the program, its `section`.
 
     The section is the key at the top of the state.
@@ -188,8 +188,7 @@ class StatePlace:
         return StatePlace(name, self.path + path, self.section)
 
 
-@dataclass(slots=True)
-class TensorLeaf:
+class TensorLeaf(msgspec.Struct, eq=False):
     """One logical tensor.
 
     Attributes
@@ -502,18 +501,6 @@ def encode(value: Any, name: str, *, shared: bool = True) -> Any:
         raise CkptdError.from_dict({**error.to_dict(), "where": name}) from error
 
 
-def check_name(place: StatePlace) -> None:
-    """Raise `UsageError` for names that no reader would accept."""
-    name = place.name
-    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        raise UsageError(
-            "invalid name in a checkpoint",
-            where=place.path[:200],
-            wanted=f"1 to {MAX_NAME_CHARS} printable characters",
-            found=f"{name[:80]!r}, {len(name)} characters",
-        )
-
-
 class Sink:
     """Collects the leaves of one state.
 
@@ -663,6 +650,7 @@ class Sink:
             The name is taken or illegal, or the tensor has no plain dense memory.
         """
         self._claim(place)
+        plain = type(tensor) in PLAIN
         check_tensor(place, tensor, loading=self.saved is not None)
         if not self._fresh:
             self.live.append(tensor)
@@ -676,13 +664,17 @@ class Sink:
                 # Another view of the same memory, which is to share the new one.
                 first.assign = partial(_give_both, before, tensor)
             return first
-        local = live = local_tensor(tensor).detach()
-        if is_dtensor(tensor):
+        local = live = (tensor if plain else local_tensor(tensor)).detach()
+        if not plain and is_dtensor(tensor):
             live = tensor if self.saved is None else tensor.detach()
         filled = live
-        if not is_fillable(local):
-            plain = live.detach().resolve_conj().resolve_neg()
-            filled = plain.clone(memory_format=torch.contiguous_format)
+        if (
+            local.is_neg()
+            or local.is_conj()
+            or not (local.is_contiguous() or has_own_places(local))
+        ):
+            whole = live.detach().resolve_conj().resolve_neg()
+            filled = whole.clone(memory_format=torch.contiguous_format)
             local = local_tensor(filled)
         leaf = TensorLeaf(
             name=place.name,
@@ -742,7 +734,14 @@ class Sink:
         return leaf
 
     def _claim(self, place: StatePlace) -> None:
-        check_name(place)
+        name = place.name
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise UsageError(  # no reader would accept it
+                "invalid name in a checkpoint",
+                where=place.path[:200],
+                wanted=f"1 to {MAX_NAME_CHARS} printable characters",
+                found=f"{name[:80]!r}, {len(name)} characters",
+            )
         if place.name in self._paths:
             raise twice(place.name, self._paths[place.name], place.path)
         self._paths[place.name] = place.path
@@ -776,13 +775,6 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     storage = tensor.untyped_storage()._cdata
     form = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     return (storage, form, tensor.is_conj(), tensor.is_neg())
-
-
-def is_fillable(local: torch.Tensor) -> bool:
-    """Return whether writing elements one by one into this memory gives the tensor."""
-    if local.is_conj() or local.is_neg():
-        return False
-    return local.is_contiguous() or has_own_places(local)
 
 
 def _give_both(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -64,19 +64,24 @@ def materialise(
     UsageError
         Somebody holds a weak reference to the tensor, which forbids the swap.
     """
+    metas = [
+        leaf
+        for leaf in leaves.tensors.values()
+        if leaf.origin.is_meta
+        and any(saved.tensor(n) is not None for n in (leaf.name, *leaf.aliases))
+    ]
     held = {
         id(parameter.sharded_param): parameter
-        for module in modules
+        for module in (modules if metas else ())
         for inner in all_modules(module)
         for parameter in _fsdp_parameters(inner)
     }
-    swaps = []
-    for leaf in leaves.tensors.values():
-        names = (leaf.name, *leaf.aliases)
-        if leaf.origin.is_meta and any(saved.tensor(n) is not None for n in names):
-            change = partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
-            swaps.append(PendingState((leaf.name,), change))
-    leaves.pending[:0] = swaps
+    leaves.pending[:0] = [
+        PendingState(
+            (leaf.name,), partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
+        )
+        for leaf in metas
+    ]
 
 
 def check_buffers(module: nn.Module, place: StatePlace) -> None:
@@ -141,8 +146,7 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
 EXTRA = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleTensor:
+class ModuleTensor(msgspec.Struct, frozen=True, eq=False):
     """A parameter or persistent buffer: its canonical FQN and where the module keeps it.
 
     `own` is that of `ckptd.checkpoint.torch.state.leaves.TensorLeaf`.
@@ -367,7 +371,7 @@ def _named_modules(
     module: nn.Module,
     prefix: str,
     place: StatePlace,
-    around: tuple[nn.Module, ...] = (),
+    around: tuple[int, ...] = (),
     wrapper: _Wrapper | None = None,
     raw: str = "",
 ) -> Iterator[tuple[ModulePlace, _Wrapper | None]]:
@@ -375,7 +379,7 @@ def _named_modules(
 
     A prefix is empty or ends in a dot.
     """
-    if any(module is m for m in around):
+    if id(module) in around:
         raise UsageError("a module contains itself", where=place.child(prefix, "").name)
     if isinstance(module, DistributedDataParallel):
         wrapper = _Wrapper(module)
@@ -386,7 +390,8 @@ def _named_modules(
         # DDP's `module` is an ordinary attribute name elsewhere, so only the wrapper's own goes.
         wrapped = key == "module" and isinstance(module, DistributedDataParallel | DataParallel)
         inner = prefix if wrapped or key in WRAPPERS else f"{prefix}{key}."
-        yield from _named_modules(child, inner, place, (*around, module), wrapper, f"{raw}{key}.")
+        above = (*around, id(module))
+        yield from _named_modules(child, inner, place, above, wrapper, f"{raw}{key}.")
 
 
 def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -228,7 +229,7 @@ class ParameterOwners:
         owned = optimizer.owned if isinstance(optimizer, HostedOptimizer) else lambda p: p
         ids = {id(p): id(owned(p)) for p in _parameters(optimizer)}
         for own in self._by_owner.values():
-            if all(i in own for i in ids.values()):
+            if own.keys() >= {*ids.values()}:
                 return {held: own[i] for held, i in ids.items()}
         if missing := sum(i not in self._full for i in ids.values()):
             raise UsageError(
@@ -323,7 +324,7 @@ def add_optimizer(
             forget = partial(optimizer.state.pop, param.parameter, None)
             sink.leaves.pending.append(PendingState((at.name,), forget, at.name))
             continue
-        live = _held(optimizer, param.parameter)
+        live = param.held
         # Sorted: a restored optimizer holds its state in another order than a stepped one.
         found += [param.add(k, entries.get(k)) for k in sorted({*live, *entries}, key=str)]
 
@@ -356,7 +357,7 @@ def add_again(
 ) -> None:
     """Add what each save asks for: hyperparameters, and what is no tensor that is held."""
     said = sink.said[place.name]
-    parameters = list(_parameters(optimizer)) if form.loose else []
+    parameters = _parameters(optimizer) if form.loose else []
     with sink.afresh():
         for number, key, where in form.loose:
             value = _entries(optimizer, said, number, parameters[number])[key]
@@ -380,7 +381,7 @@ def _entries(
 
 def _held(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[Any, Any]:
     held = optimizer.state.get(parameter)
-    return held if isinstance(held, Mapping) else {}
+    return held if type(held) is dict or isinstance(held, Mapping) else {}
 
 
 def _take_masters(
@@ -560,8 +561,8 @@ class _Handing:
         call_with(taker.load_state_dict, self._place.name, whole)
 
 
-def _parameters(optimizer: Optimizer) -> Iterable[Any]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _groups_at(place: StatePlace) -> StatePlace:
@@ -579,11 +580,11 @@ def _each(
             fqn = names[id(parameter)]
             of = place.child(fqn, f".state[{fqn}]")
             mine = saved.get(fqn, group)
-            yield _Parameter(sink, of, optimizer, mine, parameter, unit, fqn, made)
+            held = _held(optimizer, parameter)
+            yield _Parameter(sink, of, optimizer, mine, parameter, held, unit, fqn, made)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
+class _Parameter(msgspec.Struct, frozen=True, eq=False):
     """Adds the optimizer state of one parameter to the leaves of a load.
 
     Parameters
@@ -599,6 +600,7 @@ class _Parameter:
     optimizer: Optimizer
     group: Mapping[str, Any]
     parameter: torch.Tensor
+    held: Mapping[Any, Any]
     unit: str
     fqn: str
     made: dict[str, torch.Tensor]
@@ -615,8 +617,8 @@ class _Parameter:
             loaded into what the optimizer has, or put there.
         """
         sink, place = self.sink, self.place.child(escape_key(key), f"[{key!r}]")
-        live = _held(self.optimizer, self.parameter).get(key)
-        put = partial(self._put, key) if give is None else give
+        live = self.held.get(key)
+        put = give or partial(self._put, key)
         if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
             value = live if give is None else None
             add_value(sink, place, value, put, kind="optim", fresh=give is not None)
@@ -725,7 +727,7 @@ def _check_optimizer(optimizer: Optimizer, place: StatePlace, said: _Said | None
             hint="state must be keyed by parameters of the optimizer's groups",
         )
     for entry in optimizer.state.values():
-        if not isinstance(entry, Mapping) and entry is not None:
+        if type(entry) is not dict and not isinstance(entry, Mapping | None):
             raise UsageError(
                 "an optimizer's state of a parameter is not a dict",
                 where=place.name,
@@ -748,6 +750,7 @@ def _saved_state(saved: SavedNames, name: str, fqns: set[str]) -> dict[str, dict
     return out
 
 
+@lru_cache(4096)
 def _state_key(segment: str) -> str | int:
     try:
         return unescape_key(segment)
@@ -829,7 +832,7 @@ def _match_groups(
     group, each takes that group's hyperparameters.
     """
     live = [
-        (tuple(sorted(names[id(p)] for p in group["params"])), group)
+        (tuple(sorted([names[id(p)] for p in group["params"]])), group)
         for group in optimizer.param_groups
     ]
     try:

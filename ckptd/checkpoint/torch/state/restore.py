@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
 )
 from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
+from ckptd.checkpoint.torch.state.tensors import DTYPE_NAMES
 from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.checkpoint.torch.state.words import is_note
 from ckptd.errors import MismatchError
@@ -78,7 +80,9 @@ class SavedState:
     def doubtful(self) -> list[str]:
         """Return the names that mean several things: a tensor and a value, or a rank's own."""
         kinds = ({*self.tensors, *self.aliases}, self.objects.keys(), self.per_rank.keys())
-        counts = Counter(name for kind in kinds for name in kind)
+        if len(self.names()) == sum(map(len, kinds)):
+            return []
+        counts = Counter(chain(*kinds))
         return sorted(name for name, n in counts.items() if n > 1)
 
     def names(self) -> set[str]:
@@ -137,10 +141,31 @@ class Matching:
         return [name for name in self.adopted.values() if name in self.tensors]
 
 
+def every(name: str) -> bool:
+    """Tell of each name that it is wanted."""
+    return True
+
+
+def unchanged(name: str) -> str:
+    """Return a name as it is."""
+    return name
+
+
+def chosen(names: Iterable[str], wanted: Callable[[str], bool]) -> set[str]:
+    """Return the names that are wanted; asks nothing where all are."""
+    return {*names} if wanted is every else {n for n in names if wanted(n)}
+
+
+def mapped(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
+    """Return what each of some names is called elsewhere; asks nothing where all are the same."""
+    names = list(names)
+    return dict(zip(names, names if rename is unchanged else map(rename, names), strict=True))
+
+
 def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
     """Turn the `only` argument into a test on names."""
     if only is None:
-        return lambda name: True
+        return every
     if callable(only):
         return only
     patterns = [only] if isinstance(only, str) else list(only)
@@ -151,23 +176,25 @@ def saved_names(
     saved: SavedState, live: Callable[[str], str], wanted: Callable[[str], bool]
 ) -> SavedNames:
     """Return the manifest's contents in live names, as `prepare` takes them."""
-    table = saved.manifest.tensors
+    table, objects = saved.manifest.tensors, saved.manifest.objects
+    names = mapped((*saved.tensors, *saved.objects, *saved.aliases), live)
+    some = chosen(names.values(), wanted)
     return SavedNames(
         tensors={
-            live(n): (table[i].dtype, table[i].shape)
+            names[n]: (table[i].dtype, table[i].shape)
             for n, i in saved.tensors.items()
-            if wanted(live(n))
+            if names[n] in some
         },
         objects={
-            live(n): saved.manifest.objects[i].kind
+            names[n]: objects[i].kind
             for n, i in saved.objects.items()
-            if wanted(live(n)) or is_note(live(n))
+            if names[n] in some or is_note(names[n])
         },
-        aliases={live(a): live(n) for a, n in saved.aliases.items() if wanted(live(a))},
+        aliases={names[a]: names[n] for a, n in saved.aliases.items() if names[a] in some},
         groups={
-            live(n): saved.manifest.objects[i].value
+            names[n]: objects[i].value
             for n, i in saved.objects.items()
-            if saved.manifest.objects[i].kind == "groups"
+            if objects[i].kind == "groups"
         },
         foreign=bool(about_foreign(saved.manifest)),
         wrapped=_wrapped(saved, live, wanted),
@@ -215,20 +242,22 @@ def match(
     if unread:
         asked = {to_saved(n) for n in (*leaves.tensors, *leaves.aliases) if wanted(n)}
         asked |= {n for n in unread if strict and wanted(n)}
-        if some := {n: kind for n, kind in unread.items() if n in asked}:
-            raise unread_tensors(some, f"step {saved.manifest.step}")
+        if kinds := {n: kind for n, kind in unread.items() if n in asked}:
+            raise unread_tensors(kinds, f"step {saved.manifest.step}")
     found = Matching(required=lambda name: strict and wanted(name))
     differences = found.differences
     used: set[str] = set()
+    names = mapped((*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank), to_saved)
+    some = chosen((*leaves.tensors, *leaves.aliases), wanted)
     for name, leaf in leaves.tensors.items():
-        if not wanted(name):
+        if name not in some:
             continue
         sources: dict[int, str] = {}
         for one in (name, *leaf.aliases):
-            source = to_saved(one)
+            source = names[one]
             source = saved.aliases.get(source, source)
             # An alias that nobody wants may give the tensor its value, and is no copy.
-            if source in saved.tensors and (wanted(one) or not sources):
+            if source in saved.tensors and (one in some or not sources):
                 sources.setdefault(saved.tensors[source], one)
         if not sources:
             # Where a module's own code sees what is there, it finds what is missing as well.
@@ -238,7 +267,8 @@ def match(
         for number, one in sources.items():
             entry = saved.manifest.tensors[number]
             used.add(entry.name)
-            if (entry.dtype, entry.shape) != (leaf.dtype, leaf.shape):
+            dtype = DTYPE_NAMES.get(leaf.tensor.dtype)
+            if entry.dtype != dtype or entry.shape != leaf.tensor.shape:
                 differences.append(
                     f"{one}: wanted {leaf.dtype}{list(leaf.shape)}, "
                     f"found {entry.dtype}{list(entry.shape)}"
@@ -248,10 +278,8 @@ def match(
             else:
                 found.tensors[name] = number
     _match_objects(found, leaves, saved, wanted, to_saved, used, strict=strict)
-    live = (*leaves.tensors, *leaves.aliases, *leaves.objects, *leaves.per_rank)
-    live_names = {to_saved(n) for n in live}
     everything = [*saved.tensors, *saved.objects, *saved.per_rank]
-    known = used | live_names
+    known = used.union(names.values())
     # A checkpoint with two things under one name does not say which of them is meant.
     doubtful = [n for n in saved.doubtful() if wanted(n)]
     found.unexpected = [n for n in everything if n not in known and wanted(n)]

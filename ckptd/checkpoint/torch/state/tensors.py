@@ -74,7 +74,7 @@ def _is(value: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
 def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
@@ -85,7 +85,7 @@ def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
     UsageError
         The format has no such type (quantized and sub-byte integer types).
     """
-    if (name := _NAMES.get(dtype)) is None:
+    if (name := DTYPE_NAMES.get(dtype)) is None:
         raise UsageError(
             "a tensor of this dtype cannot be saved",
             where=where,
@@ -186,23 +186,28 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
             found=f"{type(plain).__name__}, {nbytes} bytes",
             hint="save the tensors that it wraps, or register its type with ckptd.register(...)",
         )
-    return np.asarray(_Memory(plain, plain.data_ptr(), nbytes))
+    return bytes_at(plain.data_ptr(), nbytes, plain)
 
 
-def bytes_at(address: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return a flat view of memory of this process, which the view does not keep."""
-    return np.asarray(_Memory(None, address, nbytes)) if nbytes else np.empty(0, np.uint8)
+def bytes_at(
+    address: int, nbytes: int, keep: object = None
+) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return a flat view of memory of this process, which keeps nothing but `keep`.
+
+    Not all that lies between its ends need be there: what is not must not be touched.
+    """
+    return np.asarray(_Memory(keep, address, nbytes)) if nbytes else np.empty(0, np.uint8)
 
 
 class _Memory:
-    """The memory of a tensor for numpy, which keeps the tensor.
+    """Memory for numpy, which keeps the tensor that has it.
 
     `torch.Tensor.numpy` would forbid for ever that the storage is resized, and so break programs
     that free storages and fill them again.
     """
 
-    def __init__(self, tensor: torch.Tensor | None, address: int, nbytes: int) -> None:
-        self.tensor = tensor
+    def __init__(self, keep: object, address: int, nbytes: int) -> None:
+        self.keep = keep
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),

@@ -93,7 +93,8 @@ def _of_itself(module: nn.Module, names: Iterable[str], hooks: Iterable[str]) ->
     own = module.__dict__
     if not own.keys().isdisjoint(names):
         return True
-    return any((held := own.get(name)) and any(map(_is_own, held.values())) for name in hooks)
+    held = [hook for name in hooks for hook in (own.get(name) or {}).values()]
+    return any(map(_is_own, held))
 
 
 def speaking_kinds(kinds: Iterable[type[nn.Module]]) -> set[type]:

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import flat_regions
@@ -284,11 +285,11 @@ def _sort(job: JobLayout, out: BoundLeaves, leaf: TensorLeaf, name: str, seen: s
     elif kind.scalar is not None:
         rule, indexes, scalar = kind.scalar
         saved = scalar_name(job, rule, indexes, scalar)
-        out.leaves.tensors[saved] = replace(leaf, name=saved, aliases=())
+        out.leaves.tensors[saved] = structs.replace(leaf, name=saved, aliases=())
         out.followers[saved] = (rule, indexes)
     elif not kind.dropped and name == leaf.name:
         others = tuple(a for a in leaf.aliases if job.kind(a).tensor is None)
-        out.leaves.tensors[name] = replace(leaf, aliases=others)
+        out.leaves.tensors[name] = structs.replace(leaf, aliases=others)
 
 
 def scalar_name(job: JobLayout, rule: int, indexes: tuple[int, ...], scalar: str) -> str:

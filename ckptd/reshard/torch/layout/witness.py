@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan, select
-from ckptd.checkpoint.torch.filling import Filling, TargetElements
+from ckptd.checkpoint.torch.filling import Filling
 from ckptd.errors import CorruptError
 from ckptd.lay.local import LocalPiece
 from ckptd.lay.stored import TensorKey
@@ -48,11 +48,15 @@ def check_laid_witness(
     checked = 0
     wrong: list[str] = []
     expected = list(_expected(load, plan, witness))
-    picked = [
-        TargetElements(f.target, dtype_of(f.leaf.dtype).itemsize, at) for f, at, _ in expected
-    ]
-    values = filling.values(picked)
-    for (filled, elements, wanted), found in zip(expected, values, strict=True):
+    counts = [len(at) for _, at, _ in expected]
+    values = filling.values(
+        [f.target for f, _, _ in expected],
+        np.array([dtype_of(f.leaf.dtype).itemsize for f, _, _ in expected], np.int64),
+        np.repeat(np.arange(len(expected)), counts),
+        np.concatenate([np.empty(0, np.int64), *(at for _, at, _ in expected)]),
+    )
+    each = np.split(values, np.cumsum(counts))[:-1]
+    for (filled, elements, wanted), found in zip(expected, each, strict=True):
         bad = int((found != wanted).any(axis=1).sum())
         checked += len(elements)
         if bad:
