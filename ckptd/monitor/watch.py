@@ -35,7 +35,7 @@ from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.corruption import SumTable
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
-from ckptd.monitor.rules.limits import Learned, learn, learn_cut_short
+from ckptd.monitor.rules.limits import CallLoops, Learned, learn, learn_cut_short
 from ckptd.monitor.rules.slow import RankRoles, StepPace
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import AgentHealth, ReportSources, old
@@ -95,6 +95,7 @@ class JobWatch:
         self._fenced = 0
         self._over: tuple[Incident, ...] = ()
         self._evidence = WantedEvidence()
+        self._loops = CallLoops()
         self._pace = StepPace(self.settings.slow)
         self._sums = SumTable()
         self._gaps: list[Array] = []
@@ -183,12 +184,12 @@ class JobWatch:
 
     def _judge(self, now: float) -> Changes:
         job, rows = self._gather(now)
-        self._learn(job, rows)
+        self._learn(job, rows, now)
         recorded = _recorded(rows)
         settled = selected(self._endings.settle(job, rows, now), recorded)
         limits = self.settings.limits
         stopped = self._stopped.longer(rows, limits.stopped_s)[recorded]
-        standing = diagnose(settled, limits, self.learned, stopped)
+        standing = diagnose(settled, limits, self.learned, stopped, self._loops)
         if settled.ranks["alive"].any():
             self._pace.judge(settled, self.sources.names)
         else:
@@ -229,16 +230,18 @@ class JobWatch:
         )
         return self._job, rows
 
-    def _learn(self, job: JobView, rows: Array) -> None:
+    def _learn(self, job: JobView, rows: Array, now: float) -> None:
         generation = int(rows["generation"].max()) if len(rows) else self.generation
         if generation > self.generation:
             self._pace.forget()
             self._sums.forget()
+            self._loops = CallLoops()
         self.generation = max(generation, self.generation)
         gaps = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
         self._gaps = []
         if len(rows):
             self.learned = learn(self.learned, job, gaps)
+            self._loops = self._loops.after(job, now)
 
     def _moment(self, job: JobView, rows: Array, now: float) -> RoundFacts:
         began = now if self._began is None else self._began

@@ -189,7 +189,10 @@ class Watcher:
         counters, limits = ring.counters, self._limits
         phase = counters[Counter.PHASE]
         known = Phase(phase) if 0 <= phase <= max(Phase) else Phase.TRAIN
-        floor = limits.floors.get(known, limits.floors[Phase.TRAIN])
+        training = limits.floors[Phase.TRAIN]
+        if known is Phase.INIT:  # it may be a loop without steps: only all ranks together tell
+            return training
+        floor = limits.floors.get(known, training)
         if counters[Counter.STEPS_DONE] < limits.warm_steps:
             floor = max(floor, limits.floors.get(Phase.INIT, floor))
         return floor

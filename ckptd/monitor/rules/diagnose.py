@@ -7,7 +7,7 @@ import numpy as np
 from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.crash import crashes, ended
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import HangLimits, Learned
+from ckptd.monitor.rules.limits import CallLoops, HangLimits, Learned
 from ckptd.monitor.rules.mismatch import mismatches, with_newcomers
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict
@@ -18,6 +18,7 @@ def diagnose(
     limits: HangLimits | None = None,
     learned: Learned | None = None,
     stopped: Array | None = None,
+    loops: CallLoops | None = None,
 ) -> tuple[Verdict, ...]:
     """Return what is wrong with `job`, causes before consequences; empty if nothing is.
 
@@ -35,6 +36,8 @@ def diagnose(
         What was usual so far, by `ckptd.monitor.rules.limits.learn`.
     stopped
         Ranks that are known to be stopped for long, by `ckptd.monitor.rules.endings`.
+    loops
+        Where this life of the job goes round.
     """
     limits = limits or HangLimits()
     job = with_newcomers(job)
@@ -42,7 +45,7 @@ def diagnose(
     differing = tuple(mismatches(job, limits))
     crashed = tuple(crashes(job, limits))
     explained = gone | _in_groups(job, differing)
-    stuck = tuple(hangs(job, limits, learned or Learned(), explained, stopped))
+    stuck = tuple(hangs(job, limits, learned or Learned(), explained, stopped, loops))
     return (*differing, *crashed, *stuck)
 
 

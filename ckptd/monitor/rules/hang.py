@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptd.monitor.job import CallFlag, JobView
-from ckptd.monitor.rules.limits import ENGINE_S, HangLimits, Learned
+from ckptd.monitor.rules.limits import ENGINE_S, CallLoops, HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
@@ -85,13 +85,16 @@ def waits(job: JobView, gone: Array) -> Waits:
 
 def held_up(job: JobView, wait: Waits, seconds: float) -> Array:
     """Return for whom a rank that runs has waited for longer than `seconds`."""
-    ranks, rows = job.ranks, job.groups
-    runs = ~np.isin(ranks["state"], np.array([b"T", b"t", b"Z"]))
-    long = wait.inside & runs & (ranks["pending_age"] > seconds)
+    runs = ~np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
+    return _awaited_in(job, wait, wait.inside & runs & (job.ranks["pending_age"] > seconds))
+
+
+def _awaited_in(job: JobView, wait: Waits, some: Array) -> Array:
+    """Return the ranks for which one of `some` waits in its call."""
     wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
-    np.maximum.at(wanted, wait.code[long], ranks["pending_seq"][long])
-    out = np.zeros(len(ranks), bool)
-    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+    np.maximum.at(wanted, wait.code[some], job.ranks["pending_seq"][some])
+    out = np.zeros(len(job.ranks), bool)
+    out[job.groups["row"][job.groups["entered"] < wanted[job.group_codes]]] = True
     return out
 
 
@@ -148,7 +151,12 @@ MOST_NAMED = 64
 
 
 def hangs(
-    job: JobView, limits: HangLimits, learned: Learned, gone: Array, stopped: Array | None = None
+    job: JobView,
+    limits: HangLimits,
+    learned: Learned,
+    gone: Array,
+    stopped: Array | None = None,
+    loops: CallLoops | None = None,
 ) -> Iterator[Verdict]:
     """Yield what is to be said of ranks that stand still.
 
@@ -162,6 +170,8 @@ def hangs(
         Ranks that another verdict explains; ranks that wait for them are explained too.
     stopped
         Ranks that the kernel has shown as stopped for long: that is no pause of the program.
+    loops
+        Where the job goes round.
     """
     if not len(job.ranks):
         return
@@ -169,8 +179,10 @@ def hangs(
         yield from _held_up_unseen(job, limits, gone, stopped)
         return
     wait = waits(job, gone)
-    outside = learned.limit(job, limits, in_call=False)
-    within = learned.limit(job, limits, in_call=True)
+    going = wait.inside & (loops or CallLoops()).held(job, limits)
+    awaited = _awaited_in(job, wait, going)
+    outside = learned.limit(job, limits, in_call=False, started=awaited)
+    within = learned.limit(job, limits, in_call=True, started=going)
     if stopped is not None and stopped.any():
         missed = stopped & held_up(job, wait, limits.stopped_s)
         outside = np.where(missed, np.minimum(outside, limits.stopped_s), outside)
@@ -247,15 +259,9 @@ def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:
     A call that does not hold its caller up may be open while the rank makes others, and a receive
     that was begun early while it computes.
     """
-    ranks, rows = job.ranks, job.groups
     least = float(limit[late].min()) / 2 if late.any() else 0.0
-    moves = (_not_waiting(job) | _in_message(job)) & (ranks["idle"] <= least)
-    blocked = wait.inside & ~moves & ~_elsewhere(job)
-    wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
-    np.maximum.at(wanted, wait.code[blocked], ranks["pending_seq"][blocked])
-    out = np.zeros(len(ranks), bool)
-    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
-    return out
+    moves = (_not_waiting(job) | _in_message(job)) & (job.ranks["idle"] <= least)
+    return _awaited_in(job, wait, wait.inside & ~moves & ~_elsewhere(job))
 
 
 def _elsewhere(job: JobView) -> Array:

@@ -20,6 +20,8 @@ _GAP, _CALL = np.uint64(1), np.uint64(2)
 
 MOST_KEYS = 1 << 16
 """Call sites that are remembered, those with the longest times."""
+LOOP_CALLS = 20
+"""A program that has come to a call site so often goes round: its start is over."""
 
 
 def _floors() -> dict[Phase, float]:
@@ -44,7 +46,10 @@ class HangLimits:
     factor
         The limit is this many times the longest that was usual so far.
     warm_steps
-        Before a rank has made so many steps, the floor of INIT holds.
+        Before a rank has made so many steps, the floor of INIT holds. For a rank that makes none
+        it holds until others wait for it at a call site to which the job has come `LOOP_CALLS`
+        times, for at least half of the floor of TRAIN: that is a loop, and the floor of TRAIN
+        holds there.
     majority_wait
         How long a mismatch may wait for a strict majority before it is reported without a culprit.
     missed_beats
@@ -67,6 +72,62 @@ class HangLimits:
 
 
 @dataclass(frozen=True)
+class CallLoops:
+    """How often the job came back to call sites in this life: what tells a loop from a start.
+
+    Attributes
+    ----------
+    keys
+        Sorted; of each (call site, phase).
+    times
+        Calls that looks have found there; in between there may have been more.
+    newest
+        The greatest sequence number of a call that has ended there.
+    since, spans
+        When the first call was found there, by the clock of the looks, and how many seconds after
+        that the newest one.
+    """
+
+    keys: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    times: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    newest: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    since: Array = field(default_factory=lambda: np.zeros(0, np.float64))
+    spans: Array = field(default_factory=lambda: np.zeros(0, np.float64))
+
+    def after(self, job: JobView, now: float) -> CallLoops:
+        """Return the loops with what `job` shows at `now`."""
+        calls = job.calls[~np.isnan(job.calls["end"])]
+        keys = np.concatenate([self.keys, _keys(calls, _CALL)])
+        unique, codes = np.unique(keys, return_inverse=True)
+        known, shown = codes[: len(self.keys)], codes[len(self.keys) :]
+        before, times = (np.zeros(len(unique), np.int64) for _ in range(2))
+        before[known], times[known] = self.newest, self.times
+        newest = before.copy()
+        np.maximum.at(newest, shown, calls["seq"])
+        new = np.flatnonzero(calls["seq"] > before[shown])
+        _, one = np.unique(mix(shown[new], calls["seq"][new]), return_index=True)  # of all ranks
+        times += np.bincount(shown[new[one]], minlength=len(unique))
+        since, spans = np.full(len(unique), now), np.zeros(len(unique))
+        since[known], spans[known] = self.since, self.spans
+        more = newest > before
+        kept = np.arange(len(unique))
+        if len(unique) > MOST_KEYS:
+            kept = np.sort(np.argsort(-times, kind="stable")[:MOST_KEYS])
+        columns = unique, times, newest, since, np.where(more, now - since, spans)
+        return CallLoops(*(column[kept] for column in columns))
+
+    def held(self, job: JobView, limits: HangLimits) -> Array:
+        """Return for each rank whether it is, or was last, in a call of a loop."""
+        last = job.last_call
+        if not len(job.calls):
+            return np.zeros(len(last), bool)
+        least = limits.floors.get(Phase.TRAIN, TRAIN_S) / 2
+        again = self.keys[(self.times >= LOOP_CALLS) & (self.spans >= least)]
+        out: Array = (last >= 0) & np.isin(_keys(job.calls[last], _CALL), again)
+        return out
+
+
+@dataclass(frozen=True)
 class Learned:
     """The longest that was usual, of each (call site, phase).
 
@@ -81,7 +142,7 @@ class Learned:
     """
 
     keys: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
-    longest: Array = field(default_factory=lambda: np.zeros(0))
+    longest: Array = field(default_factory=lambda: np.zeros(0, np.float64))
 
     def knows(self, job: JobView) -> Array:
         """Return for each rank whether a call like its last one has ended before."""
@@ -98,7 +159,9 @@ class Learned:
         usual: Array = np.where(self.keys[at] == keys, self.longest[at], 0.0)
         return usual
 
-    def limit(self, job: JobView, limits: HangLimits, *, in_call: bool) -> Array:
+    def limit(
+        self, job: JobView, limits: HangLimits, *, in_call: bool, started: Array | None = None
+    ) -> Array:
         """Return for each rank how long it may stand still, in seconds.
 
         Parameters
@@ -109,14 +172,22 @@ class Learned:
             Floors and factor.
         in_call
             Whether the time in its last call is meant, or the time after it.
+        started
+            Ranks whose start is over although they make no steps, by `CallLoops`.
         """
         ranks, calls, last = job.ranks, job.calls, job.last_call
         table = np.zeros(max(Phase) + 1)
-        for phase, floor in limits.floors.items():
-            table[phase] = floor
-        floors: Array = table[np.clip(ranks["phase"], 0, max(Phase))]
+        for number, floor in limits.floors.items():
+            table[number] = floor
+        phase: Array = np.clip(ranks["phase"], 0, max(Phase))
+        cold = ranks["steps_done"] < limits.warm_steps
+        if started is not None:
+            plain = started & (ranks["steps_done"] == 0)
+            cold &= ~plain
+            phase = np.where(plain & (phase == Phase.INIT), Phase.TRAIN, phase)
+        floors: Array = table[phase]
         floors = np.where(
-            ranks["steps_done"] < limits.warm_steps,
+            cold,
             np.maximum(floors, limits.floors.get(Phase.INIT, START_S)),
             floors,
         )
