@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, cast
 import msgspec
 
 from ckptd.base.net.connection import Codec, Greeting, Refusal, tune
+from ckptd.base.net.door import Strangers
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.messages import FromNode, FromOperator
@@ -191,7 +192,7 @@ class ListeningSocket:
         self.job, self.secret, self.life, self.listener = job, secret, life, listener
         self.refused = refused
         self.loop = asyncio.get_running_loop()
-        self._strangers: dict[PeerConnection, None] = {}
+        self._strangers = Strangers(_MOST_STRANGERS, PeerConnection.cut)
         self._peers: set[PeerConnection] = set()
         self._server: asyncio.Server | None = None
 
@@ -205,12 +206,12 @@ class ListeningSocket:
         """Close all connections, once what was sent has gone out or `wait_s` are over."""
         if self._server is not None:
             self._server.close()
-        for peer in [*self._strangers, *self._peers]:
+        for peer in [*self._strangers.held(), *self._peers]:
             peer.close()
         end = self.loop.time() + wait_s
-        while (self._strangers or self._peers) and self.loop.time() < end:
+        while (self._strangers.held() or self._peers) and self.loop.time() < end:
             await asyncio.sleep(0.01)
-        for peer in [*self._strangers, *self._peers]:
+        for peer in [*self._strangers.held(), *self._peers]:
             peer.cut()
         await asyncio.sleep(0)
 
@@ -221,21 +222,17 @@ class ListeningSocket:
 
     def enter(self, peer: PeerConnection) -> None:
         """Note a new connection; of too many that have not joined, the oldest is cut off."""
-        while len(self._strangers) >= _MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cut()
-        self._strangers[peer] = None
+        self._strangers.enter(peer)
 
     def join(self, peer: PeerConnection) -> None:
         """Note that a peer knows the secret."""
-        self._strangers.pop(peer, None)
+        self._strangers.leave(peer)
         self._peers.add(peer)
         self.listener.joined(peer)
 
     def leave(self, peer: PeerConnection) -> None:
         """Note that a connection is closed."""
-        self._strangers.pop(peer, None)
+        self._strangers.leave(peer)
         if peer in self._peers:
             self._peers.discard(peer)
             self.listener.gone(peer)

@@ -351,8 +351,6 @@ AGAIN = 2
 """Times that links in doubt are probed again before anything is said of them."""
 BATCH = 16
 """Most probes that a node is given at once."""
-REACHED = "refused"
-"""What an error says of a node that answers, though no responder does."""
 
 
 class LinkMatrix(msgspec.Struct, frozen=True, kw_only=True):
@@ -537,14 +535,16 @@ class LinkProber:
     def take(self, result: ProbeResult) -> None:
         """Take a result; one that nobody asked for is left alone."""
         asked = self._reach.pop(result.nonce, None)
-        if asked is not None and asked[:2] == (result.src, result.dst):
-            reached = np.isfinite(result.seconds) or REACHED in result.error
+        shows = result.shows
+        if asked is not None and asked[:2] == (result.src, result.dst) and shows != "nothing":
+            reached = np.isfinite(result.seconds) or shows == "node"
             before = self.reachable.get(result.dst, False)
             self.reachable[result.dst] = bool(before or reached)
         if self._round is None:
             return
         asked = self._round.out.pop(result.nonce, None)
-        if asked is not None and asked[:2] == (result.src, result.dst):
+        # Only a probe that was greeted, or that found no way there, measures the link.
+        if asked is not None and asked[:2] == (result.src, result.dst) and shows == "link":
             self._round.results.append(result)
 
     def advance(self, alive: set[str], now: float) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -392,6 +392,9 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         The least of its repetitions; infinite if none came back.
     error
         Why none came back.
+    shows
+        ``link``: `seconds` are of the link. ``node``: the node answers, and no probe went to it, as
+        it is busy, did not greet, or nothing listens there. ``nothing``: no probe could be sent.
     """
 
     nonce: _Count
@@ -399,6 +402,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     dst: _Name
     seconds: Annotated[float, msgspec.Meta(gt=0.0)]
     error: _Text = ""
+    shows: Literal["link", "node", "nothing"] = "link"
 
 
 class Fencing(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.net.address import Address, UnixAddress, listen_at, same_user
-from ckptd.base.net.connection import Connection, greet_client
+from ckptd.base.net.address import Address, UnixAddress, listen_at
+from ckptd.base.net.connection import Connection
+from ckptd.base.net.door import Door
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.host import host_id, many_files
 from ckptd.base.runtime.priority import LAST, LATER, step_back
@@ -142,12 +143,11 @@ class PublishServer:
         self._entries: tuple[ServerEntry, ...] = ()
         self._leader: ServerEntry | None = None
         self._up: ServerLink | None = None
-        self._connections: set[Connection] = set()
         self._active = time.monotonic()
         self._hold_until = math.inf
         self._busy = 0
         self._ended = threading.Event()
-        self._listening: list[socket.socket] = []
+        self._doors: list[Door] = []
         self._unix = ""
         self._opening: Opening | None = None
         self._book = VersionTable(2, 1.0)
@@ -203,15 +203,11 @@ class PublishServer:
 
     def _end(self) -> None:
         self._ended.set()
-        for sock in self._listening:
-            sock.close()
+        for door in self._doors:
+            door.close(_TICK_S)
         if self._unix:
             with contextlib.suppress(OSError):
                 os.unlink(self._unix)
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
         if self._up is not None:
             self._up.close()
         self._channel.close()
@@ -261,13 +257,13 @@ class PublishServer:
 
     def _listen(self, opening: Opening) -> ServerEntry:
         sock = self._bound(opening)
-        self._serve_on(sock)
         address = Address(opening.bind, sock.getsockname()[1])
+        self._serve_on(sock, opening)
         if opening.folder:
             path = f"{opening.folder}/pub-{secrets.token_hex(6)}.sock"
             unix, _ = UnixAddress(path).listen()
             self._unix = path
-            self._serve_on(unix)
+            self._serve_on(unix, opening)
         return ServerEntry(host_id(), str(address), self._unix, opening.epoch)
 
     def _bound(self, opening: Opening) -> socket.socket:
@@ -281,9 +277,25 @@ class PublishServer:
                 time.sleep(_TICK_S)
             return listen_at(opening.bind, opening.port, what)
 
-    def _serve_on(self, sock: socket.socket) -> None:
-        self._listening.append(sock)
-        threading.Thread(target=self._accept, args=(sock,), daemon=True).start()
+    def _serve_on(self, sock: socket.socket, opening: Opening) -> None:
+        def about() -> dict[str, str | int | bool]:
+            ending = math.isfinite(self._hold_until)
+            return {"epoch": opening.epoch, "rank": opening.rank, "ending": ending}
+
+        self._doors.append(
+            Door(
+                sock,
+                lambda: opening.secret,
+                PURPOSE,
+                self._serve,
+                name="a worker",
+                clients=_MOST_CONNECTIONS,
+                greeting_s=_GREETING_S,
+                send_s=_SEND_S,
+                most_body=MOST_BODY,
+                about=about,
+            )
+        )
 
     def _put_slot(self, number: int, slot: _Shared) -> None:
         with self._lock:
@@ -398,46 +410,11 @@ class PublishServer:
 
     # --- workers --------------------------------------------------------------------------------
 
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._ended.is_set():
-            try:
-                sock, _ = listening.accept()
-            except OSError:
-                if self._ended.is_set():
-                    return
-                time.sleep(_TICK_S)  # no more descriptors, say
-                continue
-            local = sock.family == socket.AF_UNIX
-            if (local and not same_user(sock)) or len(self._connections) >= _MOST_CONNECTIONS:
-                sock.close()
-                continue
-            connection = Connection(sock, "a worker", _SEND_S, MOST_BODY)
-            with self._lock:
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
     def _serve(self, connection: Connection) -> None:
-        opening = self._opening
         try:
-            if opening is None:
-                return
-            about: dict[str, str | int | bool] = {
-                "epoch": opening.epoch,
-                "rank": opening.rank,
-                "ending": math.isfinite(self._hold_until),
-            }
-            greeted = greet_client(
-                connection, opening.secret, PURPOSE, wait_s=_GREETING_S, about=about
-            )
-            if greeted is not None:
-                _Session(self, connection).run()
-        except CkptdError:
-            pass  # workers come and go; what they asked for in vain was answered
+            _Session(self, connection).run()
         finally:
             self._book.lose(connection)
-            with self._lock:
-                self._connections.discard(connection)
-            connection.release()
 
 
 class _Session:

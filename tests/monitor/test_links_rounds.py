@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ def names(count: int) -> dict[str, str]:
 
 
 class Net:
-    """Agents that answer, over links that have delays."""
+    """Agents that answer, over links that have delays; those in `held` do not greet."""
+
+    held: frozenset[str] = frozenset()
 
     def __init__(self, count: int, slow: Delay = lambda a, b: 1.0) -> None:
         self.linking = LinkProber(LinkLimits(), every_s=60.0, peers=8)
@@ -34,8 +37,11 @@ class Net:
     def answer(self, probe: LinkProbe) -> ProbeResult:
         times = self.slow(probe.from_node, probe.to_node)
         seconds = 1e-3 * times * float(np.exp(0.03 * self._rng.standard_normal()))
+        held = probe.to_node in self.held
+        seconds = np.inf if held else seconds
         error = "" if np.isfinite(seconds) else "timed out"
         return ProbeResult(
+            shows="node" if held else "link",
             nonce=probe.nonce,
             src=probe.from_node,
             dst=probe.to_node,
@@ -179,11 +185,33 @@ def test_links_unequal_by_nature_are_compared_with_what_they_were() -> None:
     assert [s for v in net.linking.verdicts for s in v.names(SuspectKind.SENDER)] == ["n005"]
 
 
+def test_a_node_that_did_not_greet_is_not_accused() -> None:
+    net = Net(5)
+    net.held = frozenset({"n002"})
+    assert net.ask()
+    assert net.run()
+    assert net.linking.verdicts == ()
+    assert net.linking.matrix is not None
+    assert {to for _, to, _, _ in net.linking.matrix.edges} == {0, 1, 3, 4}
+    net = Net(5)
+    net.held = frozenset(net.addresses)
+    assert net.ask()
+    assert net.run()
+    assert net.linking.verdicts == ()
+
+
 @pytest.mark.parametrize(
-    ("error", "seconds", "reached"),
-    [("no route", np.inf, False), ("Connection refused", np.inf, True), ("", 0.001, True)],
+    ("shows", "seconds", "reached"),
+    [
+        ("link", np.inf, {"n002": False}),
+        ("node", np.inf, {"n002": True}),
+        ("link", 0.001, {"n002": True}),
+        ("nothing", np.inf, {}),
+    ],
 )
-def test_whether_a_silent_node_is_there(error: str, seconds: float, reached: bool) -> None:
+def test_whether_a_silent_node_is_there(
+    shows: Any, seconds: float, reached: dict[str, bool]
+) -> None:
     linking, addresses = LinkProber(LinkLimits(), every_s=60.0, peers=8), names(4)
     linking.ask_reach({"n002"}, addresses, 0.0)
     linking.ask_reach({"n002"}, addresses, 0.1)
@@ -192,8 +220,8 @@ def test_whether_a_silent_node_is_there(error: str, seconds: float, reached: boo
     assert "n002" not in linking.reachable
     for p in probes:
         linking.take(
-            ProbeResult(nonce=p.nonce, src=p.from_node, dst=p.to_node, seconds=seconds, error=error)
+            ProbeResult(nonce=p.nonce, src=p.from_node, dst=p.to_node, seconds=seconds, shows=shows)
         )
-    assert linking.reachable == {"n002": reached}
+    assert linking.reachable == reached
     linking.ask_reach((), addresses, 1.0)
     assert linking.reachable == {}

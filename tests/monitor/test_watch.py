@@ -249,6 +249,7 @@ def test_a_node_that_refuses_is_there() -> None:
                     dst=probe.to_node,
                     seconds=np.inf,
                     error="Connection refused",
+                    shows="node",
                 )
                 number = probe.nonce
                 found = EvidenceReport(job=JOB, source=f"{node}-a", number=number, probes=(answer,))

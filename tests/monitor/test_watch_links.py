@@ -17,7 +17,7 @@ from tests.monitor.watched import JOB, Fed
 def answer_probes(fed: Fed, nodes: list[str], seconds: float) -> None:
     for node in nodes:
         for probe in fed.watch.orders(f"{node}-a", fed.now).probes:
-            error = "" if np.isfinite(seconds) else "Connection refused"
+            error = "" if np.isfinite(seconds) else "timed out"
             answer = ProbeResult(
                 nonce=probe.nonce, src=node, dst=probe.to_node, seconds=seconds, error=error
             )

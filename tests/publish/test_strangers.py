@@ -69,6 +69,9 @@ class Served:
         rows = Path(f"/proc/{self.client.pid}/status").read_text().splitlines()
         return next(1024 * int(r.split()[1]) for r in rows if r.startswith("VmRSS"))
 
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.client.pid}/task").iterdir()))
+
     def serves(self) -> None:
         """Have a worker get an answer."""
         link = self.link()
@@ -141,7 +144,7 @@ def test_a_thousand_idle_connections_keep_nobody_out(served: Served) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     served.serves()
-    before = served.resident_bytes()
+    before, threads = served.resident_bytes(), served.threads()
     try:
         with ExitStack() as open_:
             for _ in range(IDLE):
@@ -150,6 +153,7 @@ def test_a_thousand_idle_connections_keep_nobody_out(served: Served) -> None:
             served.serves()
             assert time.monotonic() - begun < 10.0
             assert served.resident_bytes() - before < MOST_BYTES
+            assert served.threads() - threads <= 1  # none of a stranger
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -10,11 +10,12 @@ that passes 2.6 GB/s through loopback TCP. Where they matter by themselves (`Sto
 `Store.put`: records, manifests) the message carries a seal, a keyed hash of them; large data has
 digests of its own, which readers check. Nothing is encrypted.
 
-`greet_client` and `greet_server` are the handshake: the server sends a random number, the client
-proves by an HMAC-SHA256 over it and a number of its own that it knows the secret, then the server
-does. The client is first, so a stranger who connects learns nothing. Keys come from the secret, the
-purpose of the connection and both numbers, one a direction: what was recorded in one connection is
-worth nothing in another. On a Unix socket the kernel names the other end, and the secret is empty.
+`Greeting` and `greet_server` are the two sides of the handshake: the server sends a random number,
+the client proves by an HMAC-SHA256 over it and a number of its own that it knows the secret, then
+the server does. The client is first, so a stranger who connects learns nothing. Keys come from the
+secret, the purpose of the connection and both numbers, one a direction: what was recorded in one
+connection is worth nothing in another. On a Unix socket the kernel names the other end, and the
+secret is empty.
 """
 
 from __future__ import annotations
@@ -467,10 +468,6 @@ Refuse = Callable[[_About, bool], Refusal | None]
 """``(what a client says of itself, whether it proved itself) -> why it is refused, or None``."""
 
 
-def no_refusal(about: _About, proved: bool) -> None:
-    """Refuse no client that has proved itself."""
-
-
 class Greeting:
     """The server's side of one handshake; no I/O.
 
@@ -495,7 +492,7 @@ class Greeting:
         return Challenge(VERSION, self._nonce)
 
     def answer(
-        self, proof: ClientProof, about: _About, refuse: Refuse = no_refusal
+        self, proof: ClientProof, about: _About, refuse: Refuse = lambda *_: None
     ) -> ServerProof | Refusal:
         """Return the answer to the client's proof."""
         expected = self._keyed("client", proof)
@@ -513,28 +510,6 @@ class Greeting:
 
     def _keyed(self, label: str, proof: ClientProof) -> bytes:
         return _key(self._secret, self._purpose, label, self._nonce, proof.nonce)
-
-
-def greet_client(
-    connection: Connection,
-    secret: bytes,
-    purpose: str,
-    *,
-    wait_s: float,
-    about: _About | None = None,
-    refuse: Refuse = no_refusal,
-) -> _About | None:
-    """Let a client prove itself; return its description of itself, None if it was refused."""
-    greeting = Greeting(_checked(connection, secret), purpose)
-    connection.send(greeting.challenge)
-    proof, _ = connection.receive(_CLIENT_PROOF, wait_s)
-    answer = greeting.answer(proof, about or {}, refuse)
-    connection.send(answer)
-    if isinstance(answer, Refusal):
-        return None
-    greeting.use_keys(connection.codec, proof)
-    of_client: _About = proof.about
-    return of_client
 
 
 def greet_server(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from ckptd.base.net.address import Address, parse_address
-from ckptd.errors import StoreError
+from ckptd.base.net.address import parse_address
 from ckptd.events.metrics import Metrics
 
 
@@ -36,20 +35,9 @@ def serve_metrics(address: str, where: str) -> Iterator[str]:
     host, port = parse_address(address, "an address", where=where, any_port=True)
     with closing(Metrics()) as metrics:
         registry = metrics.registry()
-        from prometheus_client import start_http_server
+        from prometheus_client import make_wsgi_app
 
-        try:
-            server, thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise StoreError(
-                "metrics cannot be served here",
-                kind="listen",
-                where=str(Address(host, port)),
-                found=error.strerror or str(error),
-            ) from error
-        try:
-            yield f"http://{Address(host, server.server_port)}/metrics"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        from ckptd.base.net.wsgi import serve_wsgi
+
+        with serve_wsgi(host, port, make_wsgi_app(registry), "the agent's metrics") as at:
+            yield f"http://{at}/metrics"

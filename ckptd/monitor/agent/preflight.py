@@ -10,7 +10,6 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import msgspec
 import numpy as np
 
 from ckptd.base.net.address import is_loopback
-from ckptd.base.net.connection import Connection, greet_client, greet_server
+from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.net.door import Door
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, DeadlineError, TransientStoreError
 from ckptd.monitor.agent.probes import MOST_PROBE_BYTES, Answerer, probe_pair
@@ -235,8 +235,8 @@ _TESTED = msgpack_decoder(Tested)
 _MOMENT = msgpack_decoder(ClockReading)
 _PROBED = msgpack_decoder(Probed)
 _GREETED_S = 5.0
-_ACCEPT_S = 0.2
-_GREETERS = 32
+_LOOK_S = 0.05
+_MOST_HELLOS = 4096
 _TURN_S = 15.0
 _SKEWS = 3
 _GIVE_UP = 3
@@ -360,7 +360,7 @@ def coordinate(
     Parameters
     ----------
     listener
-        Listens; stays the caller's.
+        Listens, until all have come; then it is closed.
     secret
         The job's, as bytes.
     plan
@@ -390,18 +390,20 @@ def _gather(listener: socket.socket, secret: bytes, plan: PreflightPlan) -> _Gat
     """Let nodes in until all are there or the time is over."""
     found = _Gathered()
     end = time.monotonic() + plan.wait_s
-    listener.settimeout(_ACCEPT_S)
-    # In threads: a stranger who says nothing keeps nobody waiting.
-    greetings = []
-    with ThreadPoolExecutor(_GREETERS, "greet") as pool:
-        while not _complete(found.nodes, plan) and time.monotonic() < end:
-            try:
-                sock, peer = listener.accept()
-            except TimeoutError:
-                continue
-            greetings.append(pool.submit(_greet, sock, str(peer[0]), secret, found))
-    for greeting in greetings:
-        greeting.result()  # what a greeting raises is a defect
+    door = Door(
+        listener,
+        lambda: secret,
+        PURPOSE,
+        lambda wire: _hear(wire, found),
+        name="a node",
+        clients=_MOST_HELLOS,
+        greeting_s=_GREETED_S,
+        send_s=ORDER_S,
+    )
+    while not _complete(found.nodes, plan) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    door.close(2 * _GREETED_S, cut=False)
+    found.refused = door.counts().refused
     found.nodes.sort(key=lambda n: (n.hello.rank < 0, n.hello.rank, n.hello.name))
     # The coordinator's own node may know itself by a loopback address only.
     outside = next((n.here for n in found.nodes if not is_loopback(n.here)), None)
@@ -420,18 +422,10 @@ def _complete(nodes: Sequence[_Connected], plan: PreflightPlan) -> bool:
     return len(nodes) >= plan.nodes
 
 
-def _greet(sock: socket.socket, peer: str, secret: bytes, found: _Gathered) -> None:
-    here = str(sock.getsockname()[0])
-    wire = Connection(sock, peer, ORDER_S)
-    try:
-        if greet_client(wire, secret, PURPOSE, wait_s=_GREETED_S) is not None:
-            hello, _ = wire.receive(_HELLO, _GREETED_S)
-            found.nodes.append(_Connected(wire, hello, here))
-            return
-        found.refused += 1
-    except CkptdError:
-        found.refused += 1
-    wire.release()
+def _hear(wire: Connection, found: _Gathered) -> bool:
+    hello, _ = wire.receive(_HELLO, _GREETED_S)
+    found.nodes.append(_Connected(wire, hello, wire.here))
+    return True
 
 
 # -- the check -------------------------------------------------------------------------------------

@@ -7,18 +7,18 @@ watch of a running job probe in the same way.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import socket
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
 from ckptd.base.net.address import Address, listen_at, parse_address
-from ckptd.base.net.connection import Connection, greet_client, greet_server
+from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.net.door import Door
 from ckptd.base.runtime.host import BIND_VARIABLE, address_towards
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError
@@ -37,7 +37,8 @@ _SMALL = 20
 _LARGE = 5
 _ENOUGH_S = 0.1
 _AT_ONCE = 8
-_PAUSE_S = 0.1
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_Shows = Literal["link", "node", "nothing"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,40 +84,22 @@ class Answerer:
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
-        self._secret = secret
-        self._room = threading.Semaphore(_AT_ONCE)
-        self._closing = threading.Event()
-        self._listener = listen_at(host, 0, "the answerer of link probes")
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="answer probes", daemon=True)
-        self._thread.start()
+        listener = listen_at(host, 0, "the answerer of link probes")
+        self.port: int = listener.getsockname()[1]
+        self._door = Door(
+            listener,
+            lambda: secret,
+            _PURPOSE,
+            self._serve,
+            name="a node that probes",
+            clients=_AT_ONCE,
+            greeting_s=_GREETING_S,
+            send_s=_PROBE_S,
+        )
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
-                if self._closing.is_set():
-                    return
-                time.sleep(_PAUSE_S)  # no descriptor left: others may end meanwhile
-                continue
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
-            serve = threading.Thread(target=self._serve, args=(sock, str(peer[0])), daemon=True)
-            serve.start()
-
-    def _serve(self, sock: socket.socket, peer: str) -> None:
-        wire = Connection(sock, peer, _PROBE_S)
-        try:
-            # Whatever a stranger or a lost peer does ends this connection and nothing else.
-            with contextlib.suppress(CkptdError):
-                if greet_client(wire, self._secret, _PURPOSE, wait_s=_GREETING_S) is not None:
-                    while True:
-                        self._answer(wire)
-        finally:
-            wire.release()
-            self._room.release()
+    def _serve(self, wire: Connection) -> None:
+        while True:
+            self._answer(wire)
 
     def _answer(self, wire: Connection) -> None:
         asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)
@@ -128,12 +111,7 @@ class Answerer:
 
     def close(self) -> None:
         """Stop answering."""
-        self._closing.set()
-        # A plain close would leave the thread in accept.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(_IDLE_S)
+        self._door.close(_IDLE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -173,25 +151,33 @@ def probe_pair(
     size
         Bytes of a probe.
     """
-    (small, out, back), error = _probed(address, secret, _small, _out(size), _back(size))
+    (small, out, back), error, _ = _probed(address, secret, _small, _out(size), _back(size))
     return PairProbe(source=source, to=to, latency_s=small, out_s=out, in_s=back, error=error)
 
 
 def _probed(
     address: tuple[str, int], secret: bytes, *measures: Callable[[Connection], float]
-) -> tuple[list[float], str]:
-    """Return the seconds of each measure at another's `Answerer`; all infinite with an error."""
+) -> tuple[list[float], str, _Shows]:
+    """Return the seconds of each measure at another's `Answerer`; all infinite with an error.
+
+    And what they show, see `ProbeResult`.
+    """
     failed = [float("inf")] * len(measures)
     try:
         sock = socket.create_connection(address, timeout=_CONNECT_S)
     except OSError as error:
-        return failed, error.strerror or str(error)
+        no_way = isinstance(error, TimeoutError) or error.errno in _NO_WAY
+        refused = isinstance(error, ConnectionError)
+        shows: _Shows = "link" if no_way else "node" if refused else "nothing"
+        return failed, error.strerror or str(error), shows
     wire = Connection(sock, f"{address[0]}:{address[1]}", _PROBE_S)
+    shows = "node"
     try:
         greet_server(wire, secret, _PURPOSE, wait_s=_GREETING_S)
-        return [measure(wire) for measure in measures], ""
+        shows = "link"
+        return [measure(wire) for measure in measures], "", shows
     except CkptdError as error:
-        return failed, _in_a_line(error)
+        return failed, _in_a_line(error), shows
     finally:
         wire.release()
 
@@ -279,9 +265,10 @@ def measure(probe: LinkProbe, secret: bytes) -> ProbeResult:
     a link can be told apart. Infinite with ``error`` if it did not come.
     """
     never = float("inf")
+    shows: _Shows = "nothing"
     try:
         address = parse_address(probe.address, "the address of a probe")
-        (seconds,), error = _probed(address, secret, _out(probe.size))
+        (seconds,), error, shows = _probed(address, secret, _out(probe.size))
     except CkptdError as failed:
         seconds, error = never, failed.message
     if not seconds > 0:
@@ -292,4 +279,5 @@ def measure(probe: LinkProbe, secret: bytes) -> ProbeResult:
         dst=probe.to_node,
         seconds=seconds,
         error=error[:_MOST_ERROR],
+        shows=shows,
     )

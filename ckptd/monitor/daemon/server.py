@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ckptd.base.net.address import Address
+from ckptd.base.net.door import Strangers
 from ckptd.base.runtime.host import many_files
 from ckptd.monitor.daemon.bodies import ClientConnection
 
@@ -41,23 +42,20 @@ class _Patient(H11Protocol):
     connections keep nobody out.
     """
 
-    strangers: ClassVar[dict[_Patient, None]]
+    strangers: ClassVar[Strangers[_Patient]]
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._connection = ClientConnection()
         self.app_state = {**self.app_state, "connection": self._connection}
-        self._make_room()
-        self.strangers[self] = None
+        self.strangers.enter(self)
         self._watch()
 
-    def _make_room(self) -> None:
-        while len(self.strangers) >= _MOST_STRANGERS:
-            oldest = next(iter(self.strangers))
-            del self.strangers[oldest]
-            if not oldest._connection.proved:
-                oldest.transport.abort()
+    def cut(self) -> None:
+        """Close the connection at once, unless it has proved itself meanwhile."""
+        if not self._connection.proved:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -70,7 +68,7 @@ class _Patient(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._late is not None:
             self._late.cancel()
-        self.strangers.pop(self, None)
+        self.strangers.leave(self)
         super().connection_lost(exc)
 
     def _busy(self) -> bool:
@@ -133,11 +131,12 @@ class Serving:
         self._idle = idle
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end = threading.Event()
+        strangers: Strangers[_Patient] = Strangers(_MOST_STRANGERS, _Patient.cut)
         self._server = _Server(
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=type("_Patient", (_Patient,), {"strangers": {}}),
+                http=type("_Patient", (_Patient,), {"strangers": strangers}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

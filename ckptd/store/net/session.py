@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ckptd.base.net.connection import Connection
+from ckptd.base.net.door import MOST_STRANGERS
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError
 from ckptd.store.base import Store, Writer, check_end
@@ -52,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     connections: int = 256
-    strangers: int = 64
+    strangers: int = MOST_STRANGERS
     greeting_s: float = 5.0
     idle_s: float = 600.0
     frame_s: float = 60.0

@@ -24,8 +24,8 @@ from ckptd.base.net.connection import (
     Connection,
     Greeting,
     Refusal,
+    Refuse,
     ServerProof,
-    greet_client,
     greet_server,
 )
 from ckptd.decoding import msgpack_decoder
@@ -182,14 +182,23 @@ def ends(tcp: bool = True) -> Iterator[tuple[Connection, Connection]]:
 
 
 def greeted(
-    client: Connection, server: Connection, secret: bytes = SECRET, **more: Any
+    client: Connection,
+    server: Connection,
+    secret: bytes = SECRET,
+    refuse: Refuse = lambda *_: None,
 ) -> tuple[Any, Any]:
     """Shake hands; return what each side was told."""
     said: list[Any] = []
-    about = {"life": "c1"}
+    about: dict[str, str | int | bool] = {"life": "c1"}
 
     def serve() -> None:
-        said.append(greet_client(server, SECRET, "test", wait_s=PATIENCE_S, about=about, **more))
+        greeting = Greeting(SECRET, "test")
+        server.send(greeting.challenge)
+        proof, _ = server.receive(Greeting.kind, PATIENCE_S)
+        answer = greeting.answer(proof, about, refuse)
+        server.send(answer)
+        greeting.use_keys(server.codec, proof)
+        said.append(proof.about)
 
     thread = threading.Thread(target=serve)
     thread.start()

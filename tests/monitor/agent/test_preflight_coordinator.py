@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.errors import DeadlineError, StoreError
+from ckptd.monitor.agent import preflight
 from ckptd.monitor.agent.preflight import (
     ORDER_S,
     PURPOSE,
@@ -112,6 +113,18 @@ def test_strangers_and_other_secrets_are_not_let_in_and_who_is_missing_is_named(
     assert not results[0].healthy
     assert isinstance(results[1], StoreError)
     assert results[1].kind == "permission"
+
+
+def test_silent_connections_keep_no_node_out(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_GREETED_S", END_S)
+    with ExitStack() as crowd:
+        for _ in range(40):
+            crowd.enter_context(socket.create_connection(listener.getsockname()))
+        plan = PreflightPlan(nodes=1, wait_s=END_S, probe_bytes=1000)
+        found, _ = check(listener, [node(tmp_path, "n0", 0)], plan)
+    assert found.nodes == ("n0",)
 
 
 def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_path: Path) -> None:

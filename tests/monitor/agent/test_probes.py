@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import socket
 import time
+from contextlib import ExitStack
 
 import pytest
 
+from ckptd.base.net.connection import Connection, greet_server
 from ckptd.errors import StoreError
 from ckptd.monitor.agent.probes import listen_for_probes, measure, shown_address
 from ckptd.monitor.report import LinkProbe
@@ -40,12 +42,13 @@ def test_nobody_is_there() -> None:
     result = measure(probe(address), SECRET)
     assert result.seconds == math.inf
     assert "refused" in result.error
+    assert result.shows == "node"
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "host:port", "127.0.0.1:99999"])
 def test_an_address_that_is_none(address: str) -> None:
     result = measure(probe(address), SECRET)
-    assert result.seconds == math.inf
+    assert (result.seconds, result.shows) == (math.inf, "nothing")
     assert result.error
 
 
@@ -60,6 +63,29 @@ def test_strangers_do_not_keep_others_out() -> None:
             assert time.monotonic() < end
         for stranger in strangers:
             stranger.close()
+
+
+def test_silent_connections_do_not_either() -> None:
+    with listen_for_probes(SECRET) as answerer, ExitStack() as crowd:
+        for _ in range(20):
+            crowd.enter_context(socket.create_connection(("127.0.0.1", answerer.port)))
+        result = measure(probe(shown_address(answerer)), SECRET)  # at the first try
+        assert (result.error, result.shows) == ("", "link")
+
+
+def test_a_node_that_does_not_greet_says_nothing_of_the_link() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = measure(probe(f"127.0.0.1:{silent.getsockname()[1]}"), SECRET)
+        assert (result.seconds, result.shows) == (math.inf, "node")
+    with listen_for_probes(SECRET) as answerer, ExitStack() as others:
+        for _ in range(8):
+            sock = socket.create_connection(("127.0.0.1", answerer.port))
+            wire = Connection(sock, "answerer", 60.0)
+            others.callback(wire.release)
+            greet_server(wire, SECRET, "probe", wait_s=60.0)
+        result = measure(probe(shown_address(answerer)), SECRET)
+        assert result.shows == "node"
+        assert "the server is full" in result.error
 
 
 def test_an_address_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
