@@ -12,7 +12,6 @@ import numpy as np
 from ckptd.base.grids.block import box_region
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT
-from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import (
     UNDIGESTED,
     ObjectEntry,
@@ -71,11 +70,8 @@ class CkptdReader(CheckpointReader):
     ) -> None:
         self._index, self.store = index, index.store
         self.commit = checkpoint if isinstance(checkpoint, Commit) else index.commit(checkpoint)
-        self.manifest = index.manifest_of(self.commit)
+        self.manifest, self.filemap = index.tables_of(self.commit)
         self.manifest_path = self.commit.folder + self.commit.manifest
-        self.filemap = check_manifest(
-            self.manifest, index.where(self.manifest_path), self.commit.manifest_bytes
-        )
         if listed:
             check_headers(self.store, self.manifest, self.filemap)
         self.places = PieceLocations(self.manifest, self.filemap, self.store)

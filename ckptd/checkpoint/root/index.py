@@ -16,6 +16,8 @@ import msgspec
 
 from ckptd import events
 from ckptd.base.digest import digest_hex
+from ckptd.checkpoint.format.container import FileMap
+from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.lineage import line, newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, decode_manifest
 from ckptd.checkpoint.format.names import (
@@ -703,6 +705,12 @@ class Index:
                 found=f"step {found[0]} of generation {found[1]}, attempt {found[2]}",
             )
         return manifest
+
+    def tables_of(self, commit: Commit) -> tuple[Manifest, FileMap]:
+        """Return the manifest of a commit when all that it says of itself holds, and its tables."""
+        manifest = self.manifest_of(commit)
+        where = self.where(commit.folder + commit.manifest)
+        return manifest, check_manifest(manifest, where, commit.manifest_bytes)
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""

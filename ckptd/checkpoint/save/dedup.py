@@ -25,7 +25,6 @@ from ckptd import events
 from ckptd.base.digest import DIGEST_BYTES
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.container import ChunkRef
-from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest
 from ckptd.checkpoint.format.names import PARTS, CommitName
 from ckptd.checkpoint.format.records import Commit
@@ -401,11 +400,8 @@ class ChunkDedup:
     def _folders(self, commit: Commit) -> tuple[str, ...]:
         if len(commit.folders) == 1:
             return commit.folders
-        manifest = self._catalogue.manifest_of(commit)
-        where = commit.folder + commit.manifest
-        needed = check_manifest(manifest, where, commit.manifest_bytes).all_data_bytes(
-            len(manifest.files)
-        )
+        manifest, filemap = self._catalogue.tables_of(commit)
+        needed = filemap.all_data_bytes(len(manifest.files))
         by_folder = dict.fromkeys(commit.folders, 0)
         for file, nbytes in zip(manifest.files, needed.tolist(), strict=True):
             folder = file.folder
@@ -472,8 +468,7 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | N
     commit = catalogue.commit(base.name)
     if commit.attempt != base.attempt:
         return None
-    manifest = catalogue.manifest_of(commit)
-    filemap = check_manifest(manifest, commit.folder + commit.manifest, commit.manifest_bytes)
+    manifest, filemap = catalogue.tables_of(commit)
     places = PieceLocations(manifest, filemap, catalogue.store)
     where = np.full(len(plan.chunks), -1, dtype=np.int64)
     digests = np.zeros((len(plan.chunks), 2), dtype=np.uint64)

@@ -172,7 +172,7 @@ class Checkpointer(OfOneProcess):
         agreement = self._agreement = Agreement(self._board, timeout_s)
         skips = copy.when_full == "skip"
         self._admission = Admission(self._board, timeout_s) if skips else None
-        catalogue = Catalogue(self._store)
+        catalogue = self._catalogue = Catalogue(self._store)
         self._tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
         self._metrics = Metrics()
         self._lineage = Lineage(catalogue, agreement, new_run=new_run)
@@ -585,8 +585,7 @@ class Checkpointer(OfOneProcess):
         NotFoundError
             The step is not committed (yet: wait for its handle), or is just being deleted.
         """
-        self._check_open()
-        self._lineage.on_catalogue(lambda c: c.annotate(c.find(step), metadata))
+        self._at_root(lambda c: c.annotate(c.find(step), metadata))
 
     @one_at_a_time
     def tag(self, step: int | str, name: str) -> None:
@@ -602,26 +601,32 @@ class Checkpointer(OfOneProcess):
         UsageError
             It is no name: a letter, then at most 63 letters, digits, dots, ``-`` and ``_``.
         """
-        self._check_open()
-        self._lineage.on_catalogue(lambda c: c.tag(c.find(step), name))
+        self._at_root(lambda c: c.tag(c.find(step), name))
 
     @one_at_a_time
     def untag(self, name: str) -> None:
         """Take a name away that `tag` gave."""
-        self._check_open()
-        self._lineage.on_catalogue(lambda c: c.untag(name))
+        self._at_root(lambda c: c.untag(name))
 
     @one_at_a_time
     def pin(self, step: int | str, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
-        self._check_open()
-        self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
+        self._at_root(lambda c: c.pin(c.find(step), reason))
 
     @one_at_a_time
     def unpin(self, step: int | str) -> None:
         """Undo `pin`."""
+        self._at_root(lambda c: c.unpin(c.find(step)))
+
+    def _at_root(self, act: Callable[[Catalogue], Any]) -> None:
+        """Have rank 0 do something at the root; an error is raised on every rank."""
         self._check_open()
-        self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
+
+        def run() -> None:
+            self._catalogue.open()
+            act(self._catalogue)
+
+        self._agreement.on_rank_zero("catalogue", run)
 
     @uncompiled
     @one_at_a_time

@@ -35,7 +35,7 @@ from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevi
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at
+from ckptd.checkpoint.torch.state.tensors import WORDS, as_bytes, bytes_at
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
@@ -724,7 +724,6 @@ def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8
 
 _GUARDED_BYTES = 8 << 20
 _FEW_BYTES = 64 << 10
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _copy_guarded(
@@ -746,7 +745,7 @@ def _copy_guarded(
     kept = None
     if isinstance(part, StridedWindow):
         if not local.is_contiguous():
-            kept = torch.empty(shape, dtype=_WORDS[size])
+            kept = torch.empty(shape, dtype=WORDS[size])
             _read_into(kept, at, strides)
             at = kept.data_ptr()
         at += size * part.start
@@ -755,7 +754,7 @@ def _copy_guarded(
         at += size * sum(o * s for o, s in zip(part.offset, strides, strict=True))
         shape = part.shape
     into = torch.from_numpy(target)
-    _read_into(into.view(_WORDS[size]).view(shape), at, strides)
+    _read_into(into.view(WORDS[size]).view(shape), at, strides)
     if local.is_conj() or local.is_neg():
         plain = into.view(local.dtype)
         plain = plain.conj() if local.is_conj() else plain

@@ -223,15 +223,6 @@ class Lineage:
         self._unclaimed = None
         self._attempts = 0
 
-    def on_catalogue(self, function: Callable[[Catalogue], Any]) -> None:
-        """Run `function` on rank 0's catalogue; an error is raised on every rank."""
-
-        def run() -> None:
-            self._catalogue.open()
-            function(self._catalogue)
-
-        self._agreement.on_rank_zero("catalogue", run)
-
     def follow(self, step: int) -> None:
         """Take the step of a call of ``save``, before any rule says whether it is due.
 

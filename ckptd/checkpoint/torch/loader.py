@@ -25,7 +25,6 @@ from ckptd.base.torch.ranks import Agreement, host_members
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.codec import parse_json
 from ckptd.checkpoint.format.container import FileMap
-from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, about_foreign
 from ckptd.checkpoint.format.names import (
     DATA,
@@ -305,10 +304,7 @@ class LoadSources:
     ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
         """Return manifest, tables and witness."""
         if candidate.snapshot is None:
-            commit = self.catalogue.commit(candidate.name)
-            manifest = self.catalogue.manifest_of(commit)
-            where = commit.folder + commit.manifest
-            filemap = check_manifest(manifest, where, commit.manifest_bytes)
+            manifest, filemap = self.catalogue.tables_of(self.catalogue.commit(candidate.name))
             check_headers(self.store, manifest, filemap)
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)

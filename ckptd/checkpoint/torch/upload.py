@@ -22,7 +22,7 @@ from ckptd.base.grids.block import Block, Fill
 from ckptd.base.grids.grid import is_packed
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.torch.device import kind_of
-from ckptd.checkpoint.torch.state.tensors import flat_memory
+from ckptd.checkpoint.torch.state.tensors import WORDS, flat_memory
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
 
@@ -36,8 +36,6 @@ STALL_S = 300.0
 """A device that copies nothing for so long hangs, in seconds."""
 _ALIGN = 64
 _POLL_S = 0.0001
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Types that values are copied as, bit by bit."""
 
 _log = logging.getLogger("ckptd")
 
@@ -267,7 +265,7 @@ class DeviceBuffer:
 
     def words(self, itemsize: int) -> torch.Tensor:
         """Return the memory as elements of so many bytes."""
-        kind = _WORDS[itemsize]
+        kind = WORDS[itemsize]
         return self._bytes if kind == torch.uint8 else self._bytes.view(kind)
 
     def place(self, block: Block, itemsize: int) -> torch.Tensor:

@@ -74,6 +74,8 @@ def _is(value: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Types that values of so many bytes are copied as, bit by bit."""
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
