@@ -30,21 +30,16 @@ from ckptd.version import __version__
 
 if TYPE_CHECKING:
     from ckptd.checkpoint.format.codec import register
+    from ckptd.checkpoint.root.auto import Auto
+    from ckptd.checkpoint.root.policy import Every, Keep
+    from ckptd.checkpoint.save.handle import SaveHandle
     from ckptd.checkpoint.save.tiers import Local, Memory, Peer
-    from ckptd.checkpoint.torch import (
-        Auto,
-        Batches,
-        Checkpointer,
-        CopyOptions,
-        Every,
-        Keep,
-        LoadReport,
-        PerRank,
-        Preemption,
-        Rng,
-        SaveHandle,
-        Storage,
-    )
+    from ckptd.checkpoint.torch.checkpointer import Checkpointer
+    from ckptd.checkpoint.torch.data.batches import Batches
+    from ckptd.checkpoint.torch.loader import LoadReport
+    from ckptd.checkpoint.torch.options import CopyOptions, Preemption, Storage
+    from ckptd.checkpoint.torch.state.leaves import PerRank
+    from ckptd.checkpoint.torch.state.rng import Rng
     from ckptd.publish.torch.publisher import Publisher
     from ckptd.publish.torch.subscriber import Subscriber
     from ckptd.reshard.torch.experts import (
@@ -95,30 +90,26 @@ __all__ = [
     "with_expert_placement",
 ]
 
-_TRAIN = frozenset(
-    {
-        "Auto",
-        "Batches",
-        "Checkpointer",
-        "CopyOptions",
-        "Every",
-        "Keep",
-        "LoadReport",
-        "PerRank",
-        "Preemption",
-        "Rng",
-        "SaveHandle",
-        "Storage",
-    },
-)
-# numpy comes with this one, so it too is imported on first use.
-_HOMES = dict.fromkeys(_TRAIN, "ckptd.checkpoint.torch") | {
+# numpy comes with the first of these, so it too is imported on first use.
+_HOMES = {
+    "Auto": "ckptd.checkpoint.root.auto",
+    "Batches": "ckptd.checkpoint.torch.data.batches",
+    "Checkpointer": "ckptd.checkpoint.torch.checkpointer",
+    "CopyOptions": "ckptd.checkpoint.torch.options",
+    "Every": "ckptd.checkpoint.root.policy",
     "ExpertMove": "ckptd.reshard.torch.experts",
     "ExpertPrice": "ckptd.reshard.torch.experts",
+    "Keep": "ckptd.checkpoint.root.policy",
+    "LoadReport": "ckptd.checkpoint.torch.loader",
     "Local": "ckptd.checkpoint.save.tiers",
     "Memory": "ckptd.checkpoint.save.tiers",
     "Peer": "ckptd.checkpoint.save.tiers",
+    "PerRank": "ckptd.checkpoint.torch.state.leaves",
+    "Preemption": "ckptd.checkpoint.torch.options",
     "Publisher": "ckptd.publish.torch.publisher",
+    "Rng": "ckptd.checkpoint.torch.state.rng",
+    "SaveHandle": "ckptd.checkpoint.save.handle",
+    "Storage": "ckptd.checkpoint.torch.options",
     "Subscriber": "ckptd.publish.torch.subscriber",
     "move_experts": "ckptd.reshard.torch.experts",
     "with_expert_placement": "ckptd.reshard.torch.experts",

@@ -108,8 +108,8 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FROM_TRAIN)
-def test_names_that_need_torch_are_those_of_train(name: str) -> None:
-    assert getattr(ckptd, name) is getattr(importlib.import_module("ckptd.checkpoint.torch"), name)
+def test_names_of_the_core_are_imported_from_where_they_are(name: str) -> None:
+    assert getattr(ckptd, name).__module__ == ckptd._HOMES[name]
 
 
 def test_unknown_name() -> None:
@@ -125,15 +125,32 @@ def test_import_without_torch(module: str) -> None:
     assert heavy.stdout.strip() == "set()"
 
 
-def test_what_most_programs_do_without_is_not_imported() -> None:
-    code = "import sys, torch; old = {*sys.modules}; import ckptd; ckptd.Checkpointer; "
-    done = python(code + "print(*sorted({*sys.modules} - old))")
-    brought = done.stdout.split()
-    assert "ckptd.checkpoint.torch.loader" in brought, done.stderr
+def test_what_most_programs_do_without_is_not_imported(tmp_path: Path) -> None:
+    told = "print(*sorted({*sys.modules} - old)); "
+    code = "import sys, torch; old = {*sys.modules}; import ckptd; ckptd.Checkpointer; " + told
+    code += f"ck = ckptd.Checkpointer({str(tmp_path)!r}); ck.save(1, {{'w': torch.ones(3)}}); "
+    done = python(f"{code}ck.close(); {told}")
+    touched, saved = (line.split() for line in done.stdout.splitlines())
+    assert "ckptd.checkpoint.torch.checkpointer" in touched, done.stderr
+    # What saves is imported while the writing process starts, and what loads by a load.
+    assert len(touched) <= 80, touched
+    assert "ckptd.checkpoint.torch.saver" not in touched
+    assert "ckptd.checkpoint.torch.saver" in saved
+    assert len(saved) <= 145, saved
     # DTensor takes longer than all of ckptd; Lay is a quarter of it; the worker is a process.
     above = ["ckptd.elastic", "ckptd.monitor", "ckptd.readers", "ckptd.reshard", "ckptd.lay"]
-    for name in ("torch.distributed.", "ckptd.checkpoint.save.writer", "sympy", *above):
-        assert not [b for b in brought if b.startswith(name)]
+    later = ["ckptd.checkpoint.torch.loader", "ckptd.checkpoint.torch.data", "ckptd.publish"]
+    for name in ("torch.distributed.", "ckptd.checkpoint.save.writer", "sympy", *above, *later):
+        assert not [b for b in saved if b.startswith(name)]
+
+
+def test_the_writing_process_imports_what_it_writes_with() -> None:
+    done = python("import sys, ckptd.checkpoint.save.writer; print(*sys.modules)")
+    brought = done.stdout.split()
+    assert "ckptd.checkpoint.save.drain" in brought, done.stderr
+    assert len([name for name in brought if name.startswith("ckptd")]) <= 66
+    for name in ("torch", "importlib.metadata", "email", "zoneinfo", "zstandard", "psutil"):
+        assert name not in brought
 
 
 @pytest.mark.parametrize(

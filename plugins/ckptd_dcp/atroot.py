@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import ckptd.checkpoint.torch  # noqa: F401 - makes torch.Size and others savable
 from ckptd.checkpoint.save import BoxRoot
+from ckptd.checkpoint.torch import LoadReport  # noqa: F401 - makes torch.Size and others savable
 from ckptd.errors import UsageError
 from ckptd.store import open_store
 

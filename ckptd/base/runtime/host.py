@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import os
 import platform
 import re
@@ -100,6 +99,8 @@ _USERINFO = re.compile(r"(://)[^/@]*@")
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the system and the packages that matter; None: not there."""
+    import importlib.metadata  # 40 modules that no writing process needs
+
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -14,7 +14,6 @@ import msgspec
 import torch.distributed as dist
 
 from ckptd.base.digest import digest_hex
-from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.base.runtime.host import address_towards, host_id
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.base.runtime.ranks import (
@@ -372,7 +371,11 @@ class JobBoard(OfOneProcess):
     ) -> None:
         self._store = store
         self._prefix = prefix
-        self._secret = None if secret is None else derived_key(secret, "board")
+        self._secret: bytes | None = None
+        if secret is not None:
+            from ckptd.base.net.signing import derived_key
+
+            self._secret = derived_key(secret, "board")
         self.rank = rank
         self.world = world
 
@@ -436,6 +439,8 @@ class JobBoard(OfOneProcess):
         """Return the value in what the store has, if its MAC is right."""
         if self._secret is None:
             return raw
+        from ckptd.base.net.signing import SECRET_VARIABLE
+
         mac, value = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(name, value)):
             raise RefusedError(
@@ -499,6 +504,8 @@ def board_of(process_group: Any, timeout_s: float) -> Board:
     ranks = global_ranks(process_group)
     if len(ranks) == 1:
         return LocalBoard()
+    from ckptd.base.net.signing import given_secret
+
     own = digest_hex(repr(ranks).encode())[:12]
     _boards_made[own] = _boards_made.get(own, 0) + 1
     store = dist.distributed_c10d._get_default_store()

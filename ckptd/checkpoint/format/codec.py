@@ -16,7 +16,6 @@ import base64
 import dataclasses
 import datetime as dt
 import enum
-import fractions
 import io
 import json
 import logging
@@ -24,9 +23,9 @@ import math
 import pathlib
 import re
 import sys
+import threading
 import types
 import uuid
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
@@ -55,6 +54,9 @@ _log = logging.getLogger("ckptd")
 _PLAIN = (bool, int, float, str, type(None))
 _by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _by_tag: dict[str, Callable[[Any], Any]] = {}
+_LATE = frozenset({"fractions", "zoneinfo"})
+_used: set[str] = set()
+_lock = threading.RLock()
 identified: set[type] = set()
 """Registered types with their own hash: two equal values of them stay two values."""
 
@@ -83,6 +85,7 @@ def register(
         The type needs functions, or the name is taken by another type.
     """
     name = name or f"{cls.__module__}.{cls.__qualname__}"
+    _need(name)
     if encode is None or decode is None:
         if issubclass(cls, enum.Enum):
             encode, decode = (lambda v: v.name), (lambda raw: cls[raw])
@@ -199,6 +202,8 @@ def _encode(value: Any, where: str, depth: int, met: _Met) -> Any:
 
 def _encode_new(value: Any, where: str, depth: int, met: _Met) -> Any:
     kind = type(value)
+    if kind.__module__ in _LATE:
+        _need(kind.__module__)
     if kind in _by_type:
         name, function = _by_type[kind]
         met.parts += 1
@@ -471,6 +476,7 @@ def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
 
 
 def _decode_type(name: str, v: Any, where: str, inner: Callable[[Any], Any]) -> Any:
+    _need(str(name))
     function = _by_tag.get(name)
     if function is None:
         raise UsageError(
@@ -507,14 +513,14 @@ def _made_zone(raw: list[Any]) -> dt.timezone:
     return dt.timezone(offset) if raw[1] is None else dt.timezone(offset, raw[1])
 
 
-def _key(value: zoneinfo.ZoneInfo) -> str:
+def _key(value: Any) -> str:
     if value.key is None:
         raise UsageError(
             "a time zone without a name cannot be saved",
             kind="unsavable",
             hint="ZoneInfo(key), or the time in UTC",
         )
-    return value.key
+    return str(value.key)
 
 
 def _moment(value: dt.datetime | dt.time) -> list[Any]:
@@ -598,19 +604,12 @@ def _register() -> None:
         decode=lambda raw: dt.timedelta(*raw),
     )
     register(dt.timezone, name="datetime.timezone", encode=_zone, decode=_made_zone)
-    register(zoneinfo.ZoneInfo, name="zoneinfo.ZoneInfo", encode=_key, decode=zoneinfo.ZoneInfo)
     # A path of this system is one of the system that loads it.
     register(type(pathlib.Path()), name="pathlib.Path", encode=str, decode=pathlib.Path)
     for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
         register(kind, name=f"pathlib.{kind.__name__}", encode=str, decode=kind)
     register(uuid.UUID, name="uuid.UUID", encode=str, decode=uuid.UUID)
     register(Decimal, name="decimal.Decimal", encode=str, decode=Decimal)
-    register(
-        fractions.Fraction,
-        name="fractions.Fraction",
-        encode=lambda f: [f.numerator, f.denominator],
-        decode=lambda raw: fractions.Fraction(*raw),
-    )
     register(bytearray, name="bytearray", encode=bytes, decode=bytearray)
     register(range, name="range", encode=_bounds, decode=lambda raw: range(*raw))
     register(slice, name="slice", encode=_bounds, decode=lambda raw: slice(*raw))
@@ -623,6 +622,30 @@ def _register() -> None:
     for kind, made, decode in containers:
         register(kind, name=f"collections.{kind.__name__}", encode=made, decode=decode)
     register(io.BytesIO, name="io.BytesIO", encode=io.BytesIO.__getstate__, decode=_decode_buffer)
+
+
+def _need(name: str) -> None:
+    """Register a type of a module that few programs have, when it is used."""
+    module = name.partition(".")[0]
+    if module not in _LATE:
+        return
+    with _lock:
+        if module in _used:
+            return
+        _used.add(module)
+        if module == "zoneinfo":
+            from zoneinfo import ZoneInfo
+
+            register(ZoneInfo, name="zoneinfo.ZoneInfo", encode=_key, decode=ZoneInfo)
+        else:
+            from fractions import Fraction
+
+            register(
+                Fraction,
+                name="fractions.Fraction",
+                encode=lambda f: [f.numerator, f.denominator],
+                decode=lambda raw: Fraction(*raw),
+            )
 
 
 _register()

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from ckptd.base.grids.grid import Axis, Grid
@@ -229,6 +228,8 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
     raw = msgspec.json.encode(stamped)
     if len(raw) <= COMPRESS_ABOVE_BYTES:
         return "manifest.json", msgspec.json.format(raw, indent=1) if len(raw) < 1 << 18 else raw
+    import zstandard  # of large ones alone
+
     packed = zstandard.ZstdCompressor(level=3).compress(raw)
     if len(raw) > _justified(len(packed)):
         return "manifest.json", raw
@@ -312,6 +313,8 @@ def newer(where: str, known: int, found: str) -> CorruptError:
 
 
 def _content_size(raw: bytes, where: str) -> int:
+    import zstandard
+
     try:
         size = zstandard.get_frame_parameters(raw).content_size
     except zstandard.ZstdError as error:
@@ -322,6 +325,8 @@ def _content_size(raw: bytes, where: str) -> int:
 
 
 def _decompress(raw: bytes, where: str) -> bytes:
+    import zstandard
+
     size = _content_size(raw, where)
     try:
         return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(

@@ -8,10 +8,11 @@ dumps, Future Generation Computer Systems 22, 2006), which begins with J. W. You
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from ckptd.checkpoint.format.names import generation_key
 from ckptd.checkpoint.format.records import Generation
@@ -176,11 +177,8 @@ class IntervalChoice:
 
 def typical(costs: Sequence[Cost]) -> Cost:
     """Return the medians of some saves, at least one."""
-    return Cost(
-        statistics.median(c.blocked_s for c in costs),
-        statistics.median(c.inflation_s for c in costs),
-        statistics.median(c.durable_s for c in costs),
-    )
+    table = [(c.blocked_s, c.inflation_s, c.durable_s) for c in costs]
+    return Cost(*np.median(table, axis=0).tolist())
 
 
 def optimum_s(cost_s: float, mtbf_s: float) -> float:
@@ -303,7 +301,7 @@ def mtbf_s(lives: Sequence[float], world: int) -> float | None:
     """
     if len(lives) < ENOUGH:
         return None
-    return statistics.median(lives) / math.log(2.0) / world
+    return float(np.median(lives)) / math.log(2.0) / world
 
 
 def _created(record: Generation) -> float:

@@ -11,14 +11,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from ckptd.base.digest import digest_hex
 from ckptd.checkpoint.format.codec import checked_metadata
-from ckptd.checkpoint.format.invariants import check_files, check_manifest
 from ckptd.checkpoint.format.lineage import newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, WitnessEntry, encode_manifest
 from ckptd.checkpoint.format.names import (
@@ -46,7 +45,6 @@ from ckptd.checkpoint.format.records import (
     check_record,
     encode_record,
 )
-from ckptd.checkpoint.format.witness import SAMPLE, Witness, WitnessPlan
 from ckptd.checkpoint.root.index import MAX_TRIES, Index, stamp, unmarked
 from ckptd.checkpoint.root.leases import hold, relied_on
 from ckptd.errors import (
@@ -58,6 +56,9 @@ from ckptd.errors import (
     StoreError,
 )
 from ckptd.store.base import Store
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.format.witness import WitnessPlan
 
 
 class Catalogue(Index):
@@ -549,6 +550,8 @@ def write_witness(
         bad = len(mine) % 4 or len(rows) != 2 * len(mine)
         if bad or (strange and max(np.frombuffer(mine, dtype="<u4"), default=0) >= plan.total):
             raise CorruptError("the checksums of a rank's part are malformed", where=where)
+    from ckptd.checkpoint.format.witness import SAMPLE, Witness
+
     witness = Witness.empty(plan)
     values = b"".join(rows for _, _, rows in found)
     witness.put(numbers, np.frombuffer(values, dtype=np.uint8).reshape(-1, 8))
@@ -567,6 +570,8 @@ def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
     """
     name, raw = encode_manifest(manifest)
     where = manifest.folder + name
+    from ckptd.checkpoint.format.invariants import check_files, check_manifest
+
     check_files(manifest, check_manifest(manifest, where, len(raw)))
     store.put(where, raw)
     return name, raw

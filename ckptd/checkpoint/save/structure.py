@@ -389,12 +389,11 @@ class _Placing:
                 for rank in found[1]:
                     self._balance.load[rank] += nbytes // len(found[1])
                 return found[0]
-        names = cut.mesh.names if cut.mesh else ()
         raise UsageError(
             "the ranks do not hold this tensor completely",
             kind="structure",
             where=tensor.name,
-            wanted=f"every shard on the mesh {names} {list(sizes)}",
+            wanted=f"every shard on the mesh {cut.mesh and cut.mesh.names} {list(sizes)}",
             found=f"the tensor on ranks {list(holders[:16])} only",
         )
 

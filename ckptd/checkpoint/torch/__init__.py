@@ -1,30 +1,21 @@
-"""What a training loop imports: torch lives here and nowhere below."""
+"""What a training loop imports: torch lives here and nowhere below; each on first use."""
 
 from __future__ import annotations
 
-from ckptd.checkpoint.root.auto import Auto
-from ckptd.checkpoint.root.policy import Every, Keep
-from ckptd.checkpoint.save.handle import SaveHandle
-from ckptd.checkpoint.torch.checkpointer import Checkpointer
-from ckptd.checkpoint.torch.data.batches import Batches
-from ckptd.checkpoint.torch.loader import LoadReport
-from ckptd.checkpoint.torch.options import CopyOptions, Preemption, Storage
-from ckptd.checkpoint.torch.replicas import sample_digest
-from ckptd.checkpoint.torch.state.leaves import PerRank
-from ckptd.checkpoint.torch.state.rng import Rng
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Auto",
-    "Batches",
-    "Checkpointer",
-    "CopyOptions",
-    "Every",
-    "Keep",
-    "LoadReport",
-    "PerRank",
-    "Preemption",
-    "Rng",
-    "SaveHandle",
-    "Storage",
-    "sample_digest",
-]
+if TYPE_CHECKING:
+    from ckptd.checkpoint.torch.checkpointer import Checkpointer
+    from ckptd.checkpoint.torch.loader import LoadReport
+    from ckptd.checkpoint.torch.replicas import sample_digest
+
+__all__ = ["Checkpointer", "LoadReport", "sample_digest"]
+
+_HOMES = {"Checkpointer": "checkpointer", "LoadReport": "loader", "sample_digest": "replicas"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal, ParamSpec, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast, get_args
 
 import torch
 
@@ -21,21 +21,14 @@ from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, 
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
-from ckptd.checkpoint.load.opening import opened
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import Index, root_tier, saving
 from ckptd.checkpoint.root.opening import root_spec
 from ckptd.checkpoint.root.policy import Every, Keep
-from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle, SaveTracker
-from ckptd.checkpoint.save.messages import SaveRequest
 from ckptd.checkpoint.save.tiers import Tier, tier_specs
 from ckptd.checkpoint.torch.job import Lineage, job_of
-from ckptd.checkpoint.torch.layouts import LayoutSpec, layout_of
-from ckptd.checkpoint.torch.loader import Loader, LoadReport
-from ckptd.checkpoint.torch.nearby import near_tiers
-from ckptd.checkpoint.torch.notebook import shown
 from ckptd.checkpoint.torch.options import (
     CopyOptions,
     Preemption,
@@ -44,11 +37,16 @@ from ckptd.checkpoint.torch.options import (
     one_of,
     preemption_of,
 )
-from ckptd.checkpoint.torch.saver import Saver
 from ckptd.checkpoint.torch.schedule import Admission, Cadence, WhenFailed, lost, rule_of
 from ckptd.errors import CkptdError, UsageError
 from ckptd.events.bus import phase
 from ckptd.events.metrics import Metrics
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.save.client import WriterClient
+    from ckptd.checkpoint.torch.layouts import LayoutSpec, NoLayout
+    from ckptd.checkpoint.torch.loader import Loader, LoadReport
+    from ckptd.checkpoint.torch.nearby import Nearby
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,6 +158,7 @@ class Checkpointer(OfOneProcess):
         copy: CopyOptions | None = None,
         preemption: Preemption | bool | None = None,
     ) -> None:
+        self._closed = self._ended = True  # until all of it is there
         storage = given("storage", storage, Storage)
         copy = given("copy", copy, CopyOptions)
         stopping = preemption_of(preemption)
@@ -177,28 +176,23 @@ class Checkpointer(OfOneProcess):
         self._metrics = Metrics()
         self._lineage = Lineage(catalogue, agreement, new_run=new_run)
         self._last_on_root: int | None = None
-        ranks = global_ranks(process_group)
-        self._layout = laid = layout_of(layout, agreement)
-        self._saver = Saver(agreement, ranks, timeout_s, laid, copy=copy, refer=storage.dedup)
+        self._ranks = global_ranks(process_group)
+        laid: NoLayout | None = None
+        self._nearby: Nearby | None = None
+        if layout is not None:
+            from ckptd.checkpoint.torch.layouts import layout_of
+
+            laid = layout_of(layout, agreement)
+        if tiers:
+            from ckptd.checkpoint.torch.nearby import near_tiers
+
+            self._nearby = near_tiers(tiers, self._store, agreement)
         self._slots = copy.slots
-        self._nearby = near_tiers(tiers, self._store, agreement)
-        near = None if self._nearby is None else self._nearby.sources
-        self._loader = Loader(
-            catalogue,
-            agreement,
-            ranks,
-            timeout_s,
-            laid,
-            near,
-            self._snapshot,
-            self._saver.is_locked,
-        )
         self._client: WriterClient | None = None
         self._handles: list[SaveTracker] = []
         self._logged: list[SaveTracker] = []
         self._newest: SaveTracker | None = None
         self._poisoned: CkptdError | None = None
-        self._closed = self._ended = False
         self._metadata_seen: tuple[tuple[str, type], ...] | None = None
         one_of("when_failed", when_failed, get_args(WhenFailed))
         self._when_failed = when_failed
@@ -208,8 +202,21 @@ class Checkpointer(OfOneProcess):
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
         )
-        # Starting the writing process now hides its start-up behind the first training steps.
-        self._start_client()
+        # Starting the writing process now hides its start-up behind what this one has to import,
+        # and behind the first training steps.
+        client = self._start_client()
+        try:
+            from ckptd.checkpoint.torch.layouts import NoLayout
+            from ckptd.checkpoint.torch.saver import Saver
+
+            self._layout = laid or NoLayout()
+            self._saver = Saver(
+                agreement, self._ranks, timeout_s, self._layout, copy=copy, refer=storage.dedup
+            )
+        except BaseException:  # an interrupt
+            client.leave()
+            raise
+        self._closed = self._ended = False
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -287,6 +294,8 @@ class Checkpointer(OfOneProcess):
         attempt = self._lineage.next_attempt()
         name = CommitName(step, self._lineage.generation)
         with self._saving(name, attempt, begun_ns):
+            from ckptd.checkpoint.save.messages import SaveRequest
+
             client = self._connect()
             wanted = SaveRequest(
                 step,
@@ -374,6 +383,21 @@ class Checkpointer(OfOneProcess):
         self._saver.gate.wait()
 
     # -- loading ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _loader(self) -> Loader:
+        from ckptd.checkpoint.torch.loader import Loader  # a third of all that this one imports
+
+        return Loader(
+            self._catalogue,
+            self._agreement,
+            self._ranks,
+            self._timeout_s,
+            self._layout,
+            None if self._nearby is None else self._nearby.sources,
+            self._snapshot,
+            self._saver.is_locked,
+        )
 
     @uncompiled
     @one_at_a_time
@@ -498,6 +522,8 @@ class Checkpointer(OfOneProcess):
         self, source: str | os.PathLike[str], step: int | str | None
     ) -> Iterator[Catalogue]:
         """Give another root, or a foreign checkpoint as one, on every rank for the block."""
+        from ckptd.checkpoint.load.opening import opened
+
         with ExitStack() as stack:
             number = step if isinstance(step, int) else 0
             there = opened(os.fspath(source), number, like=self._spec)
@@ -759,6 +785,8 @@ class Checkpointer(OfOneProcess):
 
     def _repr_html_(self) -> str:
         """Show a notebook what the root has; asks no other rank."""
+        from ckptd.checkpoint.torch.notebook import shown
+
         return shown(repr(self), None if self._closed else Index(self._store))
 
     def __enter__(self) -> Self:
@@ -791,6 +819,8 @@ class Checkpointer(OfOneProcess):
             return self._client
         if self._client is not None:
             self._client.close(1.0)
+        from ckptd.checkpoint.save.client import WriterClient
+
         in_process = None if self._store.capabilities.shared else self._store
         board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
         with self._watch.held():

@@ -14,7 +14,6 @@ from ckptd.base.runtime import launched
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.ranks import Agreement
 from ckptd.checkpoint.format.names import CommitName, attempt_name
-from ckptd.checkpoint.load.opening import begin_beside
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.handle import SaveTracker
 from ckptd.checkpoint.torch.schedule import SignalWatch
@@ -171,6 +170,8 @@ class Lineage:
             if late is not None:
                 self._catalogue.check_not_superseded(late.newest)
                 return self._claim(late.parent, "load", committed=late.committed)
+
+            from ckptd.checkpoint.load.opening import begin_beside
 
             begin_beside(self._catalogue)
             parent = self._catalogue.continue_line(step, self._new_run)

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from ckptd.base.torch.ranks import Agreement
-from ckptd.checkpoint.format.container import ChunkRef, FileMap
-from ckptd.checkpoint.format.witness import Witness, WitnessPlan
-from ckptd.checkpoint.load.plan import Want
-from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure
-from ckptd.checkpoint.torch.feed import CopyStep
-from ckptd.checkpoint.torch.filling import Filling
-from ckptd.checkpoint.torch.replicas import Samples
-from ckptd.checkpoint.torch.state.describe import Describer
-from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.checkpoint.torch.state.restore import Matching, SavedState
 from ckptd.errors import UsageError
 from ckptd.parts import part
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from ckptd.base.torch.ranks import Agreement
+    from ckptd.checkpoint.format.container import ChunkRef, FileMap
+    from ckptd.checkpoint.format.witness import Witness, WitnessPlan
+    from ckptd.checkpoint.load.plan import Want
+    from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure
+    from ckptd.checkpoint.torch.feed import CopyStep
+    from ckptd.checkpoint.torch.filling import Filling
+    from ckptd.checkpoint.torch.replicas import Samples
+    from ckptd.checkpoint.torch.state.describe import Describer
+    from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
+    from ckptd.checkpoint.torch.state.restore import Matching, SavedState
 
 Rename: TypeAlias = Callable[[str], str]
 
@@ -148,6 +150,8 @@ class LayoutLoad:
 
         `number` is the one that matching gave it.
         """
+        from ckptd.checkpoint.load.plan import Want
+
         held = self.describer.held(leaf.name, leaf.tensor)
         return [Want(number, held.regions, target)], lambda: None
 

@@ -6,7 +6,6 @@ import logging
 import numbers
 import os
 import signal
-import statistics
 import threading
 import time
 from collections import deque
@@ -15,10 +14,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.runtime.ownership import in_child
 from ckptd.base.runtime.ranks import Board
-from ckptd.base.torch.loaderworkers import shield_workers
 from ckptd.base.torch.ranks import Agreement, host_count
 from ckptd.checkpoint.format.records import Generation
 from ckptd.checkpoint.root.auto import (
@@ -76,6 +76,8 @@ class SignalWatch:
         self._stop_at: float | None = None
         self._before: dict[int, Any] = {}
         if numbers:
+            from ckptd.base.torch.loaderworkers import shield_workers
+
             _watches.add(self)
             in_child(self._leave_to_parent)
             shield_workers(watched_signals)
@@ -276,7 +278,7 @@ class StepTimes:
     def usual_s(self) -> float | None:
         """Median of the last steps; None before there are two calls."""
         steps = self._calm or self._draining
-        return statistics.median(steps) if steps else None
+        return float(np.median(steps)) if steps else None
 
     def inflation_s(self) -> float:
         """Return what the steps since the last answer lost to draining, in seconds.
@@ -286,7 +288,7 @@ class StepTimes:
         """
         lost = 0.0
         if self._calm and self._draining:
-            slower = statistics.median(self._draining) - statistics.median(self._calm)
+            slower = float(np.median(self._draining) - np.median(self._calm))
             lost = max(0.0, slower) * self._drained
         self._draining.clear()
         self._drained = 0

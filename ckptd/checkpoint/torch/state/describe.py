@@ -133,8 +133,7 @@ class Describer:
         _check_readable(name, tuple(tensor.shape), mesh.entry, tuple(placements))
         if mesh.at is None:
             raise UsageError("this rank is not on the tensor's mesh", where=name)
-        known = self._known[key] = mesh.entry, mesh.at, tuple(placements)
-        return known
+        return self._known.setdefault(key, (mesh.entry, mesh.at, tuple(placements)))
 
     def _mesh(self, mesh: Any, name: str) -> _Mesh:
         """Look at a mesh, once.

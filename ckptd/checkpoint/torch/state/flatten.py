@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
-from ckptd.checkpoint.torch.data.batches import Batches
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
@@ -34,12 +33,25 @@ from ckptd.checkpoint.torch.state.optimizers import (
     ask_optimizer,
 )
 from ckptd.checkpoint.torch.state.rng import Rng
-from ckptd.checkpoint.torch.state.tensors import PLAIN, is_dtensor, is_wrapped, local_tensor
+from ckptd.checkpoint.torch.state.tensors import (
+    PLAIN,
+    is_dtensor,
+    is_of,
+    is_wrapped,
+    local_tensor,
+)
 from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds
 from ckptd.checkpoint.torch.state.wrapped import form_of
 from ckptd.errors import CkptdError, UsageError
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.torch.data.batches import Batches
+
+
+def _is_batches(value: object) -> TypeGuard[Batches]:
+    return is_of(value, "ckptd.checkpoint.torch.data.batches", "Batches")
 
 
 def is_heavy(site: Site) -> bool:
@@ -392,7 +404,7 @@ def _add_one(sink: Sink, site: Site, owners: ParameterOwners) -> None:
         _add_per_rank(sink, site, value)
     elif isinstance(value, Rng | torch.Generator):
         _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
-    elif isinstance(value, Batches):
+    elif _is_batches(value):
         _add_per_rank(sink, site, PerRank(value, on_change="reduce", reduce=value.shared_out))
     elif isinstance(value, nn.Module):
         add_module(sink, place, value)
@@ -441,7 +453,7 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
         reduce=declared.reduce,
         reseed=partial(_reseed, declared) if can_reseed(value) else None,
         random=isinstance(value, Rng | torch.Generator),
-        follower=value if isinstance(value, Batches) else None,
+        follower=value if _is_batches(value) else None,
     )
 
 

@@ -25,12 +25,12 @@ PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 def is_async(value: object) -> TypeGuard[AsyncCollectiveTensor]:
     """Tell whether a tensor represents what a collective still computes."""
-    return _is(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return is_of(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether a value is a DTensor."""
-    return type(value) not in PLAIN and _is(value, "torch.distributed.tensor", "DTensor")
+    return type(value) not in PLAIN and is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
@@ -55,12 +55,12 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 
 def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
     """Tell whether a module is FSDP1's wrapper."""
-    return _is(value, "torch.distributed.fsdp", "FullyShardedDataParallel")
+    return is_of(value, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
 def is_fsdp2(value: object) -> TypeGuard[FSDPModule]:
     """Tell whether FSDP2's ``fully_shard`` was called on a module."""
-    return _is(value, "torch.distributed.fsdp", "FSDPModule")
+    return is_of(value, "torch.distributed.fsdp", "FSDPModule")
 
 
 def fsdp2_is_loaded() -> bool:
@@ -68,7 +68,8 @@ def fsdp2_is_loaded() -> bool:
     return "torch.distributed.fsdp" in sys.modules
 
 
-def _is(value: object, module: str, name: str) -> bool:
+def is_of(value: object, module: str, name: str) -> bool:
+    """Tell whether a value is of a class whose module may not be imported."""
     # While another thread imports the module, the class may not be there, nor any of its kind.
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)

@@ -298,7 +298,8 @@ def _stay_small() -> None:
 
     Optimizers and wrappers import the first two on first use: hundreds of thousands of objects.
     """
-    for name in ("torch._dynamo", "torch.distributed.tensor", "ckptd.checkpoint.torch"):
+    core = (f"ckptd.checkpoint.torch.{name}" for name in ("checkpointer", "saver", "loader"))
+    for name in ("torch._dynamo", "torch.distributed.tensor", *core):
         importlib.import_module(name)
     spare()
 

@@ -45,7 +45,9 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     # Each rank makes a checkpointer: a tenth of a second.
-    "ckptd.checkpoint.torch",
+    "ckptd.checkpoint.torch.checkpointer",
+    "ckptd.checkpoint.torch.saver",
+    "ckptd.checkpoint.torch.loader",
     "ckptd.elastic.torch.session.elastichooks",
 )
 _READ_S = 1e-4

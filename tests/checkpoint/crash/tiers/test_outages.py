@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import ckptd
-import ckptd.checkpoint.torch.checkpointer as checkpointer
 from ckptd.base.runtime.agentlink import run_folder
+from ckptd.checkpoint.save import client as clients
 from ckptd.checkpoint.save.client import WriterClient
 from ckptd.checkpoint.save.handle import SaveHandle
 from ckptd.errors import CkptdError, StoreError
@@ -85,7 +85,7 @@ def with_faults(monkeypatch: pytest.MonkeyPatch, *rules: FaultRule) -> None:
     def client(spec: StoreSpec, *given: Any) -> WriterClient:
         return WriterClient(spec.wrapped(FaultSpec(rules)), *given)
 
-    monkeypatch.setattr(checkpointer, "WriterClient", client)
+    monkeypatch.setattr(clients, "WriterClient", client)
 
 
 def test_saves_that_overlap_on_a_slow_store(tmp_path: Path) -> None:
