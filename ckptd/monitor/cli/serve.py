@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from ckptd.base.net.signing import access_token, job_secret, need_secret
+from ckptd.base.net.signing import (
+    access_token,
+    checked_secret,
+    derived_key,
+    job_secret,
+    need_secret,
+)
 from ckptd.base.runtime.agentlink import run_folder
 from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.errors import UsageError
@@ -163,11 +169,11 @@ def serve(
             events=events,
             recording=record,
             webhook=webhook,
-            webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
+            webhook_key=_webhook_key(secret),
             controller=_controller(job, controller),
             url=_for_nodes(sock),
         )
-        access = _access(job, secret, bind, name, metrics_open)
+        access = _access(secret, bind, name, metrics_open)
         return _serve(stack, sock, setup, access, history is None, linger, simulated, json)
 
 
@@ -253,7 +259,7 @@ def _forward(
 
     forwarder = Forwarder(job, secret, above)
     stack.callback(forwarder.close)
-    access = _access(job, secret, sock.getsockname()[0], name, False)
+    access = _access(secret, sock.getsockname()[0], name, False)
     url = url_of(sock)
 
     def started(_: AbstractEventLoop) -> None:
@@ -307,6 +313,13 @@ def _idle(service: Service, linger: float | None) -> Callable[[], bool]:
     return idle
 
 
+def _webhook_key(secret: bytes) -> bytes:
+    """Return the key of the webhook's signature: with it nothing else opens."""
+    if given := os.environ.get(HOOK_VARIABLE):
+        return checked_secret(os.fsencode(given), HOOK_VARIABLE)
+    return derived_key(secret, "webhook").hex().encode()
+
+
 def _need_packages() -> None:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
@@ -317,15 +330,12 @@ def _need_packages() -> None:
             )
 
 
-def _access(
-    job: str, secret: bytes, bind: str, names: tuple[str, ...], metrics_open: bool
-) -> Access:
+def _access(secret: bytes, bind: str, names: tuple[str, ...], metrics_open: bool) -> Access:
     from ckptd.base.net.address import is_loopback
     from ckptd.monitor.daemon.access import Access
 
     return Access(
         token=access_token(secret),
-        job=job,
         metrics_open=metrics_open or is_loopback(bind),
         names=frozenset(n.lower() for n in names),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
+import math
 import secrets
 import socket
+import time
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
+from ckptd.base.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH, derived_key
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.daemon.bodies import connection_of, refusal
 
@@ -23,7 +24,7 @@ LOGIN_PATH = "/api/v1/login"
 _API = "/api/"
 _AGENTS = frozenset({CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH})
 _OPEN = frozenset({"/healthz", LOGIN_PATH, *_AGENTS})
-_COOKIE_S = 30 * 86400
+_SESSION_S = 12 * 3600
 
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -50,9 +51,8 @@ class Access:
         Says that a person or script may read and act. It follows from the job's secret and is
         never printed.
     login
-        Says so as well, in this life of the daemon; it stands in the URL that is printed.
-    job
-        Names the cookie: those of one host are shared by all its ports.
+        Says so as well, in this life of the daemon; it stands in the URL that is printed. The
+        cookie of those who have logged in, with either, follows from it and ends in 12 hours.
     metrics_open
         Whether ``/metrics`` is served without a token.
     names
@@ -60,31 +60,29 @@ class Access:
     """
 
     token: str
-    job: str
     login: str = field(default_factory=lambda: secrets.token_hex(20))
     metrics_open: bool = True
     names: frozenset[str] = field(default_factory=frozenset)
 
-    @property
-    def cookie(self) -> str:
-        """Name of the cookie of those who have logged in."""
-        return f"ckptd_{hashlib.sha256(self.job.encode()).hexdigest()[:8]}"
-
-    @property
-    def session(self) -> str:
-        """Value of the cookie; it is not the token."""
-        return hmac.new(self.token.encode(), b"session", hashlib.sha256).hexdigest()
-
-    def admit(self, response: Response, secure: bool) -> None:
+    def admit(self, response: Response, request: Request) -> None:
         """Set the cookie of those who have shown the token."""
         response.set_cookie(
-            self.cookie,
-            self.session,
-            max_age=_COOKIE_S,
+            self._cookie(request),
+            self._session(str(math.ceil(time.monotonic() + _SESSION_S))),
+            max_age=_SESSION_S,
             httponly=True,
             samesite="strict",
-            secure=secure,
+            secure=_secure(request),
         )
+
+    def _cookie(self, request: Request) -> str:
+        """Return the name of the cookie: those of one host are shared by all its ports."""
+        name = f"ckptd_{derived_key(self.login.encode(), 'cookie').hex()[:8]}"
+        return f"__Host-{name}" if _secure(request) else name
+
+    def _session(self, end: str) -> str:
+        """Return the cookie's value: good in this life, until `end` of its monotonic clock."""
+        return f"{end}-{derived_key(self.login.encode(), 'session', end).hex()}"
 
     def is_token(self, text: str) -> bool:
         """Whether `text` is one of the tokens; takes as long whatever it is."""
@@ -149,12 +147,21 @@ class Access:
         if acts and "origin" not in request.headers:
             return False  # a cookie alone does not say which page sent it
         try:
-            found = SimpleCookie(request.headers.get("cookie", "")[:4096]).get(self.cookie)
+            cookies = SimpleCookie(request.headers.get("cookie", "")[:4096])
         except CookieError:
             return False
-        return found is not None and hmac.compare_digest(
-            found.value.encode(errors="replace"), self.session.encode()
+        found = cookies.get(self._cookie(request))
+        if found is None:
+            return False
+        end = found.value.partition("-")[0][:20]
+        good = hmac.compare_digest(
+            found.value.encode(errors="replace"), self._session(end).encode(errors="replace")
         )
+        return good and time.monotonic() < int(end)
+
+
+def _secure(request: Request) -> bool:
+    return bool(request.scope["scheme"] == "https")
 
 
 class Guard:

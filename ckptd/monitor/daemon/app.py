@@ -269,7 +269,7 @@ class DaemonApi:
         if not isinstance(token, str) or not self._access.is_token(token):
             return document({"error": {"kind": "no-token", "message": "the token is wrong"}}, 401)
         answer = document({"job": self._service.setup.job})
-        self._access.admit(answer, request.url.scheme == "https")
+        self._access.admit(answer, request)
         return answer
 
     async def _front(self, request: Request) -> Response:
@@ -283,7 +283,7 @@ class DaemonApi:
         # The token leaves the address line, and with it the history of the browser.
         answer = RedirectResponse("/", 303)
         if self._access.is_token(token):
-            self._access.admit(answer, request.url.scheme == "https")
+            self._access.admit(answer, request)
         return answer
 
 

@@ -114,6 +114,7 @@ class Service:
         self.collectives = CallTable()
         self.checkpoints = RecordedSaves(setup.events)
         self.generations = GenerationLog(self.history)
+        self._told = 0
         self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None
         watch = JobWatch(
             setup.job,
@@ -324,10 +325,14 @@ class Service:
 
     def _send(self, name: str, incident: Incident) -> None:
         if self.webhook is not None:
+            self._told += 1
             self.webhook.send(
                 json_bytes(
                     {
                         "event": name,
+                        "life": self.hub.life,
+                        "number": self._told,
+                        "unix": time.time(),
                         "job": self.setup.job,
                         "incident": self.shown(incident, evidence=True),
                     }

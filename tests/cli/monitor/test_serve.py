@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from ckptd.base.net.signing import access_token, derived_key
+from ckptd.errors import UsageError
+from ckptd.monitor.cli import serve as verb
 from ckptd.monitor.daemon.client import DaemonClient
 from ckptd.monitor.daemon.place import DaemonPlace, daemons
 from tests.cli.running import COMMAND, Cli
@@ -182,3 +185,19 @@ def test_what_was_left_by_one_that_was_killed_is_nobody(tmp_path: Path) -> None:
     assert place.read() is None
     assert daemons() == []
     assert os.path.exists(place.address)
+
+
+def test_the_key_of_a_webhook_opens_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"0123456789abcdef0123456789abcdef"
+    monkeypatch.delenv(verb.HOOK_VARIABLE, raising=False)
+    key = verb._webhook_key(secret)
+    assert key == derived_key(secret, "webhook").hex().encode()  # as the API's page says
+    access = verb._access(secret, "127.0.0.1", (), False)
+    assert access.is_token(access_token(secret))
+    assert not access.is_token(access_token(key))
+    monkeypatch.setenv(verb.HOOK_VARIABLE, "a key of the hook's own")
+    assert verb._webhook_key(secret) == b"a key of the hook's own"
+    monkeypatch.setenv(verb.HOOK_VARIABLE, "short")
+    with pytest.raises(UsageError) as caught:
+        verb._webhook_key(secret)
+    assert caught.value.where == verb.HOOK_VARIABLE

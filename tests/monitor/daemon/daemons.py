@@ -117,7 +117,7 @@ def running(
     with listen_at("127.0.0.1", port, "the daemon") as sock:
         service = Service(given)
         serving = Serving(
-            make_app(service, access or Access(token=token, job=JOB)),
+            make_app(service, access or Access(token=token)),
             sock,
             started=service.start,
             ending=service.hub.close,

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ckptd.base.net.signing import MAC_HEADER, sign_request
+from ckptd.monitor.daemon import access
 from ckptd.monitor.daemon.access import Access
-from tests.monitor.daemon.daemons import JOB, SECRET, Running, running
+from tests.monitor.daemon.daemons import SECRET, Running, running
 
 
 def test_reading_needs_the_token(daemon: Running) -> None:
@@ -64,6 +67,38 @@ def test_acting_by_cookie_needs_the_origin(daemon: Running) -> None:
     )
 
 
+def test_a_session_is_of_one_life_of_one_daemon_and_ends(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cookie = {"Cookie": login(daemon)}
+    assert daemon.ask("GET", "/api/v1/job", headers=cookie, token=False).status == 200
+    with running(tmp_path / "another") as other:  # of the same job and secret, on the same host
+        assert other.ask("GET", "/api/v1/job", headers=cookie, token=False).status == 401
+        assert login(other).partition("=")[0] != cookie["Cookie"].partition("=")[0]
+    name, _, value = cookie["Cookie"].partition("=")
+    end, _, mac = value.partition("-")
+    longer = {"Cookie": f"{name}={int(end) + 1}-{mac}"}
+    assert daemon.ask("GET", "/api/v1/job", headers=longer, token=False).status == 401
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 12 * 3600 + 1)
+    monkeypatch.setattr(access, "time", later)
+    assert daemon.ask("GET", "/api/v1/job", headers=cookie, token=False).status == 401
+
+
+def test_a_session_behind_tls_is_of_this_host_alone(daemon: Running) -> None:
+    tls = {"X-Forwarded-Proto": "https"}  # of a proxy on this machine
+    body = f'{{"token": "{daemon.token}"}}'.encode()
+    answer = daemon.ask("POST", "/api/v1/login", body, tls, token=False)
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("__Host-")
+    assert {"Secure", "Path=/"} <= set(cookie.split("; "))
+    assert "Domain" not in cookie
+    pair = cookie.partition(";")[0]
+    given = {"Cookie": pair, **tls}
+    assert daemon.ask("GET", "/api/v1/job", headers=given, token=False).status == 200
+    plain = {"Cookie": pair.removeprefix("__Host-"), **tls}
+    assert daemon.ask("GET", "/api/v1/job", headers=plain, token=False).status == 401
+
+
 @pytest.mark.parametrize("origin", ["null", "http://127.0.0.1:1", "http://[", "x"])
 def test_other_sites_are_refused(daemon: Running, origin: str) -> None:
     assert daemon.ask("GET", "/api/v1/job", headers={"Origin": origin}).status in (403, 421)
@@ -98,11 +133,11 @@ def test_names_that_cannot_be_a_strangers_are_taken(daemon: Running, host: str) 
 
 
 def test_metrics_and_names_as_told(tmp_path: Path) -> None:
-    access = Access(token="t", job=JOB, metrics_open=False, names=frozenset({"head.example"}))
-    with running(tmp_path / "history", access=access) as daemon:
+    given = Access(token="t", metrics_open=False, names=frozenset({"head.example"}))
+    with running(tmp_path / "history", access=given) as daemon:
         assert daemon.ask("GET", "/metrics", token=False).status == 401
-        given = {"Authorization": "bearer t", "Host": "head.example:1"}
-        assert daemon.ask("GET", "/metrics", headers=given, token=False).status == 200
+        shown = {"Authorization": "bearer t", "Host": "head.example:1"}
+        assert daemon.ask("GET", "/metrics", headers=shown, token=False).status == 200
 
 
 def test_page_may_load_nothing_from_elsewhere(daemon: Running) -> None:

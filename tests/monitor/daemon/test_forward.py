@@ -27,7 +27,7 @@ def forwarding(above: str) -> Iterator[tuple[Forwarder, str]]:
     forwarder = Forwarder(JOB, SECRET, above)
     with listen_at("127.0.0.1", 0, "the daemon") as sock:
         serving = Serving(
-            forwarder.app(Access(token="t", job=JOB)),
+            forwarder.app(Access(token="t")),
             sock,
             started=lambda _: forwarder.start(),
             ending=lambda: None,

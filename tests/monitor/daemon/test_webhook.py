@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -131,4 +132,6 @@ def test_daemon_tells_of_an_incident(tmp_path: Path) -> None:
     assert signature == sign_hook(KEY, body)
     told = json.loads(body)
     assert (told["event"], told["job"]) == ("opened", JOB)
+    assert (told["life"], told["number"]) == (daemon.service.hub.life, 1)
+    assert abs(told["unix"] - time.time()) < 3600
     assert told["incident"]["verdict"]["suspects"][0]["name"] == "3"
