@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Block
 from ckptd.base.runtime.copier import copy_values
-from ckptd.checkpoint.load.spare import SPARE
+from ckptd.base.runtime.spare import SPARE
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError, UsageError
 from ckptd.lay.agree import agreed
 from ckptd.lay.bind import FilledGlobs, bind_sizes, with_globs

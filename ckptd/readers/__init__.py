@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptd.checkpoint.load.source import CheckpointReader, batches
+    from ckptd.base.runtime.pool import batches
+    from ckptd.checkpoint.load.source import CheckpointReader
     from ckptd.readers.base import Foreign, ForeignPiece, FormatReader, Listing
 
 __all__ = ["CheckpointReader", "Foreign", "ForeignPiece", "FormatReader", "Listing", "batches"]
@@ -19,6 +20,8 @@ __all__ = ["CheckpointReader", "Foreign", "ForeignPiece", "FormatReader", "Listi
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    ours = name in ("CheckpointReader", "batches")
-    module = "ckptd.checkpoint.load.source" if ours else "ckptd.readers.base"
-    return getattr(importlib.import_module(module), name)
+    homes = {
+        "CheckpointReader": "ckptd.checkpoint.load.source",
+        "batches": "ckptd.base.runtime.pool",
+    }
+    return getattr(importlib.import_module(homes.get(name, "ckptd.readers.base")), name)

@@ -17,10 +17,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ckptd.base.runtime.pool import batches
 from ckptd.checkpoint.format.container import build_header
 from ckptd.checkpoint.format.names import unescape_fqn
 from ckptd.checkpoint.format.words import unread_tensors
-from ckptd.checkpoint.load.source import Array, CheckpointReader, batches
+from ckptd.checkpoint.load.source import Array, CheckpointReader
 from ckptd.errors import (
     CkptdError,
     CorruptError,

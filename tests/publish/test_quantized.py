@@ -12,8 +12,8 @@ import torch
 
 import ckptd
 from ckptd.base.grids.block import Block
+from ckptd.base.torch.tensors import as_bytes
 from ckptd.checkpoint.save.arena import Slot
-from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.copies import Composition
 from ckptd.lay.local import local_tensors

@@ -12,9 +12,10 @@ import pytest
 from safetensors import safe_open
 
 from ckptd.base.grids.grid import Axis, Grid
+from ckptd.base.runtime.pool import batches
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.format.words import TensorLayout
-from ckptd.checkpoint.load.source import Array, CheckpointReader, TensorInfo, batches
+from ckptd.checkpoint.load.source import Array, CheckpointReader, TensorInfo
 from ckptd.checkpoint.tools.diff import diff
 from ckptd.errors import NotFoundError
 from ckptd.reshard.export import plan_export, run_export

@@ -1,8 +1,9 @@
-"""Worker threads for one pass: bounded, stopped by the first error, watched for stalls."""
+"""Worker threads for one pass: groups of small tasks, stopped by the first error, watched."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -140,3 +141,23 @@ class _Pool(Generic[T]):
             with suppress(BaseException), self._changed:
                 if self._changed.wait_for(lambda: not self._running, left):
                     return
+
+
+def batches(
+    items: Iterable[T], size: Callable[[T], int], most: int, count: int = sys.maxsize
+) -> Iterator[list[T]]:
+    """Group neighbours up to `most` bytes, so that thousands of small ones do not cost a read each.
+
+    A larger item is a group of its own. No group has more than `count` items.
+    """
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        nbytes = size(item)
+        if batch and (held + nbytes > most or len(batch) == count):
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += nbytes
+    if batch:
+        yield batch

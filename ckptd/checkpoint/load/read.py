@@ -36,6 +36,7 @@ from ckptd.base.grids.grid import is_packed
 from ckptd.base.runtime.copier import LEAST_BYTES, copies_natively, copy_runs
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.runtime.pool import cores, run_all
+from ckptd.base.runtime.spare import SPARE
 from ckptd.checkpoint.format.names import digests_key
 from ckptd.checkpoint.load.files import (
     LocalFiles,
@@ -67,7 +68,6 @@ from ckptd.checkpoint.load.plan import (
     put,
     split,
 )
-from ckptd.checkpoint.load.spare import SPARE
 from ckptd.checkpoint.load.target import DeviceBatch, DeviceWriter
 from ckptd.checkpoint.load.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError

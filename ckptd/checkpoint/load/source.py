@@ -8,7 +8,6 @@ subclass.
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -290,23 +289,3 @@ class SectionReader(CheckpointReader):
     def grid(self, name: str) -> Grid:
         """Return the pieces of a tensor."""
         return self._whole.grid(self._above + name)
-
-
-def batches(
-    items: Iterable[T], size: Callable[[T], int], most: int, count: int = sys.maxsize
-) -> Iterator[list[T]]:
-    """Group neighbours up to `most` bytes, so that thousands of small ones do not cost a read each.
-
-    A larger item is a group of its own. No group has more than `count` items.
-    """
-    batch: list[T] = []
-    held = 0
-    for item in items:
-        nbytes = size(item)
-        if batch and (held + nbytes > most or len(batch) == count):
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += nbytes
-    if batch:
-        yield batch

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.base.runtime.pool import batches
 from ckptd.checkpoint.format.words import value_text
-from ckptd.checkpoint.load.source import Array, CheckpointReader, PerRankValues, batches
+from ckptd.checkpoint.load.source import Array, CheckpointReader, PerRankValues
 from ckptd.types import DType
 
 STEP = 1 << 18

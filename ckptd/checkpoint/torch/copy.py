@@ -17,6 +17,7 @@ from ckptd.base.grids.grid import reach_of
 from ckptd.base.runtime import launched
 from ckptd.base.runtime.memory import Pages, mappings, read_memory
 from ckptd.base.torch.device import has_streams, kind_of
+from ckptd.base.torch.tensors import WORDS, as_bytes, bytes_at
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.save.structure import SavePlan
@@ -35,7 +36,6 @@ from ckptd.checkpoint.torch.ondevice import DeviceCopies, DeviceSnapshot, OnDevi
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.describe import Describer
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import WORDS, as_bytes, bytes_at
 from ckptd.errors import SaveError
 from ckptd.types import Box
 

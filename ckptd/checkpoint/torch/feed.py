@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from ckptd.checkpoint.load.source import batches
+from ckptd.base.runtime.pool import batches
 from ckptd.errors import SaveError
 from ckptd.types import Box
 

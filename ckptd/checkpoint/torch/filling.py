@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Fill, Region
 from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.base.torch.device import kind_of
+from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, local_tensor
 from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
 from ckptd.checkpoint.torch.state.describe import Describer, whole_region
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import as_bytes, bytes_at, flat_memory, local_tensor
 from ckptd.checkpoint.torch.upload import BUFFER_BYTES, STALL_S, BufferRing, DeviceBuffer, Upload
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType

@@ -22,10 +22,10 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 from ckptd.base.torch.device import DeviceKind, kind_of
+from ckptd.base.torch.tensors import as_bytes
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
 from ckptd.checkpoint.torch.replicas import Samples, digest_of_sample, sampled_bytes
-from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import UsageError, size_text
 
 _log = logging.getLogger("ckptd")

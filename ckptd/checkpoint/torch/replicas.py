@@ -15,10 +15,10 @@ import xxhash
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.grid import is_packed
 from ckptd.base.torch.device import kind_of
+from ckptd.base.torch.tensors import as_bytes, flat_memory, is_dtensor, local_tensor
 from ckptd.checkpoint.save.messages import Blob
 from ckptd.checkpoint.save.structure import ReplicaHolders, Shared
 from ckptd.checkpoint.torch.state.leaves import ObjectLeaf, TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import as_bytes, flat_memory, is_dtensor, local_tensor
 
 WHOLE_BYTES = 4096
 WINDOWS = 32

@@ -22,7 +22,7 @@ from ckptd.base.grids.block import Block, Fill
 from ckptd.base.grids.grid import is_packed
 from ckptd.base.runtime.host import available_bytes
 from ckptd.base.torch.device import kind_of
-from ckptd.checkpoint.torch.state.tensors import WORDS, flat_memory
+from ckptd.base.torch.tensors import WORDS, flat_memory
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.types import DType
 

@@ -31,6 +31,7 @@ from ckptd.base.runtime.ownership import (
 from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, JobBoard, bind_address, board_of
+from ckptd.base.torch.tensors import dtype_name
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.checkpoint.torch.copy import CopyForm, CopySources, Snapshot
 from ckptd.checkpoint.torch.feed import CopyStep
@@ -39,7 +40,6 @@ from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.ondevice import DeviceCopies, captured
 from ckptd.checkpoint.torch.state.flatten import Flattener
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import dtype_name
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.elastic.torch.session.elastichooks import abandonable, let_be
 from ckptd.errors import (

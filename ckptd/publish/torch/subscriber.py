@@ -20,10 +20,10 @@ from ckptd.base.runtime.ownership import OfOneProcess, one_at_a_time
 from ckptd.base.runtime.ranks import Board, LocalBoard, RankHeartbeat
 from ckptd.base.torch.device import has_streams
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.base.torch.tensors import as_bytes
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
-from ckptd.checkpoint.torch.state.tensors import as_bytes
 from ckptd.errors import CkptdError, MismatchError, TransientStoreError
 from ckptd.lay.local import local_tensors
 from ckptd.publish.carrier import SlotReader, WeightCarrier

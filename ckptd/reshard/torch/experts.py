@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.base.torch.tensors import dtype_name, is_dtensor, local_tensor
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, TensorLeaf
 from ckptd.checkpoint.torch.state.restore import look
-from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor, local_tensor
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.agree import agreed

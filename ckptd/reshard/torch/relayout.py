@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ckptd.base.torch.ranks import Agreement, board_of
+from ckptd.base.torch.tensors import as_bytes, dtype_name
 from ckptd.checkpoint.torch.filling import overlapping
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.checkpoint.torch.state.modules import EXTRA, extra_states
 from ckptd.checkpoint.torch.state.restore import apply_objects, look, prepare
-from ckptd.checkpoint.torch.state.tensors import as_bytes, dtype_name
 from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.agree import agreed

@@ -20,11 +20,11 @@ from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
+from ckptd.base.runtime.spare import SpareMemory
 from ckptd.checkpoint.format.names import digests_key
 from ckptd.checkpoint.load import read
 from ckptd.checkpoint.load.plan import Want, read_plan
 from ckptd.checkpoint.load.read import ReadReport, execute
-from ckptd.checkpoint.load.spare import SpareMemory
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.store.base import FaultSpec, OpenFile, Store, Wrapper
 from ckptd.store.local import LocalStore

@@ -12,10 +12,10 @@ import torch
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import Placement, ambiguous, local_regions, local_shape, nested
+from ckptd.base.torch.tensors import dtype_name, is_dtensor
 from ckptd.checkpoint.format.manifest import MeshEntry, TensorEntry
 from ckptd.checkpoint.save.structure import Structure, TensorCut
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import dtype_name, is_dtensor
 from ckptd.errors import UsageError
 from ckptd.types import Box
 

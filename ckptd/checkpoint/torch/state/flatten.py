@@ -16,6 +16,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
+from ckptd.base.torch.tensors import (
+    PLAIN,
+    is_dtensor,
+    is_of,
+    is_wrapped,
+    local_tensor,
+)
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
     PerRank,
@@ -33,13 +40,6 @@ from ckptd.checkpoint.torch.state.optimizers import (
     ask_optimizer,
 )
 from ckptd.checkpoint.torch.state.rng import Rng
-from ckptd.checkpoint.torch.state.tensors import (
-    PLAIN,
-    is_dtensor,
-    is_of,
-    is_wrapped,
-    local_tensor,
-)
 from ckptd.checkpoint.torch.state.values import add_array, add_value, whole
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, is_stateful, walk
 from ckptd.checkpoint.torch.state.words import ask, says, speaking_kinds

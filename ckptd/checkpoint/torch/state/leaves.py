@@ -20,11 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptd.checkpoint.format import codec, reseed
-from ckptd.checkpoint.format.invariants import MAX_DIMS
-from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
-from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import (
+from ckptd.base.torch.tensors import (
     PLAIN,
     dtype_name,
     has_own_places,
@@ -33,6 +29,10 @@ from ckptd.checkpoint.torch.state.tensors import (
     is_wrapped,
     local_tensor,
 )
+from ckptd.checkpoint.format import codec, reseed
+from ckptd.checkpoint.format.invariants import MAX_DIMS
+from ckptd.checkpoint.format.names import MAX_NAME_CHARS, escape_key
+from ckptd.checkpoint.torch.state.objects import call_with
 from ckptd.checkpoint.torch.state.wrapped import difference, parts_of, record_of, spread
 from ckptd.errors import CkptdError, MismatchError, UsageError
 

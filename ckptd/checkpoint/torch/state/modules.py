@@ -14,6 +14,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckptd.base.torch.tensors import (
+    fsdp2_is_loaded,
+    is_fsdp1,
+    is_fsdp2,
+    local_tensor,
+    target_device,
+)
 from ckptd.checkpoint.format.names import WRAPPERS, escape_fqn
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
@@ -26,13 +33,6 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
 )
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import (
-    fsdp2_is_loaded,
-    is_fsdp1,
-    is_fsdp2,
-    local_tensor,
-    target_device,
-)
 from ckptd.checkpoint.torch.state.values import whole
 from ckptd.checkpoint.torch.state.words import (
     NOTE,

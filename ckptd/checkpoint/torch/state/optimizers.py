@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptd.base.torch.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.format.manifest import OPTIMIZER_CLASS
 from ckptd.checkpoint.format.names import escape_key, unescape_key
 from ckptd.checkpoint.torch.state.hosted import HostedOptimizer
@@ -30,7 +31,6 @@ from ckptd.checkpoint.torch.state.leaves import (
 )
 from ckptd.checkpoint.torch.state.modules import module_tensors, reshard
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import is_dtensor, target_device, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor
 from ckptd.checkpoint.torch.state.walk import Site, has_own_words, holds_state
 from ckptd.checkpoint.torch.state.words import is_same_memory

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ckptd.base.torch.ranks import Agreement
+from ckptd.base.torch.tensors import DTYPE_NAMES
 from ckptd.checkpoint.format.manifest import SUBCLASS, Manifest, about_foreign, foreign_unread
 from ckptd.checkpoint.format.words import unread_tensors
 from ckptd.checkpoint.torch.state.flatten import collect
@@ -35,7 +36,6 @@ from ckptd.checkpoint.torch.state.leaves import (
     TensorLeaf,
 )
 from ckptd.checkpoint.torch.state.modules import check_buffers, materialise
-from ckptd.checkpoint.torch.state.tensors import DTYPE_NAMES
 from ckptd.checkpoint.torch.state.walk import walk
 from ckptd.checkpoint.torch.state.words import is_note
 from ckptd.errors import MismatchError

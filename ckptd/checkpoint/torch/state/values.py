@@ -17,6 +17,15 @@ import torch
 from torch import nn
 
 from ckptd.base.grids.grid import reach_of
+from ckptd.base.torch.tensors import (
+    as_bytes,
+    dtype_name,
+    has_own_places,
+    is_async,
+    is_dtensor,
+    target_device,
+    torch_dtype,
+)
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.names import escape_key
 from ckptd.checkpoint.torch.state.leaves import (
@@ -31,15 +40,6 @@ from ckptd.checkpoint.torch.state.leaves import (
     twice,
 )
 from ckptd.checkpoint.torch.state.objects import children, remade
-from ckptd.checkpoint.torch.state.tensors import (
-    as_bytes,
-    dtype_name,
-    has_own_places,
-    is_async,
-    is_dtensor,
-    target_device,
-    torch_dtype,
-)
 from ckptd.checkpoint.torch.state.walk import (
     Nesting,
     fqn_segment,

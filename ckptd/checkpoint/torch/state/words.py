@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ckptd.base.torch.tensors import dtype_name, is_wrapped, torch_dtype
 from ckptd.checkpoint.format.names import escape_fqn, unescape_fqn
 from ckptd.checkpoint.torch.state.leaves import (
     Leaves,
@@ -24,7 +25,6 @@ from ckptd.checkpoint.torch.state.leaves import (
     put_nothing,
 )
 from ckptd.checkpoint.torch.state.objects import call_with
-from ckptd.checkpoint.torch.state.tensors import dtype_name, is_wrapped, torch_dtype
 from ckptd.checkpoint.torch.state.values import add_value, fresh_tensor, whole
 from ckptd.errors import CkptdError, UsageError
 

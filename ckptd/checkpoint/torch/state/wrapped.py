@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ckptd.base.torch.tensors import is_dtensor, is_wrapped
 from ckptd.checkpoint.format.codec import class_name, loaded_class
-from ckptd.checkpoint.torch.state.tensors import is_dtensor, is_wrapped
 from ckptd.errors import MismatchError, UsageError
 
 _SCALARS = (bool, int, float, str, type(None))

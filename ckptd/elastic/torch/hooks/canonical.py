@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.data.schedule import share
-from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.elastic.treesum import TreeNode, TreeSum, cover
 from ckptd.errors import UsageError
 

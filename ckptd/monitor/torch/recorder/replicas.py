@@ -14,8 +14,8 @@ from torch import nn
 
 from ckptd.base.torch.commhook import Reduced, comm_hook, mean
 from ckptd.base.torch.device import kind_of
+from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.torch.state.modules import has_statistics
-from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.errors import StoreError, UsageError
 from ckptd.monitor.rules.corruption import CHUNK, checksum
 from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path

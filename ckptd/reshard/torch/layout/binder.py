@@ -17,9 +17,9 @@ import numpy as np
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.torch.ranks import Agreement
+from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.torch.layouts import LayoutSpec
 from ckptd.checkpoint.torch.state.leaves import Leaves
-from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.lay.bind import bind_ranks, bind_stored

@@ -19,6 +19,7 @@ from msgspec import structs
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids.block import flat_regions
 from ckptd.base.grids.grid import strides_of
+from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.format.container import ChunkRef
 from ckptd.checkpoint.format.manifest import GridEntry, TensorEntry
 from ckptd.checkpoint.save.structure import ReplicaHolders, Shared, Structure, TensorCut
@@ -26,7 +27,6 @@ from ckptd.checkpoint.torch.feed import CopyStep, StridedWindow
 from ckptd.checkpoint.torch.layouts import LayoutSave
 from ckptd.checkpoint.torch.replicas import Samples
 from ckptd.checkpoint.torch.state.leaves import Leaves, ObjectLeaf, TensorLeaf
-from ckptd.checkpoint.torch.state.tensors import is_dtensor
 from ckptd.errors import MismatchError, SaveError, UsageError
 from ckptd.lay.local import LocalPiece
 from ckptd.lay.ruleform import RuleForm

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptd
+from ckptd.base.torch.tensors import local_tensor
 from ckptd.checkpoint.torch.state.flatten import Flattener, flatten
-from ckptd.checkpoint.torch.state.tensors import local_tensor
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.torch.cuda_checks import settle

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.checkpoint.torch.state.tensors import as_bytes, dtype_name, torch_dtype
+from ckptd.base.torch.tensors import as_bytes, dtype_name, torch_dtype
 from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DTYPES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.checkpoint.load.spare import SpareMemory
+from ckptd.base.runtime.spare import SpareMemory
 from ckptd.errors import StoreError
 
 MIB = 1 << 20
