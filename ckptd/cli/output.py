@@ -132,8 +132,10 @@ def print_error(error: CkptdError, as_json: bool) -> None:
     else:
         head, _, rest = str(error).partition("\n")
         _print_styled("error:", "1;31", sys.stderr, end=" ")
-        notes = getattr(error, "__notes__", ())
-        print(head, *filter(None, [rest]), *notes, sep="\n", file=sys.stderr)
+        print(head, file=sys.stderr)
+        for line in "\n".join([rest, *getattr(error, "__notes__", ())]).splitlines():
+            label = len(line) - len(line.lstrip()) + len("wanted: ")
+            print_text(line, label, sys.stderr)
     if os.environ.get("CKPTD_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
 
@@ -281,16 +283,17 @@ def _below(text: str, width: int, indent: int) -> str:
     """Return `text` in lines of `width` characters, all but the first indented."""
     import textwrap
 
-    lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return ("\n" + indent * " ").join(lines)
 
 
-def print_text(text: str, indent: int = 0) -> None:
+def print_text(text: str, indent: int = 0, stream: TextIO | None = None) -> None:
     """Print prose; on a terminal it is folded between words, all lines but the first indented."""
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    stream = stream or sys.stdout
+    room = shutil.get_terminal_size().columns if stream.isatty() else sys.maxsize
     if len(text) > room:
         text = text[:indent] + _below(text[indent:], room - indent, indent)
-    print(text)
+    print(text, file=stream)
 
 
 def _folds(widths: Sequence[int], room: int) -> Iterator[tuple[int, list[int]]]:

@@ -7,13 +7,22 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckptd.monitor.daemon.history import History, to_stored
+from ckptd.monitor.incidents import Incident
+from ckptd.monitor.recording import encode
+from ckptd.monitor.report import Stack
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 from ckptd.store import open_store
+from tests.cli.recorded import write_events
 from tests.cli.roots import cut, flip, put, rank_file, values
 from tests.cli.running import COMMAND
+from tests.monitor.test_recording import frames
+from tests.monitor.watched import JOB as WATCHED
 from tests.processes import PATIENCE_S, until
 from tests.terminal import Terminal, golden
 
@@ -134,6 +143,101 @@ def test_screens(name: str, columns: int) -> None:
         golden(SCREENS / f"{name}-{columns}.txt", one.shown())
 
 
+CONTROLLED = """
+from ckptd.cli.terminal import printing
+from ckptd.elastic.cli.ctl import _show
+from ckptd.elastic.messages import NodeRow, Status
+from ckptd.elastic.policy import Shape
+cause = "a worker on n2 ended with -9: rank 1: SIGKILL from another process; "
+cause += "the kernel recorded no OOM kill"
+sick = ("slot 3: the device fails: lost",)
+parts = dict(detect=0.0, fence=0.03, plan=0.01, spawn=0.06, init=0.21, load=0.32, total=4.82)
+parts |= {"import": 0.2, "first_step": 4.2}
+nodes = [
+    NodeRow(name="n1", up=True, slots=8, running=3),
+    NodeRow(name="n2", up=True, slots=7, faults=1, spare=True, sick=sick),
+    NodeRow(name="n3", up=False, slots=8, out_until_s=None, faults=12),
+]
+with printing():
+    _show(Status(
+        job="llm-7b", state="running", reason="", since=1_790_000_000.0, at=1_790_000_060.0,
+        generation=3, step=12_345, shape=Shape(1, 8, 1), world=8, planned=Shape(1, 24, 1),
+        nodes=tuple(nodes), recoveries=({"level": 1, "cause": cause, "steps_lost": 0} | parts,),
+        goodput={"useful": 97.1, "lost": 1.2, "restarting": 1.0, "waiting": 0.7},
+        told=("n3 is left out: 3 faults in an hour; ckptd ctl add n3 takes it back, "
+              "once it is well",),
+        address="n1:29400", log="/shared/llm-7b/log",
+    ))
+"""
+
+STOPPED = Verdict(
+    kind=VerdictKind.HANG,
+    suspects=(Suspect(SuspectKind.RANK, "5", 0.95, "stopped by a signal or a debugger"),),
+    evidence=(
+        "15 ranks wait for 1 rank in no call",
+        "the first has not moved for 62.1 s: stopped by a signal or a debugger",
+    ),
+    rules_out=("a broken link: these ranks have not entered the call",),
+    refuted_by="a counter of a named rank moves, or the rank is inside a call after all",
+    action="take stacks, flush the snapshot, restart; isolate a stopped or unkillable process",
+    numbers={"hung": 1, "waiting": 15, "runs": 0, "idle s": 62.1268, "limit s": 30},
+)
+
+
+def _incident() -> None:
+    line = "/shared/a/rather/long/path/to/the/program/of/the/trainer.py"
+    stack = Stack(
+        text=f"Thread 1 (MainThread)\n    step ({line}:211)\n    main (t.py:340)", how="py-spy"
+    )
+    call = "-2.046 s  mesh_tp #566  all_reduce  1088 bytes  step 113  took 0.0036 s  t.py:200"
+    one = Incident(
+        id="llm-7b-3",
+        kind=STOPPED.kind,
+        verdict=STOPPED,
+        opened_at=1_790_000_000.0,
+        updated_at=1_790_000_060.0,
+        generation=2,
+        step=113,
+        latency_s=2.04,
+        stacks={0: stack, 5: stack},
+        calls={5: call},
+        logs={5: "epoch 3: loss 2.31"},
+        acknowledged_at=1_790_000_050.0,
+        note="the disk of n1 is being replaced",
+    )
+    history = History("h.sqlite")
+    history.put_incident(one.id, one.opened_at, one.state, to_stored(one))
+    history.close()
+
+
+def _recording() -> None:
+    Path("job.recording").write_bytes(encode(WATCHED, 1e9, frames()))
+
+
+TOLD: dict[str, tuple[list[str], Callable[[], object]]] = {
+    "trace": ([*COMMAND, "trace", "events"], lambda: write_events(Path("events"))),
+    "replay": ([*COMMAND, "replay", "job.recording"], _recording),
+    "incidents": ([*COMMAND, "incidents", "--history", "h.sqlite"], _incident),
+    "incident": ([*COMMAND, "incidents", "llm-7b-3", "--history", "h.sqlite"], _incident),
+    "ctl": ([sys.executable, "-c", CONTROLLED], lambda: None),
+    "ctl-error": ([*COMMAND, "ctl", "status", "--controller", "127.0.0.1:1"], lambda: None),
+}
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("name", TOLD)
+def test_screens_of_jobs(name: str, columns: int, tmp_path: Path) -> None:
+    command, prepare = TOLD[name]
+    prepare()
+    with Terminal(command, columns, 70, env={"CKPTD_RUN_DIR": str(tmp_path / "r")}) as one:
+        one.done()
+        shown = one.shown()
+        assert max(map(len, shown.splitlines())) <= columns
+        golden(SCREENS / f"{name}-{columns}.txt", shown)
+        colours = {cell.fg for row in one.screen.buffer.values() for cell in row.values()}
+        assert all(map(legible, colours - {"default", "red"}))
+
+
 TRAINS = """
 import os, sys
 print("trains on rank", os.environ.get("RANK"), flush=True)
@@ -207,7 +311,7 @@ def test_an_interrupt_gives_the_cursor_back() -> None:
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
-@pytest.mark.parametrize("args", ["ls run", "verify run", "verify --help"])
+@pytest.mark.parametrize("args", ["ls run", "verify run", "verify --help", "trace run"])
 def test_no_colours_where_none_are_wanted(args: str, env: dict[str, str]) -> None:
     with Terminal([*COMMAND, *args.split()], lines=40, env=env) as one:
         one.done()

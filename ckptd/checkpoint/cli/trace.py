@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Annotated
@@ -140,21 +141,23 @@ def _show(d: TraceDocument) -> None:
 
 
 def _show_saves(saves: tuple[SaveProfile, ...]) -> None:
-    names = list(dict.fromkeys(p.name for s in saves for p in s.phases))
-    print_rows(
-        saves,
-        {
-            ">STEP": lambda s: s.step,
-            ">GEN": lambda s: s.generation,
-            "BEGUN": lambda s: when(s.begun_ns / 1e9),
-            "OUTCOME": lambda s: s.outcome,
-            ">RANKS": lambda s: s.ranks,
-            ">SIZE": lambda s: size_text(s.bytes),
-            ">TOTAL": lambda s: seconds_text(s.seconds),
-            ">STALL": lambda s: seconds_text(s.stall.max_s) if s.stall else "-",
-        }
-        | {f">{name}": partial(_cell, name=name) for name in names},
-    )
+    columns: dict[str, Callable[[SaveProfile], object]] = {
+        ">STEP": lambda s: s.step,
+        ">GEN": lambda s: s.generation,
+        "BEGUN": lambda s: when(s.begun_ns / 1e9),
+        "OUTCOME": lambda s: s.outcome,
+        ">RANKS": lambda s: s.ranks,
+        ">SIZE": lambda s: size_text(s.bytes),
+        ">TOTAL": lambda s: seconds_text(s.seconds),
+        ">STALL": lambda s: seconds_text(s.stall.max_s) if s.stall else "-",
+    }
+    if sys.stdout.isatty():  # hardly one has room for all phases
+        del columns[">RANKS"]
+        columns["SLOWEST"] = lambda s: s.slowest
+    else:
+        names = dict.fromkeys(p.name for s in saves for p in s.phases)
+        columns |= {f">{name}": partial(_cell, name=name) for name in names}
+    print_rows(saves, columns)
     print("\neach time is of the slowest rank; * marks the slowest phase")
 
 

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from ckptd.base.net.signing import job_secret
 from ckptd.base.runtime.agentlink import run_folder
-from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, time_text
+from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, print_text, time_text
 from ckptd.elastic.messages import NodeRow, Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
@@ -217,7 +217,10 @@ def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> Reply:
     document = CtlOrderDocument(
         order=str(kind), nodes=nodes, state=now.state, generation=now.generation, step=now.step
     )
-    return Reply(document, lambda d: print(f"{d.state}, generation {d.generation}, step {d.step}"))
+    what = f"{kind}: {'carried out' if how.wait else 'taken in'}; the job:"
+    return Reply(
+        document, lambda d: print(f"{what} {d.state}, generation {d.generation}, step {d.step}")
+    )
 
 
 def _awaited(
@@ -272,25 +275,26 @@ def _show(found: Status) -> None:
     print_rows(
         found.nodes,
         {
-            "node": lambda row: row.name,
-            "is": _is,
-            ">slots": lambda row: row.slots,
-            ">generation": lambda row: row.running or "-",
-            ">faults": lambda row: row.faults,
+            "NODE": lambda row: row.name,
+            "IS": _is,
+            ">SLOTS": lambda row: row.slots,
+            ">GENERATION": lambda row: row.running or "-",
+            ">FAULTS": lambda row: row.faults,
         },
     )
     for row in found.nodes:
         for text in row.sick:
-            print(f"- {row.name}: {text} (out of use)")
+            print_text(f"- {row.name}: {text} (out of use)", 2)
     if found.recoveries:
         print()
         _show_recoveries(found.recoveries[-_MOST_SHOWN:])
     if found.goodput:
         total = sum(found.goodput.values()) or 1.0
         parts = [f"{name} {100 * s / total:.1f} %" for name, s in found.goodput.items() if s]
-        print("\ntime: " + ", ".join(parts))
+        print()
+        print_text("time: " + ", ".join(parts), 2)
     for text in found.told[-_MOST_SHOWN:]:
-        print(f"- {text}")
+        print_text(f"- {text}", 2)
 
 
 def _is(row: NodeRow) -> str:
@@ -312,9 +316,10 @@ def _show_recoveries(rows: tuple[dict[str, Any], ...]) -> None:
         return f"{value:.2f}" if isinstance(value, int | float) else "-"
 
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
-        "level": lambda row: f"L{row.get('level', '?')}",
-        **{f">{name}": partial(seconds, name=name) for name in _SPLITS},
-        ">steps lost": lambda row: row.get("steps_lost", "-"),
-        "cause": lambda row: row.get("cause", ""),
+        "LEVEL": lambda row: f"L{row.get('level', '?')}",
+        **{f">{n.upper().replace('_', ' ')}": partial(seconds, name=n) for n in _SPLITS},
+        ">LOST": lambda row: row.get("steps_lost", "-"),
     }
     print_rows(rows, columns)
+    for row in rows:
+        print_text(f"- L{row.get('level', '?')}: {row.get('cause', '')}", 2)

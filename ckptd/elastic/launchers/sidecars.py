@@ -516,7 +516,9 @@ class ControllerSupervisor:
             self._other_port = self._answered or bool(self._seated())
         if error is None or isinstance(error, ConflictError):
             if code:
-                self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
+                self._say(
+                    f"{part.failed(f'has ended with {code}')}\n  next:   another one is started"
+                )
         elif not isinstance(error, UsageError | CorruptError | RefusedError):
             self._say(f"the controller has ended, and another one is started: {error}")
         elif not begun:

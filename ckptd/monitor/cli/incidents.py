@@ -19,6 +19,7 @@ from ckptd.cli.output import (
     note,
     option,
     print_rows,
+    print_text,
     shorten,
     time_text,
 )
@@ -201,19 +202,23 @@ def _who(incident: dict[str, Any]) -> str:
 def _show(incident: dict[str, Any]) -> None:
     verdict = incident["verdict"]
     print(f"{incident['id']}: {incident['kind']}, {incident['state']}")
-    print(shorten(incident["headline"], 300))
-    print(
+    print_text(shorten(incident["headline"], 300))
+    print_text(
         f"opened {time_text(incident['opened_at'])}, {incident['latency_s']:.2f} s after its first"
-        f" sign, generation {incident['generation']}, step {incident['step']}"
+        f" sign, generation {incident['generation']}, step {incident['step']}",
+        2,
     )
     if incident["closed_at"]:
         print(f"closed {time_text(incident['closed_at'])}")
     if incident["acknowledged_at"]:
-        print(f"seen {time_text(incident['acknowledged_at'])}: {shorten(incident['note'], 200)}")
+        seen = time_text(incident["acknowledged_at"])
+        print_text(f"seen {seen}: {shorten(incident['note'], 200)}", 2)
+    print()
     for suspect in verdict["suspects"][:64]:
-        print(
+        print_text(
             f"suspect: {suspect['target']} {shorten(suspect['name'], 128)},"
-            f" confidence {suspect['confidence']:.2f}  {shorten(suspect['detail'], 200)}"
+            f" confidence {suspect['confidence']:.2f}: {shorten(suspect['detail'], 200)}",
+            2,
         )
     for title, texts in (
         ("evidence", verdict["evidence"]),
@@ -223,26 +228,30 @@ def _show(incident: dict[str, Any]) -> None:
         ("followed by", incident["consequences"]),
     ):
         for text in texts:
-            print(f"{title}: {shorten(text, 300)}")
-    for name, value in verdict["numbers"].items():
-        print(f"{name} = {'-' if value is None else f'{value:g}'}")
+            print_text(f"{title}: {shorten(text, 300)}", 2)
+    numbers = [f"{k} = {'-' if v is None else f'{v:g}'}" for k, v in verdict["numbers"].items()]
+    if numbers:
+        print_text("numbers: " + ", ".join(numbers), 2)
     _show_evidence(incident)
 
 
 def _show_evidence(incident: dict[str, Any]) -> None:
-    for rank, stack in incident["stacks"].items():
+    suspects = {s["name"] for s in incident["verdict"]["suspects"] if s["target"] == "rank"}
+    for rank, stack in sorted(incident["stacks"].items(), key=lambda i: i[0] not in suspects):
         print(f"\nstacks of rank {rank} ({stack['how'] or 'not taken'}):")
-        print(_block(stack["text"]))
+        _print_block(stack["text"])
     for name, title in (("calls", "last calls"), ("logs", "last output")):
         for rank, text in incident[name].items():
             print(f"\n{title} of rank {rank}:")
-            print(_block(text))
+            _print_block(text)
     for probe in incident["probes"][:64]:
         seconds = probe["seconds"]
         took = "no answer" if seconds is None else f"{1e3 * seconds:.3f} ms"
         print(f"link {probe['src']}>{probe['dst']}: {took} {shorten(probe['error'], 100)}")
 
 
-def _block(text: str) -> str:
-    """Return lines that cannot steer a terminal."""
-    return "\n".join("  " + shorten(line.expandtabs(), _WIDTH * 2) for line in text.splitlines())
+def _print_block(text: str) -> None:
+    """Print lines that cannot steer a terminal."""
+    for line in text.splitlines():
+        shown = "  " + shorten(line.expandtabs(), _WIDTH * 2)
+        print_text(shown, len(shown) - len(shown.lstrip()) + 2)

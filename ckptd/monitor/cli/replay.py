@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, shorten
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, print_text, shorten
 from ckptd.errors import UsageError
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import Replay
@@ -181,9 +181,9 @@ def _show(d: ReplayDocument) -> None:
         for incident in d.incidents:
             print(f"\n{incident.id}: {incident.kind}")
             for line in (*incident.evidence, *incident.consequences):
-                print(f"  {shorten(line, _TEXT_WIDTH)}")
-            print(f"  refuted if {incident.refuted_by}")
-            print(f"  what to do: {incident.advice}")
+                print_text(f"  {shorten(line, _TEXT_WIDTH)}", 4)
+            print_text(f"  refuted if {incident.refuted_by}", 4)
+            print_text(f"  what to do: {incident.advice}", 4)
     else:
         print("no incidents")
     for number, text in (

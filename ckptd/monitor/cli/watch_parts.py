@@ -301,7 +301,7 @@ class DaemonSupervisor:
         if self._given_up:
             command = ["ckptd", "serve", "--job", self._job, *self._daemon_arguments]
             what = f"training continues unwatched; to start a daemon: {shlex.join(command)}"
-        self._say(f"{daemon.failed(f'has ended with {code}')}\n{what}")
+        self._say(f"{daemon.failed(f'has ended with {code}')}\n  next:   {what}")
 
     def _look_at_agent(self) -> None:
         agent = self._agent
@@ -315,7 +315,7 @@ class DaemonSupervisor:
             error = agent.failed(f"has ended with {code}")
             if self._too_often("agent"):
                 raise error
-            self._say(f"{error}\nanother one is started")
+            self._say(f"{error}\n  next:   another one is started")
         agent.end()
         self._agent, self._agent_by, self._watching = None, 0.0, ""
 
