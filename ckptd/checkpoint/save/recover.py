@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import msgspec
 import zstandard
 
 from ckptd.checkpoint.format.container import FileMap
@@ -255,26 +254,12 @@ class LoadCandidate(OfCheckpoint, frozen=True):
     snapshot: FoundSnapshot | None = None
 
 
-class Candidates(msgspec.Struct, frozen=True):
-    """What to try, in this order; plain data, so that one rank can send it to the others.
-
-    Attributes
-    ----------
-    rooted
-        Whether the root could be read; else only near tiers are.
-    """
-
-    items: tuple[LoadCandidate, ...]
-    rooted: bool = True
-
-
 def find_candidates(
     index: Index,
     near: UnionStore | None = None,
     *,
     step: int | str | None = None,
-    without_root: bool = False,
-) -> Candidates:
+) -> list[LoadCandidate]:
     """Return what can be loaded, newest first.
 
     A snapshot counts when a commit of its step and generation would. Where a commit of that name
@@ -287,40 +272,20 @@ def find_candidates(
         The near tiers.
     step
         Only this step, or the commit that this tag names.
-    without_root
-        Where the root cannot be reached, take the snapshots of the newest generation that the near
-        tiers know of; none if they are of several roots.
 
     Raises
     ------
     NotFoundError
         Kind ``no-root``; or there is nothing of that step.
     StoreError
-        The root fails, and nothing else was asked for or is there.
+        The root fails.
     """
     if isinstance(step, str):
         index.open()
-        return Candidates((_committed(index.find(step)),))
+        return [_committed(index.find(step))]
     # Before the line is looked at: a zombie's snapshot, found later, could pass for one of it.
-    snapshots = _snapshots(near)
-    try:
-        items = _on_line(index, snapshots, step)
-    except StoreError as error:
-        newest = max((s.generation for s in snapshots), default=0)
-        found = [s for s in snapshots if s.generation == newest and step in (None, s.step)]
-        if not without_root or not found:
-            raise
-        if len({s.root for s in snapshots if s.root}) > 1:
-            # A folder of another run, an agent on the address of one that is gone: the wrong state
-            # would be trained on, unnoticed.
-            error.add_note("near tiers hold snapshots of several roots; only the root says which")
-            raise
-        _log.warning("the root cannot be read, using near tiers only: %s", error)
-        items = [LoadCandidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]
-        return Candidates(tuple(items), rooted=False)
-    if not items and step is not None:
-        items = [_committed(index.find(step))]
-    return Candidates(tuple(items))
+    found = _on_line(index, _snapshots(near), step)
+    return found if found or step is None else [_committed(index.find(step))]
 
 
 def _snapshots(near: UnionStore | None) -> list[FoundSnapshot]:

@@ -46,7 +46,6 @@ from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import saving, tier_of
 from ckptd.checkpoint.root.leases import Unheld, hold_or_read, renewed
 from ckptd.checkpoint.save.recover import (
-    Candidates,
     LoadCandidate,
     find_candidates,
     finished_files,
@@ -88,7 +87,7 @@ if TYPE_CHECKING:
 
 _texts = json_decoder(dict[str, str])
 
-_candidates = converter(Candidates)
+_candidates = converter(tuple[LoadCandidate, ...])
 
 Near = Callable[[], "Sequence[Store | UnionSource]"]
 """Gives the near tiers as this rank reaches them, nearest first."""
@@ -140,13 +139,10 @@ class LoadSources:
             ]
         self._has_near = near is not None
         self.unheld = ""
-        self._rooted = True
         self._unite()
         self._aimed: LoadCandidate | None = None
 
-    def candidates(
-        self, step: int | str | None, *, without_root: bool = False
-    ) -> tuple[LoadCandidate, ...]:
+    def candidates(self, step: int | str | None) -> tuple[LoadCandidate, ...]:
         """Return what to try, newest first, the same on every rank.
 
         Raises
@@ -154,23 +150,21 @@ class LoadSources:
         NotFoundError
             There is nothing, or nothing of `step`.
         StoreError
-            The root cannot be read, and this is not `without_root`, or the near tiers have nothing.
+            The root cannot be read.
         """
 
         def find() -> Any:
-            return msgspec.to_builtins(self._find(step, without_root))
+            return msgspec.to_builtins(self._find(step))
 
+        found: tuple[LoadCandidate, ...]
         found = _candidates(self._agreement.on_rank_zero("candidates", find))
-        if not found.items:
+        if not found:
             raise NotFoundError(
                 "no checkpoint on the line",
                 where=self.catalogue.store.url,
                 hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
             )
-        if not found.rooted and self._near:
-            self._rooted = False
-            self._unite()
-        return found.items
+        return found
 
     @contextmanager
     def held(self, candidate: LoadCandidate) -> Iterator[None]:
@@ -212,56 +206,54 @@ class LoadSources:
         self._aimed = candidate
 
     def _unite(self) -> None:
-        root = [UnionSource(self.catalogue.store, tier_of(self.catalogue.store))]
-        self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
+        root = self.catalogue.store
+        self.store = UnionStore([*self._near, UnionSource(root, tier_of(root))])
 
     # -- what there is, on rank 0 ------------------------------------------------------------------
 
-    def _find(self, step: int | str | None, without_root: bool) -> Candidates:
+    def _find(self, step: int | str | None) -> list[LoadCandidate]:
         """Ask the nodes of this life, and former ones where these may have something newer.
 
         Of a snapshot that is newer than all that is found, a node that this life left out may have
         the missing shares. It is not asked else: it may be gone, and that costs time to see.
         """
 
-        def find() -> Candidates:
+        def find() -> list[LoadCandidate]:
             self._unite()
             near = UnionStore(self._near) if self._near else None
-            return find_candidates(self.catalogue, near, step=step, without_root=without_root)
+            return find_candidates(self.catalogue, near, step=step)
 
         former = [s for s in self._near if s.former]
         there = self._asked([s for s in self._near if not s.former])
         self._near = [*there, *(s._replace(keys=frozenset()) for s in former)]
-        first: Candidates | CkptdError
+        first: list[LoadCandidate] | NotFoundError
         try:
             first = find()
         except NotFoundError as error:
-            first = error
-        except StoreError as error:
-            if not without_root:
-                raise
             first = error
         if former and self._may_be_more(first, step):
             asked = self._asked(former)
             if any(s.keys for s in asked):
                 self._near = [*there, *asked]
                 return find()
-        if isinstance(first, CkptdError):
+        if isinstance(first, NotFoundError):
             raise first
         return first
 
-    def _may_be_more(self, found: Candidates | CkptdError, step: int | str | None) -> bool:
+    def _may_be_more(
+        self, found: list[LoadCandidate] | NotFoundError, step: int | str | None
+    ) -> bool:
         """Tell whether former nodes may have what is better than `found`.
 
         So it is where a newer attempt has left something among the nodes that are there; where
         they have nothing at all; and where the newest life has left nothing with them.
         """
-        if isinstance(found, CkptdError) or step is not None:
-            return isinstance(found, CkptdError)
+        if isinstance(found, NotFoundError) or step is not None:
+            return isinstance(found, NotFoundError)
         seen = _attempts(key for s in self._near for key in s.keys or ())
-        best = max(((c.generation, c.step) for c in found.items), default=(0, -1))
+        best = max(((c.generation, c.step) for c in found), default=(0, -1))
         newest = max(seen, default=(0, -1))
-        if not seen or newest > best or not found.rooted:
+        if not seen or newest > best:
             return True
         return self.catalogue.newest_generation() > best[0]
 
@@ -556,15 +548,12 @@ class Loader:
         progress: Callable[[int, int], None] | None,
         source_layout: LayoutSpec | None = None,
         allow: str | None = None,
-        without_root: bool = False,
         elsewhere: Catalogue | None = None,
     ) -> LoadReport:
         """See `ckptd.checkpoint.torch.checkpointer.Checkpointer.load`.
 
         Parameters
         ----------
-        without_root
-            Go on with near tiers where the root cannot be read, on every rank alike.
         elsewhere
             Read this instead of the root and near tiers.
         """
@@ -586,7 +575,7 @@ class Loader:
         begun = time.monotonic_ns()
         near = self._near if elsewhere is None else None
         sources = LoadSources(elsewhere or self._catalogue, self._agreement, near)
-        left = deque(sources.candidates(step, without_root=without_root))
+        left = deque(sources.candidates(step))
         skipped: list[tuple[int, str]] = []
         while True:
             candidate = left[0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from ckptd.checkpoint.load.union import UnionStore
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.save.commit import plan_key
 from ckptd.checkpoint.save.messages import RankPart
-from ckptd.checkpoint.save.recover import Candidates, find_candidates
+from ckptd.checkpoint.save.recover import LoadCandidate, find_candidates
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -41,20 +40,16 @@ def made() -> Iterator[Made]:
         forget_memory(name)
 
 
-def snapshot(
-    store: Store, step: int, generation: int, attempt: str = "0001", root: str = ""
-) -> None:
+def snapshot(store: Store, step: int, generation: int, attempt: str = "0001") -> None:
     """Put what makes a snapshot complete; nobody reads its files here."""
     folder = data_folder(CommitName(step, generation), attempt)
     store.put(plan_key(folder), msgspec.msgpack.encode(PLAN))
-    store.put(part_key(folder, 0), RankPart(0, PLAN.digest, root=root).encode())
+    store.put(part_key(folder, 0), RankPart(0, PLAN.digest).encode())
 
 
-def found(candidates: Candidates) -> list[tuple[int, int, str]]:
+def found(candidates: Sequence[LoadCandidate]) -> list[tuple[int, int, str]]:
     """Step, generation and attempt; an empty attempt for a commit."""
-    return [
-        (c.step, c.generation, c.snapshot.attempt if c.snapshot else "") for c in candidates.items
-    ]
+    return [(c.step, c.generation, c.snapshot.attempt if c.snapshot else "") for c in candidates]
 
 
 def look(made: Made, **options: object) -> list[tuple[int, int, str]]:
@@ -120,42 +115,14 @@ def test_no_root_and_no_near_tier(made: Made) -> None:
     assert error_of(lambda: find_candidates(Catalogue(MemoryStore("none")))).kind == "no-root"
 
 
-def test_an_unreachable_root(made: Made, caplog: pytest.LogCaptureFixture) -> None:
-    root, near = made
-    for name in ((10, 1), (30, 1), (11, 2), (15, 2)):
-        snapshot(near, *name)
-    unreachable = Catalogue(Node(root.store, TransientStoreError))
-    look: Callable[..., Candidates] = lambda **o: find_candidates(  # noqa: E731
-        unreachable, UnionStore([near]), **o
-    )
-    error_of(look, TransientStoreError)
-    with caplog.at_level(logging.WARNING):
-        candidates = look(without_root=True)
-    assert "the root cannot be read" in caplog.text
-    assert found(candidates) == [(15, 2, "0001"), (11, 2, "0001")]
-    assert not candidates.rooted
-    assert found(look(without_root=True, step=11)) == [(11, 2, "0001")]
-    error_of(lambda: look(without_root=True, step=10), TransientStoreError)
-    error_of(lambda: find_candidates(unreachable, without_root=True), TransientStoreError)
-    assert find_candidates(root, UnionStore([near]), without_root=True).rooted
-    snapshot(near, 16, 2, root="ours")
-    assert found(look(without_root=True))[0] == (16, 2, "0001")
-    snapshot(near, 99, 7, root="another run's")
-    told = error_of(lambda: look(without_root=True), TransientStoreError)
-    assert "several roots" in str(told.__notes__)
-
-
-def test_a_damaged_root_is_not_taken_for_an_unreachable_one(made: Made) -> None:
+def test_a_root_that_cannot_be_read(made: Made) -> None:
     root, near = made
     root.claim(None, 1)
     snapshot(near, 10, 1)
+    unreachable = Catalogue(Node(root.store, TransientStoreError))
+    error_of(lambda: find_candidates(unreachable, UnionStore([near])), TransientStoreError)
     root.store.put("generations/00000001.json", b"{}")
-    error_of(lambda: look(made, without_root=True), CorruptError)
-
-
-def test_plain_data() -> None:
-    for candidates in (Candidates(()), Candidates((), rooted=False)):
-        assert msgspec.convert(msgspec.to_builtins(candidates), Candidates) == candidates
+    error_of(lambda: look(made), CorruptError)
 
 
 lives = st.lists(

@@ -57,7 +57,6 @@ def load(
     step: int | None = None,
     *,
     board: LocalBoard | None = None,
-    without_root: bool = False,
 ) -> LoadReport:
     board = board or LocalBoard()
     agreement = Agreement(board, 60.0)
@@ -71,7 +70,6 @@ def load(
         weights_only=False,
         device=None,
         progress=None,
-        without_root=without_root,
     )
 
 
@@ -234,19 +232,9 @@ class _NoFiles(Node):
 def test_a_root_that_is_down(place: Place) -> None:
     place.commit(10)
     place.snapshot(12)
-    place.snapshot(13)
-    folder = place.snapshot(14)
-    place.nodes[1].delete([file_key(folder, 1)])
     down = Node(place.root, TransientStoreError)
     with pytest.raises(TransientStoreError):
         load(down, place.nodes, blank())
-    state = blank()
-    report = load(down, place.nodes, state, without_root=True)
-    assert same(state, truth(13))
-    assert (report.step, [s for s, _ in report.skipped]) == (13, [14])
-    assert report.snapshot
-    with pytest.raises(TransientStoreError):
-        load(down, [], blank(), without_root=True)
 
 
 def test_near_tiers_that_are_all_gone(place: Place) -> None:
