@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckptd.base.grids.block import Fill, Region
 from ckptd.base.grids.grid import is_unshared, reach_of
 from ckptd.base.torch.device import kind_of
-from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, local_tensor
+from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, is_dtensor, local_tensor
 from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
 from ckptd.checkpoint.load.plan import Want, put_fill
 from ckptd.checkpoint.torch.state.describe import Describer, whole_region
@@ -63,21 +63,26 @@ class Filling:
 
         Whole tensors of the host are slices of one view, and cost no call each.
         """
-        whole: list[tuple[torch.Tensor, int, int, int]] = []
+        found: list[tuple[torch.Tensor, tuple[Region, ...], int, int, int]] = []
         for name, tensor, number in tensors:
-            plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
-            if plain and not tensor.is_neg() and not tensor.is_conj() and tensor.data_ptr():
-                at = tensor.data_ptr()
-                whole.append((tensor, number, at, at + tensor.nbytes))
-            elif (found := self.boxes(name, tensor)) is not None:
-                self.wants.append(Want(number, found[1], found[0]))
-        if whole:
-            kept, _, starts, ends = zip(*whole, strict=True)
+            local = tensor
+            regions: tuple[Region, ...] = whole_region(tensor.shape)
+            if type(tensor) is not torch.Tensor and is_dtensor(tensor):
+                held = self._describer.held(name, tensor)
+                local, regions = held.local.detach(), held.regions
+            plain = type(local) is torch.Tensor and local.is_cpu and local.is_contiguous()
+            if plain and not local.is_neg() and not local.is_conj() and local.data_ptr():
+                at = local.data_ptr()
+                found.append((local, regions, number, at, at + local.nbytes))
+            elif (boxes := self.boxes(name, tensor)) is not None:
+                self.wants.append(Want(number, boxes[1], boxes[0]))
+        if found:
+            kept, _, _, starts, ends = zip(*found, strict=True)
             first = min(starts)
             memory = bytes_at(first, max(ends) - first, kept)
             self.wants += [
-                Want(number, whole_region(tensor.shape), memory[start - first : end - first])
-                for tensor, number, start, end in whole
+                Want(number, regions, memory[start - first : end - first])
+                for _, regions, number, start, end in found
                 if end > start
             ]
 

@@ -12,7 +12,7 @@ import torch
 from ckptd.base.grids.block import Region, box_region
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import Placement, ambiguous, local_regions, local_shape, nested
-from ckptd.base.torch.tensors import dtype_name, is_dtensor
+from ckptd.base.torch.tensors import dtype_name, is_dtensor, local_tensor
 from ckptd.checkpoint.format.manifest import MeshEntry, TensorEntry
 from ckptd.checkpoint.save.structure import Structure, TensorCut
 from ckptd.checkpoint.torch.state.leaves import TensorLeaf
@@ -58,6 +58,7 @@ class Describer:
         self._group_rank = {r: i for i, r in enumerate(ranks)}
         self._meshes: dict[int, _Mesh] = {}
         self._known: dict[Any, tuple[MeshEntry, tuple[int, ...], tuple[Placement, ...]]] = {}
+        self._regions: dict[Any, tuple[tuple[int, ...], tuple[Region, ...]]] = {}
 
     def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
         """Return this rank's structure.
@@ -98,22 +99,27 @@ class Describer:
                 return LocalRegions(tensor, whole_region(shape))
             box = Box((0,) * len(shape), shape)
             return LocalRegions(tensor, (box_region(box, tuple(tensor.stride())),))
-        entry, coordinate, placements = self._sharding(name, tensor)
-        shape = tuple(tensor.shape)
-        cuts = nested(entry.shape, placements) or placements
-        local = tensor.to_local()
-        wanted = local_shape(shape, entry.shape, cuts, coordinate)
-        if tuple(local.shape) != wanted:
+        known = self._sharding(name, tensor)
+        local = local_tensor(tensor)
+        # What is known is kept, so that its id is not given to another one.
+        key = id(known), tensor.shape, local.stride() if strided else None
+        if key not in self._regions:
+            entry, coordinate, placements = known
+            shape = tuple(tensor.shape)
+            cuts = nested(entry.shape, placements) or placements
+            found = local_regions(shape, entry.shape, cuts, coordinate, key[2])
+            wanted = local_shape(shape, entry.shape, cuts, coordinate)
+            self._regions[key] = wanted, tuple(found)
+        wanted, regions = self._regions[key]
+        if local.shape != wanted:
             raise UsageError(
                 "a local tensor's shape does not match its placements",
                 where=name,
                 wanted=wanted,
-                found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
+                found=f"{tuple(local.shape)} for {tensor.placements} of {tuple(tensor.shape)}",
                 hint="redistribute() it to Shard or Replicate placements before saving",
             )
-        strides = tuple(local.stride()) if strided else None
-        regions = local_regions(shape, entry.shape, cuts, coordinate, strides)
-        return LocalRegions(local, tuple(regions))
+        return LocalRegions(local, regions)
 
     def _sharding(
         self, name: str, tensor: DTensor
