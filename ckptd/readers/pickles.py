@@ -30,6 +30,9 @@ _MAX_PATH = 4096
 _MAX_CHARS = 1 << 26
 _MAX_NAMED = 1 << 14
 _MAX_DEPTH = 64
+_MOST_AGAIN = 1 << 14
+_OFTEN = 8
+"""Values that are reached again through references: so many, and for each of the file so many."""
 _MOST_AXES = 32
 _NUMBERS = re.compile("[<>=|]?[biufc][0-9]{1,2}")
 _MAX_MARKS = 1 << 12
@@ -215,7 +218,8 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
     CorruptError
         Nested too deeply, too many values, or names that are too long.
     """
-    left, chars = MAX_VALUES, _MAX_CHARS
+    left, chars, again = MAX_VALUES, _MAX_CHARS, _MOST_AGAIN
+    seen: set[int] = set()
     stack: list[tuple[str, Any, int]] = [(path, value, 0)]
     while stack:
         path, value, depth = stack.pop()
@@ -229,7 +233,13 @@ def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tupl
             continue
         left -= len(value)
         chars -= sum(lengths)
-        if depth > _MAX_DEPTH or min(left, chars) < 0 or max(lengths, default=0) > _MAX_PATH:
+        # What is there once has bytes in the file; references to it hardly any.
+        if id(value) in seen:
+            again -= len(value)
+        else:
+            seen.add(id(value))
+            again += _OFTEN * len(value)
+        if depth > _MAX_DEPTH or min(left, chars, again) < 0 or max(lengths, default=0) > _MAX_PATH:
             raise CorruptError(
                 "a pickle is nested too deeply, holds too many values, or names that are too long",
                 where=path[:200],
@@ -290,8 +300,13 @@ def unread_kind(value: Any) -> tuple[str, str] | None:
 def _has_tensor(value: PickledObject) -> bool:
     """Whether a module has a tensor, or one below it has; as far as a bounded look shows."""
     left, stack = MAX_VALUES, [value]
-    while stack and left:
-        fields = stack.pop().fields
+    seen: set[int] = set()
+    while stack and left > 0:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        fields = module.fields
         for table in (fields.get(n) for n in ("_parameters", "_buffers", "_modules")):
             for item in table.values() if isinstance(table, dict) else ():
                 left -= 1

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
+MOST_WHOLE_BYTES = 1 << 30
+"""Of an object that is got whole, over a network: these are records and manifests."""
 MAX_KEY_BYTES = 512
 """Longest key in bytes; half of what S3 allows, so that a store's prefix has room."""
 _READERS = 16

@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ckptd.base.runtime.ownership import in_child
-from ckptd.errors import TransientStoreError, UsageError
+from ckptd.errors import StoreError, TransientStoreError, UsageError
+from ckptd.store.base import MOST_WHOLE_BYTES
 from ckptd.store.s3_errors import S3Answer, s3_errors
 
 _T = TypeVar("_T")
@@ -188,6 +189,12 @@ class S3Client:
             while chunk := await body.read(_CHUNK_BYTES):
                 if isinstance(target, bytearray):
                     target += chunk
+                    if len(target) > MOST_WHOLE_BYTES:
+                        raise StoreError(
+                            "an object that is read whole is too large",
+                            where=params["Key"],
+                            wanted=f"{MOST_WHOLE_BYTES} bytes at most",
+                        )
                 else:
                     target[done : done + len(chunk)] = chunk[: len(target) - done]
                 done += len(chunk)

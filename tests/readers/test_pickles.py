@@ -22,6 +22,7 @@ from ckptd.readers.pickles import (
     counts,
     read_pickle,
     short_text,
+    unread_kind,
     walk_values,
 )
 
@@ -300,6 +301,30 @@ def test_a_tree_without_end_is_refused() -> None:
         wide = [wide, wide]
     with pytest.raises(CorruptError):
         sum(1 for _ in walk_values(wide))
+
+
+def test_references_of_a_few_bytes_are_not_followed_for_long() -> None:
+    raw = b"\x80\x02K\x01" + b"2\x86" * 29 + b"."
+    assert len(raw) <= 64
+    leaves = walk_values(read_pickle(raw, "x"))
+    with pytest.raises(CorruptError, match="holds too many values"):
+        for _ in range(1 << 16):
+            next(leaves)
+
+
+def test_what_is_referred_to_a_few_times_is_read() -> None:
+    model = {f"{k}": [k, (k,)] for k in range(20_000)}
+    raw = pickle.dumps(dict.fromkeys(("model", "ema", "best", "last"), model))
+    assert sum(1 for _ in walk_values(read_pickle(raw, "x"))) == 160_000
+
+
+def test_modules_that_hold_each_other_are_looked_at_once() -> None:
+    module = PickledObject("a.M")
+    for _ in range(40):
+        outer = PickledObject("a.M")
+        outer.fields = {"_parameters": {}, "_modules": {"a": module, "b": module}}
+        module = outer
+    assert unread_kind(module) is None
 
 
 def test_long_lists_of_plain_values_are_one_leaf() -> None:

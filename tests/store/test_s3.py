@@ -23,11 +23,12 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.store import FaultRule, FaultSpec, RetrySpec, StoreSpec, open_store
+from ckptd.store import FaultRule, FaultSpec, RetrySpec, StoreSpec, open_store, s3_client
 from ckptd.store.s3 import S3Store
 from ckptd.store.s3_writer import MOST_PARTS, part_size
 from ckptd.store.wrap import Retry
 from ckptd.testing.store import pattern
+from ckptd.types import ByteRange
 from tests.processes import PATIENCE_S
 from tests.servers import MOTO, RADOSGW, s3_url
 from tests.store.proxy import Proxy, Request
@@ -378,6 +379,17 @@ def test_what_a_store_says_at_length_is_cut(store: S3Store, proxy: Proxy) -> Non
     with pytest.raises(StoreError, match="LongLong") as caught:
         store.get("k")
     assert len(str(caught.value)) < 2000
+
+
+def test_an_object_without_an_end_is_not_read_whole(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("k", b"x" * 5000)
+    monkeypatch.setattr(s3_client, "MOST_WHOLE_BYTES", 4096)
+    with pytest.raises(StoreError, match="too large") as caught:
+        store.get("k")
+    assert caught.value.where is not None
+    assert store.get("k", ByteRange(0, 5000)) == b"x" * 5000  # as long as was asked for
 
 
 def test_missing_buckets_and_wrong_keys(server: dict[str, Any]) -> None:

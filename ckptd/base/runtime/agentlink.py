@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.base.digest import digest_hex
-from ckptd.errors import DeadlineError, ProcessError, RefusedError
+from ckptd.errors import DeadlineError, ProcessError, RefusedError, StoreError
 
 _BACKLOG = 128
 _LOCK_S = 30.0
@@ -80,6 +80,8 @@ def run_folder(folder: str | None = None) -> Path:
     ------
     RefusedError
         Another user made it, or others may enter it.
+    StoreError
+        There is no folder, and none can be made.
     """
     chosen = folder or os.environ.get("CKPTD_RUN_DIR")
     if chosen is None:
@@ -87,7 +89,15 @@ def run_folder(folder: str | None = None) -> Path:
         good = runtime is not None and os.access(runtime, os.W_OK)
         chosen = f"{runtime}/ckptd" if good else f"{tempfile.gettempdir()}/ckptd-{os.geteuid()}"
     path = Path(chosen)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            "the folder for sockets cannot be created",
+            where=str(path),
+            found=error.strerror or error,
+            hint="set CKPTD_RUN_DIR to a folder of this user",
+        ) from error
     info = path.stat(follow_symlinks=False)
     private = stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o077
     if info.st_uid != os.geteuid() or not private:

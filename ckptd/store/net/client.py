@@ -13,6 +13,7 @@ from ckptd.base.net.address import parse_server
 from ckptd.base.net.signing import check_secret
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
 from ckptd.store.base import (
+    MOST_WHOLE_BYTES,
     Capabilities,
     Names,
     ObjectInfo,
@@ -33,7 +34,6 @@ from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
 _T = TypeVar("_T")
-_MOST_WHOLE = 1 << 30
 _LOST = frozenset({"link-lost", "link-busy", "link-protocol"})
 
 
@@ -147,7 +147,7 @@ class NetStore(Store):
             link.begin(request)
             size = link.expect(messages.Sized).size
             # Without a range these are records and manifests: no claim is allocated beyond.
-            if not 0 <= size <= _MOST_WHOLE or (end is not None and size != end - start):
+            if not 0 <= size <= MOST_WHOLE_BYTES or (end is not None and size != end - start):
                 raise link.wire.fail("other bytes than requested", kind="link-protocol")
             data = bytearray(size)
             link.receive_bytes(memoryview(data), sealed=True)

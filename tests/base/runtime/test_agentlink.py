@@ -12,7 +12,7 @@ import pytest
 from ckptd.base.runtime.agentlink import AgentPlace, connect_agent, listen, locked, peer_of, reach
 from ckptd.base.runtime.ranks import LocalBoard
 from ckptd.checkpoint.save.client import AgentSpec, WriterClient
-from ckptd.errors import CkptdError, DeadlineError, ProcessError, RefusedError
+from ckptd.errors import CkptdError, DeadlineError, ProcessError, RefusedError, StoreError
 from ckptd.store import StoreSpec
 from tests.processes import agents_in, lives, until
 
@@ -44,6 +44,18 @@ def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
     run_folder().symlink_to(tmp_path / "real")
     with pytest.raises(RefusedError):
         AgentPlace("job", "node")
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_the_folder_should_be_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "file" / below))
+    with pytest.raises(StoreError) as caught:
+        AgentPlace("job", "node")
+    assert caught.value.where == str(tmp_path / "file" / below)
+    assert "CKPTD_RUN_DIR" in (caught.value.hint or "")
 
 
 def test_a_path_that_is_too_long_is_told_at_once(tmp_path: Path) -> None:
