@@ -60,10 +60,12 @@ class PeerConnection(asyncio.Protocol):
         From the handshake, signed.
     where
         The other end's address.
+    here
+        Whether that is on this machine.
     """
 
     def __init__(self, door: ListeningSocket) -> None:
-        self.role, self.name, self.where = "", "", ""
+        self.role, self.name, self.where, self.here = "", "", "", False
         self._door = door
         self._transport: asyncio.Transport | None = None
         self._greeting = Greeting(door.secret, PURPOSE)
@@ -101,6 +103,8 @@ class PeerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self.where = self._codec.peer = _where(transport.get_extra_info("peername"))
+        ends = (transport.get_extra_info(end) for end in ("peername", "sockname"))
+        self.here = len({end[0] if isinstance(end, tuple) else end for end in ends}) == 1
         self._transport = tcp = cast("asyncio.Transport", transport)
         tune(tcp.get_extra_info("socket"))
         self._door.enter(self)

@@ -78,6 +78,8 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     sick
         Slots that are out of use, and not among `slots`, since their device fails each process: a
         sentence each.
+    pid
+        Of its launcher; 0 is unknown.
     """
 
     node: str
@@ -88,6 +90,7 @@ class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     sessions: bool = False
     host: _Short = ""
     sick: _Sick = ()
+    pid: _Count = 0
 
 
 class Left(JobEvent, frozen=True, kw_only=True, tag=True):
@@ -270,7 +273,20 @@ class Reseated(JobEvent, frozen=True, kw_only=True, tag=True):
 
 
 class Tick(JobEvent, frozen=True, kw_only=True, tag=True):
-    """Time has passed."""
+    """Time has passed.
+
+    Attributes
+    ----------
+    away
+        Seconds for which the controller itself did not run: it was stopped (Ctrl-Z), its container
+        was paused, its machine slept. It has heard nobody meanwhile, and that is nobody's silence.
+    stopped
+        Nodes on the controller's machine whose launcher is stopped: their workers are not, and
+        train on until their lease ends.
+    """
+
+    away: float = 0.0
+    stopped: frozenset[str] = frozenset()
 
 
 # --- actions --------------------------------------------------------------------------------------

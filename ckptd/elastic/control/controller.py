@@ -24,6 +24,7 @@ from ckptd.elastic.control.parts import Parts
 from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.controller_server import PeerConnection
 from ckptd.elastic.dial import MOST_FRAME_BYTES
+from ckptd.elastic.launchers.workers import is_stopped
 from ckptd.elastic.messages import (
     Abort,
     Action,
@@ -66,6 +67,8 @@ from ckptd.elastic.messages import (
 from ckptd.errors import CkptdError, RefusedError
 
 _TICK_S = 0.1
+_AWAY_S = 1.0
+"""A controller that did not come to look at the time for so long was stopped, or kept from it."""
 _LEASE_PART = 0.9
 _BACK_S = 0.5
 """A connection that broke and is not back after so long is lost, even if nothing else failed."""
@@ -403,8 +406,9 @@ class Controller:
             while self.ending is None:
                 now = self._loop.time()
                 if now - ticked >= _TICK_S or not self._events:
+                    away = now - ticked if 0 <= ticked < now - _AWAY_S else 0.0
                     ticked = now
-                    await self._handle(Tick())
+                    await self._handle(Tick(away=away, stopped=self._stopped()))
                 while self._events and self.ending is None:
                     event, after = self._events.popleft()
                     await self._handle(event)
@@ -416,6 +420,11 @@ class Controller:
             return self.ending
         finally:
             pusher.cancel()
+
+    def _stopped(self) -> frozenset[str]:
+        """Return the nodes whose launcher is on this machine, and stopped."""
+        ups = (node.up for node in self._nodes.values() if node.peer.here)
+        return frozenset(up.node for up in ups if up and up.pid and is_stopped(up.pid))
 
     async def _pause(self, seconds: float) -> None:
         """Wait for an event, and let peers be heard in any case."""

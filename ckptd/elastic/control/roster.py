@@ -23,6 +23,8 @@ class Node:
         As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
         When it was last heard of.
+    stopped_at
+        When its launcher was last known to be stopped, and so to be there.
     came
         Since when it is there.
     up
@@ -55,6 +57,7 @@ class Node:
     sessions: bool = False
     host: str = ""
     seen: float = -math.inf
+    stopped_at: float = -math.inf
     came: float = -math.inf
     up: bool = False
     fenced: int = 0
@@ -95,6 +98,13 @@ class Roster:
 
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Leave out of every silence the time for which nobody listened."""
+        for node in self:
+            node.seen = max(node.seen, min(node.seen + seconds, now))
+            if node.idle_since is not None:
+                node.idle_since = min(node.idle_since + seconds, now)
 
     def hear(self, said: NodeUp, now: float) -> bool:
         """Note that a node is there; return whether it is another process than before."""

@@ -507,11 +507,17 @@ class StateMachine:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def _tick(self, _: Tick, now: float) -> None:
+    def _tick(self, tick: Tick, now: float) -> None:
         """Look for silence, and for what has lasted too long."""
+        if tick.away:
+            self.nodes.excuse(tick.away, now)
         for node in list(self.nodes):
+            if node.name in tick.stopped:
+                node.stopped_at = now
             # Nothing is known of how long a node was silent before this controller began.
-            if node.up and self._silence(node, now) >= self.settings.silent_s:
+            silent = self._silence(node, now)
+            stopped = now - node.stopped_at < self.settings.silent_s
+            if node.up and silent >= (self.settings.lease_s if stopped else self.settings.silent_s):
                 self._gone(node, f"no heartbeat from {node.name}", now)
             elif node.idle_since is not None:
                 self._look_at_idle(node, now - node.idle_since, now)

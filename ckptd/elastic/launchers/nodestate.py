@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class NodeState:
             sessions=sessions,
             host=host,
             sick=sick,
+            pid=os.getpid(),
         )
 
     def order_begin(self, begin: Begin) -> bool:

@@ -132,6 +132,32 @@ def test_silence_is_a_fault_once_it_is_long(driver: Driver) -> None:
     assert record.nodes == {"a", "b"}
 
 
+def test_a_controller_that_was_stopped_calls_nobody_silent(driver: Driver) -> None:
+    """As by Ctrl-Z, with the launchers of its machine: they beat again when it looks again."""
+    driver.pass_time(1, "a", "b", "c")
+    assert none(driver.hear(Tick(away=60.0), 60.0), Fence)
+    assert none(driver.pass_time(20, "a", "b", "c"), Fence)
+
+
+def test_silence_goes_on_after_a_controller_was_stopped(driver: Driver) -> None:
+    driver.pass_time(3, "a", "b")
+    assert none(driver.hear(Tick(away=60.0), 60.0), Fence)
+    assert not none(driver.pass_time(3, "a", "b"), Fence)
+    assert "no heartbeat from c" in driver.machine.reason
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_launcher_that_is_stopped_here_is_missed_only_when_its_lease_ends(
+    driver: Driver, goes_on: bool
+) -> None:
+    until = driver.now + driver.machine.settings.lease_s - 5
+    while driver.now < until:
+        driver.up("a", "b")
+        assert none(driver.hear(Tick(stopped=frozenset("c")), 0.5), Fence)
+    assert none(driver.pass_time(1, "a", "b"), Fence)  # it is not stopped any more
+    assert none(driver.pass_time(9, "a", "b", *("c" if goes_on else "")), Fence) == goes_on
+
+
 def test_without_a_sure_death_the_lease_is_waited_for() -> None:
     d = Driver("ad", gather_s=0.0, lease_s=30.0, silent_s=2.0)
     d.up("a")
