@@ -46,11 +46,16 @@ from ckptd.checkpoint.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from ckptd.checkpoint.format.names import file_key, part_key
+from ckptd.checkpoint.format.names import file_key
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.load.plan import Want, read_plan
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
-from ckptd.checkpoint.save.commit import assemble, commit_attempt
+from ckptd.checkpoint.save.commit import (
+    assemble,
+    commit_attempt,
+    join_parts,
+    reported_key,
+)
 from ckptd.checkpoint.save.dedup import ChunkDedup, after
 from ckptd.checkpoint.save.messages import RankPart, SaveRequest
 from ckptd.checkpoint.save.structure import (
@@ -254,12 +259,14 @@ def others_post(store: Any, found: list[RankGroup], world: int, save: str) -> No
 
 
 def others_write(store: Store, reported: list[RankPart], save: SaveRequest) -> None:
-    """Let all ranks report their parts."""
+    """Let all ranks report their parts, and the first of each block join those of it."""
     for part in reported:
-        path = store.local_path(part_key(save.folder, part.rank))
+        path = store.local_path(reported_key(save.folder, part.rank))
         assert path is not None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(part.encode())
+    for part in reported[1:]:
+        join_parts(store, save.folder, part.rank, len(reported), lambda: None, 60.0)
 
 
 class Bill:
@@ -338,10 +345,10 @@ def pays(ranks: int, name: str, kind: str) -> Iterator[dict[str, Any]]:
             bill.stage("plan")
             save = SaveRequest(
                 step,
-                step,
                 lineage.generation,
                 attempt,
-                plan.digest,
+                job=step,
+                plan=plan.digest,
                 timeout_s=60.0,
                 root_id=lineage.root_id,
                 claim_id=lineage.claim_id,

@@ -292,7 +292,7 @@ class Witness:
 
     def put(self, slots: I64, values: U8) -> None:
         """Fill in values."""
-        self.values[slots] = values
+        self.values.view(np.uint64)[slots] = np.ascontiguousarray(values).view(np.uint64)
         self.present[slots] = 1
 
     def encode(self) -> bytes:
@@ -368,7 +368,7 @@ def write_parts(kind: str, parts: dict[str, NDArray[Any]]) -> bytes:
         (name, dtype_of(part.dtype.name), part.shape) for name, part in parts.items()
     ]
     header, _ = build_header(entries, {"kind": kind})
-    return header + b"".join(np.ascontiguousarray(p).tobytes() for p in parts.values())
+    return b"".join((header, *(np.ascontiguousarray(p).data for p in parts.values())))
 
 
 def read_parts(

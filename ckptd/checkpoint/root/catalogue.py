@@ -8,7 +8,7 @@ here needs a lock, and of two processes that disagree, the one that created a na
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -526,7 +526,7 @@ class Catalogue(Index):
 
 
 def write_witness(
-    store: Store, folder: str, plan: WitnessPlan, parts: Iterable[tuple[str, bytes, bytes]]
+    store: Store, folder: str, plan: WitnessPlan, parts: Sequence[tuple[str, bytes, bytes]]
 ) -> WitnessEntry | None:
     """Write the witness of a checkpoint into its data folder; None when it has no values.
 
@@ -542,18 +542,17 @@ def write_witness(
     """
     if not plan.total:
         return None
-    found = list(parts)
-    slots = b"".join(mine for _, mine, _ in found)
+    slots = b"".join(mine for _, mine, _ in parts)
     numbers = np.frombuffer(slots[: len(slots) & ~3], dtype="<u4").astype(np.int64)
     strange = (numbers >= plan.total).any()
-    for where, mine, rows in found:
+    for where, mine, rows in parts:
         bad = len(mine) % 4 or len(rows) != 2 * len(mine)
         if bad or (strange and max(np.frombuffer(mine, dtype="<u4"), default=0) >= plan.total):
             raise CorruptError("the checksums of a rank's part are malformed", where=where)
     from ckptd.checkpoint.format.witness import SAMPLE, Witness
 
     witness = Witness.empty(plan)
-    values = b"".join(rows for _, _, rows in found)
+    values = b"".join(rows for _, _, rows in parts)
     witness.put(numbers, np.frombuffer(values, dtype=np.uint8).reshape(-1, 8))
     raw = witness.encode()
     store.put(folder + WITNESS, raw)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -36,7 +38,7 @@ from ckptd.checkpoint.format.manifest import (
     TensorEntry,
     WitnessEntry,
 )
-from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path, part_key
+from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
@@ -426,6 +428,11 @@ _plans = msgpack_decoder(SavePlan)
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.5
 _ASK_S = 1.0
+_DIRECT_S = 5.0
+"""After so long without a new part, those are looked for that nobody has joined."""
+
+TOGETHER = 128
+"""So many ranks in a row have their parts joined by the first of them, but those of rank 0."""
 
 
 def blob_key(folder: str, digest: str) -> str:
@@ -505,7 +512,8 @@ def commit_attempt(
         with events.span("gather"):
             try:
                 stop = _or_settled(catalogue, save, stop)
-                parts = gather_parts(catalogue.store, save.folder, plan.world, stop, timeout_s)
+                ranks = range(plan.world)
+                parts = gather_parts(catalogue.store, save.folder, ranks, stop, timeout_s)
             except _SettledError as other:
                 return other.commit
         if gathered is not None:
@@ -540,7 +548,7 @@ def finish_attempt(
     folder = save.folder
     check_plans(parts, plan)
     _check_replicas(source, folder, parts)
-    values = ((part_key(folder, p.rank), p.slots, p.values) for p in parts)
+    values = [(f"rank {p.rank}", p.slots, p.values) for p in parts]
     witness = write_witness(target, folder, WitnessPlan.over(plan.tensors), values)
     return assemble(plan, parts, save, witness)
 
@@ -577,55 +585,107 @@ def _or_settled(
     return stop_or_settled
 
 
+def _below(folder: str, rank: int) -> str:
+    first = rank - rank % TOGETHER
+    return f"{folder}{PARTS}more/{first:05d}/" if first else folder + PARTS
+
+
+def reported_key(folder: str, rank: int) -> str:
+    """Key of a rank's part at the root: in a folder of those that another rank joins."""
+    return f"{_below(folder, rank)}r{rank:05d}"
+
+
+def joined_key(folder: str, rank: int) -> str:
+    """Key of the parts of `TOGETHER` ranks, of which this is one, that the first of them joins."""
+    return f"{folder}{PARTS}j{rank - rank % TOGETHER:05d}"
+
+
+def join_parts(
+    store: Store, folder: str, first: int, world: int, stop: Callable[[], str | None], wait_s: float
+) -> None:
+    """Wait for the parts of a block of ranks, and put one object in their place.
+
+    Does nothing where `first` is not the first rank of a block. Raises what `gather_parts` does.
+    """
+    if first % TOGETHER == 0:
+        ranks = range(world)[first : first + TOGETHER]
+        parts = gather_parts(store, folder, ranks, stop, wait_s)
+        store.put(joined_key(folder, first), RankPart.join(parts))
+        store.delete([reported_key(folder, rank) for rank in ranks])
+
+
 def gather_parts(
-    store: Store, folder: str, world: int, stop: Callable[[], str | None], timeout_s: float
+    store: Store, folder: str, ranks: range, stop: Callable[[], str | None], timeout_s: float
 ) -> list[RankPart]:
     """Wait for the part of every rank and return them by rank.
 
-    On stores whose listing is consistent one listing finds all new parts; elsewhere the missing
-    ones are asked for by name.
+    Those of the first `TOGETHER` ranks are read one by one, and those of so many others as they
+    were joined. Where that is not done though they are all there, the process that should do it
+    may be gone: they are read one by one as well. On stores whose listing is consistent one listing
+    finds all that is new; elsewhere what is missing is asked for by name.
+
+    Parameters
+    ----------
+    ranks
+        All, or at most `TOGETHER` of which the first is to join the parts.
     """
     found: dict[int, RankPart] = {}
-    end = time.monotonic() + timeout_s
-    pause = _FIRST_POLL_S
+    quiet = time.monotonic()
+    end, pause, patience = quiet + timeout_s, _FIRST_POLL_S, _DIRECT_S
     with ThreadPoolExecutor(store.capabilities.parallel) as pool:
-        while len(found) < world:
-            before = len(found)
-            ranks = _new(store, folder, world, found)
-            for part in pool.map(lambda r: _peek(store, folder, r), ranks):
-                if part is not None:
-                    if part.error is not None:
-                        raise _failed(part.rank, CkptdError.from_dict(part.error))
-                    found[part.rank] = part
-            if len(found) == world:
-                break
+        while True:
+            before, now = len(found), time.monotonic()
+            keys = _new(store, folder, ranks, found)
+            if now > min(end, quiet + patience):
+                quiet, patience = now, 2 * patience
+                keys += _unjoined(store, folder, ranks, found, partly=now > end)
+            for part in chain.from_iterable(pool.map(partial(_peek, store), keys)):
+                if part.error is not None:
+                    raise _failed(part.rank, CkptdError.from_dict(part.error))
+                found[part.rank] = part
+            if len(found) == len(ranks):
+                return [found[r] for r in ranks]
             reason = stop()
             if reason is not None:
                 raise SaveError(reason, kind="aborted", where=folder)
-            if time.monotonic() > end:
-                raise _missing(folder, world, found, timeout_s)
-            pause = _FIRST_POLL_S if len(found) > before else min(pause * 1.5, _LONGEST_POLL_S)
+            if now > end:
+                raise _missing(folder, ranks, found, timeout_s)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+            if len(found) > before:
+                quiet, pause, patience = now, _FIRST_POLL_S, _DIRECT_S
             time.sleep(pause)
-    return [found[r] for r in range(world)]
 
 
-def _new(store: Store, folder: str, world: int, found: dict[int, RankPart]) -> Iterable[int]:
-    if not store.capabilities.consistent_list:
-        return [r for r in range(world) if r not in found]
-    names = store.children(folder + PARTS)
-    ranks = (int(n[1:]) for n in names if n[:1] == "r" and n[1:].isdecimal())
-    return [r for r in ranks if r < world and r not in found]
+def _new(store: Store, folder: str, ranks: range, found: Mapping[int, RankPart]) -> list[str]:
+    """Return where parts of `ranks` may be found that are new: of one rank, or of several."""
+    if store.capabilities.consistent_list:
+        at = _below(folder, ranks.start)
+        names = [n for n in store.children(at) if n[:1] in "rj" and n[1:].isdecimal()]
+        return [at + n for n in names if int(n[1:]) in ranks and int(n[1:]) not in found]
+    alone = [reported_key(folder, r) for r in ranks[:TOGETHER] if r not in found]
+    return alone + [joined_key(folder, r) for r in ranks[TOGETHER::TOGETHER] if r not in found]
 
 
-def _peek(store: Store, folder: str, rank: int) -> RankPart | None:
-    key = part_key(folder, rank)
+def _unjoined(
+    store: Store, folder: str, ranks: range, found: Mapping[int, RankPart], *, partly: bool
+) -> list[str]:
+    """Return where the parts are that should have been joined, if all of them are there."""
+    later = range(TOGETHER, ranks.stop, TOGETHER)
+    blocks = [ranks[r : r + TOGETHER] for r in later if r not in found and ranks.start == 0]
+    there = [(_new(store, folder, block, found), len(block)) for block in blocks]
+    return [key for keys, size in there if partly or len(keys) == size for key in keys]
+
+
+def _peek(store: Store, key: str) -> Sequence[RankPart]:
+    """Return the parts in an object; none where it is not there."""
     try:
-        part = RankPart.decode(store.get(key), key)
+        parts = RankPart.split(store.get(key), key)
     except NotFoundError:
-        return None
-    if part.rank != rank:
-        raise SaveError("a part names another rank", kind="structure", where=key, found=part.rank)
-    return part
+        return ()
+    first = int(key.rpartition("/")[2][1:])
+    if any(part.rank != rank for rank, part in enumerate(parts, first)):
+        raise SaveError("a part names another rank", kind="structure", where=key, wanted=first)
+    return parts
 
 
 def _failed(rank: int, cause: CkptdError) -> CkptdError:
@@ -634,13 +694,13 @@ def _failed(rank: int, cause: CkptdError) -> CkptdError:
 
 
 def _missing(
-    folder: str, world: int, found: dict[int, RankPart], timeout_s: float
+    folder: str, ranks: range, found: Mapping[int, RankPart], timeout_s: float
 ) -> DeadlineError:
-    missing = [r for r in range(world) if r not in found]
+    missing = [r for r in ranks if r not in found]
     return DeadlineError(
         "ranks did not write their part in time",
         where=folder,
-        wanted=f"{world} parts within {timeout_s:.0f} s",
+        wanted=f"{len(ranks)} parts within {timeout_s:.0f} s",
         found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
         hint="check the logs of those ranks; the previous checkpoint is intact",
     )

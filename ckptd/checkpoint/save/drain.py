@@ -33,7 +33,7 @@ from ckptd.checkpoint.format.names import (
 )
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
-from ckptd.checkpoint.save.commit import blob_key, plan_key
+from ckptd.checkpoint.save.commit import blob_key, plan_key, reported_key
 from ckptd.checkpoint.save.dedup import (
     SLICE_BYTES,
     ChunkDedup,
@@ -270,7 +270,7 @@ def drain(
             raise
         with events.span("part") as span:
             span.referred = wrote.referred
-            store.put(part_key(save.folder, rank_plan.rank), part.encode())
+            store.put(reported_key(save.folder, rank_plan.rank), part.encode())
 
 
 def share_part(
@@ -305,7 +305,7 @@ def share_part(
 
 
 def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> None:
-    """Tell the committer, and free the space: a full disk must not fill up with failed attempts.
+    """Tell the committer, which looks here first, and free the space: a full disk must not fill up.
 
     Nobody can commit what is removed here, since this rank has not reported its part.
     """

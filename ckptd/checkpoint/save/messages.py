@@ -6,6 +6,7 @@ Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -502,17 +503,29 @@ class RankPart(msgspec.Struct, frozen=True):
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:
+        """See `join`."""
+        return self.join(self)
+
+    @staticmethod
+    def join(parts: RankPart | Sequence[RankPart]) -> bytes:
         """Return msgpack and its digest: nothing else vouches for a part."""
-        raw = msgspec.msgpack.encode(self)
+        raw = msgspec.msgpack.encode(parts)
         return raw + digest(raw)
 
     @staticmethod
     def decode(raw: bytes, where: str) -> RankPart:
         """Invert `encode`; anything else is a `CorruptError`."""
+        return RankPart.split(raw, where)[0]
+
+    @staticmethod
+    def split(raw: bytes, where: str) -> Sequence[RankPart]:
+        """Invert `join`; anything else, or none, is a `CorruptError`."""
         body = memoryview(raw)[:-DIGEST_BYTES]
         if raw[-DIGEST_BYTES:] != digest(body):
             raise CorruptError("a part is not what was written", kind="digest", where=where)
-        return decoded(_parts, body, "a part", where)
+        found = decoded(_parts, body, "a part", where)
+        return (found,) if isinstance(found, RankPart) else found
 
 
-_parts = msgpack_decoder(RankPart)
+_several = Annotated[tuple[RankPart, ...], msgspec.Meta(min_length=1)]
+_parts: msgspec.msgpack.Decoder[Any] = msgpack_decoder(RankPart | _several)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from ckptd import events
@@ -27,7 +28,7 @@ from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
 from ckptd.checkpoint.root.gc import apply_retention
 from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
-from ckptd.checkpoint.save.commit import commit_attempt
+from ckptd.checkpoint.save.commit import commit_attempt, join_parts, joined_key, reported_key
 from ckptd.checkpoint.save.dedup import ChunkDedup
 from ckptd.checkpoint.save.drain import StagedShard, drain, stage_shard
 from ckptd.checkpoint.save.messages import (
@@ -351,6 +352,20 @@ class SaveWriter:
             self._commits.submit(self._commit, save, plan)
         else:
             self._unsettled.append((save, plan))
+            self._commits.submit(self._join, save, plan)
+
+    def _join(self, save: SaveRequest, plan: RankPlan) -> None:
+        """Join the parts of this rank's block, if it is the first; a commit does not need it."""
+        folder, rank, world, stop = save.folder, plan.rank, plan.plan.world, self._stop_of(save)
+
+        def stop_or_settled() -> str | None:
+            return stop() or ("the save has ended" if self._is_settled(save) else None)
+
+        try:
+            with events.about(tier=self._tier):
+                join_parts(self._store, folder, rank, world, stop_or_settled, save.timeout_s)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.debug("the parts of step %d are not joined: %s", save.step, error)
 
     def _is_reported(self, save: SaveRequest) -> bool:
         """Tell whether a worker that died has written this rank's share and reported its part.
@@ -360,14 +375,14 @@ class SaveWriter:
         """
         if not save.again:
             return False
-        key = part_key(save.folder, self._hello.rank)
-        try:
-            part = RankPart.decode(self._store.get(key), key)
-        except NotFoundError:
-            return self._store.exists(commit_key(save.name))
-        if part.error is not None:
-            raise CkptdError.from_dict(part.error)
-        return True
+        folder, rank = save.folder, self._hello.rank
+        for key in (part_key(folder, rank), reported_key(folder, rank)):
+            with suppress(NotFoundError):
+                part = RankPart.decode(self._store.get(key), key)
+                if part.error is not None:
+                    raise CkptdError.from_dict(part.error)
+                return True
+        return any(map(self._store.exists, (joined_key(folder, rank), commit_key(save.name))))
 
     def _check_owner(self, save: SaveRequest) -> None:
         """Drop what near tiers have of another root: one that was deleted may be made again."""
@@ -462,8 +477,8 @@ class SaveWriter:
         except CkptdError:
             return False  # the commit itself will raise what is wrong with the store
 
-    def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
-        """Commit and report it; what fails later is a warning."""
+    def _stop_of(self, save: SaveRequest) -> Callable[[], str | None]:
+        """Return what says why parts of a save are waited for no more."""
         orphaned_at: float | None = None
 
         def stop() -> str | None:
@@ -476,6 +491,11 @@ class SaveWriter:
                     return "the trainers have ended before every rank's part arrived"
             return None
 
+        return stop
+
+    def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
+        """Commit and report it; what fails later is a warning."""
+        stop = self._stop_of(save)
         rank, gathered = self._hello.rank, self._unchanged.gathered
         commit = None
         try:
