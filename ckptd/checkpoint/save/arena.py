@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,6 +179,20 @@ class Slot:
             self.place(0, self.nbytes)
             self._warm()
 
+    def touch(self) -> None:
+        """Have memory behind it, in huge pages where there are such, until a job begins in it.
+
+        What is left after that is at least as much again: more is not taken ahead of need.
+        """
+        control, size = self._control, CONTROL_BYTES + self.nbytes  # keeps the mapping
+        with suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        start = ctypes.addressof(control)
+        for at in range(0, size, _PIECE_BYTES):
+            wanted = not control[_JOB] and available_bytes() >= self.nbytes
+            if not (wanted and map_pages(start + at, min(_PIECE_BYTES, size - at), write=True)):
+                break
+
     def seal(self) -> None:
         """Say that the snapshot is whole. Comes last."""
         self._control[_SEAL] = self._control[_JOB]
@@ -187,8 +202,10 @@ class Slot:
 
         Called once a snapshot is whole, by a thread that is not waited for.
         """
-        if self._fresh and self.sealed and self.staged >= self.nbytes:
-            self._warm()
+        if self._fresh and self.sealed:
+            with suppress(SaveError):  # it was made for more than there is
+                self.place(self.staged, self.nbytes)
+                self._warm()
 
     def _warm(self) -> None:
         start = ctypes.addressof(self._control)
@@ -395,6 +412,21 @@ class Slots:
             _log.info("no memory for another slot: saves wait for one of %d slots", number)
             self._most = self._wanted = len(self._arena)
         return self.acquire(nbytes, timeout_s)
+
+    def prepare(self, nbytes: int) -> None:
+        """Make the first slot, where there is none, ahead of the save that needs it.
+
+        Raises
+        ------
+        SaveError
+            kind ``no-memory``: there is less than twice as much.
+        """
+        with self._free:
+            if self._arena or self._dead is not None:
+                return
+            if 2 * nbytes > (room := available_bytes()):
+                raise _no_memory(nbytes, f"{size_text(room)} available")
+            self._make(0, nbytes)
 
     def _is_full(self) -> bool:
         # Where every slot is kept and no save is under way, one must be given up.

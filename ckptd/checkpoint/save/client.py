@@ -58,6 +58,8 @@ from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
+EARLY_BYTES = 16 << 20
+"""A first save of so much gets its memory ahead, where its size is known."""
 START_S = 60.0
 """For a worker or an agent to be ready, in seconds."""
 _AGAIN_S = 0.1
@@ -360,6 +362,15 @@ class WriterClient(OfOneProcess):
             Earlier saves did not leave a slot within `timeout_s`, or the worker died.
         """
         return self._slots.acquire(nbytes, timeout_s)
+
+    def prepare(self, nbytes: int) -> None:
+        """Let the worker get memory for a first save of so many bytes, while nobody waits for it.
+
+        Another size is a slot of its own then; see `Slots.prepare` for where there is too little.
+        """
+        if nbytes >= EARLY_BYTES and self._connected.is_set():
+            with contextlib.suppress(CkptdError):
+                self._slots.prepare(nbytes)
 
     @property
     def busy(self) -> bool:

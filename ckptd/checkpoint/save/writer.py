@@ -252,6 +252,7 @@ class SaveWriter:
                 self._near.memory.forget_slot(old)
             old.close()
         self._arena[slot.number] = slot
+        threading.Thread(target=slot.touch, name="ckptd-touch", daemon=True).start()
 
     def _wait_staged(self, save: SaveRequest, slot: Slot, until: float, upto: int) -> None:
         """Return when the slot holds the first `upto` bytes of this very save."""

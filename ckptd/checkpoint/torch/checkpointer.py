@@ -547,6 +547,9 @@ class Checkpointer(OfOneProcess):
         self._last_on_root = report.step
         self._last_load = report
         self._job.loaded(report.step)
+        if not partly and self._client is not None:
+            # A job that goes on from here saves as much, and its first save waits for no memory.
+            self._client.prepare(self._loader.share_bytes)
 
     @property
     def last_load(self) -> LoadReport | None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckptd import events
 from ckptd.base.grids.block import box_region
 from ckptd.base.runtime.pauses import no_collection
+from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, host_members
 from ckptd.checkpoint.format import codec
@@ -425,6 +426,15 @@ def check_witness(witness: Witness, places: Places, filemap: FileMap, filling: F
         raise error
 
 
+def share_bytes(manifest: Manifest, filemap: FileMap, board: Board) -> int:
+    """Return what this rank writes of a checkpoint again; 0 where the tables do not say that."""
+    if board.world == 1:
+        return filemap.total_bytes
+    # Where it refers to older files, the owners are those and no ranks.
+    own = manifest.world_size == board.world == len(manifest.files)
+    return filemap.data_bytes(board.rank) if own else 0
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What a load did.
@@ -533,6 +543,8 @@ class Loader:
         self._host: tuple[int, ...] | None = None
         self._loads = 0
         self.writing = False
+        self.share_bytes = 0
+        """What this rank would write of what was loaded last; 0 where that is not known."""
 
     @phase("ckpt")
     def load(
@@ -746,6 +758,7 @@ class Loader:
             except CkptdError as error:
                 error.state_corrupted = True
                 raise
+            self.share_bytes = share_bytes(manifest, filemap, self._agreement.board)
             return matching, read
 
     def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.save.arena import MOST_SLOTS, Slot, slots_for
+from ckptd.checkpoint.save import arena as module
+from ckptd.checkpoint.save.arena import CONTROL_BYTES, MOST_SLOTS, Slot, Slots, slots_for
 from ckptd.errors import SaveError
 from tests.processes import PATIENCE_S
 
@@ -211,3 +212,41 @@ def test_a_slot_that_is_closed_is_not_said_to_lack_memory() -> None:
     with pytest.raises(SaveError) as info:
         slot.put(0, np.zeros(100, np.uint8))
     assert info.value.kind == "aborted"
+
+
+def _behind(slot: Slot) -> int:
+    return 512 * os.fstat(slot.fd).st_blocks
+
+
+def test_memory_ahead_is_for_a_slot_that_no_job_has() -> None:
+    slot = Slot(0, 5 << 20)
+    slot.begin(1)
+    slot.touch()
+    assert _behind(slot) <= CONTROL_BYTES
+    slot.begin(0)
+    slot.touch()
+    assert _behind(slot) >= 5 << 20
+    slot.close()
+
+
+def test_the_last_memory_is_not_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(0, 5 << 20)
+    monkeypatch.setattr(module, "available_bytes", lambda: (5 << 20) - 1)
+    slot.touch()
+    assert _behind(slot) <= CONTROL_BYTES
+    slot.close()
+    slots = Slots(1, lambda slot: None)
+    with pytest.raises(SaveError):
+        slots.prepare(3 << 20)
+    slots.prepare(2 << 20)
+    assert slots.acquire(2 << 20, 0.0).nbytes == 2 << 20
+    slots.prepare(1)  # there is one already
+    slot = slots.acquire(1, 0.0)
+    slot.begin(1)
+    slot.put(0, np.ones(9, np.uint8))
+    slot.staged = 9
+    slot.seal()
+    slot.warm_up()  # of a save that is smaller than what was loaded
+    assert not slot._fresh
+    assert _behind(slot) >= 2 << 20
+    slots.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ckptd
+from ckptd.checkpoint.save.client import EARLY_BYTES
 from ckptd.testing.ranks import run_ranks
+from tests.processes import until
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
@@ -116,3 +119,45 @@ def _save_other_cuts(root: str) -> list[bool]:
 def test_each_save_is_cut_as_its_tensors_are_now(tmp_path: Path) -> None:
     for right in run_ranks(2, _save_other_cuts, str(tmp_path)):
         assert right == [True] * 10
+
+
+def _slots(ck: ckptd.Checkpointer) -> dict[int, tuple[int, int]]:
+    """Return the size of each slot's data, and the bytes of memory behind it."""
+    arena = {} if ck._client is None else ck._client._slots._arena
+    return {n: (s.nbytes, 512 * os.fstat(s.fd).st_blocks) for n, s in arena.items()}
+
+
+@pytest.mark.usefixtures("writing_process")
+def test_the_first_save_after_a_load_finds_its_memory_there(tmp_path: Path) -> None:
+    live = {"w": torch.ones(EARLY_BYTES // 4), "s": torch.tensor(1.0)}
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, live).durable()
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.load(live, weights_only=False, only="w")
+        assert not _slots(ck)  # one that evaluates takes nothing
+        ck.load(live)
+        # The writing process maps it: nobody waits for that, and this one has written nothing.
+        until(lambda: _slots(ck)[0][1] > EARLY_BYTES + 4)
+        assert _slots(ck)[0][0] == EARLY_BYTES + 4
+        live["w"] += 1
+        ck.save(2, live).durable()
+        assert list(_slots(ck)) == [0]
+        assert _slots(ck)[0][0] == EARLY_BYTES + 4
+        found = {"w": torch.zeros_like(live["w"]), "s": torch.tensor(0.0)}
+        ck.load(found, 2)
+        assert torch.equal(found["w"], live["w"])
+
+
+@pytest.mark.parametrize("times", [0.5, 1.5])
+def test_a_first_save_of_another_size_than_was_loaded_is_whole(
+    tmp_path: Path, times: float
+) -> None:
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, {"w": torch.ones(EARLY_BYTES // 4)}).durable()
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.load({"w": torch.zeros(EARLY_BYTES // 4)})
+        other = torch.arange(float(int(times * EARLY_BYTES // 4)))
+        ck.save(2, {"w": other}).durable()
+        found = torch.zeros_like(other)
+        ck.load({"w": found}, 2)
+        assert torch.equal(found, other)
