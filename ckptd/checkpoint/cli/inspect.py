@@ -12,7 +12,7 @@ import msgspec
 
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.cli.address import CheckpointAddress, CheckpointDocument, Where, opened
-from ckptd.checkpoint.cli.ls import metadata_text
+from ckptd.checkpoint.cli.ls import metadata_text, told
 from ckptd.checkpoint.format.manifest import FileEntry, ObjectEntry, foreign_sizes
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.format.words import TensorLayout, hint_text, object_text, ranks_text
@@ -219,17 +219,10 @@ def describe(
             found=total,
             hint="choose tensors with --tensor PATTERN",
         )
-    commit, manifest = reader.commit, reader.manifest
+    manifest = reader.manifest
     return InspectDocument(
+        **told(reader.commit) | {"metadata": dict(reader.metadata)},
         root=reader.url,
-        step=commit.step,
-        generation=commit.generation,
-        attempt=commit.attempt,
-        created=commit.created,
-        world_size=commit.world_size,
-        data_bytes=commit.data_bytes,
-        folder=commit.folder,
-        metadata=dict(reader.metadata),
         tensors=tuple(_tensor(reader, info, above, with_chunks=with_chunks) for info in chosen),
         objects=tuple(_object(reader, entry) for entry in part.entries),
         files=tuple(_file(catalogue, f) for f in manifest.files if f.data_start),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,6 +64,12 @@ class CheckpointRow(OfCheckpoint, frozen=True, kw_only=True):
     leases: tuple[str, ...] = ()
     abandoned_by: int | None = None
     damaged: str | None = None
+
+
+def told(record: Commit) -> dict[str, Any]:
+    """Return the fields of `CheckpointRow` that the record of a commit gives: its first ones."""
+    fields = CheckpointRow.__struct_fields__
+    return {f: getattr(record, f) for f in fields[: fields.index("pinned")]}
 
 
 class GenerationRow(msgspec.Struct, frozen=True):
@@ -195,20 +202,15 @@ class _Rows:
 
     def row(self, name: CommitName, abandoned: int | None = None) -> CheckpointRow:
         """Return one commit as a row."""
-        row = CheckpointRow(
-            step=name.step,
-            generation=name.generation,
+        record = self._records.get(name)
+        return CheckpointRow(
+            **(told(record) if record else dataclasses.asdict(name)),
             pinned=name in self._pins,
             tags=self._tags.get(name, ()),
             leases=tuple(self._leases.get(name, ())),
             abandoned_by=abandoned,
             damaged=self._damage.get(name),
         )
-        record = self._records.get(name)
-        if record is None:
-            return row
-        fields = ("attempt", "created", "world_size", "data_bytes", "folder", "metadata")
-        return msgspec.structs.replace(row, **{f: getattr(record, f) for f in fields})
 
 
 def _read(

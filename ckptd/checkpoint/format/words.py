@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -183,7 +183,7 @@ def value_text(raw: Any, depth: int = 3) -> str:
         return f"[{_items(raw, depth)}]"
     if isinstance(raw, dict):
         pairs = [[k, v] for k, v in raw.items()]
-        return f"{{{_pairs(pairs, depth)}}}"
+        return f"{{{_items(pairs, depth, _pair)}}}"
     return str(raw)
 
 
@@ -195,7 +195,8 @@ def _tagged_text(raw: dict[str, Any], depth: int) -> str:
         case "set" | "frozenset" if isinstance(v, list):
             return f"{{{_items(v, depth)}}}"
         case "dict" if isinstance(v, list):
-            return f"{{{_pairs(v, depth)}}}"
+            pairs = [p for p in v if isinstance(p, list) and len(p) == 2]
+            return f"{{{_items(pairs, depth, _pair)}}}"
         case "bytes" if isinstance(v, str):
             return f"{len(v) * 3 // 4 - v[-2:].count('=')} bytes"
         case "array":
@@ -215,28 +216,17 @@ def _tagged_text(raw: dict[str, Any], depth: int) -> str:
     return str(v)[:_TEXT_CHARS]
 
 
-def _items(values: list[Any], depth: int) -> str:
+def _items(values: list[Any], depth: int, text: Callable[[Any, int], str] = value_text) -> str:
     if values and depth <= 0:
         return f"{len(values)} items"
-    texts = [value_text(v, depth - 1) for v in values[:_MOST_ITEMS]]
+    texts = [text(v, depth - 1) for v in values[:_MOST_ITEMS]]
     more = [f"... {len(values)} in all"] if len(values) > _MOST_ITEMS else []
     return ", ".join(texts + more)
 
 
-def _pairs(pairs: list[Any], depth: int) -> str:
-    if pairs and depth <= 0:
-        return f"{len(pairs)} items"
-    texts = [
-        f"{_key(p[0])}: {value_text(p[1], depth - 1)}"
-        for p in pairs[:_MOST_ITEMS]
-        if isinstance(p, list) and len(p) == 2
-    ]
-    more = [f"... {len(pairs)} in all"] if len(pairs) > _MOST_ITEMS else []
-    return ", ".join(texts + more)
-
-
-def _key(raw: Any) -> str:
-    return raw if isinstance(raw, str) else value_text(raw)
+def _pair(pair: list[Any], depth: int) -> str:
+    key, value = pair
+    return f"{key if isinstance(key, str) else value_text(key)}: {value_text(value, depth)}"
 
 
 def hint_text(lay: str, sizes: Mapping[str, int]) -> str:

@@ -508,8 +508,7 @@ def _folders(
         if folder in used:
             continue
         if folder in freed:
-            item = _weigh(store, "data", folder)
-            yield msgspec.structs.replace(item, reason="no checkpoint refers to it")
+            yield _weigh(store, "data", folder, "no checkpoint refers to it")
         elif name in records or name not in inventory.guards:
             item = _weigh(store, "leftover", folder)
             reason = _why_left(name, item.modified, inventory, old)
@@ -530,12 +529,12 @@ def _why_left(name: CommitName, modified: float, inventory: Inventory, old: floa
     return "never committed, and no file was written recently" if modified < old else None
 
 
-def _weigh(store: Store, kind: Kind, folder: str) -> GcItem:
+def _weigh(store: Store, kind: Kind, folder: str, reason: str = "") -> GcItem:
     marks, found = _parted(store.list(folder), folder + MARKS)
     return GcItem(
         kind,
         folder,
-        "",
+        reason,
         nbytes=sum(o.size for o in found),
         objects=len(marks) + len(found),
         modified=max((o.modified for o in found), default=0.0),
@@ -561,12 +560,11 @@ def _parts(store: Store, records: Iterable[Commit], old: float) -> Iterator[GcIt
     for folder in sorted({f for r in records for f in r.folders}):
         children = store.children(folder)
         if PARTS in children:
-            item = _weigh(store, "parts", folder + PARTS)
-            yield msgspec.structs.replace(item, reason="the attempt is committed")
+            yield _weigh(store, "parts", folder + PARTS, "the attempt is committed")
         if MARKS in children:
-            item = _weigh(store, "marks", folder + MARKS)
+            item = _weigh(store, "marks", folder + MARKS, "the clean-up that left them is over")
             if item.objects and item.modified < old:
-                yield msgspec.structs.replace(item, reason="the clean-up that left them is over")
+                yield item
 
 
 def _markers(
