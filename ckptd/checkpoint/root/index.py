@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptd import events
 from ckptd.base.digest import digest_hex
-from ckptd.checkpoint.format.container import FileMap
-from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.lineage import line, newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, decode_manifest
 from ckptd.checkpoint.format.names import (
@@ -53,6 +52,9 @@ from ckptd.checkpoint.format.records import (
 )
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
 from ckptd.store.base import Store, innermost, root_gone
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.format.container import FileMap
 
 
 def stamp(seconds: float | None = None) -> str:
@@ -708,6 +710,8 @@ class Index:
 
     def tables_of(self, commit: Commit) -> tuple[Manifest, FileMap]:
         """Return the manifest of a commit when all that it says of itself holds, and its tables."""
+        from ckptd.checkpoint.format.invariants import check_manifest
+
         manifest = self.manifest_of(commit)
         where = self.where(commit.folder + commit.manifest)
         return manifest, check_manifest(manifest, where, commit.manifest_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ from ckptd.checkpoint.save.dedup import (
 )
 from ckptd.checkpoint.save.messages import Base, Blob, RankPart, Refer, SaveRequest, Sealed
 from ckptd.checkpoint.save.structure import RankPlan
-from ckptd.errors import CkptdError, SaveError
+from ckptd.errors import CkptdError, ProcessError, SaveError
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
@@ -579,3 +580,13 @@ def put_shard(
                 store.delete([part])
                 remove_file(store, shard.rank, shard.save)
         raise
+
+
+def as_document(error: Exception) -> dict[str, str | None]:
+    """Return what failed as it is sent; an error that is none of ckptd's is a bug, and named so."""
+    if isinstance(error, CkptdError):
+        return error.to_dict()
+    where = "".join(traceback.format_exception(error)[-3:])
+    return ProcessError(
+        "the writing process failed unexpectedly", where=where, found=repr(error)
+    ).to_dict()

@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,11 +20,11 @@ from ckptd import events
 from ckptd.checkpoint.format.names import CommitName
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.save.arena import KEEPING
-from ckptd.checkpoint.save.drain import StagedShard, put_shard
+from ckptd.checkpoint.save.drain import StagedShard, as_document, put_shard
 from ckptd.checkpoint.save.messages import Freed, Response, Settled, ShardStored
 from ckptd.checkpoint.save.neartiers import NodeTiers, age
 from ckptd.checkpoint.save.tiers import NEAR, ROOT
-from ckptd.errors import CkptdError, ProcessError
+from ckptd.errors import CkptdError
 from ckptd.store.base import Store
 
 _RECENT = 8
@@ -203,13 +202,3 @@ class _Readers:
             last = not self._count
         if last:
             self._free()
-
-
-def as_document(error: Exception) -> dict[str, str | None]:
-    """Return what failed as it is sent; an error that is none of ckptd's is a bug, and named so."""
-    if isinstance(error, CkptdError):
-        return error.to_dict()
-    where = "".join(traceback.format_exception(error)[-3:])
-    return ProcessError(
-        "the writing process failed unexpectedly", where=where, found=repr(error)
-    ).to_dict()

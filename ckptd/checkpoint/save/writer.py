@@ -19,18 +19,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptd import events
 from ckptd.base.runtime.channel import Channel, SocketChannel
 from ckptd.base.runtime.host import pid_space
 from ckptd.checkpoint.format.names import commit_key, part_key
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
-from ckptd.checkpoint.root.gc import apply_retention
 from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
 from ckptd.checkpoint.save.commit import commit_attempt, join_parts, joined_key, reported_key
 from ckptd.checkpoint.save.dedup import ChunkDedup
-from ckptd.checkpoint.save.drain import StagedShard, drain, stage_shard
+from ckptd.checkpoint.save.drain import StagedShard, as_document, drain, stage_shard
 from ckptd.checkpoint.save.messages import (
     PROTOCOL,
     AbortSave,
@@ -56,13 +56,15 @@ from ckptd.checkpoint.save.messages import (
     WriterReady,
     check_protocol,
 )
-from ckptd.checkpoint.save.neartiers import NodeTiers
 from ckptd.checkpoint.save.structure import RankPlan
 from ckptd.checkpoint.save.tiers import ROOT
-from ckptd.checkpoint.save.uploader import TierUploader, as_document
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, ProcessError, SaveError
 from ckptd.store.base import Store
+
+if TYPE_CHECKING:
+    from ckptd.checkpoint.save.neartiers import NodeTiers
+    from ckptd.checkpoint.save.uploader import TierUploader
 
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
@@ -152,6 +154,8 @@ class SaveWriter:
         if self._near is None:
             return WriterReady(os.getpid(), protocol=PROTOCOL)
         self._near.prepare(hello.tiers)
+        from ckptd.checkpoint.save.uploader import TierUploader
+
         self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
         nowhere = ("", "", "")
         memory, local, secret = self._near.serve(hello.bind, hello.key) if hello.bind else nowhere
@@ -521,6 +525,8 @@ class SaveWriter:
             ):
                 remove_parts(self._store, save.folder)
                 if save.keep is not None:
+                    from ckptd.checkpoint.root.gc import apply_retention
+
                     notes = apply_retention(self._catalogue, save.keep).notes
                     for note in set(notes) - self._noted:
                         self._noted.add(note)
