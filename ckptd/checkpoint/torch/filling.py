@@ -221,8 +221,10 @@ class Filling:
         for size in np.unique(itemsizes).tolist():
             mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
             out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
+        ends = np.cumsum(np.bincount(which, minlength=len(targets)))
+        of = np.split(np.argsort(which, kind="stable"), ends[:-1]) if there else []
         for upload, numbers in there.items():
-            rows = [np.flatnonzero(which == number) for number in numbers]
+            rows = [of[number] for number in numbers]
             picked = [
                 (cast("DeviceBuffer", targets[n]), int(itemsizes[n]), elements[mine])
                 for n, mine in zip(numbers, rows, strict=True)
