@@ -130,10 +130,10 @@ _EXAMPLES = {
     "recorder": "build",
 }
 _SLICES = {
-    "checkpoint": "ls inspect verify diff cp rollback annotate pin tag gc doctor trace agent",
+    "checkpoint": "ls inspect verify diff cp rollback annotate pin tag gc doctor agent",
     "reshard": "reshard export lay",
     "elastic": "run controller ctl",
-    "monitor": "watch serve incidents top open replay recorder",
+    "monitor": "watch serve incidents top open replay trace recorder",
 }
 """Verbs by slice: each is a module in the folder ``cli`` of its slice."""
 _HOMES = {
