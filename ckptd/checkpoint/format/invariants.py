@@ -158,16 +158,17 @@ def _check_numbers(manifest: Manifest, where: str) -> None:
     grids, owners = range(len(manifest.grids)), range(len(manifest.owners))
     files = len(manifest.files)
     for t in manifest.tensors:
+        if t.dtype in DTYPES and t.grid in grids and t.owners in owners and 0 <= t.base <= files:
+            continue
         place = f"{where}: {t.name[:200]}"
         if t.dtype not in DTYPES:
             raise _bad("unknown dtype", place, f"one of {', '.join(DTYPES)}", t.dtype)
-        if t.grid not in grids or t.owners not in owners or not 0 <= t.base <= files:
-            raise _bad(
-                "grid, owners or base out of range",
-                place,
-                f"below {len(grids)}, below {len(owners)}, at most {files}",
-                (t.grid, t.owners, t.base),
-            )
+        raise _bad(
+            "grid, owners or base out of range",
+            place,
+            f"below {len(grids)}, below {len(owners)}, at most {files}",
+            (t.grid, t.owners, t.base),
+        )
 
 
 def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:

@@ -109,8 +109,9 @@ class WitnessPlan:
         drawn = splitmix64(np.repeat(seeds, self.counts) + ramp.astype(np.uint64))
         drawn %= np.repeat(self.numels.astype(np.uint64), self.counts)
         out = np.where(whole, ramp, drawn.astype(np.int64))
-        for i in np.flatnonzero(self.numels > quota):
-            out[self.starts[i] : self.starts[i + 1]].sort()
+        if quota:
+            large = np.repeat(self.numels > quota, self.counts)
+            out[large] = np.sort(out[large].reshape(-1, quota), axis=1).ravel()
         return out
 
     def positions(self, tensor: int) -> I64:

@@ -699,8 +699,9 @@ def read_plan(
         np.concatenate([none, *(starts for _, starts, _ in found)]),
         np.concatenate([none, *(targets for _, _, targets in found)]),
     )
+    every = [w.target for w in wants]
     every = [
-        w.target.view(np.uint8) if isinstance(w.target, np.ndarray) else w.target for w in wants
+        t.view(np.uint8) if isinstance(t, np.ndarray) and t.dtype != np.uint8 else t for t in every
     ]
     return ReadPlan(manifest, places, moves, every, there)
 
