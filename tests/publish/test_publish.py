@@ -391,7 +391,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(tmp_path: Path) -> Non
         error = refused(at, FUSED, Tree(fused(whole(2))), budget_bytes=1000)
         assert isinstance(error, UsageError)
         assert "a version pulled over sockets does not fit budget_bytes" in error.message
-        error = refused(at, FUSED, Tree(fused(whole(2))), secret="x" * 32)
+        error = refused(at, FUSED, Tree(fused(whole(2))), secret="some random text")
         assert isinstance(error, StoreError)
         assert error.kind == "permission"
 
@@ -647,7 +647,7 @@ def test_a_publisher_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Mo
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(StoreError) as caught:
-            ckptd.Publisher(WHOLE, f"tcp://127.0.0.1:{taken.getsockname()[1]}", "x" * 32)
+            ckptd.Publisher(WHOLE, f"tcp://127.0.0.1:{taken.getsockname()[1]}", "some random text")
         assert caught.value.kind == "listen"
     until(lambda: not lives(made[0].pid), "the server's end")
 

@@ -42,7 +42,7 @@ from tests.reshard.torch.layout.test_binder import FUSED, fused
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 LINGER_S = 10.0
-SECRET = b"s" * 32
+SECRET = b"some random text"
 SCRIPT = """
 import sys, time
 import ckptd

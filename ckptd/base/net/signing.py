@@ -25,6 +25,8 @@ from ckptd.errors import RefusedError, StoreError, UsageError
 SECRET_VARIABLE = "CKPTD_SECRET"
 _LEAST_SECRET = 16
 _MOST_SECRET = 1024
+_LEAST_RUNS = 10
+_GOOD = f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same on all nodes"
 MAC_HEADER = "Ckptd-Mac"
 """Header of a signed request, and of its answer."""
 CHALLENGE_PATH = "/api/v1/challenge"
@@ -74,12 +76,12 @@ def need_secret(
 
 
 def checked_secret(secret: bytes, where: str) -> bytes:
-    """Return `secret`, any text of 16 to 1024 bytes.
+    """Return `secret`, any text of 16 to 1024 bytes that is no pattern.
 
     Raises
     ------
     UsageError
-        It is too short or too long.
+        It is too short or too long, or a word or a pattern that repeats.
     """
     if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
         raise UsageError(
@@ -87,9 +89,23 @@ def checked_secret(secret: bytes, where: str) -> bytes:
             where=where,
             wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",
             found=f"{len(secret)} bytes",
-            hint=f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same on all nodes",
+            hint=_GOOD,
+        )
+    if not _varied(secret):
+        raise UsageError(
+            "the secret is too easy to guess",
+            where=where,
+            wanted="random text",
+            found="a short text that repeats",
+            hint=_GOOD,
         )
     return secret
+
+
+def _varied(secret: bytes) -> bool:
+    """Whether a secret has as many different runs of three bytes as few random ones lack."""
+    folded = secret.lower()
+    return len({folded[k : k + 3] for k in range(len(folded) - 2)}) >= _LEAST_RUNS
 
 
 def derived_key(secret: bytes, *purpose: str) -> bytes:
@@ -116,7 +132,7 @@ def check_secret(text: str | None, where: str) -> bytes:
         secret = bytes.fromhex(text or "")
     except ValueError:
         secret = b""
-    if len(secret) < _LEAST_SECRET:
+    if len(secret) < _LEAST_SECRET or not _varied(secret):
         raise UsageError(
             "a server on the network needs a secret",
             where=where,

@@ -630,14 +630,15 @@ class _Run:
     def _launch(
         self, folder: Path, mode: str, files: tuple[Path | None, str, str, str], grace_s: float
     ) -> LauncherEnding:
-        from ckptd.base.net.signing import job_secret
+        from ckptd.base.net.signing import checked_secret, job_secret
         from ckptd.base.runtime.agentlink import run_folder
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
 
         o = self._o
-        given = self._env.get(SECRET_VARIABLE)
-        secret = given.encode() if given else job_secret(o.job, run_folder())
+        given = os.fsencode(self._env.get(SECRET_VARIABLE, ""))
+        checked = checked_secret(given, SECRET_VARIABLE) if given else None
+        secret = checked or job_secret(o.job, run_folder())
         self._supervisor = self._make_supervisor(folder)
         program = self._program(mode, folder)
         log_dir, redirects, tee, shown = files

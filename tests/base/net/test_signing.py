@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ckptd.base.net.signing import (
     access_token,
     check_answer,
     check_request,
+    check_secret,
+    checked_secret,
     job_secret,
     new_challenge,
     secret_path,
@@ -55,13 +58,43 @@ def test_a_folder_without_hard_links_names_the_way_out(
 def test_secret_of_the_environment_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(signing.SECRET_VARIABLE, "x" * 20)
-    assert job_secret("a", tmp_path) == b"x" * 20
+    monkeypatch.setenv(signing.SECRET_VARIABLE, "some random text")
+    assert job_secret("a", tmp_path) == b"some random text"
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(signing.SECRET_VARIABLE, "short")
     with pytest.raises(UsageError) as caught:
         job_secret("a", tmp_path)
     assert "the secret has the wrong length" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "weak",
+    [
+        "passwordpassword",
+        "PasswordpAssword1",
+        "x" * 40,
+        "12345678" * 4,
+        "changemechangeme",
+        "ab" * 99,
+    ],
+)
+def test_a_short_text_that_repeats_is_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weak: str
+) -> None:
+    monkeypatch.setenv(signing.SECRET_VARIABLE, weak)
+    with pytest.raises(UsageError, match="too easy to guess") as caught:
+        job_secret("a", tmp_path)
+    assert weak not in str(caught.value)
+    with pytest.raises(UsageError):
+        check_secret(weak.encode().hex(), "ckptd://h:1")
+
+
+def test_random_secrets_are_taken() -> None:
+    dice = random.Random(7)
+    for _ in range(1000):
+        raw = dice.randbytes(16)
+        for text in (raw, raw.hex().encode(), raw.hex()[:16].encode()):
+            assert checked_secret(text, "here") == text
 
 
 @pytest.mark.parametrize("how", ["open", "link", "folder"])

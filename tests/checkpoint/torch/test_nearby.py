@@ -128,7 +128,10 @@ def test_a_former_node_that_is_gone_is_tried_once_in_a_life(tmp_path: Path) -> N
         url = f"ckptd://127.0.0.1:{taken.getsockname()[1]}"
     board = LocalBoard()
     nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, PATIENCE_S))
-    nearby._former = [KnownNode("gone", url, "", "ab" * 16), KnownNode("odd", "ckptd://x", "", "")]
+    nearby._former = [
+        KnownNode("gone", url, "", bytes(range(16)).hex()),
+        KnownNode("odd", "ckptd://x", "", ""),
+    ]
     for empty in (False, True):
         for source in nearby.sources():
             assert (source.former, source.tier) == (True, "peer")
@@ -161,7 +164,9 @@ def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> An
 
 def agent_at(port: int) -> Any:
     return Client(
-        WriterReady(1, memory=f"ckptd://127.0.0.1:{port}", secret="ab" * 16, neighbours=())
+        WriterReady(
+            1, memory=f"ckptd://127.0.0.1:{port}", secret=bytes(range(16)).hex(), neighbours=()
+        )
     )
 
 
@@ -189,7 +194,7 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
 
 
 def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Path) -> None:
-    secret = "ab" * 16
+    secret = bytes(range(16)).hex()
     kept = LocalStore(tmp_path / "kept")
     kept.put("data/x", b"x")
     nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), PATIENCE_S))

@@ -13,7 +13,7 @@ from ckptd.monitor.cli.cluster import PORT, _place
 from tests.cli.running import COMMAND, Cli, Result
 from tests.processes import PATIENCE_S
 
-SECRET = "5e" * 32
+SECRET = bytes(range(32)).hex()
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_what_is_refused(cli: Cli, options: tuple[str, ...], words: str) -> None
 
 
 def test_address_that_cannot_be_had(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTD_SECRET", "x" * 20)
+    monkeypatch.setenv("CKPTD_SECRET", "some random text")
     assert cli("serve", "--bind", "192.0.2.1", "--json").error["kind"] == "listen"
 
 

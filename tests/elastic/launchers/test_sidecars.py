@@ -185,7 +185,7 @@ def test_a_controller_that_answers_is_not_killed_when_nothing_was_heard_of_it(
     supervisor = supervised(
         open_places("j", log), tmp_path, *arguments, say=said.append, start=started, **more
     )
-    monkeypatch.setenv("CKPTD_SECRET", "s" * 32)
+    monkeypatch.setenv("CKPTD_SECRET", "some random text")
     try:
         until(lambda: supervisor.turn(0.0, 0) or supervisor.turn(9.0, 0))
         port = more["endpoint"].partition(":")[2]

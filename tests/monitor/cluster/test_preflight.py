@@ -14,7 +14,7 @@ import pytest
 from tests.monitor.cluster.namespaces import Network, needs_namespaces
 
 COMMAND = [sys.executable, "-c", "from ckptd.cli.main import main; main()", "doctor", "--cluster"]
-SECRET = "5e" * 32
+SECRET = bytes(range(32)).hex()
 PORT = 29449
 END_S = 110
 
