@@ -754,13 +754,13 @@ class LocalStore(Store):
                 self._system.fsync_folder(folder)
 
     def sync(self, prefix: str) -> None:
-        """Fsync the folder, every folder below it, and the one above it."""
+        """Fsync the folder, every folder below it, and the one above it if that may be needed."""
         check_prefix(prefix)
         top = os.path.join(self._root, prefix).rstrip("/")
         self._refuse_outside(top)
         with writing(top):
             folders = [folder for folder, _, _ in os.walk(top, onerror=_raise)]
-            if top != self._root:
+            if top != self._root and top not in self._folders:
                 folders.append(os.path.dirname(top))
             for folder in folders:
                 with suppress(FileNotFoundError):  # removed meanwhile, with all its names

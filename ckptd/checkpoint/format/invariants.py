@@ -14,18 +14,20 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ckptd.base.digest import MAX_CHUNKS, DigestIndex, is_digest
+from ckptd.base.digest import MAX_CHUNKS, DigestIndex, digest_hex, is_digest
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT, Owners
 from ckptd.checkpoint.format.codec import MAX_METADATA_BYTES
 from ckptd.checkpoint.format.container import ALIGNMENT, MAX_HEADER_BYTES, FileMap, is_home
 from ckptd.checkpoint.format.manifest import (
+    INLINE_BYTES,
     SUBCLASS,
     UNDIGESTED,
     FileEntry,
     GridEntry,
     Manifest,
     MeshEntry,
+    in_one_piece,
 )
 from ckptd.checkpoint.format.names import (
     MAX_GENERATION,
@@ -36,7 +38,7 @@ from ckptd.checkpoint.format.names import (
     is_attempt,
     is_data_path,
 )
-from ckptd.checkpoint.format.witness import KINDS
+from ckptd.checkpoint.format.witness import DATA, KINDS
 from ckptd.errors import CkptdError, CorruptError
 from ckptd.types import DTYPES
 
@@ -119,6 +121,8 @@ def _check_file_table(files: Sequence[FileEntry], where: str, *, digested: bool)
 
 def _is_plausible(file: FileEntry, digested: bool) -> bool:
     if not 0 <= file.rank <= MAX_RANK:
+        return False
+    if file.digests and digest_hex(file.digests) != file.index:
         return False
     if file.data_start == 0:
         return file.data_bytes == 0 and file.index == ""
@@ -259,8 +263,10 @@ def _check_extras(manifest: Manifest, where: str) -> None:
         if not _is_mesh(mesh, manifest.world_size):
             raise _bad("a mesh breaks a rule", where, found=mesh.names)
     w = manifest.witness
-    if w is not None and (w.kind not in KINDS or not is_digest(w.digest)):
+    if w is not None and (w.kind not in KINDS or (w.kind == DATA) == is_digest(w.digest)):
         raise _bad("unknown kind of witness, or no digest", where, found=w.kind)
+    if w is not None and w.kind == DATA and not _is_one_small_file(manifest):
+        raise _bad("a witness of this kind needs one small file with tensors in one piece", where)
     if len(manifest.lay) > MAX_LAY_CHARS:
         raise _bad("layout program too long", where, MAX_LAY_CHARS, len(manifest.lay))
     try:
@@ -269,6 +275,12 @@ def _check_extras(manifest: Manifest, where: str) -> None:
         raise _bad("metadata is not JSON", where, found=error) from None
     if length > MAX_METADATA_BYTES:
         raise _bad("metadata too large", where, MAX_METADATA_BYTES, length)
+
+
+def _is_one_small_file(manifest: Manifest) -> bool:
+    file = manifest.files[0] if len(manifest.files) == 1 else FileEntry("", 0)
+    small = bool(file.digests) and file.data_bytes <= INLINE_BYTES
+    return small and is_home(file.path, manifest.folder) and in_one_piece(manifest.owners)
 
 
 def _is_mesh(mesh: MeshEntry, world: int) -> bool:

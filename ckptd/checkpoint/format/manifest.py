@@ -34,7 +34,11 @@ SUBCLASS = "subclass"
 """Kind of the object that says what wraps the tensors below its name."""
 SHARING = "sharing"
 """Feature of a manifest some of whose objects hold what `codec.shares` finds."""
-SUPPORTED = frozenset({UNDIGESTED, SUBCLASSES, SHARING})
+INLINE = "inline"
+"""Feature of a manifest that has digest indexes, or its witness, in itself and in its data file."""
+INLINE_BYTES = 4 << 20
+"""Most bytes of a state that one rank writes so."""
+SUPPORTED = frozenset({UNDIGESTED, SUBCLASSES, SHARING, INLINE})
 """Features of ``requires`` that this reader knows."""
 FOREIGN = "ckptd.foreign"
 """Key of the metadata under which a manifest says what it was made from."""
@@ -67,6 +71,8 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     index
         XXH3-128 of the digest index file, as hexadecimal digits. Empty: nobody wrote digests, and
         only the file's size can be checked (see `UNDIGESTED`).
+    digests
+        That index; empty: it is a file.
     """
 
     path: str
@@ -74,6 +80,7 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     data_start: int = 0
     data_bytes: int = 0
     index: str = ""
+    digests: bytes = b""
 
     @property
     def folder(self) -> str:
@@ -133,7 +140,7 @@ class MeshEntry(msgspec.Struct, frozen=True):
 
 
 class WitnessEntry(msgspec.Struct, frozen=True):
-    """The witness file: its `kind` and the XXH3-128 of its bytes."""
+    """The witness: its `kind`, and the XXH3-128 of the file's bytes where it is a file."""
 
     kind: str
     digest: str
@@ -178,6 +185,11 @@ class Manifest(OfAttempt, frozen=True, omit_defaults=True):
     requires: tuple[str, ...] = ()
     format: str = msgspec.field(default="")
     version: int = 0
+
+
+def in_one_piece(owners: Iterable[Runs3]) -> bool:
+    """Tell whether every tensor that has one of these owner maps lies in one piece."""
+    return all(sum(count for _, _, count in runs) == 1 for runs in owners)
 
 
 class ManifestTables:
@@ -227,7 +239,8 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
     stamped = msgspec.structs.replace(manifest, format=FORMAT, version=VERSION)
     raw = msgspec.json.encode(stamped)
     if len(raw) <= COMPRESS_ABOVE_BYTES:
-        return "manifest.json", msgspec.json.format(raw, indent=1) if len(raw) < 1 << 18 else raw
+        shown = len(raw) < 1 << 18 and INLINE not in manifest.requires
+        return "manifest.json", msgspec.json.format(raw, indent=1) if shown else raw
     import zstandard  # of large ones alone
 
     packed = zstandard.ZstdCompressor(level=3).compress(raw)

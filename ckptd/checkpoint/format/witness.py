@@ -27,7 +27,9 @@ from ckptd.types import DTYPES, DType, dtype_of
 
 SAMPLE = "sample-1"
 FULL = "full-1"
-KINDS = frozenset({SAMPLE, FULL})
+DATA = "data-1"
+"""The values of `SAMPLE`, which nobody wrote: every tensor lies in one piece in the one file."""
+KINDS = frozenset({SAMPLE, FULL, DATA})
 
 MAX_VALUES = 1_000_000
 MAX_VALUES_PER_TENSOR = 1024

@@ -310,13 +310,15 @@ def read_header(
 
 
 def check_index_size(store: Store, entry: FileEntry) -> None:
-    """Check that the digest index of a data file is there and can be its.
+    """Check that the digest index of a data file is there and can be its, if it is a file.
 
     Raises
     ------
     CorruptError
         kind ``truncated`` among others.
     """
+    if entry.digests:
+        return
     least = _INDEX_HEADER_BYTES + block_count(entry.data_bytes) * DIGEST_BYTES
     most = MAX_CHUNKS * DIGEST_BYTES
     _check_length(store, digests_key(entry.path), entry.rank, "digest index", least, most)
@@ -325,7 +327,7 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
 def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     """Read the digest index of a data file, and check it against the manifest.
 
-    None for a file of which nobody wrote digests.
+    From the manifest where it has it. None for a file of which nobody wrote digests.
 
     Raises
     ------
@@ -338,7 +340,7 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     key = digests_key(entry.path)
     where = f"{key}, written by rank {entry.rank}"
     try:
-        raw = store.get(key)
+        raw = entry.digests or store.get(key)
     except NotFoundError:
         raise missing_file(key, entry.rank, "digest index") from None
     found = digest_hex(raw)

@@ -22,7 +22,6 @@ from ckptd.checkpoint.format.lineage import newest_on_line
 from ckptd.checkpoint.format.manifest import Manifest, WitnessEntry, encode_manifest
 from ckptd.checkpoint.format.names import (
     ANNOTATIONS,
-    COMMITS,
     GENERATIONS,
     MAX_GENERATION,
     PARTS,
@@ -376,7 +375,6 @@ class Catalogue(Index):
                     hint="the first save stays; give the next save a later step, or load() first "
                     "to continue from there",
                 )
-        self.store.sync(COMMITS)
         self._known.add(commit.name)
         self._records.pop(commit.name, None)
         self._check_whole(commit, ours)
@@ -587,7 +585,7 @@ def publish_manifest(
 ) -> Commit:
     """Write a manifest, and the commit record by which the checkpoint begins to exist.
 
-    All other files are durable already.
+    All other files, and their names, are durable already.
 
     Parameters
     ----------
@@ -606,7 +604,6 @@ def publish_manifest(
     """
     folder, store = manifest.folder, catalogue.store
     name, raw = write_manifest(store, manifest)
-    store.sync(folder)
     folders = {f.folder for f in manifest.files if f.data_start}
     commit = Commit(
         step=manifest.step,

@@ -317,15 +317,17 @@ class Index:
             )
         try:
             self.store.put(key, raw, create_only=True)
+            return True
         except ConflictError:
-            return self.store.get(key) == raw
+            ours = self.store.get(key) == raw
         except StoreError:
             # The reply may be lost and the object there: saying "failed" would make the caller
             # write the same checkpoint again and lose against itself.
-            if self._holds(key, raw):
-                return True
-            raise
-        return True
+            ours = self._holds(key, raw)
+            if not ours:
+                raise
+        self.store.sync(key[: key.find("/") + 1])  # whoever made it may not have come to that yet
+        return ours
 
     def _holds(self, key: str, raw: bytes) -> bool:
         try:

@@ -27,6 +27,7 @@ from ckptd.base.grids.owners import Owners
 from ckptd.checkpoint.format.codec import shares
 from ckptd.checkpoint.format.container import is_home
 from ckptd.checkpoint.format.manifest import (
+    INLINE,
     SHARING,
     SUBCLASS,
     SUBCLASSES,
@@ -40,7 +41,7 @@ from ckptd.checkpoint.format.manifest import (
 )
 from ckptd.checkpoint.format.names import PARTS, file_key, is_data_path
 from ckptd.checkpoint.format.records import Commit
-from ckptd.checkpoint.format.witness import WitnessPlan
+from ckptd.checkpoint.format.witness import DATA, WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.checkpoint.root.index import saving
 from ckptd.checkpoint.root.leases import hold
@@ -254,7 +255,7 @@ def assemble(
     tensors = list(plan.tensors)
     folder = save.folder
     files = [
-        FileEntry(file_key(folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
+        FileEntry(file_key(folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index, p.digests)
         for p in parts
     ]
     if any(p.refers for p in parts):
@@ -270,6 +271,7 @@ def assemble(
         objects[name] = ObjectEntry(name, tensor=name, per_rank=holders[0][2])
     wrapping = any(o.kind == SUBCLASS for o in objects.values())
     shared = any(e.shares for p in parts for e in p.extra)
+    inline = any(f.digests for f in files)
     shared = shared or shares(msgspec.json.encode([*objects.values()]))
     return Manifest(
         step=save.step,
@@ -285,7 +287,7 @@ def assemble(
         witness=witness,
         metadata=parts[0].metadata,
         lay=plan.lay,
-        requires=(SHARING,) * shared + (SUBCLASSES,) * wrapping,
+        requires=(SHARING,) * shared + (SUBCLASSES,) * wrapping + (INLINE,) * inline,
     )
 
 
@@ -477,6 +479,7 @@ def commit_attempt(
     timeout_s: float,
     rank: int = 0,
     gathered: Callable[[Sequence[RankPart]], None] | None = None,
+    parts: Sequence[RankPart] = (),
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -493,6 +496,8 @@ def commit_attempt(
         Whose writing process this is, for the events.
     gathered
         Called with the parts of all ranks.
+    parts
+        These, where they need not be waited for.
 
     Raises
     ------
@@ -512,14 +517,13 @@ def commit_attempt(
         with events.span("gather"):
             try:
                 stop = _or_settled(catalogue, save, stop)
-                ranks = range(plan.world)
-                parts = gather_parts(catalogue.store, save.folder, ranks, stop, timeout_s)
+                store, ranks = catalogue.store, range(plan.world)
+                parts = parts or gather_parts(store, save.folder, ranks, stop, timeout_s)
             except _SettledError as other:
                 return other.commit
         if gathered is not None:
             gathered(parts)
         with events.span("commit"), leased(catalogue, parts):
-            store = catalogue.store
             manifest = finish_attempt(store, store, plan, save, parts)
             return publish_manifest(catalogue, manifest, root=save.root_id, claim=save.claim_id)
 
@@ -548,8 +552,12 @@ def finish_attempt(
     folder = save.folder
     check_plans(parts, plan)
     _check_replicas(source, folder, parts)
-    values = [(f"rank {p.rank}", p.slots, p.values) for p in parts]
-    witness = write_witness(target, folder, WitnessPlan.over(plan.tensors), values)
+    over = WitnessPlan.over(plan.tensors)
+    if parts[0].digests:
+        witness = WitnessEntry(DATA, "") if over.total else None
+    else:
+        values = [(f"rank {p.rank}", p.slots, p.values) for p in parts]
+        witness = write_witness(target, folder, over, values)
     return assemble(plan, parts, save, witness)
 
 

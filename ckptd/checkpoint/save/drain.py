@@ -212,8 +212,10 @@ def drain(
     sealed: Callable[[], Sealed],
     progress: Callable[[int, int], None],
     unchanged: ChunkDedup | None = None,
-) -> None:
+) -> RankPart:
     """Write this rank's bytes and report its part; both are durable on return.
+
+    The part of a rank that is alone is only returned: no other process waits for it.
 
     Parameters
     ----------
@@ -237,6 +239,9 @@ def drain(
         What went wrong.
     """
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
+    small = rank_plan.is_small(total)
+    # To find what did not change in so little costs more than to write it.
+    unchanged = None if small else unchanged
 
     @cache
     def whole() -> Sealed:
@@ -265,13 +270,15 @@ def drain(
             seal = whole()
             _put_blobs(store, save, seal.blobs, leaders=False)
             seeks = unchanged is not None and unchanged.seeks(rank_plan)
-            part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks)
+            part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks, small=small)
         except CkptdError as error:
             _give_up(store, rank_plan.rank, save, error)
             raise
         with events.span("part") as span:
             span.referred = wrote.referred
-            store.put(reported_key(save.folder, rank_plan.rank), part.encode())
+            if not rank_plan.is_alone:
+                store.put(reported_key(save.folder, rank_plan.rank), part.encode())
+    return part
 
 
 def share_part(
@@ -282,10 +289,11 @@ def share_part(
     seal: Sealed,
     *,
     seeks: bool = False,
+    small: bool = False,
     root: str = "",
 ) -> RankPart:
     """Return what a rank reports of its share, which lies whole in `data`."""
-    slots, values = rank_plan.witness(data)
+    slots, values = (b"", b"") if small else rank_plan.witness(data)
     return RankPart(
         rank=rank_plan.rank,
         plan=save.plan,
@@ -297,6 +305,7 @@ def share_part(
         replicas=seal.replicas,
         slots=slots,
         values=values,
+        digests=wrote.file.digests,
         metadata=save.metadata,
         base=wrote.base,
         refers=wrote.refers,
@@ -394,7 +403,8 @@ class _Writing:
         def progress(done: int) -> None:
             self.progress(done + elsewhere, len(data))
 
-        return write_file(self.store, self.save, self.plan.rank, file, source, wait, progress)
+        rank, small = self.plan.rank, self.plan.is_small(len(data))
+        return write_file(self.store, self.save, rank, file, source, wait, progress, small=small)
 
 
 def write_file(
@@ -405,6 +415,8 @@ def write_file(
     data: memoryview | _PackedRanges,
     wait: Callable[[int], None],
     progress: Callable[[int], None] = lambda _: None,
+    *,
+    small: bool = False,
 ) -> WrittenShare:
     """Write header and data front to back, then the digest index; durable on return.
 
@@ -419,6 +431,8 @@ def write_file(
         ``wait(nbytes)`` returns when the data before that is in place, or raises.
     progress
         Called with the bytes written so far.
+    small
+        Return the digest index in the entry of the file, and write none.
 
     Raises
     ------
@@ -430,9 +444,11 @@ def write_file(
     _write_data(store, key, file.header, data, digester, wait, progress)
     index = digester.index()
     raw = index.encode()
-    store.put(digests_key(key), raw)
+    if not small:
+        store.put(digests_key(key), raw)
     store.sync(save.folder)
-    entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw))
+    inline = raw if small else b""
+    entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw), inline)
     return WrittenShare(entry, index.chunks)
 
 

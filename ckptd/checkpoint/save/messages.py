@@ -473,6 +473,8 @@ class RankPart(msgspec.Struct, frozen=True):
         Replicated objects; only from the lowest rank of each group of alike ranks.
     slots, values
         Witness slots this rank could see (uint32) and their values (8 bytes each).
+    digests
+        The digest index, for the manifest: see `RankPlan.is_small`. Empty: it is a file.
     metadata
         The user's; rank 0's counts, whichever rank commits.
     base, refers
@@ -495,6 +497,7 @@ class RankPart(msgspec.Struct, frozen=True):
     replicas: tuple[tuple[str, str], ...] = ()
     slots: bytes = b""
     values: bytes = b""
+    digests: bytes = b""
     metadata: dict[str, Any] = {}
     base: Base | None = None
     refers: tuple[Refer, ...] = ()

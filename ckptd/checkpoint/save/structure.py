@@ -26,11 +26,13 @@ from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.checkpoint.format.container import ChunkRef, FileMap
 from ckptd.checkpoint.format.manifest import (
+    INLINE_BYTES,
     GridEntry,
     ManifestTables,
     MeshEntry,
     Runs3,
     TensorEntry,
+    in_one_piece,
 )
 from ckptd.checkpoint.format.witness import WitnessPlan, gather
 from ckptd.decoding import json_decoder
@@ -678,6 +680,13 @@ class RankPlan:
             [c.end - c.start for c in self.chunks], dtype=np.int64
         )
         self._witness: list[tuple[int, int, int, Any, Any]] | None = None
+        self.is_alone = plan.world == 1
+        """Whether no other rank writes: then nothing is to be gathered."""
+        self._is_plain = self.is_alone and in_one_piece(plan.owners)
+
+    def is_small(self, data_bytes: int) -> bool:
+        """Tell whether one data file holds all: no digest index and no witness beside it."""
+        return self._is_plain and data_bytes <= INLINE_BYTES
 
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
         """Return the slots this rank sees and their values, for a complete data section."""

@@ -341,20 +341,28 @@ class SaveWriter:
         try:
             self._catalogue.check_root(save.root_id)
             with events.about(tier=self._tier):
+                part: RankPart | None = None
                 if not self._is_reported(save):
-                    drain(self._store, plan, save, data, wait, sealed, progress, self._unchanged)
+                    store, unchanged = self._store, self._unchanged
+                    part = drain(store, plan, save, data, wait, sealed, progress, unchanged)
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
             # First: a save that finds the slot free must know already that this one failed.
             self.send(ShardStored(save.job, ROOT, as_document(error)))
             free()
             return
-        free()
         self.send(ShardStored(save.job, ROOT))
+        if plan.is_alone and part is not None:
+            # The slot is all there is of it until then: no part says what was written.
+            if self._commit(save, plan, part):
+                self._commits.submit(self._clean, save)
+            free()
+            return
+        free()
         if not save.root and self._hello.rank == 0:
             self._orphans.submit(self._commit_as_survivor, save, plan)
         elif self._hello.rank == 0:
-            self._commits.submit(self._commit, save, plan)
+            self._commits.submit(self._commit_and_clean, save, plan)
         else:
             self._unsettled.append((save, plan))
             self._commits.submit(self._join, save, plan)
@@ -469,7 +477,7 @@ class SaveWriter:
         end = time.monotonic() + _turn_s(self._hello.rank)
         while not self._is_settled(save):
             if time.monotonic() >= end:
-                self._commit(save, plan)
+                self._commit_and_clean(save, plan)
                 return
             time.sleep(0.2)
 
@@ -498,26 +506,33 @@ class SaveWriter:
 
         return stop
 
-    def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
-        """Commit and report it; what fails later is a warning."""
+    def _commit_and_clean(self, save: SaveRequest, plan: RankPlan) -> None:
+        if self._commit(save, plan):
+            self._clean(save)
+
+    def _commit(self, save: SaveRequest, plan: RankPlan, *parts: RankPart) -> bool:
+        """Commit, report it, and return whether the checkpoint exists."""
         stop = self._stop_of(save)
         rank, gathered = self._hello.rank, self._unchanged.gathered
         commit = None
         try:
             with events.about(tier=self._tier):
                 commit = commit_attempt(
-                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, gathered
+                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, gathered, parts
                 )
         except Exception as error:  # noqa: BLE001 - as above
             failed = as_document(error)
             if self._orphan.is_set():  # no other process is there to report it
                 _log.error("step %d was not committed: %s", save.step, failed.get("message"))
             self.send(ShardStored(save.job, ROOT, failed))
-            return
+            return False
         finally:
             self._unchanged.end(save, commit)
         self.send(SaveCommitted(save.job))
-        # From here on the checkpoint exists: nothing that fails may call it a failed save.
+        return True
+
+    def _clean(self, save: SaveRequest) -> None:
+        """Remove what is needed no more; what fails here is a warning, as the checkpoint exists."""
         try:
             with (
                 events.about(tier=self._tier),

@@ -20,6 +20,7 @@ from ckptd.checkpoint.format.invariants import check_files, check_index
 from ckptd.checkpoint.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.checkpoint.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.checkpoint.format.records import Commit
+from ckptd.checkpoint.format.witness import DATA
 from ckptd.checkpoint.load.files import check_size, load_index, read_header
 from ckptd.checkpoint.load.opening import begin_root
 from ckptd.checkpoint.load.plan import BlockLine
@@ -138,8 +139,10 @@ class FileCopy:
                 backoff.wait(error)
         if not entry.index:
             check_size(self._source, entry)  # it was not written again while it was copied
-        # Last: a reader that finds the index knows that the file is complete.
         del self._places.indexes[number]  # one a file, and there may be many
+        if entry.digests:
+            return
+        # Last: a reader that finds the index knows that the file is complete.
         raw = index.encode()
         self._target.store.put(digests_key(key), raw)
         self._digested(number, raw)
@@ -228,7 +231,7 @@ class FileCopy:
 
     def _witness(self) -> None:
         manifest = self._original.manifest
-        if manifest.witness is None:
+        if manifest.witness is None or manifest.witness.kind == DATA:
             return
         key = manifest.folder + WITNESS
         try:
@@ -247,8 +250,7 @@ class FileCopy:
             files=tuple(self._files),
             requires=tuple(r for r in self._original.manifest.requires if r != UNDIGESTED),
         )
-        folders = {f.folder for f in self._files if f.data_start}
-        for folder in sorted(folders - {manifest.folder}):
+        for folder in sorted({f.folder for f in self._files if f.data_start}):
             self._target.store.sync(folder)
         publish_manifest(
             self._target,

@@ -329,7 +329,7 @@ class LoadSources:
         try:
             return read_witness(store, manifest, plan)
         except CorruptError as error:
-            error.key = manifest.folder + WITNESS
+            error.key = error.key or manifest.folder + WITNESS
             raise
 
     # -- what next ---------------------------------------------------------------------------------

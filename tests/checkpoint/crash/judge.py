@@ -13,6 +13,7 @@ from ckptd.checkpoint.format.names import (
     digests_key,
     generation_key,
 )
+from ckptd.checkpoint.format.witness import DATA
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.gc import plan_gc, run_gc
 from ckptd.checkpoint.root.policy import Keep
@@ -69,11 +70,11 @@ def legal_keys(store: Store) -> set[str]:
         commit = catalogue.commit(name)
         manifest = catalogue.manifest_of(commit)
         keys |= {commit_key(name), commit.folder + commit.manifest}
-        if manifest.witness is not None:
+        if manifest.witness is not None and manifest.witness.kind != DATA:
             keys.add(commit.folder + WITNESS)
         for file in manifest.files:
             if file.data_start:
-                keys |= {file.path, digests_key(file.path)}
+                keys |= {file.path} if file.digests else {file.path, digests_key(file.path)}
     return keys
 
 

@@ -47,7 +47,7 @@ def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report:
     options: dict[str, Any] = request.getfixturevalue(server)
     place = S3Place(s3_url(), options)
     campaign = Campaign(place, zygote, after=False)
-    report(f"{server}, every twelfth operation: {campaign.run(slice(2, None, 12))}")
+    report(f"{server}, every seventh operation: {campaign.run(slice(2, None, 7))}")
     place.close()
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 

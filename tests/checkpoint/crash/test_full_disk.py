@@ -131,7 +131,7 @@ def test_any_amount_of_room(
         room += 1
     report(f"{dict(outcomes)}; full at {', '.join(sorted(places))}")
     assert outcomes["no space"] > 5
-    assert {"r00000.safetensors", "r00000.digests", "r00000", "manifest.json"} <= places
+    assert {"r00000.safetensors", "manifest.json"} <= places
     job.client.close(20.0)
     assert_only_legal(place.store, place.raw())
 

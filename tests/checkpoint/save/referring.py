@@ -17,10 +17,10 @@ from ckptd.checkpoint.tools.verify import verify
 from ckptd.store.base import Store
 from ckptd.types import Box
 
-ROWS = 64
+ROWS = 512
 SHAPES: dict[str, tuple[int, ...]] = {f"frozen{i}": (ROWS, 512) for i in range(6)}
 SHAPES |= {"hot": (ROWS, 512), "small": (16,)}
-"""Six tensors and a hot one of 128 KiB, and one that is too small to be looked for."""
+"""Six tensors and a hot one of 1 MiB, and one that is too small to be looked for."""
 CHUNK = ROWS * 512 * 4
 
 

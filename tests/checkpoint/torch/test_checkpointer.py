@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ckptd
+from ckptd.checkpoint.format.manifest import INLINE_BYTES
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.errors import (
     ConflictError,
@@ -419,13 +420,16 @@ def test_a_flipped_bit_falls_back_to_the_older_step(root: str) -> None:
     assert steps_on_line(root) == [1, 3]
 
 
+NOT_SMALL = INLINE_BYTES // 4 + 1
+
+
 @pytest.mark.parametrize(
     "pattern", ["data/*/manifest.json", "data/*/r00000.digests", "data/*/witness", "commits/*"]
 )
 def test_damage_elsewhere_is_found_as_well(root: str, pattern: str) -> None:
-    live = {"w": torch.zeros(1000)}
+    live = {"w": torch.zeros(NOT_SMALL)}
     with ckptd.Checkpointer(root) as ck:
-        ck.save(1, {"w": torch.full((1000,), 1.0)})
+        ck.save(1, {"w": torch.full((NOT_SMALL,), 1.0)})
     damage(root, pattern, 10)
     with ckptd.Checkpointer(root) as ck, pytest.raises(CorruptError):
         ck.load(live)

@@ -18,7 +18,7 @@ from tests.checkpoint.save.referring import assert_verified, own_bytes
 
 pytestmark = pytest.mark.usefixtures("writing_thread")
 
-WIDTH = 192
+WIDTH = 576
 LAYERS = 4
 STEPS = 2
 
