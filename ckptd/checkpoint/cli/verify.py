@@ -94,10 +94,7 @@ def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyRep
                 return verify_one(catalogue, name, deep=not quick, progress=bar)
     except CorruptError as error:
         # The commit record itself is damaged, so that no lease could be taken.
-        finding = VerifyFinding.of(error)
-        return VerifyReport(
-            step=name.step, generation=name.generation, deep=not quick, findings=(finding,)
-        )
+        return VerifyReport.failed(name, error, deep=not quick)
 
 
 def _exit_code(reports: list[VerifyReport], records: tuple[VerifyFinding, ...]) -> int:

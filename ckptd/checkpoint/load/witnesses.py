@@ -17,7 +17,7 @@ from ckptd.base.grids.grid import Piece
 from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
-from ckptd.checkpoint.format.names import WITNESS
+from ckptd.checkpoint.format.names import WITNESS, CommitName
 from ckptd.checkpoint.format.witness import (
     DATA,
     SAMPLE,
@@ -68,13 +68,16 @@ class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
     found: str = ""
 
     @staticmethod
-    def of(error: CkptdError, file: str = "", rank: int | None = None) -> VerifyFinding:
+    def of(
+        error: CkptdError, file: str = "", rank: int | None = None, tensor: str = ""
+    ) -> VerifyFinding:
         """Return what an error says."""
         return VerifyFinding(
             kind=error.kind,
             message=error.message,
             file=file,
             rank=rank,
+            tensor=tensor,
             where=error.where or "",
             wanted=error.wanted or "",
             found=error.found or "",
@@ -119,6 +122,12 @@ class VerifyReport(OfCheckpoint, frozen=True, kw_only=True):
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.findings
+
+    @staticmethod
+    def failed(name: CommitName, error: CkptdError, file: str = "", *, deep: bool) -> VerifyReport:
+        """Return what is said of a checkpoint of which not even the manifest can be read."""
+        found = (VerifyFinding.of(error, file),)
+        return VerifyReport(step=name.step, generation=name.generation, deep=deep, findings=found)
 
 
 class Findings:

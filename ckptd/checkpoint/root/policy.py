@@ -66,8 +66,8 @@ class Every:
         """Whether rank 0 must decide."""
         return self.minutes is not None
 
-    def due(self, step: int, last_step: int | None, elapsed_s: float = 0.0) -> bool:
-        """Tell whether `step` should be saved.
+    def due(self, step: int, last_step: int | None) -> bool:
+        """Tell whether the number of steps asks for a save of `step`.
 
         Parameters
         ----------
@@ -75,14 +75,11 @@ class Every:
             Completed steps.
         last_step
             The step that was saved or loaded last; None when there is none.
-        elapsed_s
-            Seconds since then, or since the start.
         """
-        last = last_step or 0
-        if step <= last:
-            return False
-        if self.steps is not None and step // self.steps > last // self.steps:
-            return True
+        return self.steps is not None and step // self.steps > (last_step or 0) // self.steps
+
+    def late(self, elapsed_s: float) -> bool:
+        """Tell whether the clock asks for one, so long after the last save or the start."""
         return self.minutes is not None and elapsed_s >= 60.0 * self.minutes
 
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -194,8 +193,7 @@ class Scan:
         """Report a tensor of a foreign checkpoint that is of a kind that is not read."""
         entry = self._places.manifest.files[segment.file]
         name = self._places.filemap.tensors[segment.targets[0].tensor].name
-        finding = VerifyFinding.of(error, entry.path, entry.rank)
-        self._findings.add(msgspec.structs.replace(finding, tensor=name))
+        self._findings.add(VerifyFinding.of(error, entry.path, entry.rank, name))
 
     def _scan(self, segment: ScanSegment, files: LocalFiles) -> None:
         entry = self._places.manifest.files[segment.file]
@@ -352,34 +350,27 @@ def verify(
     DeadlineError
         kind ``stalled``: the store does not answer.
     """
-    findings = Findings()
-    empty = VerifyReport(step=name.step, generation=name.generation, deep=deep)
     try:
         commit = index.commit(name)
     except NotFoundError:
         raise
     except CkptdError as error:
-        return _with(empty, findings, VerifyFinding.of(error))
+        return VerifyReport.failed(name, error, deep=deep)
     try:
         reader = CkptdReader(index, commit)
     except CkptdError as error:
-        return _with(empty, findings, VerifyFinding.of(error, commit.folder + commit.manifest))
-    return _Verification(reader, findings, threads).go(deep, progress)
-
-
-def _with(report: VerifyReport, findings: Findings, finding: VerifyFinding) -> VerifyReport:
-    findings.add(finding)
-    return msgspec.structs.replace(report, findings=findings.all())
+        return VerifyReport.failed(name, error, commit.folder + commit.manifest, deep=deep)
+    return _Verification(reader, threads).go(deep, progress)
 
 
 class _Verification:
-    def __init__(self, reader: CkptdReader, findings: Findings, threads: int | None) -> None:
+    def __init__(self, reader: CkptdReader, threads: int | None) -> None:
         self._reader = reader
         self._store = reader.store
         self._manifest = reader.manifest
         self._filemap = reader.filemap
         self._places = reader.places
-        self._findings = findings
+        self._findings = Findings()
         local = self._store.capabilities.local_files
         parallel = cores() if local else self._store.capabilities.parallel
         self._threads = threads or max(2, min(_MOST_THREADS, parallel))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,7 +95,7 @@ class TierRules:
         self.saved(step, tuple(self._rules))
 
     def _due_by_clock(self) -> set[str]:
-        clocked = [n for n, rule in self._rules.items() if rule is not None and rule.by_clock]
+        clocked = {n: rule for n, rule in self._rules.items() if rule and rule.by_clock}
         if not clocked:
             return set()
         now = time.monotonic()
@@ -105,20 +105,16 @@ class TierRules:
         self._steps.leave(time.monotonic())
         return set(word.split("+")) - {""}
 
-    def _decide(self, clocked: Sequence[str], announced: Collection[str]) -> str:
+    def _decide(self, clocked: Mapping[str, Every], announced: Collection[str]) -> str:
         """On rank 0: what to announce; a tier that is announced already not again."""
         waiting = {name for word in announced for name in word.split("+")}
         now = time.monotonic()
         late = [
             name
-            for name in clocked
-            if name not in waiting and self._is_late(name, now - self._since[name])
+            for name, rule in clocked.items()
+            if name not in waiting and rule.late(now - self._since[name])
         ]
         return "+".join(late)
-
-    def _is_late(self, name: str, elapsed_s: float) -> bool:
-        rule = self._rules[name]
-        return rule is not None and rule.minutes is not None and elapsed_s >= 60.0 * rule.minutes
 
 
 _log = logging.getLogger("ckptd")

@@ -530,8 +530,7 @@ class Cadence:
     def _late(self) -> bool:
         elapsed = time.monotonic() - self._since
         if isinstance(self._rule, Every):
-            minutes = self._rule.minutes
-            return minutes is not None and elapsed >= 60.0 * minutes
+            return self._rule.late(elapsed)
         if not isinstance(self._rule, Auto) or self._under_way:
             return False  # a save that came now would wait for the one that drains
         if self.choice is not None:

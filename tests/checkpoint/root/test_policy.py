@@ -65,13 +65,15 @@ def test_every_steps_at_the_first_step_after_a_multiple() -> None:
 def test_every_minutes() -> None:
     rule = Every(minutes=0.5)
     assert rule.by_clock
-    assert not rule.due(7, 6, 29.9)
-    assert rule.due(7, 6, 30.0)
-    assert not rule.due(6, 6, 1e9)
+    assert not rule.late(29.9)
+    assert rule.late(30.0)
+    assert not rule.due(7, 6)
     both = Every(steps=10, minutes=1)
-    assert both.due(10, 9, 0.0)
-    assert both.due(11, 10, 60.0)
+    assert both.due(10, 9)
+    assert not both.due(11, 10)
+    assert both.late(60.0)
     assert not Every(steps=10).by_clock
+    assert not Every(steps=10).late(1e9)
 
 
 @pytest.mark.parametrize(
