@@ -192,8 +192,7 @@ def commit_parts(catalogue: Catalogue, place: OwnPlace, target: Target) -> Commi
         if part is None:
             return find_commit(catalogue, place)
         parts.append(part)
-    values = [(p.file.path, p.slots, p.values) for p in parts]
-    witness = write_witness(store, place.folder, target.witness, values)
+    witness = write_witness(store, place.folder, target.witness, parts, lambda p: p.file.path)
     return publish_manifest(catalogue, _manifest(place, target, [p.file for p in parts], witness))
 
 

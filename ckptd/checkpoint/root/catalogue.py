@@ -8,7 +8,7 @@ here needs a lock, and of two processes that disagree, the one that created a na
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -524,14 +524,16 @@ class Catalogue(Index):
 
 
 def write_witness(
-    store: Store, folder: str, plan: WitnessPlan, parts: Sequence[tuple[str, bytes, bytes]]
+    store: Store, folder: str, plan: WitnessPlan, parts: Sequence[Any], where: Callable[[Any], str]
 ) -> WitnessEntry | None:
     """Write the witness of a checkpoint into its data folder; None when it has no values.
 
     Parameters
     ----------
     parts
-        Where each part comes from, its slots as little-endian uint32, and 8 bytes for each.
+        Each with `slots`, as little-endian uint32, and `values`, 8 bytes for each of them.
+    where
+        Names a part in errors.
 
     Raises
     ------
@@ -540,17 +542,17 @@ def write_witness(
     """
     if not plan.total:
         return None
-    slots = b"".join(mine for _, mine, _ in parts)
+    slots = b"".join([p.slots for p in parts])
     numbers = np.frombuffer(slots[: len(slots) & ~3], dtype="<u4").astype(np.int64)
     strange = (numbers >= plan.total).any()
-    for where, mine, rows in parts:
-        bad = len(mine) % 4 or len(rows) != 2 * len(mine)
-        if bad or (strange and max(np.frombuffer(mine, dtype="<u4"), default=0) >= plan.total):
-            raise CorruptError("the checksums of a rank's part are malformed", where=where)
+    for p in parts:
+        bad = len(p.slots) % 4 or len(p.values) != 2 * len(p.slots)
+        if bad or (strange and max(np.frombuffer(p.slots, dtype="<u4"), default=0) >= plan.total):
+            raise CorruptError("the checksums of a rank's part are malformed", where=where(p))
     from ckptd.checkpoint.format.witness import SAMPLE, Witness
 
     witness = Witness.empty(plan)
-    values = b"".join(rows for _, _, rows in parts)
+    values = b"".join([p.values for p in parts])
     witness.put(numbers, np.frombuffer(values, dtype=np.uint8).reshape(-1, 8))
     raw = witness.encode()
     store.put(folder + WITNESS, raw)

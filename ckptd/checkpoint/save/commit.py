@@ -556,8 +556,7 @@ def finish_attempt(
     if parts[0].digests:
         witness = WitnessEntry(DATA, "") if over.total else None
     else:
-        values = [(f"rank {p.rank}", p.slots, p.values) for p in parts]
-        witness = write_witness(target, folder, over, values)
+        witness = write_witness(target, folder, over, parts, lambda p: f"rank {p.rank}")
     return assemble(plan, parts, save, witness)
 
 

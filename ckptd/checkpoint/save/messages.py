@@ -462,7 +462,7 @@ def decoded(
         raise CorruptError(f"not {what}", where=where, found=str(error)[:200]) from None
 
 
-class RankPart(msgspec.Struct, frozen=True):
+class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one rank reports of an attempt; kept below ``parts/`` until the commit.
 
     Attributes

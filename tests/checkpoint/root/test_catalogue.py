@@ -17,6 +17,7 @@ from ckptd.checkpoint.format.names import CommitName, pin_key
 from ckptd.checkpoint.format.records import Generation
 from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.root.catalogue import Catalogue, write_witness
+from ckptd.checkpoint.save.messages import RankPart
 from ckptd.errors import (
     ConflictError,
     CorruptError,
@@ -375,7 +376,8 @@ def test_the_rank_whose_checksums_are_malformed_is_named(slots: bytes, values: b
     """Those of all ranks are looked at together."""
     plan = WitnessPlan.over([TensorEntry("t", "float32", (2,), 0, 0)])
     assert plan.total == 2
-    parts = [("one", bytes(4), bytes(8)), ("other", slots, values), ("last", b"", b"")]
+    parts = [RankPart(0, "p", slots=bytes(4), values=bytes(8)), RankPart(2, "p")]
+    parts.insert(1, RankPart(1, "p", slots=slots, values=values))
     with pytest.raises(CorruptError) as caught:
-        write_witness(memory(), "data/x/", plan, parts)
-    assert caught.value.where == "other"
+        write_witness(memory(), "data/x/", plan, parts, lambda part: f"rank {part.rank}")
+    assert caught.value.where == "rank 1"
