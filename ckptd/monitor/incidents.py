@@ -127,9 +127,9 @@ class WantedEvidence:
 
     stacks: dict[int, Stack] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
+    came: dict[int, float] = field(default_factory=dict)
     _asked: dict[int, float] = field(default_factory=dict)
     _wanted: set[int] = field(default_factory=set)
-    _came: dict[int, float] = field(default_factory=dict)
 
     def want(self, verdicts: Iterable[Verdict], job: JobView, now: float) -> None:
         """Ask for the stacks of suspects that stand still, and of some that wait for them."""
@@ -146,6 +146,11 @@ class WantedEvidence:
                     self._asked[rank] = now
                     self._wanted.add(rank)
 
+    def ask(self, rank: int, now: float) -> None:
+        """Ask for the stack and the last output of a rank that a person looks at."""
+        self._asked[rank] = now
+        self._wanted.add(rank)
+
     def orders(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks, of these, whose stacks are wanted; each is returned once."""
         if not self._wanted:
@@ -157,14 +162,14 @@ class WantedEvidence:
     def take(self, found: EvidenceReport, now: float) -> None:
         """Keep what was found, for as long as it may concern an incident."""
         for rank in (*found.stacks, *found.logs):
-            self._came[rank] = now
+            self.came[rank] = now
         self.stacks.update(found.stacks)
         self.logs.update(found.logs)
 
     def forget(self, now: float) -> None:
         """Drop what is old."""
-        for rank in [r for r, at in self._came.items() if now - at > EVIDENCE_S]:
-            del self._came[rank]
+        for rank in [r for r, at in self.came.items() if now - at > EVIDENCE_S]:
+            del self.came[rank]
             self.stacks.pop(rank, None)
             self.logs.pop(rank, None)
         self._asked = {r: at for r, at in self._asked.items() if now - at <= ASK_AGAIN_S}

@@ -94,7 +94,8 @@ class JobWatch:
         self._stopped = Stopped()
         self._fenced = 0
         self._over: tuple[Incident, ...] = ()
-        self._evidence = WantedEvidence()
+        self.evidence = WantedEvidence()
+        """Stacks and output of ranks that came lately, and those to ask for."""
         self._loops = CallLoops()
         self._pace = StepPace(self.settings.slow)
         self._sums = SumTable()
@@ -136,7 +137,7 @@ class JobWatch:
             if found.number <= source.found:
                 raise old(found.source, source.found, found.number)
             source.found = found.number
-        self._evidence.take(found, now)
+        self.evidence.take(found, now)
         for result in found.probes:
             self._links.take(result)
 
@@ -199,7 +200,7 @@ class JobWatch:
         verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *self._sums.judge(now))
         moment = self._moment(job, rows, now)
         changes = self._cases.judge(verdicts, moment)
-        self._evidence.want(self._cases.suspected, settled, now)
+        self.evidence.want(self._cases.suspected, settled, now)
         return self._with_evidence(changes, settled, moment)
 
     def _gather(self, now: float) -> tuple[JobView, Array]:
@@ -302,16 +303,16 @@ class JobWatch:
     # --- evidence -------------------------------------------------------------------------------
 
     def _with_evidence(self, changes: Changes, job: JobView, moment: RoundFacts) -> Changes:
-        self._evidence.forget(moment.now)
+        self.evidence.forget(moment.now)
         for incident in changes.opened:
             suspects = suspected_ranks(incident.verdict, job)[:8]
             self._cases.change(
                 incident.id,
                 calls=calls_text(job, suspects, self.sources.texts, self.sources.names),
-                stacks=dict(self._evidence.stacks),
-                logs=dict(self._evidence.logs),
+                stacks=dict(self.evidence.stacks),
+                logs=dict(self.evidence.logs),
             )
-        more = self._cases.attach(self._evidence.stacks, self._evidence.logs, {}, moment.unix)
+        more = self._cases.attach(self.evidence.stacks, self.evidence.logs, {}, moment.unix)
         new = {i.id for i in changes.opened}
         updated = {i.id: i for i in (*changes.updated, *more) if i.id not in new}
         return Changes(
@@ -327,7 +328,7 @@ class JobWatch:
         known = self.sources.by_name.get(source)
         if known is None:
             return AgentOrders(period_s=self.sources.period_s)
-        stacks = self._evidence.orders(known.report.table("ranks")["rank"].tolist())
+        stacks = self.evidence.orders(known.report.table("ranks")["rank"].tolist())
         probes = self._links.probes(known.report.nodes, self.sources.addresses(), now)
         return AgentOrders(
             period_s=self.sources.period_s,

@@ -411,14 +411,11 @@ class GcReport(msgspec.Struct, frozen=True):
         Items that stayed because something changed since the plan: the item, and why.
     swept
         Names of what interrupted store calls had left.
-    notes
-        Those of the plan.
     """
 
     deleted: tuple[GcItem, ...] = ()
     skipped: tuple[tuple[GcItem, str], ...] = ()
     swept: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -477,8 +474,7 @@ def plan_gc(
         annotated = catalogue.annotated(inventory.records, annotations)
         inventory = replace(inventory, records=annotated)
     chosen = decide(inventory, rule, now, abandoned_s, other_runs=other_runs)
-    notes = [f"{n} is not complete: {what}" for n, what in inventory.broken.items()]
-    notes.append(unmet([inventory.records[n] for n in inventory.line], rule))
+    waits = unmet([inventory.records[n] for n in inventory.line], rule)
     dropped = chosen.dropped
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
@@ -490,7 +486,7 @@ def plan_gc(
         newest=inventory.newest,
         items=tuple(items),
         kept=tuple(GcKept(n.step, n.generation, r) for n, r in chosen.kept.items()),
-        notes=tuple(filter(None, notes)),
+        notes=(*(f"{n} is not complete: {what}" for n, what in inventory.broken.items()), *waits),
         sweep_s=leftover_s if thorough else None,
         root_id=catalogue.root_id,
         claim=catalogue.generation(inventory.newest).claim_id if inventory.newest else "",
@@ -807,7 +803,7 @@ class _Run:
 
 def apply_retention(
     catalogue: Catalogue, keep: Keep | int, *, whole: CommitName | None = None
-) -> GcReport:
+) -> tuple[str, ...]:
     """Delete what `keep` does not want, and what older lives of the job left over.
 
     For one rank, after a commit; the save is durable whatever happens here. The grace periods are
@@ -820,6 +816,11 @@ def apply_retention(
     whole
         The commit that the caller just made, so that its files need not be looked for.
 
+    Returns
+    -------
+    tuple
+        What a person should look at.
+
     Raises
     ------
     ConflictError
@@ -829,4 +830,4 @@ def apply_retention(
         plan = plan_gc(catalogue, keep, thorough=False, whole=whole)
         report = run_gc(catalogue.store, plan) if plan.items else GcReport()
         span.nbytes = report.nbytes
-    return msgspec.structs.replace(report, notes=plan.notes)
+    return plan.notes

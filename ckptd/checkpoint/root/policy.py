@@ -206,15 +206,15 @@ def _waiting(commits: Sequence[Commit], metric: str, margin: int) -> list[Commit
     return [c.name for i, c in enumerate(commits) if not has[i] and i > passed]
 
 
-def unmet(commits: Sequence[Commit], keep: Keep) -> str:
+def unmet(commits: Sequence[Commit], keep: Keep) -> list[str]:
     """Say that no commit has the metric of `keep`, where more wait than it keeps; else nothing."""
     metric, _, n = keep.best or ("", "", 0)
     most = len(commits) if keep.best is None or keep.last is None else n + keep.last
     if len(commits) <= most or any(metric in c.metadata for c in commits):
-        return ""
-    numbers = {k for c in commits for k, v in c.metadata.items() if metric_of(v) is not None}
-    have = ", ".join(sorted(numbers)) or "no numbers"
-    return f"no checkpoint has the metric {metric}, so each waits and stays; there: {have}"
+        return []
+    found = {k for c in commits for k, v in c.metadata.items() if metric_of(v) is not None}
+    have = ", ".join(sorted(found)) or "no numbers"
+    return [f"no checkpoint has the metric {metric}, so each waits and stays; there: {have}"]
 
 
 def metric_of(value: object) -> float | None:

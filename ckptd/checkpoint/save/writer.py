@@ -542,8 +542,7 @@ class SaveWriter:
                 if save.keep is not None:
                     from ckptd.checkpoint.root.gc import apply_retention
 
-                    notes = apply_retention(self._catalogue, save.keep).notes
-                    for note in set(notes) - self._noted:
+                    for note in {*apply_retention(self._catalogue, save.keep)} - self._noted:
                         self._noted.add(note)
                         self.send(Warned(save.job, {"message": note}))
         except CkptdError as error:

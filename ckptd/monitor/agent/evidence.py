@@ -1,4 +1,4 @@
-"""Stacks of ranks and link probes, taken beside the watcher's loop.
+"""Stacks and last output of ranks, and link probes, taken beside the watcher's loop.
 
 A launcher may kill a rank before the daemon asks for its stacks. So the stacks of a rank that looks
 stuck are taken early, and those of the others when one dies; they are kept for a later request.
@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -141,6 +142,26 @@ def _short(text: str) -> str:
     return f"{text[: half - 100]}\n... cut ...\n{text[-half:]}"
 
 
+# --- what processes have printed ------------------------------------------------------------------
+
+_MOST_LOG = 8192
+
+
+def last_output(pid: int) -> str:
+    """Return the end of the files that a process prints to; of a pipe or a terminal, nothing."""
+    found: dict[tuple[int, int], str] = {}
+    for fd in (2, 1):
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        with suppress(OSError):
+            place = path.stat()
+            if stat.S_ISREG(place.st_mode) and place.st_size:  # to open a pipe would be to read it
+                with path.open("rb") as file:
+                    file.seek(max(0, place.st_size - _MOST_LOG))
+                    tail = file.read(_MOST_LOG).decode(errors="replace")
+                found[place.st_dev, place.st_ino] = tail.removesuffix("\n")
+    return "\n".join(found.values())
+
+
 # --- evidence -------------------------------------------------------------------------------------
 
 
@@ -152,7 +173,7 @@ _AGAIN_S = 2.0
 
 _Work = queue.Queue[Callable[[], None] | None]
 _Pid = TypeVar("_Pid", int, int | None)
-_Report = Callable[[dict[int, Stack], tuple[ProbeResult, ...]], None]
+_Report = Callable[[dict[int, Stack], dict[int, str], tuple[ProbeResult, ...]], None]
 
 
 class EvidenceTaker:
@@ -198,7 +219,7 @@ class EvidenceTaker:
             self._do("ckptd-stacks", lambda: self._keep(wanted, note))
 
     def wanted(self, pids: Mapping[int, int | None]) -> None:
-        """Take stacks of ranks and report them, with those that were kept for them.
+        """Take stacks and last output of ranks and report them, with stacks that were kept.
 
         Parameters
         ----------
@@ -214,7 +235,7 @@ class EvidenceTaker:
         if probes:
             self._do(
                 "ckptd-probes",
-                lambda: self._report({}, tuple(measure(p, self._secret) for p in probes)),
+                lambda: self._report({}, {}, tuple(measure(p, self._secret) for p in probes)),
             )
 
     def forget(self, rank: int) -> None:
@@ -234,7 +255,8 @@ class EvidenceTaker:
     def _take(self, pids: Mapping[int, int | None]) -> None:
         fresh = take_stacks((rank, pid) for rank, pid in pids.items() if pid is not None)
         found = {rank: self._joined(rank, pid, fresh.get(rank)) for rank, pid in pids.items()}
-        self._report(found, ())
+        logs = {rank: last_output(pid) for rank, pid in pids.items() if pid is not None}
+        self._report(found, {rank: log for rank, log in logs.items() if log}, ())
 
     def _joined(self, rank: int, pid: int | None, fresh: Stack | None) -> Stack:
         """Return the fresh stacks of a rank and the kept ones behind them."""

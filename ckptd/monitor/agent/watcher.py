@@ -243,7 +243,9 @@ class Watcher:
         )
         self._evidence.probe(tuple(p for p in orders.probes if p.from_node == self._maker.node))
 
-    def _report(self, stacks: dict[int, Stack], probes: tuple[ProbeResult, ...]) -> None:
+    def _report(
+        self, stacks: dict[int, Stack], logs: dict[int, str], probes: tuple[ProbeResult, ...]
+    ) -> None:
         maker = self._maker
         with self._reporting:  # numbers go up in the order in which they are sent
             self._uplink.report(
@@ -252,6 +254,7 @@ class Watcher:
                     source=maker.source,
                     number=next(self._reports),
                     stacks=stacks,
+                    logs=logs,
                     probes=probes,
                 )
             )

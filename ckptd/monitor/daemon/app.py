@@ -88,6 +88,7 @@ class DaemonApi:
         posts: Mapping[str, Endpoint] = {
             f"{V1}/incidents/{{ident}}/ack": self._acknowledge,
             f"{V1}/incidents/{{ident}}/enforce": self._enforce,
+            f"{V1}/ranks/{{rank:int}}/look": self._look,
             f"{V1}/elastic/orders": self._order,
             LOGIN_PATH: self._login,
             SHEETS_PATH: s.ingest.sheets,
@@ -120,10 +121,17 @@ class DaemonApi:
 
     def _rank_document(self, rank: int) -> RankDocument:
         s = self._service
-        found = RankDocument.of(s.rounds.last, rank, s.names, s.usage.get(rank))
+        found = RankDocument.of(s.rounds.last, rank, s.names, s.usage.get(rank), s.evidence)
         if found is None:
             raise NotFoundError("unknown rank", where=str(rank))
         return found
+
+    async def _look(self, request: Request) -> Response:
+        rank = int(request.path_params["rank"])
+        found = await run_in_threadpool(self._rank_document, rank)
+        async with asyncio.timeout(_ANSWER_S):
+            await asyncio.wrap_future(self._service.look(rank))
+        return document(found)
 
     async def _links(self, request: Request) -> Response:
         return document(LinksDocument.of(self._service.rounds.last))

@@ -18,7 +18,7 @@ from ckptd.elastic.messages import Answer, Status
 from ckptd.events.event import STALL_PHASES
 from ckptd.events.profile import SaveProfile
 from ckptd.monitor.daemon.rounds import RankTable, RoundResult
-from ckptd.monitor.incidents import Incident
+from ckptd.monitor.incidents import Incident, WantedEvidence
 from ckptd.monitor.job import NO_EXIT, CallFlag, phase_name
 from ckptd.monitor.links import Effect
 from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
@@ -435,7 +435,7 @@ class GroupDocument(Struct, frozen=True, kw_only=True):
 
 
 class StackDocument(Stack, frozen=True, kw_only=True):
-    """Stacks of a rank, and the incident for which they were taken."""
+    """Stacks of a rank, and the incident for which they were taken; empty: a person asked."""
 
     incident: str
 
@@ -465,13 +465,21 @@ class RankDocument(Struct, frozen=True, kw_only=True):
     calls: list[CallDocument]
     stack: StackDocument | None
     log: str | None
+    looked_at: float | None
 
     @staticmethod
-    def of(result: RoundResult, rank: int, names: Names, usage: Any = None) -> RankDocument | None:
+    def of(
+        result: RoundResult,
+        rank: int,
+        names: Names,
+        usage: Any = None,
+        lately: WantedEvidence | None = None,
+    ) -> RankDocument | None:
         """Return what is known of a rank; None if it does not report.
 
-        `usage` is a row of `ckptd.monitor.report.USAGE`.
+        `usage` is a row of `ckptd.monitor.report.USAGE`, `lately` what ranks were asked for.
         """
+        came = lately or WantedEvidence()
         job = result.job
         at = np.flatnonzero(job.ranks["rank"] == rank)
         if not len(at):
@@ -499,17 +507,23 @@ class RankDocument(Struct, frozen=True, kw_only=True):
             threads=None if usage is None else int(usage["threads"]),
             groups=[GroupDocument.of(g, names) for g in job.groups[job.groups["row"] == at[0]]],
             calls=[CallDocument.of(c, names, result.at) for c in calls],
-            stack=_newest_stack(result.incidents, rank),
-            log=next((i.logs[rank] for i in result.incidents[::-1] if rank in i.logs), None),
+            stack=_newest_stack(result.incidents, rank, came.stacks.get(rank)),
+            log=came.logs.get(rank)
+            or next((i.logs[rank] for i in result.incidents[::-1] if rank in i.logs), None),
+            looked_at=result.at - result.now + came.came[rank] if rank in came.came else None,
         )
 
 
-def _newest_stack(incidents: Sequence[Incident], rank: int) -> StackDocument | None:
+def _newest_stack(
+    incidents: Sequence[Incident], rank: int, came: Stack | None
+) -> StackDocument | None:
     for incident in reversed(incidents):
-        if rank in incident.stacks:
+        if rank in incident.stacks and came in (None, incident.stacks[rank]):
             stack = msgspec.structs.asdict(incident.stacks[rank])
             return StackDocument(incident=incident.id, **stack)
-    return None
+    if came is None:
+        return None
+    return StackDocument(incident="", **msgspec.structs.asdict(came))
 
 
 # --- incidents ----------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class Service:
         self.names = Names(watch.sources.names, watch.sources.texts)
         self.members = watch.sources.members
         self.usage = watch.sources.usage
+        self.evidence = watch.evidence
         self.rounds = Rounds(watch, self._on_round)
         self.ingest = Ingest(setup.job, setup.secret, self._call, self._take(watch), self.tape)
         self.responder = self._elastic()
@@ -207,6 +208,10 @@ class Service:
             return incident
 
         return self.rounds.call(work)
+
+    def look(self, rank: int) -> Future[None]:
+        """Have the stack and the last output of a rank taken; its next documents have them."""
+        return self.rounds.call(lambda watch, now: watch.evidence.ask(rank, now))
 
     def _noted(self, watch: JobWatch, incident: Incident) -> None:
         self._keep(incident)

@@ -30,14 +30,14 @@ ALL = [commit(s) for s in (5, 100, 150, 200, 299, 310, 420)]
 def test_a_metric_that_no_checkpoint_has_is_named_with_those_that_exist() -> None:
     keep = Keep(last=1, best=("loss", "min", 1))
     three = [commit(s, val_loss=1.0, epoch=s, note="x") for s in (1, 2, 3)]
-    assert unmet(three[:2], keep) == ""  # no more than the rule keeps where all have it
-    assert unmet(three, keep) == (
+    assert unmet(three[:2], keep) == []  # no more than the rule keeps where all have it
+    assert unmet(three, keep) == [
         "no checkpoint has the metric loss, so each waits and stays; there: epoch, val_loss"
-    )
-    assert unmet([commit(s) for s in (1, 2, 3)], keep).endswith("; there: no numbers")
-    assert unmet([*three, commit(4, loss=None)], keep) == ""
-    assert unmet(three, Keep(last=None, best=("loss", "min", 1))) == ""
-    assert unmet(three, Keep(last=1)) == ""
+    ]
+    assert unmet([commit(s) for s in (1, 2, 3)], keep)[0].endswith("; there: no numbers")
+    assert unmet([*three, commit(4, loss=None)], keep) == []
+    assert unmet(three, Keep(last=None, best=("loss", "min", 1))) == []
+    assert unmet(three, Keep(last=1)) == []
 
 
 # -- Every -----------------------------------------------------------------------------------------

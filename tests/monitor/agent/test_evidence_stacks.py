@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.monitor.agent import evidence
-from ckptd.monitor.agent.evidence import py_spy, take_stack, take_stacks
-from tests.processes import stop
+from ckptd.monitor.agent.evidence import last_output, py_spy, take_stack, take_stacks
+from tests.processes import stop, until
 
 STUCK = """
 import time
@@ -35,6 +35,30 @@ def stuck() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_last_output_is_that_of_files(same: bool, tmp_path: Path) -> None:
+    program = "import sys, time; print('x' * 20000); print('out', flush=True);"
+    program += "print('wrong', file=sys.stderr, flush=True); time.sleep(600)"
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, stdout=out, stderr=out if same else err)
+    try:
+        until(lambda: "wrong" in last_output(process.pid), "nothing is printed")
+        shown = last_output(process.pid)
+        assert len(shown) <= 2 * 8192
+        assert shown.endswith("x\nout\nwrong" if same else "x\nout")
+        assert shown.count("wrong") == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert last_output(process.pid) == ""
+
+
+def test_a_pipe_is_not_read() -> None:
+    with stuck() as one:
+        assert last_output(one.pid) == ""
 
 
 def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -85,6 +85,23 @@ def test_one_rank(stuck: Running) -> None:
     assert stuck.ask("GET", f"{V1}/ranks/x").status == 404
 
 
+def test_a_rank_is_looked_at_on_request(tmp_path: Path) -> None:
+    with running(tmp_path / "h") as daemon, fed(daemon, 16):
+        assert until(lambda: len(get(daemon, "/ranks")["rank"]) == 16)
+        assert get(daemon, "/ranks/7")["stack"] is None
+        path = f"{V1}/ranks/7/look"
+        assert daemon.ask("POST", path, b"{}", token=False).status == 401
+        assert "unknown rank" in daemon.ask("POST", f"{V1}/ranks/99/look", b"{}").message
+        assert daemon.ask("POST", path, b"{}").document["rank"] == 7
+        assert until(lambda: get(daemon, "/ranks/7")["stack"])
+        stack = get(daemon, "/ranks/7")["stack"]
+        assert (stack["incident"], stack["how"]) == ("", "py-spy")
+        rank = get(daemon, "/ranks/7")
+        assert rank["now"] - 60 < rank["looked_at"] <= rank["now"] + 1
+        assert "simulated rank 7" in stack["text"]
+        assert get(daemon, "/ranks/6")["stack"] is get(daemon, "/ranks/6")["looked_at"] is None
+
+
 def test_incidents_and_their_evidence(stuck: Running) -> None:
     (listed,) = get(stuck, "/incidents?state=open")["incidents"]
     assert listed["kind"] == "non-communication hang"

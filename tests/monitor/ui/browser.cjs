@@ -3,6 +3,7 @@
 "use strict";
 
 const { createRequire } = require("node:module");
+const fs = require("node:fs");
 const path = require("node:path");
 
 const { chromium } = createRequire(path.join(process.env.CKPTD_UI, "package.json"))("playwright-core");
@@ -47,8 +48,17 @@ async function drive(body) {
   process.stdout.write(`${JSON.stringify(found)}\n`);
 }
 
+const AXE = fs.readFileSync(path.join(process.env.CKPTD_UI, "node_modules/axe-core/axe.min.js"), "utf8");
+
+/** What axe-core finds on the page as it is, each with `where`. */
+async function axe(page, where) {
+  if (!await page.evaluate(() => Boolean(window.axe))) await page.evaluate(AXE); // the page's policy lets no script in by an element
+  const told = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  return told.violations.map((v) => `${v.id} in ${where}: ${v.nodes.map((n) => `${n.html.slice(0, 160)} ${n.any[0]?.message ?? ""}`).slice(0, 3).join(" | ")}`);
+}
+
 const VIEWS = ["overview", "progress", "ranks", "incidents", "links", "calls", "checkpoints", "elastic"];
 const cells = (page, n) => page.waitForFunction((k) => Number(document.querySelector("canvas.map-canvas")?.dataset.cells) === k, n);
 const sideways = (page) => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
 
-module.exports = { drive, VIEWS, cells, sideways };
+module.exports = { axe, drive, VIEWS, cells, sideways };

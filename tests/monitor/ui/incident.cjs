@@ -31,6 +31,10 @@ drive(async ({ open, found }) => {
   found.panel = await page.locator("#rank-title").textContent();
   found.facts = await text(".rank-panel dt, .rank-panel dd");
   found.odd = await text(".odd-list b");
+  found.taken = (await text(".rank-panel h3")).find((t) => t.startsWith("Stack"));
+  await page.locator("#look").click();
+  found.asked = await page.locator(".rank-panel [role=status] span").textContent();
+  await page.locator(".rank-panel [role=status] span", { hasText: "taken at" }).waitFor();
   // Digits go through the views; the theme switch goes round.
   for (const [i, view] of VIEWS.entries()) {
     await page.keyboard.press(String(i + 1));

@@ -60,7 +60,7 @@ drive(async ({ open, found }) => {
 
   found.functions = await page.evaluate(async () => {
     const { rising, numbersOf } = await import("./js/views/progress.js");
-    const { split } = await import("./js/views/runs.js");
+    const { losses, split } = await import("./js/views/runs.js");
     const { known } = await import("./js/plot.js");
     const save = (at, generation, numbers) => ({ begun_at: at, generation, numbers, outcome: "durable", stalls_s: {} });
     const at = [0, 10, 20, 30, 40, 50, 60, 900, 910, 1000];
@@ -73,6 +73,8 @@ drive(async ({ open, found }) => {
         rising([[0, 1], [10, null], [20, 2]]).map(([, v]) => v),
       ],
       numbers: numbersOf([save(0, 0, { loss: 4, tokens: 100 }), save(10, 0, { loss: 3, tokens: 300 }), save(20, 1, { loss: 3.5, tokens: 200 }), save(30, 1, { loss: 2, tokens: 500 })]),
+      losses: ["j", "other"].map((job) => losses([{ job: "j", from: 100, to: 200 }, { job, from: 0, to: 50 }], [
+        { ...save(150, 2, { "val_loss": 2, lr: 1 }), step: 7 }, { ...save(10, 1, { "val_loss": 4 }), step: 5 }, { ...save(20, 1, { lr: 1 }), step: 6 }], "j")),
       runs: split("j", { at, step_max: step, step_s_median: none, self_max: none }).map((r) => r.step),
       gap: known([0, 1, 2, 60, 61], [[1, 1, null, 2, 2]])[1][0],
     };

@@ -139,7 +139,9 @@ def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
     assert re.match(cost, found["cost"])
     here = f"ckptd incidents {JOB}-1 --job {JOB}"
     assert found["commands"] == [f"py-spy dump --pid {found['pid']}", here]
-    assert found["row"] == found["lead"].rstrip(".")
+    # The lead is read a moment after the row.
+    row, lead = (re.sub(r"for \d+ s", "for # s", found[name]) for name in ("row", "lead"))
+    assert row == lead.rstrip(".")
     assert found["suspects"][0] == "rank 5"
     assert len(found["evidence"]) >= 1
     assert {"Suspects", "Evidence", "Rules out", "Would be refuted by", "What to do"} <= set(
@@ -149,6 +151,8 @@ def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
     assert found["panel"].startswith("Rank 5")
     facts = dict(zip(found["facts"][::2], found["facts"][1::2], strict=True))
     assert int(facts["process id"]) > 0
+    assert found["taken"] == f"Stack, taken for {JOB}-1"
+    assert found["asked"] == "asked; its agent answers with its next reports"
     assert "Rank 5" in found["odd"]
     assert found["theme"] == "dark"
     assert all(n <= 0 for n in found["sideways"].values()), found["sideways"]
@@ -185,6 +189,7 @@ def test_progress_over_time_and_another_run_beside_it(tmp_path: Path) -> None:
         "loss": [["loss", [[0, 4], [10, 3], [20, 3.5], [30, 2]]]],
         "rate": [["tokens a second", [[10, 20], [30, 30]]]],
     }
+    assert functions["losses"] == [["val_loss", [[7, 2]], [[5, 4]]], None]
     # Ranks that load show step 0 for a moment; ten minutes of nothing, and a fall, part runs.
     assert functions["runs"] == [[5, 50, 100, 0, 100, 110, 120], [130, 140]]
     assert functions["gap"] == [1, 1, None, 2, 2]
@@ -216,6 +221,7 @@ def test_the_door_and_a_daemon_that_goes_away(tmp_path: Path) -> None:
     # Nothing on the page says that the job is well while nobody knows.
     assert found["pill"] == "connection lost"
     assert found["state"].startswith("StateNot knownconnection lost since ")
+    assert (found["violations"], max(found["sideways"])) == ([], 0)
     assert found["again"] == "Healthy"
     assert found["back"] == "live"
 

@@ -1,8 +1,8 @@
 // All that is known of one rank.
 
-import { get } from "./api.js";
+import { get, post } from "./api.js";
 import { h, refill, setText, table } from "./dom.js";
-import { bytes, count, plural, ratio, seconds } from "./format.js";
+import { bytes, clock, count, plural, ratio, seconds } from "./format.js";
 import { listen, store } from "./store.js";
 import { PROCESS, shape, statusOf } from "./words.js";
 
@@ -84,14 +84,36 @@ export class RankPanel {
     }
   }
 
+  /** Has the stack and the last output taken; they come with one of the next answers. */
+  async look() {
+    const rank = this.rank;
+    this.asked = { rank, before: this.used.looked_at };
+    this.drawMore(this.used);
+    try {
+      await post(`ranks/${rank}/look`, {});
+    } catch (error) {
+      this.asked = { rank, error: error.message };
+    }
+    this.drawMore(this.used);
+  }
+
+  asking(answer) {
+    const { rank, before, error } = this.asked ?? {};
+    const taken = answer.looked_at === null ? "" : `taken at ${clock(answer.looked_at)}`;
+    if (rank !== this.rank) return taken;
+    return error ?? (answer.looked_at > (before ?? 0) + 0.01 ? taken : "asked; its agent answers with its next reports");
+  }
+
   drawMore(answer) {
     this.used = answer;
     this.drawFacts();
+    const said = this.asking(answer);
     const groups = answer.groups ?? [], calls = (answer.calls ?? []).slice(-CALLS_SHOWN).reverse();
-    const key = JSON.stringify([groups, calls.map((c) => [c.seq, c.group, c.end_s === null]), answer.stack, answer.log]);
+    const key = JSON.stringify([groups, calls.map((c) => [c.seq, c.group, c.end_s === null]), answer.stack, answer.log, said]);
     refill(this.more, key, () => [
+      h("p", { class: "button-row", role: "status" }, h("button", { type: "button", class: "small", id: "look", onclick: () => this.look() }, "Take stack and last output"), h("span", { class: "quietly" }, said)),
       answer.log ? [h("h3", {}, "Last output"), h("pre", { class: "stack", tabindex: "0", "aria-label": "Last output" }, answer.log)] : null,
-      answer.stack ? [h("h3", {}, "Stack, taken for ", h("a", { href: `#/incidents/${encodeURIComponent(answer.stack.incident)}` }, answer.stack.incident)), h("pre", { class: "stack", tabindex: "0", "aria-label": "Stack" }, answer.stack.text)] : null,
+      answer.stack ? [h("h3", {}, answer.stack.incident ? ["Stack, taken for ", h("a", { href: `#/incidents/${encodeURIComponent(answer.stack.incident)}` }, answer.stack.incident)] : "Stack, taken on request"), h("pre", { class: "stack", tabindex: "0", "aria-label": "Stack" }, answer.stack.text)] : null,
       h("h3", {}, plural(groups.length, "group")),
       table(["Group", ">Size", ">Entered", ">Completed"], groups.map((g) => ({
         properties: g.entered > g.completed ? { class: "behind" } : {},

@@ -5,7 +5,7 @@ import { choice, h, refill, setText, table } from "../dom.js";
 import { clock, count, plural, seconds, sentence } from "../format.js";
 import { Plot, known } from "../plot.js";
 import { listen, store } from "../store.js";
-import { compare, runsOf } from "./runs.js";
+import { LOSS, compare, runsOf } from "./runs.js";
 
 const AGAIN_MS = 5000;
 const POINTS = 600;
@@ -46,7 +46,7 @@ export function numbersOf(saves) {
   const some = saves.filter((s) => s.outcome !== "skipped").sort((a, b) => a.begun_at - b.begun_at);
   for (const key of new Set(some.flatMap((s) => Object.keys(s.numbers ?? {})))) {
     const points = some.filter((s) => key in s.numbers).map((s) => [s.begun_at, s.numbers[key], s.generation]);
-    if (/loss|perplexity/i.test(key)) out.loss.push([key, points.map(([at, v]) => [at, v])]);
+    if (LOSS.test(key)) out.loss.push([key, points.map(([at, v]) => [at, v])]);
     else if (/(tokens|samples|sequences|examples|images)(_seen|_total)?$/i.test(key)) {
       const pairs = points.slice(1).map(([at, v, g], i) => [at, v - points[i][1], at - points[i][0], g === points[i][2]]);
       out.rate.push([`${key} a second`, pairs.filter(([, more, s, same]) => more > 0 && s > 0 && same).map(([at, more, s]) => [at, more / s])]);
@@ -140,7 +140,7 @@ export function progress(root) {
     over.hidden = Boolean(beside);
     if (beside) {
       setText(summary, "two runs by their steps");
-      comparing.draw(runs[0], beside);
+      comparing.draw(runs[0], beside, saves);
       return;
     }
     if (!series) return;

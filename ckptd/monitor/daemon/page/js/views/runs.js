@@ -10,6 +10,8 @@ const POINTS = 2000;
 const ALL_S = 34560000;
 /** A run ends where nothing was recorded for so long, or where steps fall to less than half and stay there. */
 const APART_S = 600, BACK_S = 60;
+/** Names of numbers that are a loss. */
+export const LOSS = /loss|perplexity/i;
 
 /** Runs that this daemon's folder remembers: the newest of this job first, then older ones and those of other jobs. */
 export async function runsOf() {
@@ -50,6 +52,16 @@ function runFrom(job, s, begin, end) {
   };
 }
 
+/** A loss of two runs, by step: its name, and of each run [step, value]. Only of this job are saves known; its runs lie apart in time. */
+export function losses(runs, saves, job) {
+  const rising = saves.slice().sort((a, b) => a.begun_at - b.begun_at);
+  const of = (run) => (run.job === job ? rising.filter((s) => s.begun_at >= run.from && s.begun_at <= run.to) : []);
+  const names = (some) => new Set(some.flatMap((s) => Object.keys(s.numbers ?? {})));
+  const [one, other] = runs.map(of), both = names(other);
+  const key = [...names(one)].find((k) => LOSS.test(k) && both.has(k));
+  return key ? [key, ...[one, other].map((some) => some.filter((s) => key in s.numbers).map((s) => [s.step, s.numbers[key]]))] : null;
+}
+
 export function compare(root) {
   const facts = h("div", {});
   const steps = (v) => `step ${count(v)}`;
@@ -57,6 +69,7 @@ export function compare(root) {
     new Plot("Step time by step", { words: seconds, height: 210, xwords: steps, least: 0 }),
     new Plot("Slowest rank's own time by step", { words: seconds, xwords: steps }),
     new Plot("Steps since the run began", { words: count, xwords: seconds, height: 180 }),
+    new Plot("Loss by step, from the metadata of saves", { words: (v) => String(Number(v.toPrecision(4))), xwords: steps }),
   ];
   root.append(h("section", { class: "panel", "aria-label": "Two runs" }, facts), ...plots.map((p) => p.element));
 
@@ -75,12 +88,15 @@ export function compare(root) {
   }
 
   return {
-    draw(one, other) {
+    draw(one, other, saves) {
       refill(facts, one.key + other.key + one.to, () => table(["Run", "Began", ">Lasted", ">Steps", ">Usual step"], [one, other].map((r) => [
         h("b", {}, r.job), clock(r.from), seconds(r.to - r.from), `${count(Math.min(...r.step))} to ${count(Math.max(...r.step))}`, seconds(r.usual)]), "Two runs"));
       both(plots[0], one, other, (r) => r.step.map((s, i) => [s, r.time[i]]));
       both(plots[1], one, other, (r) => r.step.map((s, i) => [s, r.slowest[i]]));
       both(plots[2], one, other, (r) => r.at.map((t, i) => [t - r.from, r.step[i]]));
+      const found = losses([one, other], saves, store.job?.job);
+      plots[3].element.hidden = !found;
+      if (found) both(plots[3], one, other, (r) => found[r === one ? 1 : 2]);
     },
     end: () => plots.forEach((p) => p.end()),
   };
