@@ -206,7 +206,10 @@ class Writer(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Return when every byte is durable (its name too, after `Store.sync` of its folder)."""
+        """Return when every byte is durable; its name too, after a `Store.sync` or `Store.put`.
+
+        That is one of its folder, or into it.
+        """
 
     @abstractmethod
     def abort(self) -> None:

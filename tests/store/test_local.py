@@ -290,8 +290,20 @@ def test_order_of_a_writer_and_sync(tmp_path: Path) -> None:
     assert seen[-1][0] == "os.fdatasync"
     del seen[:]
     store.sync("data/")
-    synced = {path for point, path in seen if point == "os.fsync-folder"}
-    assert synced == {str(tmp_path), str(tmp_path / "data"), str(tmp_path / "data" / "x")}
+    below = [str(tmp_path / "data"), str(tmp_path / "data" / "x")]
+    assert [path for _, path in seen] == below  # the name of data is durable since it was made
+    another = LocalStore(tmp_path)
+    seen = steps(another)
+    another.sync("data/")
+    assert [path for _, path in seen] == [*below, str(tmp_path)]
+
+
+def test_a_put_makes_the_names_beside_it_durable(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, "data/file", pattern(MIB))
+    seen = steps(store)
+    store.put("data/manifest", b"{}")
+    assert seen[-1] == ("os.fsync-folder", str(tmp_path / "data"))
 
 
 def test_a_delete_is_durable_on_return(tmp_path: Path) -> None:

@@ -432,7 +432,8 @@ def write_file(
     progress
         Called with the bytes written so far.
     small
-        Return the digest index in the entry of the file, and write none.
+        Return the digest index in the entry of the file, and write none. The file's name is durable
+        when the caller has put something into its folder.
 
     Raises
     ------
@@ -446,7 +447,7 @@ def write_file(
     raw = index.encode()
     if not small:
         store.put(digests_key(key), raw)
-    store.sync(save.folder)
+        store.sync(save.folder)
     inline = raw if small else b""
     entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw), inline)
     return WrittenShare(entry, index.chunks)
