@@ -709,7 +709,7 @@ def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor
 
 
 def _digest(local: torch.Tensor) -> bytes:
-    plain = local.contiguous().resolve_conj().resolve_neg()
+    plain = _words(local).contiguous().resolve_conj().resolve_neg()
     return digest(as_bytes(plain).data)
 
 
@@ -718,8 +718,14 @@ def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8
     if source.device.type == "cpu" and source.is_contiguous() and not lazy:
         np.copyto(target, as_bytes(source))
         return
-    view = torch.from_numpy(target).view(source.dtype).view(source.shape)
-    view.copy_(source)
+    source = _words(source)
+    torch.from_numpy(target).view(source.dtype).view(source.shape).copy_(source)
+
+
+def _words(local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor by the words of its memory, as torch cannot copy the values of every type."""
+    lazy = local.is_conj() or local.is_neg()
+    return local if lazy else local.view(WORDS[local.element_size()])
 
 
 _GUARDED_BYTES = 8 << 20

@@ -52,3 +52,17 @@ def test_what_a_checkpoint_leaves_out_stays_as_it_is() -> None:
         filling.finish()
     assert torch.equal(overlapping, before[0])
     assert torch.equal(rows, before[1])
+
+
+def test_a_turned_matrix_is_saved_whose_type_torch_cannot_turn(tmp_path: Path) -> None:
+    def packed(values: torch.Tensor) -> torch.Tensor:
+        return values.view(torch.float4_e2m1fn_x2)
+
+    values = torch.arange(8000).to(torch.uint8).view(80, 100)
+    live = {"turned": packed(values.clone()).t(), "plain": packed(torch.zeros(100, 80).byte())}
+    with ckptd.Checkpointer(str(tmp_path)) as ck:
+        ck.save(1, {"turned": live["turned"], "plain": live["turned"]})
+        ck.wait()
+        live["turned"].view(torch.uint8).zero_()
+        ck.load(live)
+    assert all(torch.equal(t.view(torch.uint8), values.t()) for t in live.values())
