@@ -6,6 +6,7 @@ import hmac
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -174,7 +175,8 @@ class Agreement:
             self.board.set(f"{key}/{rank}", b"-" + report)
             raise
         found = _value(self.wait(f"{key}/answer", 0, above))
-        self.board.delete(f"{key}/{rank}")  # each its own: thousands are many for one
+        with suppress(CkptdError):  # the answer is here: the store may end with rank 0
+            self.board.delete(f"{key}/{rank}")  # each its own: thousands are many for one
         return found
 
     def no_errors(self, error: Exception | None, pulse: RankHeartbeat | None = None) -> None:

@@ -180,6 +180,17 @@ def test_ranks_that_are_missing_in_a_tree_are_named(missing: tuple[int], reports
     assert {e.found for e in errors} == {f"missing ranks {[*missing]}"}
 
 
+def test_the_answer_counts_where_the_store_ends_with_rank_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(*_: Any) -> None:
+        raise CkptdError("the job's store is gone", kind="board-lost")
+
+    monkeypatch.setattr(LocalBoard, "delete", gone)
+    joined = everywhere(3, lambda agreement: agreement.all_reports("now", b"x", b"".join))
+    assert joined == [b"xxx"] * 3
+
+
 @pytest.mark.parametrize("late", [5, 16])
 @pytest.mark.usefixtures("fan")
 def test_a_rank_that_comes_after_the_error_raises_it(late: int) -> None:
