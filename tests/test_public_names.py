@@ -128,14 +128,16 @@ def test_import_without_torch(module: str) -> None:
 def test_what_most_programs_do_without_is_not_imported(tmp_path: Path) -> None:
     told = "print(*sorted({*sys.modules} - old)); "
     code = "import sys, torch; old = {*sys.modules}; import ckptd; ckptd.Checkpointer; " + told
-    code += f"ck = ckptd.Checkpointer({str(tmp_path)!r}); ck.save(1, {{'w': torch.ones(3)}}); "
-    done = python(f"{code}ck.close(); {told}")
-    touched, saved = (line.split() for line in done.stdout.splitlines())
+    code += f"ck = ckptd.Checkpointer({str(tmp_path)!r}); {told}"
+    code += f"saved = ck.save(1, {{'w': torch.ones(3)}}); {told} saved.durable(); ck.close()"
+    done = python(code)
+    touched, made, saved = (line.split() for line in done.stdout.splitlines())
     assert "ckptd.checkpoint.torch.checkpointer" in touched, done.stderr
     # What saves is imported while the writing process starts, and what loads by a load.
     assert len(touched) <= 80, touched
     assert "ckptd.checkpoint.torch.saver" not in touched
-    assert "ckptd.checkpoint.torch.saver" in saved
+    assert "ckptd.checkpoint.torch.saver" in made
+    assert saved == made, "training waits for what a first save imports"
     assert len(saved) <= 145, saved
     # DTensor takes longer than all of ckptd; Lay is a quarter of it; the worker is a process.
     above = ["ckptd.elastic", "ckptd.monitor", "ckptd.readers", "ckptd.reshard", "ckptd.lay"]

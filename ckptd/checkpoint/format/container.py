@@ -507,7 +507,7 @@ class FileMap:
         here: I64 = np.arange(len(self._groups))
         if self._table is not None:  # most groups are one scalar each, or tensors of one file
             lo, hi = np.searchsorted(self._table[0], (file, file + 1))
-            here = np.unique(self._table[1][lo:hi])
+            here = np.flatnonzero(np.bincount(self._table[1][lo:hi]))  # `unique` imports numpy.ma
         held = [self._pieces(group, file)[0] for group in here.tolist()]
         if not held:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)

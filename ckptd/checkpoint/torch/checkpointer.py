@@ -206,6 +206,9 @@ class Checkpointer(OfOneProcess):
         # and behind the first training steps.
         client = self._start_client()
         try:
+            import psutil  # noqa: F401 - says how much memory there is when a slot is made
+
+            from ckptd.checkpoint.load import opening  # noqa: F401 - of the first claim
             from ckptd.checkpoint.torch.layouts import NoLayout
             from ckptd.checkpoint.torch.saver import Saver
 
