@@ -200,7 +200,7 @@ def open_own(reader: CkptdReader, *, dequantize: bool = False) -> SourceTensors:
         values=lambda names: reader.tensors(dict.fromkeys(names)),
         step=manifest.step,
         world=manifest.world_size,
-        metadata={k: v for k, v in manifest.metadata.items() if k != FOREIGN},
+        metadata={k: v for k, v in reader.metadata.items() if k != FOREIGN},
         objects=[o for o in manifest.objects if o.kind != SUBCLASS],
         encoded=lambda name: _encoded(reader, name),
         witness=witness,

@@ -43,6 +43,14 @@ def test_there_and_back_is_identical(cli: Cli, source: str, tmp_path: Path) -> N
     assert "exists already" in cli.good("reshard", there, back, "--to", HF[0]).out
 
 
+def test_what_an_evaluation_added_stays(cli: Cli, source: str, tmp_path: Path) -> None:
+    cli.good("annotate", f"{source}@5", "loss=1.5")
+    target = str(tmp_path / "cut")
+    cli.good("reshard", source, target, *FSDP)
+    (found,) = cli.json("ls", target)["checkpoints"]
+    assert found["metadata"]["loss"] == 1.5
+
+
 def test_a_program_that_contradicts_the_kept_one_is_refused_before_a_byte_moves(
     cli: Cli, source: str, tmp_path: Path
 ) -> None:
