@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,17 +104,28 @@ class WitnessPlan:
     @cached_property
     def _positions(self) -> I64:
         """Row-major positions of all values, rising within each tensor."""
-        quota = int(self.counts.max()) if len(self.counts) else 0
-        ramp = np.arange(self.total, dtype=np.int64) - np.repeat(self.starts[:-1], self.counts)
-        whole = np.repeat(self.numels <= quota, self.counts)
-        seeds = np.array([xxhash.xxh3_64_intdigest(n.encode()) for n in self.names], np.uint64)
-        drawn = splitmix64(np.repeat(seeds, self.counts) + ramp.astype(np.uint64))
-        drawn %= np.repeat(self.numels.astype(np.uint64), self.counts)
-        out = np.where(whole, ramp, drawn.astype(np.int64))
-        if quota:
-            large = np.repeat(self.numels > quota, self.counts)
-            out[large] = np.sort(out[large].reshape(-1, quota), axis=1).ravel()
+        out = np.empty(self.total, dtype=np.int64)
+        order = np.argsort(self.numels, kind="stable")
+        for tensors in np.split(order, np.flatnonzero(np.diff(self.numels[order])) + 1):
+            if len(tensors):
+                out[self._slots(tensors)] = self._drawn(tensors)
         return out
+
+    @cached_property
+    def _seeds(self) -> U64:
+        return np.array([xxhash.xxh3_64_intdigest(n.encode()) for n in self.names], np.uint64)
+
+    def _slots(self, tensors: I64) -> I64:
+        """Return the slots of tensors of one size: a row each."""
+        return self.starts[tensors][:, np.newaxis] + np.arange(self.counts[tensors[0]])
+
+    def _drawn(self, tensors: I64) -> I64:
+        """Return the positions of tensors of one size, rising: a row each."""
+        numel, ramp = int(self.numels[tensors[0]]), np.arange(self.counts[tensors[0]])
+        if numel == len(ramp):
+            return np.tile(ramp, (len(tensors), 1))
+        seeds = self._seeds[tensors][:, np.newaxis] + ramp.astype(np.uint64)
+        return np.sort((splitmix64(seeds) % np.uint64(numel)).astype(np.int64), axis=1)
 
     def positions(self, tensor: int) -> I64:
         """Return the row-major positions of tensor number `tensor`, rising; do not write to it."""
@@ -146,28 +157,44 @@ class WitnessPlan:
         slots, elements = zip(*found, strict=True) if found else ((empty,), (empty,))
         return np.concatenate(slots), np.concatenate(elements)
 
-    def select_all(self, buffers: Sequence[tuple[int, tuple[Region, ...]]]) -> tuple[I64, I64, I64]:
-        """Do `select` for many buffers: return slots, elements, and the buffer of each.
+    def select_all(
+        self, buffers: Sequence[tuple[int, tuple[Region, ...]]]
+    ) -> Iterator[tuple[I64, I64, I64]]:
+        """Yield what `select` finds for many buffers: slots, elements, and the buffer of each.
 
-        What is the same object among the regions is computed once.
+        What is the same object among the regions is computed once. So much comes at a time that it
+        stays in the cache: fresh memory costs more than all the rest.
         """
-        alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        alike: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
+        numels = self.numels.tolist()
         for number, (tensor, regions) in enumerate(buffers):
-            alike.setdefault((id(regions), self.shapes[tensor]), []).append(number)
-        found = []
-        for (_, shape), numbers in alike.items():
-            tensors = np.array([buffers[n][0] for n in numbers])
-            counts = self.counts[tensors]
-            slots = np.repeat(self.starts[tensors] - np.cumsum(counts) + counts, counts)
-            slots += np.arange(len(slots))
-            which = np.repeat(np.array(numbers), counts)
-            for region in buffers[numbers[0]][1]:
-                inside, elements = _place(self._positions[slots], shape, region)
-                found.append((slots[inside], elements, which[inside]))
-        none = np.empty(0, dtype=np.int64)
-        columns = zip(*found, strict=True) if found else ((), (), ())
-        slots, elements, which = (np.concatenate([none, *column]) for column in columns)
-        return slots, elements, which
+            alike.setdefault((id(regions), self.shapes[tensor], numels[tensor]), []).append(number)
+        found: list[tuple[I64, I64, I64]] = []
+        held = 0
+        for (_, shape, _), numbers in alike.items():
+            regions = buffers[numbers[0]][1]
+            step = max(1, _BATCH // max(1, int(self.counts[buffers[numbers[0]][0]])))
+            for some in (numbers[i : i + step] for i in range(0, len(numbers), step)):
+                tensors = np.array([buffers[n][0] for n in some])
+                slots, positions = self._slots(tensors).ravel(), self._drawn(tensors).ravel()
+                which = np.repeat(np.array(some), len(slots) // len(some))
+                for region in regions:
+                    inside, elements = _place(positions, shape, region)
+                    found.append((slots[inside], elements, which[inside]))
+                held += len(slots)
+                if held >= _BATCH:
+                    yield _joined(found)
+                    found, held = [], 0
+        if found:
+            yield _joined(found)
+
+
+_BATCH = 1 << 15
+
+
+def _joined(found: Iterable[tuple[I64, I64, I64]]) -> tuple[I64, I64, I64]:
+    slots, elements, which = (np.concatenate(column) for column in zip(*found, strict=True))
+    return slots, elements, which
 
 
 def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -> tuple[I64, I64]:

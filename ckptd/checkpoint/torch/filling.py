@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self, cast
 
 import numpy as np
@@ -195,22 +195,17 @@ class Filling:
 
     # -- what was filled -------------------------------------------------------------------------
 
-    def values(
-        self, targets: Sequence[LiveTarget], itemsizes: I64, which: I64, elements: I64
-    ) -> U8:
-        """Return values as `ckptd.checkpoint.format.witness.gather` does; one copy a device.
+    def values(self, targets: Sequence[LiveTarget], itemsizes: I64) -> Callable[[I64, I64], U8]:
+        """Return what gives values as `ckptd.checkpoint.format.witness.gather` does.
+
+        It is called with numbers of the targets and elements of these: one copy a device a call.
 
         Parameters
         ----------
         itemsizes
             Of each target.
-        which, elements
-            Numbers of the targets, and elements of these.
         """
-        out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
         counts = np.array([t.nbytes for t in targets], dtype=np.int64) // itemsizes
-        for number in np.unique(which[(elements < 0) | (elements >= counts[which])]).tolist():
-            check_elements(elements[which == number], int(counts[number]))
         there: dict[Upload, list[int]] = {}
         places = np.zeros(len(targets), dtype=np.int64)
         for number, target in enumerate(targets):
@@ -218,20 +213,28 @@ class Filling:
                 there.setdefault(target.writer, []).append(number)
             else:
                 places[number] = target.__array_interface__["data"][0]
-        for size in np.unique(itemsizes).tolist():
-            mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
-            out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
-        ends = np.cumsum(np.bincount(which, minlength=len(targets)))
-        of = np.split(np.argsort(which, kind="stable"), ends[:-1]) if there else []
-        for upload, numbers in there.items():
-            rows = [of[number] for number in numbers]
-            picked = [
-                (cast("DeviceBuffer", targets[n]), int(itemsizes[n]), elements[mine])
-                for n, mine in zip(numbers, rows, strict=True)
-            ]
-            for (_, size, at), mine, raw in zip(picked, rows, upload.values(picked), strict=True):
-                out[mine] = gather(raw, size, np.arange(len(at)))
-        return out
+
+        def read(which: I64, elements: I64) -> U8:
+            out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
+            for number in np.unique(which[(elements < 0) | (elements >= counts[which])]).tolist():
+                check_elements(elements[which == number], int(counts[number]))
+            for size in np.unique(itemsizes).tolist():
+                mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
+                out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
+            ends = np.cumsum(np.bincount(which, minlength=len(targets)))
+            of = np.split(np.argsort(which, kind="stable"), ends[:-1]) if there else []
+            for upload, numbers in there.items():
+                rows = {n: of[n] for n in numbers if len(of[n])}
+                picked = [
+                    (cast("DeviceBuffer", targets[n]), int(itemsizes[n]), elements[mine])
+                    for n, mine in rows.items()
+                ]
+                taken = upload.values(picked) if picked else []
+                for (_, size, at), mine, raw in zip(picked, rows.values(), taken, strict=True):
+                    out[mine] = gather(raw, size, np.arange(len(at)))
+            return out
+
+        return read
 
 
 def _gather(places: I64, itemsize: int) -> U8:

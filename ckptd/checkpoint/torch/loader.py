@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.base.grids.block import box_region
@@ -376,25 +375,11 @@ def _as_next(raw: bytes) -> Next:
     return next(n for n in _NEXT if n.encode() == raw)
 
 
-Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Slots of the witness, the elements of buffers that they represent, and numbers of the buffers."""
-
-
-def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> Places:
-    """Return which values of the witness lie where in which buffer."""
-    return plan.select_all([(want.tensor, want.regions) for want in wants])
-
-
-def check_witness(witness: Witness, places: Places, filemap: FileMap, filling: Filling) -> None:
+def check_witness(witness: Witness, plan: WitnessPlan, filemap: FileMap, filling: Filling) -> None:
     """Compare the filled targets with the witness, at no extra read of data.
 
     Digests prove that the bytes are those that were written; the witness proves that they came
     to the right place: a wrong layout of the right shape passes every digest.
-
-    Parameters
-    ----------
-    places
-        See `witness_places`.
 
     Raises
     ------
@@ -402,24 +387,23 @@ def check_witness(witness: Witness, places: Places, filemap: FileMap, filling: F
         Names the tensors; the live state is wrong (`state_corrupted`).
     """
     words = witness.values.view(np.uint64).reshape(-1)
-    slots, elements, which = places
     wants = filling.wants
     itemsizes = np.array([filemap.dtypes[w.tensor].itemsize for w in wants], dtype=np.int64)
-    # All at once: thousands of small tensors have a few values each.
-    targets = cast("list[LiveTarget]", [w.target for w in wants])
-    values = filling.values(targets, itemsizes, which, elements)
-    found = values.view(np.uint64).reshape(-1)
-    good = (found == words[slots]) | (witness.present[slots] == 0)
-    if not good.all():
-        bad, seen = (np.bincount(n, minlength=len(wants)) for n in (which[~good], which))
-        wrong = [
-            f"{filemap.tensors[w.tensor].name} ({b} of {n} values)"
-            for w, b, n in zip(wants, bad.tolist(), seen.tolist(), strict=True)
-            if b
+    values = filling.values(cast("list[LiveTarget]", [w.target for w in wants]), itemsizes)
+    bad, seen = np.zeros((2, len(wants)), dtype=np.int64)
+    for slots, elements, which in plan.select_all([(w.tensor, w.regions) for w in wants]):
+        found = values(which, elements).view(np.uint64).reshape(-1)
+        wrong = (found != words[slots]) & (witness.present[slots] != 0)
+        bad += np.bincount(which[wrong], minlength=len(wants))
+        seen += np.bincount(which, minlength=len(wants))
+    if bad.any():
+        named = [
+            f"{filemap.tensors[wants[n].tensor].name} ({bad[n]} of {seen[n]} values)"
+            for n in np.flatnonzero(bad).tolist()
         ]
         error = CorruptError(
             "values arrived at the wrong places",
-            where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
+            where=", ".join(named[:8]) + (" ..." if len(named) > 8 else ""),
             hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
         )
         error.state_corrupted = True
@@ -719,9 +703,7 @@ class Loader:
             if not options.strict:
                 self._refuse_nothing(matching, laid)
             self.writing = True
-            # Where the witness's values lie is worked out while the disk is busy.
-            with filling, ThreadPoolExecutor(1, "ckptd-witness") as beside:
-                places = beside.submit(witness_places, values, filling.wants)
+            with filling:
                 begun = time.monotonic_ns()
                 read = execute(
                     plan,
@@ -741,7 +723,7 @@ class Loader:
                     filling.finish()
                     if isinstance(witness, Witness):
                         with events.span("verify"):
-                            check_witness(witness, places.result(), filemap, filling)
+                            check_witness(witness, values, filemap, filling)
                             laid.check_witness(filling, values, witness)
 
                 self._undamaged(complete)

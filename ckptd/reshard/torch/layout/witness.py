@@ -49,12 +49,12 @@ def check_laid_witness(
     wrong: list[str] = []
     expected = list(_expected(load, plan, witness))
     counts = [len(at) for _, at, _ in expected]
-    values = filling.values(
+    read = filling.values(
         [f.target for f, _, _ in expected],
         np.array([dtype_of(f.leaf.dtype).itemsize for f, _, _ in expected], np.int64),
-        np.repeat(np.arange(len(expected)), counts),
-        np.concatenate([np.empty(0, np.int64), *(at for _, at, _ in expected)]),
     )
+    elements = np.concatenate([np.empty(0, np.int64), *(at for _, at, _ in expected)])
+    values = read(np.repeat(np.arange(len(expected)), counts), elements)
     each = np.split(values, np.cumsum(counts))[:-1]
     for (filled, elements, wanted), found in zip(expected, each, strict=True):
         bad = int((found != wanted).any(axis=1).sum())
