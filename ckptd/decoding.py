@@ -5,10 +5,14 @@ where all threads find it before it is complete: a second thread that decodes th
 meanwhile reads a null pointer and takes the process along (SIGSEGV, msgspec 0.22.0). So nobody
 decodes by a bare type: each module gets its decoder from here. One is made at a time, also where
 two threads import modules, and no process is forked while one is half made.
+
+What is decoded comes from elsewhere, and some of it is logged: text that a logger of ckptd is given
+passes `printable`, and a further line of it is indented, so that it begins no line of a log.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +20,8 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 import msgspec
+
+from ckptd.errors import CkptdError, printable
 
 __all__ = ["converter", "json_decoder", "msgpack_decoder"]
 
@@ -29,6 +35,21 @@ os.register_at_fork(
 )
 
 
+def _filtered(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(_plain(each) for each in record.args)
+    return True
+
+
+def _plain(given: object) -> object:
+    if not isinstance(given, str | os.PathLike | Exception) or isinstance(given, CkptdError):
+        return given  # those errors have passed it
+    plain = printable(str(given)).replace("\n", "\n    ")
+    return given if plain == str(given) else plain
+
+
+for _name in ("ckptd", "ckptd.elastic", "ckptd.monitor"):
+    logging.getLogger(_name).addFilter(_filtered)
 _made: dict[tuple[str, Any, bool], Any] = {}
 
 

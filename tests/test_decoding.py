@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ckptd.decoding import converter, json_decoder, msgpack_decoder
+from ckptd.errors import CorruptError
 
 
 def test_one_decoder_is_made_for_a_type() -> None:
     assert msgpack_decoder(dict[str, int]) is msgpack_decoder(dict[str, int])
     assert json_decoder(dict[str, int], strict=False).decode(b'{"a": "1"}') == {"a": 1}
     assert converter(tuple[int, str])([1, "a"]) == (1, "a")
+
+
+@pytest.mark.parametrize("name", ["ckptd", "ckptd.elastic", "ckptd.monitor"])
+@pytest.mark.parametrize("kind", [str, Path, ValueError])
+def test_what_is_logged_of_a_file_begins_no_line_and_steers_no_terminal(
+    caplog: pytest.LogCaptureFixture, name: str, kind: Callable[[str], object]
+) -> None:
+    text = "layer\n2026-11-29 ERROR forged\x1b[2J\u202e"
+    logging.getLogger(name).warning("%d: %s", 7, kind(text))
+    assert caplog.messages == ["7: layer\n    2026-11-29 ERROR forged\ufffd[2J\ufffd"]
+    caplog.clear()
+    error = CorruptError("a file is damaged", where="a\nb", hint="look")
+    logging.getLogger(name).warning("%s, %s, %r", error, "plain", kind("plain"))
+    assert caplog.messages == [f"{error}, plain, {kind('plain')!r}"]
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=[pytest.mark.long])])
