@@ -1,1 +1,1 @@
-"""What every slice stands on: network, machine, grids of chunks. No format, no store."""
+"""The foundation of all slices: network, machine, grids of chunks. No format, no store."""

@@ -1,4 +1,4 @@
-"""What a help shows: to all, and with ``--help-all``."""
+"""The contents of helps: for all, and with ``--help-all``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cyclopts import Group
 
 
 class Rare(Group):
-    """What ``--help`` leaves out, and ``--help-all`` shows."""
+    """Left out by ``--help``, shown by ``--help-all``."""
 
     shown: ClassVar[bool] = False
 

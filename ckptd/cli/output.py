@@ -1,4 +1,4 @@
-"""What verbs return and print: documents for programs, tables for people, progress on a terminal.
+"""Output of verbs: documents for programs, tables for people, progress on a terminal.
 
 A verb returns a `Reply`, and `ckptd.cli.main` prints it as ``--json`` says. Results go to standard
 output, everything else to standard error. rich is imported only where a progress bar is drawn.
@@ -54,7 +54,7 @@ _LEAST = 20
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
-    """What ``--json`` prints: one JSON object, with the verb's name in ``verb``.
+    """The document that ``--json`` prints: one JSON object, with the verb's name in ``verb``.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
 
 
 class Reply:
-    """What a verb returns.
+    """The result of a verb.
 
     Parameters
     ----------
@@ -95,9 +95,9 @@ class Reply:
 
 
 _warnings: list[str] = []
-"""What `warn` has said in this command."""
+"""Texts of `warn` in this command."""
 _left_out: dict[str, tuple[int, list[str]]] = {}
-"""What `left_out` has said, by source."""
+"""Values of `left_out`, by source."""
 _MOST_SHOWN = 4
 
 

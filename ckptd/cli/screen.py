@@ -1,4 +1,4 @@
-"""What ``ckptd top`` draws: a job's answers as lines of a terminal."""
+"""The screen of ``ckptd top``: a job's answers as lines of a terminal."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class _Who(msgspec.Struct, frozen=True):
-    """What a client states of itself in the handshake."""
+    """The statement of a client about itself in the handshake."""
 
     job: _Word
     role: Literal["node", "operator"]

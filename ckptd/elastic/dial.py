@@ -79,7 +79,7 @@ def await_greeting(address: str, timeout_s: float) -> None:
         It is no address.
     TransientStoreError
         Kind ``link-late``: no greeting within `timeout_s`. Kinds of `Connection`: nothing listens
-        there, or what does is no server of ours.
+        there, or what does is no server of ckptd.
     """
     connection = Connection(parse_address(address).connect(timeout_s), address, _SEND_S)
     try:

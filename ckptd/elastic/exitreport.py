@@ -1,4 +1,4 @@
-"""What a worker leaves behind of its end, for the launcher of its node.
+"""The report of a worker's end, for the launcher of its node.
 
 An exit code says little: Python's is 1 for every exception. So a worker leaves files beside its
 launcher's socket, by its process id: that it has made a step, and where and with what it has ended.

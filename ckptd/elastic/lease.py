@@ -32,7 +32,7 @@ class _Moment:
         self._view = memoryview(self._map).cast("Q")
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         self._view.release()
         self._map.close()
 
@@ -52,7 +52,7 @@ class LeaseFile(_Moment):
         self._view[0] = 0
 
     def extend(self, until_s: float) -> None:
-        """Let workers step until this moment of `time.monotonic`, in seconds; one call, atomic."""
+        """Allow steps until this moment of `time.monotonic`, in seconds; one call, atomic."""
         self._view[0] = int(until_s * 1e9)
 
 

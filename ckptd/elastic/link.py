@@ -97,7 +97,7 @@ class NodeLink:
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Envelope | Hosting | Timed] = {}
-        """What is sent again, by type and generation, in its order."""
+        """Messages that are sent again, by type and generation, in its order."""
         self._unsent: list[Envelope | Hosting | Timed] = []
         self._numbers = self._acknowledged = self._beats = 0
         self._sent_at: dict[int, float] = {}

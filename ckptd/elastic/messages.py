@@ -241,7 +241,7 @@ class Suspected(JobEvent, frozen=True, kw_only=True, tag=True):
 
 
 class OrderKind(enum.StrEnum):
-    """What a person or a scheduler may order."""
+    """The kinds of orders of a person or a scheduler."""
 
     RESTART = "restart"
     EXCLUDE = "exclude"
@@ -417,12 +417,12 @@ class Refuse(Action, frozen=True, kw_only=True, tag=True):
 
 
 SaidEvent = Left | Ended | Fenced | Loaded | Progress | Saved | Broken | Notice
-"""What a node says with `Envelope`."""
+"""Messages of a node, within `Envelope`."""
 DoneEvent = Order | Suspected | Notice
-"""What an operator says with `OperatorCommand`."""
+"""Messages of an operator, within `OperatorCommand`."""
 
 EXIT_CODES = {"done": 0, "requeue": 75, "no-nodes": 76, "no-progress": 77, "stopped": 130}
-"""What a launcher ends with, by the kind of `Shutdown`."""
+"""Exit codes of a launcher, by the kind of `Shutdown`."""
 
 
 def exit_code(kind: str, worker: int = 0) -> int:
@@ -541,7 +541,7 @@ class RankAssignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start this node's part of a generation. Who has started it already does nothing.
+    """Start this node's part of a generation. A node that has started it already does nothing.
 
     Attributes
     ----------
@@ -666,7 +666,7 @@ class OperatorCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes
     ----------

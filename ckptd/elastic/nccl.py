@@ -1,4 +1,4 @@
-"""What recovery in process wants of NCCL: settings, and a version.
+"""The requirements of recovery in process on NCCL: settings, and a version.
 
 A session (`ckptd.elastic.session`) sets what nobody has set; ``ckptd doctor`` looks at the rest.
 Programs without a session keep PyTorch's settings: there the watchdog that ends a process is what

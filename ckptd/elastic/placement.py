@@ -20,7 +20,7 @@ class Coordinate(NamedTuple):
 
 
 class NodeSlot(msgspec.Struct, frozen=True, order=True):
-    """What can run one rank.
+    """A place for one rank.
 
     Attributes
     ----------
@@ -97,8 +97,8 @@ def place(
             free[group.home[0] if group.home is not None else _SPARE].append(group)
     for hole in wanted:
         if hole not in taken:
-            # Whoever holds the stage comes first; whoever holds another comes last, since a hole
-            # of its own stage may follow.
+            # A rank that holds the stage comes first; one that holds another comes last, since a
+            # hole of its own stage may follow.
             others = (stage for stage in free if stage not in (hole[0], _SPARE))
             source = next(stage for stage in (hole[0], _SPARE, *others) if free[stage])
             taken[hole] = free[source].popleft()

@@ -33,7 +33,7 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs; all in bytes.
+    """The needs of a rank; all in bytes.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy has to know of a job.
+    """The facts of a job that the policy uses.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ _posts = json_decoder(Signpost)
 
 @contextmanager
 def put_up(post: Signpost, folder: Path | None = None) -> Iterator[None]:
-    """Let others of this user find a controller while the block runs; mode 0600.
+    """Announce a controller to others of this user while the block runs; mode 0600.
 
     Parameters
     ----------

@@ -90,7 +90,7 @@ class WorkerLink(OfOneProcess):
     def current(cls) -> WorkerLink | None:
         """Return the connection of this process, made at the first call.
 
-        None where no launcher of ours started it, or the launcher cannot be reached: the rank then
+        None where no launcher of ckptd started it, or the launcher cannot be reached: the rank then
         trains as it would anywhere, until its lease is over.
         """
         if cls._tried == os.getpid():
@@ -237,7 +237,7 @@ class WorkerLink(OfOneProcess):
         return self._gone
 
     def close(self) -> None:
-        """Send what was told, and let go. Idempotent; waits for a launcher for two seconds."""
+        """Send what is left, and close. Idempotent; waits for a launcher for two seconds."""
         self._outbox.put(None)
         self._writer.join(_LAST_WORDS_S)
         self._gone = True

@@ -103,7 +103,7 @@ class LauncherEnd(OfOneProcess):
         threading.Thread(target=self._accept, name="ckptd-workers", daemon=True).start()
 
     def close(self) -> None:
-        """Let go of all workers, and of the socket. Idempotent."""
+        """Release all workers, and close the socket. Idempotent."""
         self._closing = True
         with self._lock:
             for sock in (self._listener, *self._open):

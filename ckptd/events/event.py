@@ -1,4 +1,4 @@
-"""What happens to saves and loads, as typed structs, and the clock that dates it.
+"""Events of saves and loads, as typed structs, and the clock that dates it.
 
 The bounds on fields are for readers: a file may hold anything.
 """
@@ -65,7 +65,7 @@ class SaveId(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    """What all events have.
+    """The fields of all events.
 
     Attributes
     ----------

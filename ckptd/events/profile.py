@@ -1,4 +1,4 @@
-"""What each save cost, and who was slowest, from the events of all ranks: pure data.
+"""The cost of each save and its slowest rank, from the events of all ranks: pure data.
 
 Events may come in any order and from any number of processes; memory is bounded by the number of
 saves that are kept, and by the number of figures in all.

@@ -1,4 +1,4 @@
-"""What collectives add up to, by operation, kind of group and size; and how that is passed on.
+"""Sums over collectives, by operation, kind of group and size; and how that is passed on.
 
 Rows are added up where the calls are seen, sent as increments, and added up again where they
 arrive. A report says after which one its increments begin, so that one that was lost, or whose

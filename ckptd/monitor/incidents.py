@@ -90,7 +90,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round changed in the incidents, each as it is after the round."""
+    """The changes of a round in the incidents, each as it is after the round."""
 
     opened: tuple[Incident, ...] = ()
     updated: tuple[Incident, ...] = ()
@@ -271,7 +271,7 @@ HOUR_S = 3600.0
 
 
 class IsolationLedger:
-    """What was isolated, and when; no clock.
+    """Nodes that were isolated, and when; no clock.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ PROBES = 4096
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What a round knows beside its verdicts.
+    """The facts of a round beside its verdicts.
 
     Attributes
     ----------

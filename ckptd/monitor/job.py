@@ -1,4 +1,4 @@
-"""What ranks show at a moment: `RankView` is one rank, `JobView` all reporting ranks as columns.
+"""Ranks at a moment: `RankView` is one rank, `JobView` all reporting ranks as columns.
 
 The diagnosis reads these and nothing else, so that live rings, recorded rings and simulated jobs
 are judged by the same code. Times of a view are seconds on the monotonic clock of the rank's own
@@ -23,7 +23,7 @@ from ckptd.monitor.stats import Array
 
 
 class Phase(enum.IntEnum):
-    """What a rank is about; each phase has time-outs and baselines of its own."""
+    """The work of a rank; each phase has time-outs and baselines of its own."""
 
     INIT = 0
     COMPILE = 1
@@ -39,7 +39,7 @@ def phase_name(number: int) -> str:
 
 
 class CallFlag(enum.IntFlag):
-    """What is special about a call."""
+    """Special properties of a call."""
 
     VARIABLE = 1
     """Ranks may rightly state different sizes (all-to-all with splits, objects): only the
@@ -103,7 +103,7 @@ def no_calls() -> np.ndarray[Any, Any]:
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank shows at the moment `at`.
+    """One rank at the moment `at`.
 
     Attributes
     ----------
@@ -197,7 +197,7 @@ JOINED_CALL: np.dtype[Any] = np.dtype([("row", "<i8"), *CALL.descr])
 
 
 class AgentView(msgspec.Struct, frozen=True):
-    """What is known of a node's agent.
+    """The state of a node's agent, as far as it is known.
 
     Attributes
     ----------

@@ -354,7 +354,7 @@ BATCH = 16
 
 
 class LinkMatrix(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last round of probes showed.
+    """The result of the last round of probes.
 
     Attributes
     ----------
@@ -466,7 +466,7 @@ class LinkProber:
         return True
 
     def ask_reach(self, silent: Iterable[str], addresses: Mapping[str, str], now: float) -> None:
-        """Let two nodes each try to reach the silent ones, every few seconds."""
+        """Have two nodes each try to reach the silent ones, every few seconds."""
         silent = set(silent)
         for node in self.reachable.keys() - silent:
             del self.reachable[node]

@@ -50,7 +50,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node found about itself.
+    """The findings of a node about itself.
 
     Attributes
     ----------
@@ -234,7 +234,7 @@ Pair = tuple[int, int]
 
 
 class PairProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node measured with another.
+    """The measurements of one node with another.
 
     Attributes
     ----------
@@ -337,7 +337,7 @@ def rounds(nodes: int, seed: int, all_up_to: int = ALL_PAIRS_UP_TO) -> Iterator[
     for number in order:
         pairs = _tournament(circle, number)
         kept = [(places[a], places[b]) for a, b in pairs if a < nodes and b < nodes]
-        # Who asks and who answers is drawn, so that no node only ever asks.
+        # Which node asks and which answers is drawn, so that no node only ever asks.
         yield [pair if draw.random() < 0.5 else pair[::-1] for pair in kept]
 
 

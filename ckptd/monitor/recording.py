@@ -284,7 +284,7 @@ def _unusable(path: Path, error: OSError) -> StoreError:
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes
     ----------

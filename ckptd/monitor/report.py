@@ -1,4 +1,4 @@
-"""What agents and the daemon send each other: reports and evidence go up, orders come down.
+"""Messages between agents and the daemon: reports and evidence go up, orders come down.
 
 A `NodeReport` is what the ranks of one node show at a moment (of several nodes, from a forwarder).
 It holds ages in place of times, so that clocks never cross nodes. Each of its tables is declared

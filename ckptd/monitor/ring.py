@@ -99,7 +99,7 @@ class Counter(enum.IntEnum):
 
 
 class RecorderState(enum.IntEnum):
-    """What the recorder itself is doing."""
+    """The state of the recorder itself."""
 
     OFF = 0
     """Ended successfully; the ring stays as it was."""
@@ -497,7 +497,7 @@ class RingWriter:
 
     @property
     def phase(self) -> Phase:
-        """What the rank is about."""
+        """The phase of the rank."""
         return Phase(self._phase)
 
     @phase.setter

@@ -58,7 +58,7 @@ SAMPLE: np.dtype[Any] = np.dtype(
 
 
 class SampleKind(enum.IntEnum):
-    """What a sample is."""
+    """Kinds of samples."""
 
     SUM = 1
     """A checksum of values that are the same on all members of the set."""

@@ -14,7 +14,7 @@ from ckptd.monitor.rules.slow import SlowLimits
 from ckptd.monitor.verdict import VerdictKind
 
 ACTIONS = ("log", "ask", "act")
-"""What a policy may ask for."""
+"""Actions that a policy may ask for."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ MOST_SOURCES = 1 << 15
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the agent of a node.
+    """The agent of a node, as far as it is known.
 
     Attributes
     ----------

@@ -37,7 +37,7 @@ STOPS = frozenset(
 
 
 class SuspectKind(enum.StrEnum):
-    """What a suspect is."""
+    """Kinds of suspects."""
 
     RANK = "rank"
     NODE = "node"

@@ -78,7 +78,7 @@ class JobWatch:
         self.epoch = epoch
         self.sources = ReportSources(self.settings)
         self.learned = Learned()
-        """What was usual so far."""
+        """The usual figures so far."""
         self.rounds = 0
         """Rounds so far."""
         self.round_cpu_s = 0.0
@@ -370,7 +370,7 @@ class JobWatch:
 
     @property
     def links(self) -> LinkMatrix | None:
-        """What the last round of probes showed; None before the first."""
+        """The result of the last round of probes; None before the first."""
         return self._links.matrix
 
     @property

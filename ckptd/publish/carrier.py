@@ -75,13 +75,13 @@ class WeightCarrier(Protocol):
         """Answer what workers ask of this rank of the publisher, until `close`."""
 
     def expose(self, slot: Slot) -> None:
-        """Let workers read a slot themselves, where they can: it has just been made.
+        """Allow workers to read a slot themselves, where they can: it has just been made.
 
         Its control page tells which version is in it; see `ckptd.publish.link.MappedVersion`.
         """
 
     def withdraw(self, slot: Slot) -> None:
-        """Let nobody read a slot any more: its memory goes next."""
+        """Refuse reads of a slot from now on: its memory goes next."""
 
     def reader(self, giver: int, link: Any) -> SlotReader:
         """Return what reads from a rank of the publisher; `link` is to its server."""

@@ -87,7 +87,7 @@ class MeetingPlace:
         return MeetingPlace(folder, None, given or secret_of(folder / _SECRET_FILE))
 
     def announce(self, entry: ServerEntry) -> None:
-        """Let workers find rank 0's server; it takes the place of an earlier one."""
+        """Announce rank 0's server to workers; it takes the place of an earlier one."""
         if self.folder is None:
             return
         draft = self.folder / f".{_FILE}.{secrets.token_hex(6)}"

@@ -108,7 +108,7 @@ class SetDirectory(_Order, frozen=True, tag="directory"):
 
 
 class SetTensors(_Order, frozen=True, tag="tensors"):
-    """What lies in each slot."""
+    """The contents of each slot."""
 
     tensors: tuple[PublishedTensor, ...]
 

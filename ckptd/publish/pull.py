@@ -83,7 +83,7 @@ _MOST_UNKNOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """What one worker did.
+    """The work of one worker.
 
     Attributes
     ----------
@@ -503,7 +503,7 @@ _Measured = tuple[BlockRead, QuantizedTensor, Block]
 
 @dataclass(eq=False)
 class _Share:
-    """What came from one rank; see `StagedPull`."""
+    """The data that came from one rank; see `StagedPull`."""
 
     parts: list[_Part] = field(default_factory=list)
     mapped: list[MappedVersion] = field(default_factory=list)
@@ -537,7 +537,7 @@ def _values(part: _Part) -> Iterator[NDArray[np.generic]]:
 
 
 class _Giver:
-    """What comes from one rank.
+    """The data that come from one rank.
 
     Attributes
     ----------

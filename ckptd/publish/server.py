@@ -109,7 +109,7 @@ class _Shared:
         self._retired = False
 
     def retire(self) -> None:
-        """Let the memory go as soon as it can."""
+        """Release the memory as soon as it can be."""
         self._retired = True
         self.close_if_unused()
 

@@ -141,7 +141,7 @@ class VersionTable:
         return max(((e.number, e.step) for _, e in self._filled() if e.whole), default=(0, -1))
 
     def hold(self, number: int, holder: object) -> bool:
-        """Let `holder` keep a version where it is; False: it is not there any more."""
+        """Keep a version where it is for `holder`; False: it is not there any more."""
         with self._change:
             for _, entry in self._filled():
                 if entry.whole and entry.number == number:
@@ -162,7 +162,7 @@ class VersionTable:
             return False
 
     def release(self, holder: object) -> None:
-        """Let go of all that `holder` holds: it reads nothing any more."""
+        """Release all that `holder` holds: it reads nothing any more."""
         with self._change:
             for _, entry in self._filled():
                 entry.holds.pop(holder, None)

@@ -1,7 +1,7 @@
 """Checkpoints of any format as named tensors and objects. No torch.
 
 The names below are what plugins use, to read a checkpoint and to add a format. They are imported
-on first use: whoever imports a module here pays for that one.
+on first use: a program that imports a module here pays for that one.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ _PARTS = {
     "biases": (".linear_qkv.bias",),
     "norms": (".q_layernorm.weight", ".k_layernorm.weight"),
 }
-"""Parts of names by which it is told."""
+"""Parts of names by which it is recognized."""
 _NUMBERED = re.compile(r"decoder\.layers\.[0-9]+\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _ARGS = "args"

@@ -1,7 +1,7 @@
 """The cache of the Hugging Face hub, where a model is a folder of links.
 
 ``models--NAME/snapshots/REVISION`` has a link for each file, into ``models--NAME/blobs``. A store
-follows no link out of its folder, since whoever made a checkpoint could have anything read as a
+follows no link out of its folder, since the maker of a checkpoint could have anything read as a
 part of it; these alone are followed, into that folder alone, and only to read.
 """
 

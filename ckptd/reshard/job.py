@@ -291,7 +291,7 @@ class Work:
         # got lost is a missing one, part or not.
         slots, values = samples.taken()
         entry = FileEntry(draft.key, draft.number, len(draft.header), draft.body_bytes, digest)
-        # Last: whoever finds the part knows that the file is complete.
+        # Last: a process that finds the part knows that the file is complete.
         part = FilePart(entry, slots, values)
         save_part(self._store, self._place.folder, draft.number, part)
         with self._lock:
@@ -433,7 +433,7 @@ class ReshardJob:
         line = self._catalogue.line()
         for name in line:
             if name.step == self._step and self._catalogue.commit(name).attempt == self._attempt:
-                # Who committed may have been killed before it tidied up.
+                # The process that committed may have been killed before it tidied up.
                 place = OwnPlace(name.step, name.generation, self._attempt)
                 remove_parts(self._catalogue.store, place.folder)
                 return Resharded(

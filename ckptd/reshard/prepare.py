@@ -138,7 +138,7 @@ def _read_kept(text: str, step: int, world: int, *, own: bool) -> LayoutProgram:
     program = replace(read_text(text, f"the program of step {step}"), own=own)
     mesh = program.resolve().mesh
     if mesh is not None and mesh.world > world:
-        # Whoever wrote it was one of these ranks; more of them are only work to count.
+        # Its writer was one of these ranks; more of them are only work to count.
         raise MismatchError(
             "the kept program is for more ranks than wrote the checkpoint",
             kind="lay-fit",
@@ -344,7 +344,7 @@ def _checked(
             return SourceProgram(kept="same", sizes=other)
         bound = _fitting(stock, changed, kept)
     except CkptdError as error:
-        # Whoever gives a program for a checkpoint may well do so because of that.
+        # A user who gives a program for a checkpoint may well do so because of that.
         return SourceProgram(kept="unreadable", hinted=stock.hinted, note=error.message)
     found = compare(bound, used, stock.shapes, "omit --from; or give --allow layout")
     wrong = found.difference

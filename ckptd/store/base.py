@@ -110,7 +110,7 @@ def children_of(keys: Iterable[str], prefix: str) -> Names:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store promises.
+    """The promises of a store.
 
     Attributes
     ----------
@@ -819,7 +819,7 @@ _openers: dict[str, Opener | str] = {}
 
 
 def register_store(scheme: str, opener: Opener | str, *, replace: bool = False) -> None:
-    """Let `opener` open URLs of `scheme`.
+    """Make `opener` open URLs of `scheme`.
 
     Parameters
     ----------

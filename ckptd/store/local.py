@@ -819,7 +819,7 @@ def _is_linked(temporary: str, path: str) -> bool:
 
 
 def _raise(error: OSError) -> None:
-    """Let os.walk fail on a folder it cannot read, instead of leaving it out."""
+    """Make os.walk fail on a folder it cannot read, instead of leaving it out."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
 

@@ -287,7 +287,7 @@ def _fallocate(fd: int, size: int) -> None:
 
 
 def start_writeback(fd: int, offset: int, count: int) -> None:
-    """Let the kernel begin to write dirty pages, so that fdatasync has little left to wait for."""
+    """Make the kernel begin to write dirty pages, so that fdatasync has little left to wait for."""
     call = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if call is not None:
         call(fd, offset, count, 2)  # SYNC_FILE_RANGE_WRITE; only a hint, so no result is checked

@@ -52,7 +52,7 @@ _FILE_SYSTEMS: dict[str, tuple[Status, str]] = {
 
 
 class StoreCheck(msgspec.Struct, frozen=True):
-    """What one probe found.
+    """The result of one probe.
 
     Attributes
     ----------
@@ -193,7 +193,7 @@ def _write(store: Store, folder: str) -> StoreCheck:
 
 
 def _race(spec: StoreSpec, store: Store, folder: str) -> StoreCheck:
-    """Let several writers create one object at the same moment, each through a store of its own."""
+    """Have several writers create one object at the same moment, each through its own store."""
     if not store.capabilities.create_only:
         text = "this store has neither link(2) nor create-only puts: two writers of one step"
         return StoreCheck(CREATE_ONLY, "fail", f"{text} would both succeed")

@@ -1,4 +1,4 @@
-"""What botocore and its transport raise, as errors of the store contract."""
+"""Errors of botocore and its transport, as errors of the store contract."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def _bucket(rate: float | None) -> TokenBucket | None:
 
 
 class OperationMeter(msgspec.Struct):
-    """What one operation did so far.
+    """The work of one operation so far.
 
     Attributes
     ----------

@@ -242,7 +242,7 @@ class _World:
                     until = min(until, time.monotonic() + self._grace_s)
 
     def end(self) -> None:
-        """Take the stacks of whoever still runs, then kill it. Leaves no process behind."""
+        """Take the stacks of each rank that still runs, then kill it. Leaves no process behind."""
         running = [r for r, p in enumerate(self._processes) if p.exitcode is None]
         for rank in running:
             self._signal(rank, STACKS_SIGNAL)

@@ -31,7 +31,7 @@ _READ_BYTES = 256 << 20
 
 
 class CkptdReader(AtRoot, dcp.StorageReader):
-    """Loads a checkpoint of ckptd, whoever saved it, by ``dcp.load``.
+    """Loads a checkpoint of ckptd, however it was saved, by ``dcp.load``.
 
     Every block is compared with its digest before its bytes reach a tensor. A lease keeps the
     checkpoint until it is loaded. Values that each rank has of its own (`ckptd.PerRank`, random

@@ -292,8 +292,8 @@ class Kubernetes(KubernetesPods):
 class JobPods(KubernetesPods):
     """Pods of a Job or JobSet, which makes each one again that is deleted, with the same hostname.
 
-    So a node keeps its name, `stop` is what starts it anew, and `start` has only to clear away pods
-    that have ended. Nodes are known once they have been seen.
+    So a node keeps its name, `stop` is what starts it again, and `start` has only to clear away
+    pods that have ended. Nodes are known once they have been seen.
 
     Parameters
     ----------
@@ -343,7 +343,7 @@ class JobPods(KubernetesPods):
 def template_of(api: Api, name: str, timeout_s: float) -> tuple[Json, Json]:
     """Return the template of a PodTemplate object, and a reference to it as the pods' owner.
 
-    Whoever deletes that object ends the job.
+    To delete that object ends the job.
 
     Raises
     ------

@@ -33,7 +33,7 @@ from ckptd.types import Box
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """What to copy out of one source piece.
+    """The copies out of one source piece.
 
     Attributes
     ----------
@@ -246,7 +246,7 @@ _MAX_CELLS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was shown, in numbers: every element of the target is written exactly once.
+    """The result of a proof, in numbers: every element of the target is written exactly once.
 
     Attributes
     ----------

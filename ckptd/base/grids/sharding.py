@@ -34,7 +34,7 @@ from ckptd.base.grids.grid import Grid, strides_of
 from ckptd.types import Box
 
 Placement: TypeAlias = Literal["replicate"] | tuple[str, int] | tuple[str, int, int]
-"""What one mesh dimension does to a tensor; see the module."""
+"""The effect of one mesh dimension on a tensor; see the module."""
 
 Shape: TypeAlias = tuple[int, ...]
 Placements: TypeAlias = tuple[Placement, ...]

@@ -1,3 +1,3 @@
-"""What a job runs on: agreement of ranks, channels, threads, memory of the machine."""
+"""The ground of a job: agreement of ranks, channels, threads, memory of the machine."""
 
 from __future__ import annotations

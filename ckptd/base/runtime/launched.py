@@ -1,4 +1,4 @@
-"""What a launcher of ours is to its ranks, for code that knows no launcher.
+"""The side of our launchers that ranks see, for code that knows no launcher.
 
 A session ends a generation wherever the main thread is. What holds on to things says here what is
 not to be cut short, and what waits or copies looks here whether the generation has ended.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 LAUNCHER_VARIABLE = "CKPTD_LAUNCHER"
-"""Path of the launcher's socket; without it no launcher of ours started this process."""
+"""Path of the launcher's socket; without it no launcher of ckptd started this process."""
 _uncut: set[CodeType] = set()
 
 

@@ -193,7 +193,7 @@ class Pages:
         return made[1]
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         for descriptor in (self._fault, self._map):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -215,7 +215,7 @@ class Pages:
             raise OSError("writes are not counted")
 
     def register(self, pages: Range) -> None:
-        """Let writes to these pages be countable; raises `OSError` where they cannot be."""
+        """Make writes to these pages countable; raises `OSError` where they cannot be."""
         start, end = pages
         asked = bytearray(struct.pack("=4Q", start, end - start, _REGISTER_WP, 0))
         fcntl.ioctl(self._fault, _UFFDIO_REGISTER, asked)

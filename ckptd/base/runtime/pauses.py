@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Let no automatic collection start in the block; a collector that was off stays off.
+    """Prevent automatic collections in the block; a collector that was off stays off.
 
     For short blocks: meanwhile cycles of all threads pile up. Blocks may overlap in threads; when
     all have ended the collector is as it was.

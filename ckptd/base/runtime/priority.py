@@ -14,7 +14,7 @@ LAST = 10
 
 
 def step_back(by: int) -> None:
-    """Let other threads go before this one, for good: an ordinary user cannot take it back.
+    """Give other threads precedence over this one, for good: an ordinary user cannot take it back.
 
     Where a system has no priority of a thread, nothing changes.
     """

@@ -1,4 +1,4 @@
-"""What each kind of device can do: one table over the modules that torch has for them.
+"""The abilities of each kind of device: one table over the modules that torch has for them.
 
 A kind is a type of `torch.device`: ``cuda`` (of NVIDIA, and of AMD under ROCm), ``xpu``, ``npu``,
 ``mtia``, ``mps``, or the name under which a vendor registered PrivateUse1. What torch has alike for
@@ -48,7 +48,7 @@ _RUNTIMES = {
 
 
 class DeviceKind:
-    """What devices of one kind can do.
+    """The abilities of devices of one kind.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class DeviceKind:
 
     @contextmanager
     def on_stream(self, device: torch.device, stream: torch.Stream) -> Iterator[None]:
-        """Let this thread's work on a device go to a stream of it."""
+        """Send this thread's work on a device to a stream of it."""
         with ExitStack() as stack:
             stack.enter_context(self.on(device))
             stack.enter_context(self._module.stream(stream))
@@ -155,7 +155,7 @@ class DeviceKind:
         return asked is not None and self.is_in_use and bool(asked())
 
     def ignore_captures(self, device: torch.device | None = None) -> bool:
-        """Let this thread ask the driver while other threads capture graphs.
+        """Allow this thread to ask the driver while other threads capture graphs.
 
         Without that a question, such as whether an event has happened, is refused, and breaks a
         capture in mode "global" (torch's default) of any thread.

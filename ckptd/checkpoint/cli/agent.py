@@ -30,7 +30,7 @@ Node = Annotated[str | None, option("Value of CKPTD_NODE in the trainers, if set
 
 
 class AgentRunDocument(Document, frozen=True, kw_only=True, tag="agent run"):
-    """What ``ckptd agent run --json`` prints once it listens.
+    """The document that ``ckptd agent run --json`` prints once it listens.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class AgentRunDocument(Document, frozen=True, kw_only=True, tag="agent run"):
 
 
 class AgentStatusDocument(Document, frozen=True, kw_only=True, tag="agent status"):
-    """What ``ckptd agent status --json`` prints.
+    """The document that ``ckptd agent status --json`` prints.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class AgentStatusDocument(Document, frozen=True, kw_only=True, tag="agent status
 
 
 class AgentStopDocument(Document, frozen=True, kw_only=True, tag="agent stop"):
-    """What ``ckptd agent stop --json`` prints: the agent that was asked, and how."""
+    """The document that ``ckptd agent stop --json`` prints: the agent that was asked, and how."""
 
     agent: AgentContents
     now: bool

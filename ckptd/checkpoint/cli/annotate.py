@@ -16,7 +16,7 @@ _WIDTH = 100
 
 
 class AnnotateDocument(CheckpointDocument, frozen=True, kw_only=True, tag="annotate"):
-    """What ``ckptd annotate --json`` prints: the checkpoint, and its metadata as it is now."""
+    """The document of ``ckptd annotate --json``: the checkpoint, and its metadata as it is now."""
 
     metadata: dict[str, Any]
 

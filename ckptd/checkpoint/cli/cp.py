@@ -18,7 +18,7 @@ from ckptd.store.base import Store, StoreSpec
 
 
 class CpDocument(Document, frozen=True, kw_only=True, tag="cp"):
-    """What ``ckptd cp --json`` prints.
+    """The document that ``ckptd cp --json`` prints.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ def cp(
     """Copy checkpoints to another root, checking digests on the way.
 
     A copy that is killed leaves the target as it was; started again, it goes on where it stopped.
-    It claims a generation of the target, so a job that saves there is told to stop.
+    It claims a generation of the target, so a job that saves there stops with an error.
     """
     address = CheckpointAddress.of(source)
     if all and address.step is not None:

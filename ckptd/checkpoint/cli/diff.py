@@ -65,7 +65,7 @@ class DiffedObject(ObjectDiff, frozen=True):
 
 
 class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
-    """What ``ckptd diff --json`` prints.
+    """The document that ``ckptd diff --json`` prints.
 
     Attributes
     ----------

@@ -33,7 +33,7 @@ class RecoveryRow(msgspec.Struct, frozen=True):
 
 
 class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
-    """What ``ckptd doctor --json`` prints.
+    """The document that ``ckptd doctor --json`` prints.
 
     Attributes
     ----------

@@ -26,7 +26,7 @@ class Skipped(GcItem, frozen=True, kw_only=True):
 
 
 class GcDocument(Document, frozen=True, kw_only=True, tag="gc"):
-    """What ``ckptd gc --json`` prints.
+    """The document that ``ckptd gc --json`` prints.
 
     Attributes
     ----------

@@ -133,7 +133,7 @@ class MeshRow(msgspec.Struct, frozen=True):
 
 
 class InspectDocument(CheckpointDocument, frozen=True, kw_only=True, tag="inspect"):
-    """What ``ckptd inspect --json`` prints.
+    """The document that ``ckptd inspect --json`` prints.
 
     Attributes
     ----------

@@ -100,7 +100,7 @@ class AttemptRow(OfAttempt, frozen=True):
 
 
 class LsDocument(Document, frozen=True, kw_only=True, tag="ls"):
-    """What ``ckptd ls --json`` prints.
+    """The document that ``ckptd ls --json`` prints.
 
     Attributes
     ----------

@@ -29,18 +29,18 @@ class PinRow(OfCheckpoint, frozen=True):
 
 
 class PinDocument(Document, frozen=True, kw_only=True, tag="pin"):
-    """What ``ckptd pin --json`` prints: the pin as it is now (pinning twice keeps the first)."""
+    """The document of ``ckptd pin --json``: the pin; pinning twice keeps the first."""
 
     root: str
     pin: PinRow
 
 
 class UnpinDocument(CheckpointDocument, frozen=True, kw_only=True, tag="pin --remove"):
-    """What ``ckptd pin --remove --json`` prints: the checkpoint that is no longer pinned."""
+    """The document of ``ckptd pin --remove --json``: the checkpoint that is no longer pinned."""
 
 
 class PinsDocument(Document, frozen=True, kw_only=True, tag="pin --list"):
-    """What ``ckptd pin --list --json`` prints: every pin of the root, by step."""
+    """The document that ``ckptd pin --list --json`` prints: every pin of the root, by step."""
 
     root: str
     pins: tuple[PinRow, ...]

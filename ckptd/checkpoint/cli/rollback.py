@@ -14,7 +14,7 @@ _MOST_SHOWN = 8
 
 
 class RollbackDocument(CheckpointDocument, frozen=True, kw_only=True, tag="rollback"):
-    """What ``ckptd rollback --json`` prints.
+    """The document that ``ckptd rollback --json`` prints.
 
     Attributes
     ----------

@@ -22,7 +22,7 @@ class TagRow(PinRow, frozen=True, kw_only=True):
 
 
 class TagDocument(Document, frozen=True, kw_only=True, tag="tag"):
-    """What ``ckptd tag --json`` prints: every tag of the root as it is now, by name."""
+    """The document of ``ckptd tag --json``: every tag of the root as it is now, by name."""
 
     root: str
     tags: tuple[TagRow, ...]

@@ -31,7 +31,7 @@ _NOT_CORRUPT = frozenset({"permission", "no-space", "store", "store-transient", 
 
 
 class VerifyDocument(Document, frozen=True, kw_only=True, tag="verify"):
-    """What ``ckptd verify --json`` prints.
+    """The document that ``ckptd verify --json`` prints.
 
     Attributes
     ----------

@@ -1,3 +1,3 @@
-"""What people ask of checkpoints: verify, diff, inspect, copy, export, and the doctor of stores."""
+"""Tools for checkpoints: verify, diff, inspect, copy, export, and the doctor of stores."""
 
 from __future__ import annotations

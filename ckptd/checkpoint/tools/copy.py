@@ -272,7 +272,7 @@ REASON = "cp"
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one checkpoint.
+    """The outcome of one checkpoint.
 
     Attributes
     ----------

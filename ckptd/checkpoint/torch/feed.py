@@ -97,7 +97,7 @@ class CopyLane(Protocol):
     def free(self) -> bool:
         """Whether `push` only enqueues.
 
-        Who is in a hurry may then push from any thread and beyond `limit`.
+        A caller in a hurry may then push from any thread and beyond `limit`.
         """
 
     def push(self, group: CopyGroup) -> CopyMark:

@@ -38,7 +38,7 @@ class GatedCopies(Protocol):
     """The copies of a snapshot, where a device carries some of them out."""
 
     def order(self, timeout_s: float) -> bool:
-        """Let the current streams wait for the copies; see `Snapshot.order`."""
+        """Make the current streams wait for the copies; see `Snapshot.order`."""
 
     def before_captured(self) -> None:
         """Look at what has changed; see `Snapshot.before_captured`."""

@@ -216,7 +216,7 @@ class WatchedSpans:
         return names
 
     def end(self) -> None:
-        """Let the memory be written at no cost again."""
+        """Make writes to the memory cost nothing again."""
         if self._count is not None:
             self._count.end()
         self._count = None

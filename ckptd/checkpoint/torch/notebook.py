@@ -1,4 +1,4 @@
-"""What a notebook shows of a checkpointer."""
+"""The view of a checkpointer in a notebook."""
 
 from __future__ import annotations
 

@@ -834,7 +834,7 @@ class DeviceSnapshot:
             taken.give(samples)
 
     def release(self) -> None:
-        """Let go of clones and of the slot: nothing is under way any more."""
+        """Release clones and the slot: nothing is under way any more."""
         self._shared.pins.use(self._slot, -1)
         self._clones.clear()
         self._lanes.clear()

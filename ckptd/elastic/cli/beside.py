@@ -23,7 +23,7 @@ class WatchSide(Protocol):
 
 
 class Watch(Protocol):
-    """What makes a watch."""
+    """Makes a watch."""
 
     def check_floors(self, floors: tuple[str, ...]) -> None:
         """Refuse what ``--floor`` does not take: `UsageError`."""

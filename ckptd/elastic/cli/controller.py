@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
-    """What ``ckptd controller --json`` prints once nodes may come.
+    """The document that ``ckptd controller --json`` prints once nodes may come.
 
     Attributes
     ----------

@@ -36,13 +36,13 @@ _ENDED = ("done", "aborted")
 
 
 class CtlStatusDocument(Document, frozen=True, kw_only=True, tag="ctl status"):
-    """What ``ckptd ctl status --json`` prints: `ckptd.elastic.messages.Status`."""
+    """The document that ``ckptd ctl status --json`` prints: `ckptd.elastic.messages.Status`."""
 
     status: Status
 
 
 class CtlOrderDocument(Document, frozen=True, kw_only=True, tag="ctl order"):
-    """What an order with ``--json`` prints.
+    """The document that an order with ``--json`` prints.
 
     Attributes
     ----------

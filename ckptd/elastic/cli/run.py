@@ -93,7 +93,7 @@ _DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
 
 
 class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
-    """What ``ckptd run --json`` prints to standard error at its end.
+    """The document that ``ckptd run --json`` prints to standard error at its end.
 
     Attributes
     ----------

@@ -98,5 +98,5 @@ class Appender:
                 raise
 
     def close(self) -> None:
-        """Let the thread go; a write under way is not waited for."""
+        """Release the thread; a write under way is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)

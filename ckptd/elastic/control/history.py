@@ -1,4 +1,4 @@
-"""What a controller remembers for people: changes of state, recoveries, goodput, sentences.
+"""The memory of a controller, for people: changes of state, recoveries, goodput, sentences.
 
 `Goodput` and `Splitter` are pure: made of changes of state, committed steps and marks of workers.
 """
@@ -113,7 +113,7 @@ class Goodput:
         return {str(kind): spent for kind, spent in self._seconds.items()}
 
     def _spend(self, now: float) -> None:
-        # A change is told after it was: a look at the seconds may have come in between.
+        # A change is reported after it was: a look at the seconds may have come in between.
         now = max(now, self._since)
         kind = _KINDS.get(self._state)
         if kind is not None:

@@ -1,4 +1,4 @@
-"""What each node has to know of a generation: its own part, never that of all ranks."""
+"""The part of a generation that each node gets: its own, never that of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a controller knows of each node."""
+"""The nodes, as a controller knows them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Roster:
         node.faults = [at for at in node.faults if now - at < window_s] + [now]
         if len(node.faults) < most or node.out_until > now:
             return False
-        # Who comes back and is at fault again stays away longer each time.
+        # A node that comes back and is at fault again stays away longer each time.
         node.out_until = now + out_s * 2 ** min(node.outs, MOST_DOUBLED)
         node.outs, node.out_at = node.outs + 1, now
         return True

@@ -40,7 +40,7 @@ _OTHERS_S = 3.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What a controller is started with.
+    """The settings with which a controller starts.
 
     Attributes
     ----------
@@ -179,7 +179,7 @@ class _Run:
             appender.close()
 
     async def _see_off(self, door: ListeningSocket) -> None:
-        """Let every node hear of the end, those that are just reconnecting as well."""
+        """Announce the end to every node, those that are just reconnecting as well."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _LINGER_S
         quiet = loop.time() + 2 * _PAUSE_S

@@ -1,4 +1,4 @@
-"""What a controller decides: a state machine without clocks, sockets or files.
+"""The decisions of a controller: a state machine without clocks, sockets or files.
 
 RUNNING, SUSPECT, FENCE, PLAN, RESHARD, RESUME, and aside of them PARKED, DONE and ABORTED. Every
 state has a deadline, and a fault in any of them leads back to FENCE with a new generation: a second
@@ -917,8 +917,8 @@ class StateMachine:
 
     def _choice(self, now: float) -> Choice | None:
         current = self.record.shape if self.record else None
-        # Who was left out a while ago comes back as the last of the spares; and a node that is
-        # often at fault is better than none.
+        # A node that was left out a while ago comes back as the last of the spares; and one
+        # that is often at fault is better than none.
         for clean_s, all_up in ((_CLEAN * self.settings.out_s, False), (0.0, False), (0.0, True)):
             slots = self.nodes.slots(now, self.record, all_up=all_up, clean_s=clean_s)
             try:

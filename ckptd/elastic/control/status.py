@@ -14,7 +14,7 @@ from ckptd.elastic.messages import NodeRow, Relaunch, Status
 
 @dataclass(frozen=True)
 class Setting:
-    """What does not change while a controller lives.
+    """The facts that do not change while a controller lives.
 
     Attributes
     ----------

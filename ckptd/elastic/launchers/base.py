@@ -22,7 +22,7 @@ Command = Callable[[str], Sequence[str]]
 
 
 class MachineState(enum.StrEnum):
-    """What a scheduler says of a node."""
+    """The state of a node, as a scheduler says it."""
 
     UP = "up"
     DRAINING = "draining"

@@ -21,7 +21,7 @@ SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher tells all workers of its node.
+    """The facts that a launcher gives to all workers of its node.
 
     Attributes
     ----------

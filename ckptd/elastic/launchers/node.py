@@ -70,7 +70,7 @@ _FORGET_S = 2.0
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's launcher has to know.
+    """The settings of a node's launcher.
 
     Attributes
     ----------
@@ -348,7 +348,7 @@ class NodeLauncher:
                 continue
             worker.kill()
         if order.level == 0:
-            # Who is late already does not get more time because it is ordered once more.
+            # A node that is late already does not get more time because it is ordered once more.
             by = self._interrupted_until or time.monotonic() + self._s.interrupt_s
             self._interrupted_until = by
         else:

@@ -1,4 +1,4 @@
-"""What a node of a job is: its fence, its generation, and how its workers have ended."""
+"""The state of a node of a job: its fence, its generation, and how its workers have ended."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
 def unblocked() -> None:
-    """Let a new process take the signals that this one waits for by itself."""
+    """Make a new process take the signals that this one waits for by itself."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
 
 
 def _beside() -> None:
-    """Let a new process end when this one does, however that may be."""
+    """Make a new process end when this one does, however that may be."""
     unblocked()
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

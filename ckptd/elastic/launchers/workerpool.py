@@ -38,7 +38,7 @@ _FAILED = 1
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers run.
+    """The program of the workers.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class WorkerPool:
                 self._reseat(worker, begin, seat, local_rank)
 
     def store_at(self, store: StoreAt) -> None:
-        """Let the workers of the generation go on: their job store is there."""
+        """Release the workers of the generation: their job store is there."""
         if self._begin is None or store.generation > self._begin.generation:
             self._early = store
         elif store.generation == self._begin.generation:

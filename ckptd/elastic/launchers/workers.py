@@ -84,7 +84,7 @@ class Worker:
             self.pidfd = os.pidfd_open(pid)
 
     def open_gate(self, environ: dict[str, str]) -> None:
-        """Let it go on with `environ` besides."""
+        """Start it with `environ` besides."""
         gate, self.gate = self.gate, -1
         # What is written goes out when the file is closed, to a process that may have died.
         with suppress(BrokenPipeError), os.fdopen(gate, "wb") as file:
@@ -133,7 +133,7 @@ class Worker:
             self.dead = self.pidfd < 0 or bool(select.select([self.pidfd], [], [], 0.0)[0])
 
     def forget(self) -> None:
-        """Let go of its descriptors. Idempotent."""
+        """Close its descriptors. Idempotent."""
         self.close_gate()
         if self.pidfd >= 0:
             os.close(self.pidfd)

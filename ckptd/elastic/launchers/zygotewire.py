@@ -1,4 +1,4 @@
-"""What a launcher and its zygote say to one another, over a socket pair."""
+"""Messages between a launcher and its zygote, over a socket pair."""
 
 from __future__ import annotations
 

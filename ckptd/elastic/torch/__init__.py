@@ -1,1 +1,1 @@
-"""What runs in a trainer that a launcher started: sessions and hooks."""
+"""The part in a trainer that a launcher started: sessions and hooks."""

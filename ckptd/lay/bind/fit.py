@@ -57,7 +57,7 @@ def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
         told = False
         for index in (p for p in equation.name.parts if isinstance(p, NameIndex)):
             key = (index.axis, index.splits)
-            # Many rules have the same index: the first one is told.
+            # Many rules have the same index: the first one is reported.
             if key not in indexes and (index.axis, tuple(a for a, _ in key[1])) not in piped:
                 indexes.add(key)
                 yield from _index(equation, index, scope)

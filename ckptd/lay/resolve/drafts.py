@@ -140,7 +140,7 @@ def _drafted(
     own_stored = [s for s in layout.statements if isinstance(s, Stored)]
     whole = [s for s in own_stored if s.names is None]
     if own_stored:
-        # Who says how states are called says it for all of them.
+        # A program that says how states are called says it for all of them.
         out.stored = whole[0] if whole else out.stored
         out.others = [s for s in own_stored if s.names is not None]
     # What several ways lead to is said once.

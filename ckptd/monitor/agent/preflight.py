@@ -302,7 +302,7 @@ class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a check.
+    """The result of a check.
 
     Attributes
     ----------

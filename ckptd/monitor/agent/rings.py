@@ -1,7 +1,7 @@
 """The rings of a node's ranks: found, opened, followed, and removed when nobody needs them.
 
 Nothing in a ring is trusted, and nothing in the folder either: files of other users are not
-opened, and one that is damaged is told once and left alone until it is another file.
+opened, and one that is damaged is reported once and left alone until it is another file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Ring:
 
     @property
     def recorder(self) -> RecorderState:
-        """What its recorder does."""
+        """The state of its recorder."""
         state = self.counters[Counter.STATE]
         return RecorderState(state) if 0 <= state <= max(RecorderState) else RecorderState.ASIDE
 
@@ -291,7 +291,7 @@ class Rings:
         return before is None or before.header.started_ns <= header.started_ns
 
     def _drop_earlier(self, new: RingHeader) -> None:
-        """Let go of what the same process was in an earlier generation."""
+        """Drop the ring of the same process in an earlier generation."""
         for rank, ring in list(self.ranks.items()):
             old = ring.header
             same = (old.pid, old.birth, old.node) == (new.pid, new.birth, new.node)
@@ -299,7 +299,7 @@ class Rings:
                 self.drop(rank)
 
     def _drop_over(self, now: float) -> None:
-        """Let go of dead ranks of lives that are over: another has begun since."""
+        """Drop dead ranks of lives that are over: another has begun since."""
         if not self.ranks:
             return
         newest = max(self.ranks.values(), key=lambda ring: ring.header.started_ns)
@@ -310,13 +310,13 @@ class Rings:
                 self.drop(rank)
 
     def drop(self, rank: int) -> None:
-        """Let go of a rank, and do not take its file again."""
+        """Drop a rank, and do not take its file again."""
         ring = self.ranks.pop(rank)
         self._passed[ring.path.name] = ring.inode
         ring.close()
 
     def spoiled(self, ring: Ring, error: CkptdError) -> None:
-        """Let go of a ring that cannot be read any more, and say so once."""
+        """Drop a ring that cannot be read any more, and say so once."""
         if self.ranks.get(ring.rank) is ring:
             del self.ranks[ring.rank]
         self._bad[ring.path.name] = ring.inode

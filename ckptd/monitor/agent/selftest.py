@@ -1,4 +1,4 @@
-"""What a node finds about itself before a job: arithmetic, memory, disk, limits, GPUs."""
+"""The check of a node by itself before a job: arithmetic, memory, disk, limits, GPUs."""
 
 from __future__ import annotations
 

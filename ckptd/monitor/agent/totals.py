@@ -1,4 +1,4 @@
-"""What all calls of a node's ranks add up to, counted from the rings between two reports.
+"""Sums over all calls of a node's ranks, counted from the rings between two reports.
 
 A report has the last few calls of a rank only. Here every call is read once, so that no figure is
 estimated from a sample.

@@ -198,7 +198,7 @@ class Watcher:
         return floor
 
     def _follow(self) -> None:
-        """Let the end of each process that is watched now wake the loop."""
+        """Make the end of each process that is watched now wake the loop."""
         rings = {
             ring.process.fileno(): ring
             for ring in self._rings.ranks.values()

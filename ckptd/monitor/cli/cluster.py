@@ -33,7 +33,7 @@ _BACKLOG = 1024
 
 
 class ClusterDocument(Document, frozen=True, kw_only=True, tag="doctor --cluster"):
-    """What ``ckptd doctor --cluster --json`` prints.
+    """The document that ``ckptd doctor --cluster --json`` prints.
 
     Nodes that do not coordinate leave out what only the coordinator knows.
 

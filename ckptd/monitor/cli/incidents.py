@@ -30,7 +30,7 @@ _WIDTH = 100
 
 
 class IncidentsDocument(Document, frozen=True, kw_only=True, tag="incidents"):
-    """What ``ckptd incidents --json`` prints.
+    """The document that ``ckptd incidents --json`` prints.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from ckptd.cli.output import Document, Json, Reply, note
 
 
 class OpenDocument(Document, frozen=True, kw_only=True, tag="open"):
-    """What ``ckptd open --json`` prints.
+    """The document that ``ckptd open --json`` prints.
 
     Attributes
     ----------

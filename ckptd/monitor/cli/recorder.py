@@ -23,7 +23,7 @@ recorder = App(
 
 
 class RecorderBuildDocument(Document, frozen=True, kw_only=True, tag="recorder build"):
-    """What ``ckptd recorder build --json`` prints: the files that trainers will load."""
+    """The document of ``ckptd recorder build --json``: the files that trainers will load."""
 
     path: str
     copier: str

@@ -60,7 +60,7 @@ class ReplayedIncident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
-    """What ``ckptd replay --json`` prints.
+    """The document that ``ckptd replay --json`` prints.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ def replay(
     ] = (),
     json: Json = False,
 ) -> Reply | int:
-    """Run the diagnosis again over what a daemon was told."""
+    """Run the diagnosis again over what a daemon received."""
     if flight_recorder is not None and file is None:
         return _show_dumps(flight_recorder, json)
     if file is None or flight_recorder is not None:

@@ -42,7 +42,7 @@ HOOK_VARIABLE = "CKPTD_WEBHOOK_SECRET"
 
 
 class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
-    """What ``ckptd serve --json`` prints once it listens.
+    """The document that ``ckptd serve --json`` prints once it listens.
 
     Attributes
     ----------

@@ -22,7 +22,7 @@ _MARGIN = 8
 
 
 class TopDocument(Document, frozen=True, kw_only=True, tag="top"):
-    """What ``ckptd top --json`` prints.
+    """The document that ``ckptd top --json`` prints.
 
     Attributes
     ----------

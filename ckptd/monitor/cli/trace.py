@@ -23,7 +23,7 @@ _TIER_WIDTH = 12
 
 
 class TraceDocument(Document, frozen=True, kw_only=True, tag="trace"):
-    """What ``ckptd trace --json`` prints.
+    """The document that ``ckptd trace --json`` prints.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ _SI_KERNEL = 0x80  # si_code of what the terminal sends to all processes before 
 
 
 class WatchDocument(Document, frozen=True, kw_only=True, tag="watch"):
-    """What ``ckptd watch --json`` prints to standard error when COMMAND has ended.
+    """The document that ``ckptd watch --json`` prints to standard error when COMMAND has ended.
 
     Attributes
     ----------

@@ -82,7 +82,7 @@ class Reader:
     client
         Of the daemon.
     since
-        Unix seconds: older incidents were told before.
+        Unix seconds: older incidents were printed before.
     say
         Takes a line and the incident.
     """
@@ -97,7 +97,7 @@ class Reader:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.last: dict[str, dict[str, Any]] = {}
-        """Newest state of each incident that was told, by its id."""
+        """Newest state of each incident that was printed, by its id."""
         threading.Thread(target=self._follow, name="ckptd-incidents", daemon=True).start()
 
     def finish(self, wait_s: float) -> None:

@@ -43,7 +43,7 @@ _HEADERS = [
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must show.
+    """The proof that a request must show.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What comes in and goes out: bodies within a limit, errors and plain data as JSON."""
+"""Requests and answers: bodies within a limit, errors and plain data as JSON."""
 
 from __future__ import annotations
 

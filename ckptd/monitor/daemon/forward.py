@@ -98,7 +98,7 @@ class Forwarder:
         self._room = threading.BoundedSemaphore(_MOST_WAITING)
         self._ended = threading.Event()
         self.defects = 0
-        """Sheets that could not be passed on, which is a defect of ours; the next is tried."""
+        """Sheets that could not be passed on, which is a defect of ckptd; the next is tried."""
         self.up = Uplink(url, secret)
         self.ingest = Ingest(job, secret, self._call, self._take, MessageBuffer(0))
         self._thread = threading.Thread(target=self._work, name="passing-on", daemon=True)

@@ -1,4 +1,4 @@
-"""What outlives the daemon: incidents, generations and a thinned-out series of the job, in SQLite.
+"""The daemon's memory: incidents, generations and a thinned-out series of the job, in SQLite.
 
 The file is bounded. A damaged one is set aside under another name, which is said, and a new one
 begun: the daemon goes on without its past rather than not at all.

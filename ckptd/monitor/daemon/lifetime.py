@@ -1,4 +1,4 @@
-"""What a daemon counts over its lifetime: generations, time, recorded saves, recoveries."""
+"""Counts over the lifetime of a daemon: generations, time, recorded saves, recoveries."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StreamEvent:
 
 @dataclass(eq=False)
 class _Client:
-    """What waits for one client."""
+    """Events that wait for one client."""
 
     events: deque[bytes] = field(default_factory=deque)
     bytes: int = 0

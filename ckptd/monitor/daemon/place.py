@@ -43,7 +43,7 @@ class DaemonAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def login(self) -> str:
-        """URL for a browser; whoever has it may act."""
+        """URL for a browser; anybody who has it may act."""
         return f"{self.url}/?token={self.token}"
 
 

@@ -1,4 +1,4 @@
-"""What the daemon does about an incident of a job that has a controller.
+"""The response of the daemon to an incident of a job that has a controller.
 
 `response` decides, from data only, which nodes are excluded and whether the ranks restart. The
 policy of an incident's class says whether that is done at once (``act``), offered to a person
@@ -204,7 +204,7 @@ def _exclude(nodes: tuple[str, ...], *, alone: bool) -> Response | None:
 class Responder:
     """Follows a job's controller and carries out the responses to incidents. To be closed.
 
-    The watch is told which generations the controller has ended, so that the end of their ranks is
+    The watch learns which generations the controller has ended, so that the end of their ranks is
     no incident. A response is carried out at most once for each incident, in a thread of its own.
 
     Parameters

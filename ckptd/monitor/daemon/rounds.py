@@ -33,7 +33,7 @@ _MOST_WAITING = 4096
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round found; never changes.
+    """The result of a round; never changes.
 
     Attributes
     ----------

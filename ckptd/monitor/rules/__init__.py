@@ -1,3 +1,3 @@
-"""What is wrong with which rank, node or link: pure functions from a job's columns to verdicts."""
+"""Rules that find what is at fault: pure functions from a job's columns to verdicts."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What runs in a watched trainer."""
+"""The part in a watched trainer."""

@@ -1,4 +1,4 @@
-"""`Publisher`: the weights of a trainer, to whoever uses them, while training goes on."""
+"""`Publisher`: the weights of a trainer, to their users, while training goes on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Publication(OfOneProcess):
 
 
 class _Shape(NamedTuple):
-    """What this rank publishes.
+    """The tensors that this rank publishes.
 
     Attributes
     ----------

@@ -583,7 +583,7 @@ class Subscriber(OfOneProcess):
             torch.get_device_module(device).synchronize(device)
 
     def _let_go(self, wait_s: float = _ANSWER_S) -> None:
-        """Let the version's slot be filled again; its memory is left where that is not answered."""
+        """Allow the version's slot to be filled; its memory is left where that is not answered."""
         self._tensors, self._leaves = {}, Leaves()
         if self._plan is not None:
             self._plan.lend({})

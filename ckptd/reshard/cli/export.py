@@ -17,7 +17,7 @@ _SAID = 8
 
 
 class ExportDocument(Document, frozen=True, kw_only=True, tag="export"):
-    """What ``ckptd export --json`` prints.
+    """The document that ``ckptd export --json`` prints.
 
     Attributes
     ----------

@@ -36,7 +36,7 @@ Rules = Annotated[
 
 
 class CheckDocument(Document, frozen=True, kw_only=True, tag="lay check"):
-    """What ``ckptd lay check --json`` prints.
+    """The document that ``ckptd lay check --json`` prints.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class CheckDocument(Document, frozen=True, kw_only=True, tag="lay check"):
 
 
 class FmtDocument(Document, frozen=True, kw_only=True, tag="lay fmt"):
-    """What ``ckptd lay fmt --json`` prints.
+    """The document that ``ckptd lay fmt --json`` prints.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class FmtDocument(Document, frozen=True, kw_only=True, tag="lay fmt"):
 
 
 class ShowDocument(Document, frozen=True, kw_only=True, tag="lay show"):
-    """What ``ckptd lay show --json`` prints.
+    """The document that ``ckptd lay show --json`` prints.
 
     Attributes
     ----------

@@ -52,7 +52,7 @@ Rules = Annotated[
 
 
 class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
-    """What ``ckptd reshard --json`` prints.
+    """The document that ``ckptd reshard --json`` prints.
 
     Attributes
     ----------

@@ -516,7 +516,7 @@ class Mover:
     scalar_count
         How many numbers follow each parameter.
     finish
-        Called when everything is there, before the others are told that this process is done.
+        Called when everything is there, before the others learn that this process is done.
     room
         Most bytes for values that are combined from several ranks.
     """

@@ -401,7 +401,7 @@ def _less(rule: Rule, axis: str, layers: set[int]) -> list[Rule]:
             return [rule]
         numbers |= set(range(r.first, r.last + 1, r.step))
     if len(mine) != 1:
-        # Whoever has a name first keeps it: those that are placed stand before it.
+        # The first to have a name keeps it: those that are placed stand before it.
         return [rule]
     left = sorted(numbers - layers)
     if not left:

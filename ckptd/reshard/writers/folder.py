@@ -594,7 +594,7 @@ class FolderJob:
             return job.replaced(store)
         if store.exists(job.begun):
             return record
-        # Who finished it removed `begun` before `finishing`, and its checkpoint is not old.
+        # What finished it removed `begun` before `finishing`, and its checkpoint is not old.
         store.delete([job.finishing])
         return None
 

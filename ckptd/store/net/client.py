@@ -124,7 +124,7 @@ class NetStore(Store):
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What the server's store promises, as seen from here."""
+        """The promises of the server's store, as seen from here."""
         found = self._call(lambda link: link.capabilities)
         return Capabilities(
             create_only=found.create_only,

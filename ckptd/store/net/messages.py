@@ -1,4 +1,4 @@
-"""What a store's client and server say to each other, as plain data.
+"""Messages between a store's client and its server, as plain data.
 
 A request is answered by one message, or by a series that ends with a `Complete`; `Failed` takes the
 place of any of them and ends the answer. Bytes of objects travel behind `ObjectPiece` messages.

@@ -34,7 +34,7 @@ _WHOLE_BYTES = 64 << 20
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients may take of a server.
+    """The limits of clients at a server.
 
     Attributes
     ----------

@@ -2,7 +2,7 @@
 
 Streams of ranks give other numbers when the number of ranks changes, and training then takes
 another way: dropout alone moved a model's parameters by a tenth in 60 steps. A stream that is named
-by what it is for gives the same numbers whoever draws them.
+by what it is for gives the same numbers to every caller.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ RULES: dict[str, Rule] = {"mean": mean, "median": median, "trimmed": trimmed, "f
 
 @dataclass(frozen=True, slots=True)
 class RobustState:
-    """What `robust_hook` needs.
+    """The state of `robust_hook`.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ def robust_hook(state: RobustState, bucket: dist.GradBucket) -> Reduced:
 
 
 def register(model: nn.parallel.DistributedDataParallel, rule: str | Rule = "flag") -> None:
-    """Let `model` aggregate its gradients by a rule.
+    """Make `model` aggregate its gradients by a rule.
 
     Each bucket of DDP is aggregated by itself. Memory of all workers' gradients of a bucket is
     needed on each, and as much traffic.

@@ -135,7 +135,7 @@ def destroy_groups() -> list[Any]:
 
 
 def let_go(groups: list[Any], until: float) -> bool:
-    """Let go of groups that are destroyed; tell whether they have ended in time.
+    """Release groups that are destroyed; tell whether they have ended in time.
 
     A group of gloo ends once its threads have carried out what was enqueued. Where Python has the
     last reference to it, that is waited for without the GIL; where something in C++ has it, as the

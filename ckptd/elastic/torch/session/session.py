@@ -188,7 +188,7 @@ class _Session:
         return self._interrupted >= self._link.generation
 
     def _leave(self) -> None:
-        """Let go of everything of the generation, and say so; ends a process that cannot."""
+        """Release everything of the generation, and say so; ends a process that cannot."""
         with self._changed:
             self._training = False
             until = self._leave_by

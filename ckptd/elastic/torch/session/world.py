@@ -1,4 +1,4 @@
-"""What a rank is in one generation of its job."""
+"""The place of a rank in one generation of its job."""
 
 from __future__ import annotations
 

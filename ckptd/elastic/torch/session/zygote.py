@@ -142,7 +142,7 @@ class Zygote:
         return None
 
     def _close_others(self, given: int) -> None:
-        """Let go of the descriptors of other forks."""
+        """Close the descriptors of other forks."""
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in self._mine and int(name) != given:
                 with suppress(OSError):  # the one through which they were listed

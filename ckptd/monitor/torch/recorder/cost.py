@@ -1,4 +1,4 @@
-"""What recording a call costs, measured where it is recorded."""
+"""The cost of recording a call, measured where it is recorded."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Making:
         try:
             identity = self._ring.identity
             members = tuple(ranks) or tuple(range(identity.world))
-            # Whoever is no member does not wait; of a world of another size nobody knows who is.
+            # Only members wait; of a world of another size it is unknown which ranks those are.
             if len(members) != size or size < 2 or identity.rank not in members:
                 return None
             if members.index(identity.rank) != rank:

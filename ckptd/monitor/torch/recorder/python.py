@@ -46,7 +46,7 @@ class _OnDevice:
 
 
 class PythonSource:
-    """Writes down what the hook in Python is told."""
+    """Writes down what the hook in Python receives."""
 
     name = "python"
     state = RecorderState.CALLS

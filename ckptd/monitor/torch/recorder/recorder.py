@@ -339,7 +339,7 @@ def attach_when_known() -> None:
 
 
 def detach() -> None:
-    """End recording; harmless without a recorder. The ring stays for whoever reads it."""
+    """End recording; harmless without a recorder. The ring stays for its readers."""
     global _current
     current, _current = _current, None
     if current is not None:
