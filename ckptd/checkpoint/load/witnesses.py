@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import Digester, digest_hex
-from ckptd.base.grids.block import flat_regions, piece_regions
+from ckptd.base.grids.block import box_region, flat_regions, piece_regions
 from ckptd.base.grids.grid import Piece
-from ckptd.base.grids.owners import ABSENT
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
 from ckptd.checkpoint.format.names import WITNESS, CommitName
@@ -32,6 +31,7 @@ from ckptd.checkpoint.format.witness_full import FullWitness, compare_full, part
 from ckptd.checkpoint.load.files import blame, load_index, read_stored
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.store.base import Store
+from ckptd.types import Box
 
 MOST = 10_000
 """Findings kept; beyond it they are only counted."""
@@ -217,11 +217,16 @@ def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
     if wanted is None or digester.index().blocks != wanted.blocks:
         error = CorruptError("data are not what was written", kind="digest", where=file.path)
         raise blame(error, file.path)
-    for tensor, itemsize in enumerate(plan.itemsizes):
-        held, start, end = filemap.locate(tensor, 0)
-        if held != ABSENT and plan.counts[tensor]:
-            slots = np.arange(plan.starts[tensor], plan.starts[tensor + 1])
-            witness.put(slots, gather(raw[start:end], itemsize, plan.positions(tensor)))
+    whole = {shape: (box_region(Box.whole(shape)),) for shape in {*plan.shapes}}
+    counts, absent = plan.counts.tolist(), [o.has_absent for o in filemap.owners]
+    held = [n for n, t in enumerate(filemap.tensors) if counts[n] and not absent[t.owners]]
+    tensors, sizes = np.array(held, dtype=np.int64), np.array(plan.itemsizes, dtype=np.int64)
+    for slots, elements, which in plan.select_all([(t, whole[plan.shapes[t]]) for t in held]):
+        of = tensors[which]
+        for size in np.unique(sizes[of]).tolist():
+            mine = sizes[of] == size
+            first = filemap.starts(0)[of[mine]] // size  # the widest come first
+            witness.put(slots[mine], gather(raw, size, first + elements[mine]))
     return witness
 
 
