@@ -148,6 +148,19 @@ def is_cached(fd: int, *offsets: int) -> bool | None:
         raise
 
 
+def bring_into_cache(path: str, wanted: Callable[[], bool]) -> None:
+    """Have a file of a disk of this host in the page cache, as far as it is still `wanted`.
+
+    It is no failure where that cannot be: the first reader then waits for the disk.
+    """
+    # Read, since the kernel limits what one call of posix_fadvise or readahead brings.
+    block, done = bytearray(1 << 20), 0
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        if os.major(os.fstat(file.fileno()).st_dev):  # else it is memory, or across a network
+            while wanted() and (count := os.preadv(file.fileno(), [block], done)):
+                done += count
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy bytes without the interpreter's lock, which an assignment to a slice holds."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

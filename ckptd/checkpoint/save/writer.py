@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from ckptd import events
 from ckptd.base.runtime.channel import Channel, SocketChannel
-from ckptd.base.runtime.host import pid_space
-from ckptd.checkpoint.format.names import commit_key, part_key
+from ckptd.base.runtime.host import available_bytes, pid_space
+from ckptd.checkpoint.format.names import commit_key, file_key, part_key
 from ckptd.checkpoint.root.catalogue import Catalogue, remove_parts
 from ckptd.checkpoint.root.index import root_tier, saving
 from ckptd.checkpoint.save.arena import Slot, half_staged
@@ -61,6 +61,7 @@ from ckptd.checkpoint.save.tiers import ROOT
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, ProcessError, SaveError
 from ckptd.store.base import Store
+from ckptd.store.osio import bring_into_cache
 
 if TYPE_CHECKING:
     from ckptd.checkpoint.save.neartiers import NodeTiers
@@ -70,6 +71,8 @@ ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
 _SETTLE_S = 10.0
 """How long a snapshot that all ranks have written may be without a commit, in seconds."""
+_CACHE_S = 2.0
+"""How long a process that is to end reads on for the page cache, in seconds."""
 _NEXT_LIFE_S = 30.0
 """How long a trainer that goes on in another generation may take for that, in seconds."""
 TURN_S = 2.0
@@ -118,6 +121,7 @@ class SaveWriter:
         self._noted: set[str] = set()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
+        self._cached = ThreadPoolExecutor(1, thread_name_prefix="ckptd-cache")
         # Side by side: one that waits in vain for a part must not hold up what is complete.
         self._orphans = ThreadPoolExecutor(4, thread_name_prefix="ckptd-orphan")
 
@@ -227,6 +231,7 @@ class SaveWriter:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
+        self._cached.shutdown(wait=True)
         ahead = self.stopped and self._uploader is not None and self._is_ahead(self._uploader)
         if ahead:
             # The root could not take the newest snapshot: what is in memory is all there is of it.
@@ -357,6 +362,7 @@ class SaveWriter:
             if self._commit(save, plan, part):
                 self._commits.submit(self._clean, save)
             free()
+            self._cached.submit(self._bring_into_cache, save, plan)
             return
         free()
         if not save.root and self._hello.rank == 0:
@@ -366,6 +372,26 @@ class SaveWriter:
         else:
             self._unsettled.append((save, plan))
             self._commits.submit(self._join, save, plan)
+        self._cached.submit(self._bring_into_cache, save, plan)
+
+    def _bring_into_cache(self, save: SaveRequest, plan: RankPlan) -> None:
+        """Have what was written past the page cache in it, for a load on this host, if it has room.
+
+        Several ranks may share the host, and none knows of the others: so it is an eighth.
+        """
+        path = self._store.local_path(file_key(save.folder, plan.rank))
+        small = plan.is_small(plan.data_bytes)
+        if path is None or not (small or plan.data_bytes < available_bytes() // 8):
+            return
+        until: float | None = None
+
+        def wanted() -> bool:
+            nonlocal until
+            if until is None and self._orphan.is_set():
+                until = time.monotonic() + _CACHE_S
+            return until is None or time.monotonic() < until
+
+        bring_into_cache(str(path), wanted)
 
     def _join(self, save: SaveRequest, plan: RankPlan) -> None:
         """Join the parts of this rank's block, if it is the first; a commit does not need it."""

@@ -15,6 +15,7 @@ from ckptd.checkpoint.save.writer import SaveWriter
 from ckptd.errors import StoreError
 from ckptd.store import StoreSpec, open_store
 from ckptd.store.memory import forget_memory
+from ckptd.store.osio import is_cached
 from tests.checkpoint.save.nearjob import NearJob
 from tests.checkpoint.save.saving import Job, plan_of, values
 from tests.processes import until
@@ -42,6 +43,20 @@ def test_an_upload_of_a_save_that_is_given_up_ends_before_it_is_whole(root: str)
     agent = job.agent
     job.close()
     os.kill(agent, signal.SIGKILL)  # it would keep the snapshot in memory for another life
+
+
+def test_what_was_saved_is_in_the_page_cache(root: str) -> None:
+    """Written past it; a job that evaluates the newest checkpoint need not wait for the disk."""
+    job = Job(StoreSpec(root), plan=plan_of({"w": (2 << 20,)}))
+    job.save(1, {"w": np.ones(2 << 20, np.float32)}).durable(60.0)
+    job.close()
+    (path,) = Path(root).glob("data/*/r00000.safetensors")
+    with path.open("rb") as file:
+        info = os.fstat(file.fileno())
+        found = is_cached(file.fileno(), *range(0, info.st_size, 1 << 16))
+    if found is None or not os.major(info.st_dev):
+        pytest.skip("no disk of this host, or a kernel that does not say")
+    assert found
 
 
 def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
