@@ -15,6 +15,7 @@ from ckptd.base.digest import Digester, digest_hex
 from ckptd.base.grids.block import box_region, flat_regions, piece_regions
 from ckptd.base.grids.grid import Piece
 from ckptd.checkpoint.format.container import FileMap
+from ckptd.checkpoint.format.invariants import check_files
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
 from ckptd.checkpoint.format.names import WITNESS, CommitName
 from ckptd.checkpoint.format.witness import (
@@ -213,6 +214,7 @@ def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
     raw = np.empty(file.data_bytes, np.uint8)
     read_stored(store, file, 0, raw.data)
     filemap, witness, digester = FileMap.of(manifest, file.path), Witness.empty(plan), Digester(())
+    check_files(manifest, filemap)
     digester.update(raw.data)
     if wanted is None or digester.index().blocks != wanted.blocks:
         error = CorruptError("data are not what was written", kind="digest", where=file.path)

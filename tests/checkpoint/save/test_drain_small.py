@@ -148,6 +148,15 @@ def test_flipped_bits_are_found(root: Store) -> None:
     assert (caught.value.kind, caught.value.key) == ("digest", file.path)
 
 
+def test_tables_of_more_data_than_there_are_are_refused_by_name(root: Store) -> None:
+    manifest = saved(root)
+    tensors = [msgspec.structs.replace(t, dtype="complex128") for t in manifest.tensors[:1]]
+    broken = msgspec.structs.replace(manifest, tensors=(*tensors, *manifest.tensors[1:]))
+    with pytest.raises(CorruptError, match="another length than their chunks") as caught:
+        read_witness(root, broken, WitnessPlan.of(broken))
+    assert manifest.files[0].path in str(caught.value.where)
+
+
 CHANGES: dict[str, Callable[[Manifest], dict[str, Any]]] = {
     "other digests": lambda m: {
         "files": (msgspec.structs.replace(m.files[0], digests=m.files[0].digests[:-1] + b"x"),)
