@@ -18,6 +18,7 @@ import torch
 from ckptd import events
 from ckptd.base.runtime.launched import whole
 from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, one_at_a_time
+from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.names import CommitName, check_step
@@ -141,6 +142,7 @@ class Checkpointer(OfOneProcess):
 
     inert = frozenset({"close", "abandon", "before_mutation", "__exit__"})
 
+    @no_collection()  # of all that torch is, which what is imported here would set off
     def __init__(
         self,
         url: str,
