@@ -383,6 +383,8 @@ class Index:
         if not self.store.capabilities.consistent_list:
             hidden = self._known - found
             found |= {c for c in hidden if self.store.exists(commit_key(c))}
+        else:
+            self._known &= found  # or they become as many as there ever were
         for gone in (self._records.keys() | self._annotations.keys()) - found:
             self._records.pop(gone, None)  # the name may come back with another attempt
             self._annotations.pop(gone, None)

@@ -14,7 +14,7 @@ import pytest
 from ckptd.checkpoint.format import manifest as formats
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import GridEntry, Manifest, decode_manifest, encode_manifest
-from ckptd.checkpoint.format.names import CommitName
+from ckptd.checkpoint.format.names import CommitName, commit_key
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
 from ckptd.checkpoint.load.witnesses import read_witness
 from ckptd.checkpoint.root.catalogue import Catalogue
@@ -212,3 +212,18 @@ def test_the_slot_is_free_when_the_checkpoint_exists(monkeypatch: pytest.MonkeyP
     order = [name for name in sent if name in {"ShardStored", "SaveCommitted", "Freed"}]
     assert order == ["ShardStored", "SaveCommitted", "Freed"]
     assert not [key for key in keys if "/parts/" in key]
+
+
+def test_what_is_deleted_is_remembered_no_more() -> None:
+    """A job that saves for weeks and keeps three does not grow by a name for each save."""
+    store = MemoryStore("small-names")
+    catalogue = Catalogue(store)
+    catalogue.create_or_open()
+    catalogue.claim(None, 2)
+    for step in range(1, 5):
+        snapshotting.commit(catalogue, plan_of(world=2), values(step), CommitName(step, 1))
+    assert len(catalogue.commits()) == 4
+    store.delete([commit_key(CommitName(step, 1)) for step in range(1, 4)])
+    assert catalogue.commits() == [CommitName(4, 1)]
+    assert catalogue._known == {CommitName(4, 1)}
+    forget_memory("small-names")
