@@ -602,7 +602,6 @@ class _Run:
         self._buffer: HostBuffer | None = None
         self._taken: tuple[mmap.mmap, int] | None = None
         self._schedule = ReadSchedule([], BLOCK_BYTES, 0)
-        self._fetched = self._copied = 0
         self._fetch_s = self._copy_s = 0.0
 
     def go(
@@ -725,7 +724,7 @@ class _Run:
     def _fetch(self, wave: Wave) -> None:
         if self._buffer is not None:
             self._buffer.lay_out(wave.layout)
-        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched, self._loose)
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._count.add, self._loose)
 
     @cached_property
     def _loose(self) -> dict[int, Runs]:
@@ -741,16 +740,6 @@ class _Run:
         line, loose = self._plan.line, self._loose
         keep = np.array([line.file_at(lo) not in loose for lo in runs[:, 0].tolist()], dtype=bool)
         return line.byte_count(runs[keep]) + sum(map(count, loose.values()))
-
-    def _on_fetched(self, n: int) -> None:
-        with self._count.lock:
-            self._fetched += n
-        self._count.add(n)
-
-    def _on_copied(self, n: int) -> None:
-        with self._count.lock:
-            self._copied += n
-        self._count.add(n)
 
     def _write(self) -> None:
         if self._in_memory is not None and len(self._from_memory.moves):
@@ -866,7 +855,7 @@ class _Run:
 
         def work(task: Moves) -> None:
             copy(task)
-            self._on_copied(int(task.rows["bytes"].sum()))
+            self._count.add(copied=int(task.rows["bytes"].sum()))
 
         threads, stall_s = self._copiers, self._stall_s
         run_all(
@@ -876,9 +865,9 @@ class _Run:
     def _report(self) -> ReadReport:
         return ReadReport(
             bytes_needed=self._whole.bytes_needed,
-            bytes_fetched=self._fetched,
+            bytes_fetched=self._count.fetched,
             bytes_in_memory=self._from_memory.bytes_needed,
-            bytes_copied=self._copied,
+            bytes_copied=self._count.copied,
             files=len(self._whole.files),
             waves=len(self._schedule.waves),
             fetch_s=self._fetch_s,
@@ -892,19 +881,19 @@ class _Counter:
     def __init__(
         self, progress: Callable[[int, int], None] | None, beat: Callable[[], None]
     ) -> None:
-        self.lock = threading.Lock()
-        self.total = 0
-        self._done = 0
+        self._lock = threading.Lock()
+        self.total = self.fetched = self.copied = 0
         self._progress = progress
         self._beat = beat
 
-    def add(self, n: int) -> None:
+    def add(self, fetched: int = 0, copied: int = 0) -> None:
         self._beat()
-        with self.lock:
-            self._done += n
+        with self._lock:
+            self.fetched += fetched
+            self.copied += copied
             if self._progress is not None:
                 # Holes that are read along are not in the total.
-                self._progress(min(self._done, self.total), self.total)
+                self._progress(min(self.fetched + self.copied, self.total), self.total)
 
 
 def _share_of(parallel: int, ranks: int) -> int:

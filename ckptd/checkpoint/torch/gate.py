@@ -98,7 +98,7 @@ class Gate(OfOneProcess):
             parameters: Iterable[torch.Tensor] = (p for g in groups for p in g["params"])
             if isinstance(optimizer, HostedOptimizer):
                 # It writes to the device on streams of its own, which no order here holds up.
-                hooks.update(dict.fromkeys(optimizer.optimizers, self._before_hosted_step))
+                hooks.update(dict.fromkeys(optimizer.optimizers, lambda *_: self.settle()))
                 parameters = map(optimizer.owned, parameters)
             else:
                 hooks[optimizer] = self._before_step
@@ -126,9 +126,6 @@ class Gate(OfOneProcess):
     def _after_step(self, *_: Any) -> None:
         if (copies := self._on_device) is not None and is_capturing():
             copies.after_captured()
-
-    def _before_hosted_step(self, *_: Any) -> None:
-        self.settle()
 
     def close(
         self,
