@@ -182,7 +182,6 @@ OPERATIONS = (
     "children",
     "list",
     "delete",
-    "sync",
 )
 
 

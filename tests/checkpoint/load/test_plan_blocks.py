@@ -91,7 +91,7 @@ def test_split_keeps_every_element_and_needs_all_it_spans(
     if block is None:
         return
     needed = blocks_of([(s * itemsize, (s + 1) * itemsize) for s, _ in elements(block)])
-    parts = list(split(block, itemsize, span))
+    parts = list(split(block, itemsize, span, SIZE))
     joined = [e for part in parts for e in elements(part)]
     assert len(joined) == block.numel
     assert set(joined) == elements(block)

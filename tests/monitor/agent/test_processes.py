@@ -15,7 +15,7 @@ import pytest
 
 from ckptd.monitor.agent.processes import Process, exit_code_of
 from ckptd.monitor.ring import process_birth
-from tests.processes import stop
+from tests.processes import stop, until
 
 
 @contextmanager
@@ -129,6 +129,7 @@ def test_threads_that_wake_are_counted() -> None:
 def test_what_it_uses_of_the_machine() -> None:
     with child() as process:
         watched = found(process)
+        until(lambda: watched.usage()[1] > 1 << 16)  # it has only just been started
         ticks, memory, threads = watched.usage()
         assert ticks >= 0
         assert 1 << 16 < memory < 1 << 36

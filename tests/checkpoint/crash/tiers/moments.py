@@ -252,6 +252,7 @@ def hook_trainer(scene: Scene, node: int) -> None:
 
 def hook_agent() -> None:
     """Make the points of an agent; once, in its own process."""
+    import ckptd.checkpoint.root.gc as gc
     import ckptd.checkpoint.save.commit as commit
     import ckptd.checkpoint.save.uploader as uploader
     import ckptd.checkpoint.save.writer as worker
@@ -262,7 +263,7 @@ def hook_agent() -> None:
     worker.ORPHAN_COMMIT_S = ORPHAN_S
     _hook_stores()
     _wrap(worker, "stage_shard", "digest")
-    _wrap(worker, "apply_retention", "retention")
+    _wrap(gc, "apply_retention", "retention")
     _wrap(worker.SaveWriter, "_promote", "promote")
     _wrap(AgentMemoryStore, "keep", "keep")
     _wrap(AgentMemoryStore, "adopt", "adopt")

@@ -141,7 +141,7 @@ def test_what_memory_has_is_not_lost_where_the_root_failed_last(
     root = str(tmp_path / "root")
     error = StoreError("the disk is on fire", kind="injected").to_dict()
     with monkeypatch.context() as patch:
-        with_faults(patch, FaultRule("error", op="put", key="*r00000", times=1, error=error))
+        with_faults(patch, FaultRule("error", op="put", key="*manifest*", times=1, error=error))
         tiers = [ckptd.Memory(every=1)]
         ck = ckptd.Checkpointer(root, every=4, tiers=tiers, when_failed="warn")
         handles = [save(ck, step) for step in range(1, 6)]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ckptd
+from ckptd.checkpoint.format.manifest import INLINE
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.torch.copy import CopySources
 from ckptd.checkpoint.torch.state.flatten import flatten
@@ -177,10 +178,10 @@ def test_names_and_what_a_reader_must_know(tmp_path: Path) -> None:
     training.step(0)
     with ckptd.Checkpointer(str(tmp_path)) as ck:
         ck.save(1, {"m": nn.Linear(2, 2)}).durable()
-        assert manifest(tmp_path).requires == ()
+        assert manifest(tmp_path).requires == (INLINE,)
         ck.save(2, training.state).durable()
     found = manifest(tmp_path)
-    assert found.requires == ("subclasses",)
+    assert found.requires == ("subclasses", INLINE)
     names = {t.name for t in found.tensors}
     assert {"model.base.codes", "model.base.scale", "optim.0.weight.momentum.codes"} <= names
     (record,) = [o.value for o in found.objects if o.name == "model.base"]
