@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -224,12 +225,19 @@ TOLD: dict[str, tuple[list[str], Callable[[], object]]] = {
 }
 
 
+@pytest.fixture
+def run_folder() -> Iterator[str]:
+    """A run folder with a short path, as sockets need."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-") as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("name", TOLD)
-def test_screens_of_jobs(name: str, columns: int, tmp_path: Path) -> None:
+def test_screens_of_jobs(name: str, columns: int, run_folder: str) -> None:
     command, prepare = TOLD[name]
     prepare()
-    with Terminal(command, columns, 70, env={"CKPTD_RUN_DIR": str(tmp_path / "r")}) as one:
+    with Terminal(command, columns, 70, env={"CKPTD_RUN_DIR": run_folder}) as one:
         one.done()
         shown = one.shown()
         assert max(map(len, shown.splitlines())) <= columns
@@ -258,12 +266,14 @@ def masked(shown: str) -> str:
 @pytest.mark.dist
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_job_of_one_rank_that_fails(verb: str, columns: int, tmp_path: Path) -> None:
+def test_a_job_of_one_rank_that_fails(
+    verb: str, columns: int, tmp_path: Path, run_folder: str
+) -> None:
     (tmp_path / "t.py").write_text(TRAINS)
     words = {"watch": ["--", sys.executable, "t.py"], "run": ["--max-restarts=0", "t.py"]}
-    env = {"CKPTD_RUN_DIR": str(tmp_path / "r"), "CKPTD_NODE": "n0"}
+    env = {"CKPTD_RUN_DIR": run_folder, "CKPTD_NODE": "n0"}
     with Terminal([*COMMAND, verb, "--job=seen", *words[verb]], columns, 40, env=env) as one:
-        assert one.done() == 3
+        assert one.done() == 3, one.shown()
         assert not one.cursor_hidden
         golden(SCREENS / f"{verb}-{columns}.txt", masked(one.shown()))
 
@@ -368,8 +378,8 @@ def test_a_help_is_legible_on_a_light_background(args: str) -> None:
         assert all(map(legible, colours - {"default"}))
 
 
-def test_top_lives_on_a_terminal_follows_its_size_and_ends(tmp_path: Path) -> None:
-    env = {"CKPTD_RUN_DIR": str(tmp_path / "of-the-run")}
+def test_top_lives_on_a_terminal_follows_its_size_and_ends(run_folder: str) -> None:
+    env = {"CKPTD_RUN_DIR": run_folder}
     serve = [*COMMAND, "serve", "--simulate", "8", "--job", "seen"]
     with Terminal(serve, 140, env=env) as daemon:
         daemon.until("token=")
