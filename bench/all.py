@@ -90,64 +90,6 @@ def too_old(names: list[str]) -> list[str]:
     return found
 
 
-# --- what the README says ------------------------------------------------------------------------
-
-SIX = (
-    ("a save blocks training for", "save_load", "blocked_s", "ms"),
-    ("and is durable after", "save_load", "durable_s", "s"),
-    ("CPU seconds a GB, all processes", "save_load", "cpu_s_per_gb", "s"),
-    ("the first save of a process: durable, its imports included", "first", "durable_s", "s"),
-    ("a load in a new process, its imports included", "first", "cached_s", "s"),
-    ("a training step that makes a checkpoint, of one without", "step", "ratio", ""),
-)
-"""What is said, the table that it is of, its column there, and its unit."""
-MARKS = "<!-- how fast -->", "<!-- /how fast -->"
-
-
-def _measured(name: str, key: str) -> dict[str, float]:
-    """Return the median of a column for each engine of a table."""
-    found = json.loads((common.RESULTS / f"{name}.json").read_text())["data"]
-    runs = found.get("runs", found)
-    out = {}
-    for engine, samples in runs.items():
-        if key == "ratio":
-            samples = [{"ratio": s["with_s"] / s["without_s"]} for s in samples if "with_s" in s]
-        value = common.median(samples, key)
-        if value == value and engine not in ("limit", "no checkpoints"):
-            out[engine] = value
-    return out
-
-
-def six() -> str:
-    """Return the figures of the README as a table, from those that were kept."""
-
-    def said(value: float, unit: str) -> str:
-        if unit == "ms":
-            return f"{1e3 * value:.1f} ms"
-        return f"{value:.2f} {unit}".strip()
-
-    rows = []
-    for what, table, key, unit in SIX:
-        values = _measured(table, key)
-        peers = {n: v for n, v in values.items() if not n.startswith("ckptd")}
-        best = min(peers, key=peers.__getitem__)
-        command = f"`python bench/{HEADLINES[table][0]}`"
-        rows.append(
-            [what, said(values["ckptd"], unit), f"{said(peers[best], unit)} ({best})", command]
-        )
-    return common.table(["", "ckptd", "best peer", "measured by"], rows)
-
-
-def tell_readme() -> None:
-    """Put the six figures into the README."""
-    page = common.HERE.parent / "README.md"
-    head, begin, rest = page.read_text().partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
-    if not begin or not end:
-        raise SystemExit(f"no place for the figures in {page}: {MARKS[0]} ... {MARKS[1]}")
-    page.write_text(f"{head}{begin}\n\n{six()}\n\n{end}{tail}")
-
-
 def main() -> None:
     """Measure, or check."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -160,15 +102,13 @@ def main() -> None:
         parser.error(f"no such table: {', '.join(sorted(unknown))}")
     if options.check:
         if _git("rev-parse", "--is-shallow-repository") != "false":
-            print("ages of headline tables are not checked: this is no clone with its history")
+            print("ages of headline tables are not checked: this clone has no history")
             return
         if old := too_old(names):
             raise SystemExit("\n".join(["headline tables to measure again:", *old]))
         print(f"{len(names)} headline tables are of today's code")
         return
-    failed = measure(names, options.wait)
-    tell_readme()
-    if failed:
+    if failed := measure(names, options.wait):
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -480,6 +481,15 @@ ENGINES: dict[str, type[Engine]] = {
     "NVRx async DCP": Nvrx,
     "NVRx async torch.save": NvrxTorch,
 }
+
+
+def timed_save(engine: Engine, step: int) -> tuple[float, float, float]:
+    """Save; return what it blocked, when it was durable, and the CPU of all processes, seconds."""
+    used, start = common.tree_cpu(), time.perf_counter()
+    engine.save(step)
+    blocked = time.perf_counter() - start
+    engine.wait()
+    return blocked, time.perf_counter() - start, common.tree_cpu() - used
 
 
 def chosen(cases: str) -> list[str]:

@@ -48,12 +48,10 @@ def case(name: str, folder: str, layers: int) -> dict[str, Any]:
     out: dict[str, Any] = {"memory": (memory.done() - alone) / size}
     for step in range(FIRST + 1, FIRST + SAVES + 1):
         common.settle()
-        used, start = common.tree_cpu(), time.perf_counter()
-        engine.save(step)
-        blocked.append(time.perf_counter() - start)
-        engine.wait()
-        durable.append(time.perf_counter() - start)
-        cpu.append(common.tree_cpu() - used)
+        for took, row in zip(
+            engines.timed_save(engine, step), (blocked, durable, cpu), strict=True
+        ):
+            row.append(took)
         if step < FIRST + SAVES:
             engine.before_step()
             live.change()

@@ -85,12 +85,10 @@ def case(name: str, folder: str, load: bool) -> dict[str, Any]:
         change(tree, 1.0)
         common.settle()
         before = stored(folder)
-        used, start = common.tree_cpu(), time.perf_counter()
-        engine.save(step)
-        blocked.append(time.perf_counter() - start)
-        engine.wait()
-        durable.append(time.perf_counter() - start)
-        cpu.append(common.tree_cpu() - used)
+        for took, row in zip(
+            engines.timed_save(engine, step), (blocked, durable, cpu), strict=True
+        ):
+            row.append(took)
         if step == 2:  # nothing is deleted yet, and what only a first save writes is there
             after = stored(folder)
             files = (after[0] - before[0], after[1] - before[1])

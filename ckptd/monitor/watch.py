@@ -242,7 +242,8 @@ class JobWatch:
         self._gaps = []
         if len(rows):
             self.learned = learn(self.learned, job, gaps)
-            self._loops = self._loops.after(job, now)
+            if not job.ranks["steps_done"].all():  # loops say nothing of ranks that make steps
+                self._loops = self._loops.after(job, now)
 
     def _moment(self, job: JobView, rows: Array, now: float) -> RoundFacts:
         began = now if self._began is None else self._began

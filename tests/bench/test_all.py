@@ -1,4 +1,4 @@
-"""Headline tables that are too old for the code that they measure are told."""
+"""`bench/all.py --check` names headline tables that are older than their code."""
 
 from __future__ import annotations
 

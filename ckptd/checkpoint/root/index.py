@@ -326,7 +326,7 @@ class Index:
             ours = self._holds(key, raw)
             if not ours:
                 raise
-        self.store.sync(key[: key.find("/") + 1])  # whoever made it may not have come to that yet
+        self.store.sync(key[: key.find("/") + 1])  # its maker may not have synced it yet
         return ours
 
     def _holds(self, key: str, raw: bytes) -> bool:

@@ -122,6 +122,7 @@ class SaveWriter:
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
         self._cached = ThreadPoolExecutor(1, thread_name_prefix="ckptd-cache")
+        self._newest: SaveRequest | None = None
         # Side by side: one that waits in vain for a part must not hold up what is complete.
         self._orphans = ThreadPoolExecutor(4, thread_name_prefix="ckptd-orphan")
 
@@ -362,7 +363,7 @@ class SaveWriter:
             if self._commit(save, plan, part):
                 self._commits.submit(self._clean, save)
             free()
-            self._cached.submit(self._bring_into_cache, save, plan)
+            self._cache_later(save, plan)
             return
         free()
         if not save.root and self._hello.rank == 0:
@@ -372,6 +373,10 @@ class SaveWriter:
         else:
             self._unsettled.append((save, plan))
             self._commits.submit(self._join, save, plan)
+        self._cache_later(save, plan)
+
+    def _cache_later(self, save: SaveRequest, plan: RankPlan) -> None:
+        self._newest = save
         self._cached.submit(self._bring_into_cache, save, plan)
 
     def _bring_into_cache(self, save: SaveRequest, plan: RankPlan) -> None:
@@ -389,7 +394,8 @@ class SaveWriter:
             nonlocal until
             if until is None and self._orphan.is_set():
                 until = time.monotonic() + _CACHE_S
-            return until is None or time.monotonic() < until
+            # What an older save left is not worth the disk any more.
+            return self._newest is save and (until is None or time.monotonic() < until)
 
         bring_into_cache(str(path), wanted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,18 @@ def test_what_was_saved_is_in_the_page_cache(root: str) -> None:
     if found is None or not os.major(info.st_dev):
         pytest.skip("no disk of this host, or a kernel that does not say")
     assert found
+
+
+def test_only_the_newest_save_is_read_behind(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves that come faster than the disk gives them back must not queue up."""
+    asked: list[Callable[[], bool]] = []
+    monkeypatch.setattr(writer, "bring_into_cache", lambda _, wanted: asked.append(wanted))
+    job = Job(StoreSpec(root), store=StoreSpec(root).open())  # a thread of this process writes
+    for step in (1, 2):
+        job.save(step, values(step)).durable(60.0)
+        until(lambda: len(asked) == step)  # noqa: B023 - asked within this round
+    assert [wanted() for wanted in asked] == [False, True]
+    job.close()
 
 
 def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

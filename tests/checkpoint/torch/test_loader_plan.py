@@ -136,12 +136,17 @@ def test_each_load_is_of_the_checkpoint_and_the_memory_that_are_there_now(tmp_pa
                         assert all(torch.equal(live[n], before[n]) for n in before), step
 
 
-def test_what_changed_between_two_loads_is_seen(tmp_path: Path) -> None:
+def _two_saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Save two states as steps 1 and 2; return them, and a third one that is live."""
     one, other = _trained(1), _trained(2)
-    live = _trained(3)
-    with ckptd.Checkpointer(str(tmp_path / "saved")) as ck:
+    with ckptd.Checkpointer(str(folder / "saved")) as ck:
         ck.save(1, one).durable()
         ck.save(2, other).durable()
+    return one, other, _trained(3)
+
+
+def test_what_changed_between_two_loads_is_seen(tmp_path: Path) -> None:
+    one, other, live = _two_saved(tmp_path)
     with ckptd.Checkpointer(str(tmp_path / "own")) as own:
         load = partial(own.load, source=tmp_path / "saved")
         for step, state in ((1, one), (2, other), (1, one)):
@@ -174,11 +179,7 @@ def test_what_changed_between_two_loads_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_load_of_a_part_leaves_the_rest_and_the_next_one_takes_all(tmp_path: Path) -> None:
-    one, other = _trained(1), _trained(2)
-    live = _trained(3)
-    with ckptd.Checkpointer(str(tmp_path / "saved")) as ck:
-        ck.save(1, one).durable()
-        ck.save(2, other).durable()
+    one, other, live = _two_saved(tmp_path)
     with ckptd.Checkpointer(str(tmp_path / "own")) as own:
         load = partial(own.load, source=tmp_path / "saved")
         load(live, 1)
