@@ -43,14 +43,19 @@ def filesystem(options: Options) -> Any:
     """Return s3fs on a server, with its own defaults for everything else."""
     import s3fs
 
-    return s3fs.S3FileSystem(
-        key=options["key"],
-        secret=options["secret"],
-        endpoint_url=options["endpoint_url"],
-        client_kwargs={"region_name": options["region"]},
-        skip_instance_cache=True,
-        use_listings_cache=False,
-    )
+    return s3fs.S3FileSystem(**reach(options))
+
+
+def reach(options: Options) -> Options:
+    """Return the options of s3fs for a server."""
+    return {
+        "key": options["key"],
+        "secret": options["secret"],
+        "endpoint_url": options["endpoint_url"],
+        "client_kwargs": {"region_name": options["region"]},
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+    }
 
 
 @contextlib.contextmanager
