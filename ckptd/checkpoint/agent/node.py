@@ -224,7 +224,7 @@ class NodeAgent:
         return True
 
     def _leave(self) -> None:
-        """Let the trainers go that are still connected, and finish what they handed over."""
+        """Disconnect the remaining trainers, and finish the saves that they handed over."""
         with self._lock:
             left = dict(self._sessions)
         for thread, sock in left.items():
@@ -260,7 +260,7 @@ class NodeAgent:
 
 
 def end_on_signals(agent: NodeAgent) -> None:
-    """Let TERM and INT end an agent: the first awaits its trainers, a second one does not."""
+    """Make TERM and INT end an agent: the first awaits its trainers, a second one does not."""
 
     def end(*_: object) -> None:
         agent.end(now=agent.ending)

@@ -39,7 +39,7 @@ _ADDRESS = re.compile(
 
 
 class CheckpointDocument(Document, frozen=True, kw_only=True):
-    """What is printed of one checkpoint begins with URL of its root, step and generation."""
+    """Output about one checkpoint, which begins with URL of its root, step and generation."""
 
     root: str
     step: int

@@ -44,7 +44,7 @@ def rollback(
 ) -> Reply:
     """Make an older checkpoint the newest that counts; moves and deletes nothing.
 
-    Later checkpoints no longer count. A job that still writes here is told so at its next save.
+    Later checkpoints no longer count. In a job that still writes here the next save fails.
     """
     address = needs_step(where)
     with opened(address.root) as catalogue:

@@ -38,7 +38,7 @@ def share(count: int, parts: int, part: int) -> range:
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step consumes; constant for the life of a job.
+    """Samples that each step consumes; constant for the life of a job.
 
     The position of a job in its data is one integer, the samples consumed so far. Sample number
     ``k`` of the job is element ``k % size`` of the permutation of epoch ``k // size``: nothing is

@@ -1,1 +1,1 @@
-"""What is on disk: pure data, no I/O, no torch. ``docs/spec/format-1.md`` is the normative text."""
+"""The on-disk format: pure data, no I/O, no torch. ``docs/spec/format-1.md`` is normative."""

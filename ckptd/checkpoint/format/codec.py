@@ -42,11 +42,11 @@ MAX_DEPTH = 64
 MAX_ALIKE = 32
 """Most members of a set, or keys, with one hash."""
 MAX_AGAIN = 1 << 24
-"""Most parts for which all that comes again in a value stands; of a small one less (`_Met`)."""
+"""Most parts that the repeated parts of a value may expand to; fewer in a small one (`_Met`)."""
 _FEW = 16
 """Parts of a value that may be written any number of times."""
 MAX_DIMS = 32
-"""What numpy before 2.0 can hold."""
+"""Most dimensions of an array before numpy 2.0."""
 _ENUM, _NAMED = "ckptd.Enum", "ckptd.NamedTuple"
 _SHARING = re.compile(rb'"\$":"shared"|"ckptd\.(Value"|TensorRef","v":\[)|"v":\["state_dict",')
 """In JSON, whose texts have a backslash before each quote."""
@@ -68,7 +68,7 @@ def register(
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
 ) -> type:
-    """Let values of `cls` be saved; usable as a decorator on dataclasses and enums.
+    """Make values of `cls` savable; usable as a decorator on dataclasses and enums.
 
     Parameters
     ----------
@@ -124,11 +124,11 @@ class _TooOften(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class _Met:
-    """What was met so far of a value, and the parts in it: by id, or by number when it is decoded.
+    """Parts of a value that were visited so far: by id, or by number when it is decoded.
 
-    `numbers` gives those of what comes again, by id; without `shared` nothing is numbered. `parts`
-    counts what the value represents, `more` how much of that came before, and `twice` what came
-    before and is written again.
+    `numbers` holds the number of each repeated part, by id; without `shared` nothing is numbered.
+    `parts` counts all parts of the value, `more` those that are repeated, and `twice` the repeated
+    ones that are written again.
     """
 
     shared: bool = True

@@ -1,7 +1,7 @@
-"""What must hold of a checkpoint, checked before anything of that size is allocated (spec 10).
+"""Invariants of a checkpoint, checked before anything of its size is allocated (spec 10).
 
 A manifest comes from a file that anybody may have written. `check_manifest` runs in time that
-grows with the manifest and never with the number of pieces it speaks of; afterwards paths stay
+grows with the manifest and never with the number of pieces it names; afterwards paths stay
 below the root, every number fits int64, and arrays of pieces are in proportion to the file.
 """
 

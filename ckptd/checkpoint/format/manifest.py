@@ -231,7 +231,7 @@ class ManifestTables:
 
 # Made now, and not by the first thread that reads one.
 CONVERTERS: dict[type, Callable[[Any], Any]] = {Manifest: converter(Manifest)}
-"""What makes each kind of record of plain values."""
+"""Converter from plain values to each type of record."""
 
 
 def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:

@@ -32,7 +32,7 @@ MAX_EXPIRES = float(1 << 40)
 MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
 
 _TAIL = b'"\n}\n'
-"""What stands after the digest, which is the last field."""
+"""The bytes after the digest, which is the last field."""
 
 R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin", "Annotation")
 

@@ -1,7 +1,7 @@
-"""What represents a per-rank value that was resharded to another world without a live object.
+"""Placeholders for per-rank values that were resharded to another world without a live object.
 
-A load finds one of these types (spec section 7.1) where the value was, and does what the live
-declaration could not do before: draw a seed, reduce all values, keep the live value.
+A load finds one of these types (spec section 7.1) in place of the value, and applies the live
+declaration, which the reshard did not have: draw a seed, reduce all values, keep the live value.
 """
 
 from __future__ import annotations

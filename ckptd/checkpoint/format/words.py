@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words: pure functions of its manifest."""
+"""The contents of a checkpoint in words: pure functions of its manifest."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from ckptd.types import Box
 _log = logging.getLogger("ckptd")
 
 _SPAN_BYTES = 8 << 20
-"""What one read spans at most, before it is rounded to whole blocks."""
+"""Most bytes that one read spans, before it is rounded to whole blocks."""
 _KEPT_BLOCKS = 16
 """Blocks that are kept: small tensors lie many in one, and are read one after the other."""
 _STALL_S = 300.0

@@ -1,4 +1,4 @@
-"""What the core asks of foreign formats. The slice `readers` is the part ``foreign``."""
+"""Interface of foreign formats, as the core uses it; the slice `readers` implements it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ class ForeignStore(ReadOnlyStore):
 
 
 class ForeignFormats(Protocol):
-    """The formats of other programs. They raise `CorruptError` and `RefusedError` for what is bad.
+    """The formats of other programs.
 
-    `MismatchError`: there are checkpoints of several formats.
+    They raise `CorruptError` and `RefusedError` for damaged and refused files, and `MismatchError`
+    where a folder has checkpoints of several formats.
     """
 
     def names(self) -> Sequence[str]:
-        """Return what the formats are called."""
+        """Return the names of the formats."""
 
     def format_of(self, store: Store) -> str:
         """Return the name of a format that a folder itself is of; empty for none."""

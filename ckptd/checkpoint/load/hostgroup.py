@@ -65,7 +65,7 @@ class HostBuffer:
         self.lay_out(np.empty((0, 2), dtype=np.int64))
 
     def lay_out(self, runs: Runs) -> None:
-        """Let the buffer hold these blocks from now on; what it held is forgotten."""
+        """Map the buffer to these blocks; the blocks that it held before are forgotten."""
         lengths = runs[:, 1] - runs[:, 0]
         self._starts = runs[:, 0]
         self._ends = runs[:, 1]
@@ -334,16 +334,16 @@ def _give(
 _Post = tuple[bytes, tuple[int, int], bool, tuple[int, str, str]]
 
 _posts = msgpack_decoder(_Post)
-"""What a rank needs, its budgets, whether it can open its files, and its process."""
+"""The blocks that a rank needs, its budgets, whether it can open its files, and its process."""
 
 
 class Needs(NamedTuple):
-    """What the ranks of a host need.
+    """Blocks that the ranks of a host need, and their budgets.
 
     Attributes
     ----------
     runs
-        Of each local rank.
+        Blocks of each local rank.
     budgets
         The smallest of all ranks: in bytes of files that can be opened, and of a buffer.
     files
@@ -435,11 +435,11 @@ class HostGroup:
         return f"{self.key}/host{self.members[0]}/{tag}/{peer}"
 
     def agree(self, stage: str, error: CkptdError | None) -> None:
-        """Let all ranks of the job agree that none failed (`ckptd.base.runtime.ranks.agree`)."""
+        """Agree with all ranks of the job that none failed (`ckptd.base.runtime.ranks.agree`)."""
         key = f"{self.key}/{stage}"
         agree(self.board, key, error, pulse=self.pulse, runs=self._runs, stall_s=self.stall_s)
         if self.board.rank == 0:
-            # Whoever came this far has read the verdict before, and perhaps not yet this one.
+            # Every rank here has read the previous verdict, maybe not this one.
             self._posted += self._verdict
             self._verdict = [f"{key}/all"]
 

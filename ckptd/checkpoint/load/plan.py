@@ -273,7 +273,7 @@ PieceBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
 
 
 class Change(Protocol):
-    """What happens to values on their way: a cast, a scale."""
+    """A change of values while they are copied: a cast, a scale."""
 
     def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
         """Write `source` into `target`.
@@ -554,7 +554,7 @@ def put_fill(fill: Fill, dtype: DType, target: U8) -> None:
 
 
 class ReadPlan:
-    """What `ckptd.checkpoint.load.read.execute` does for one rank.
+    """Plan of one rank's load, which `ckptd.checkpoint.load.read.execute` carries out.
 
     Attributes
     ----------

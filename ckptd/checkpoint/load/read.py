@@ -500,7 +500,7 @@ class InMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What one rank's read did.
+    """Bytes, files and seconds of one rank's read.
 
     Attributes
     ----------
@@ -728,7 +728,7 @@ class _Run:
 
     @cached_property
     def _loose(self) -> dict[int, Runs]:
-        """What is wanted of files without digests, where no other rank wants more of them."""
+        """Runs needed of each file without digests; empty where several ranks share a host."""
         if self._group.local_world > 1:
             return {}
         plan, local = self._plan, self._store.capabilities.local_files

@@ -87,7 +87,7 @@ class CkptdReader(CheckpointReader):
 
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
-        """What the user attached, and what was added since."""
+        """The user's metadata of the save, and annotations added since."""
         added = self._index.annotated({self.commit.name: self.commit})[self.commit.name].metadata
         return {**self.manifest.metadata, **added}  # a foreign one's commit has none
 

@@ -227,7 +227,7 @@ class CheckpointReader(ABC):
 
 
 class SectionReader(CheckpointReader):
-    """What a checkpoint has below a name, under names without it.
+    """One section of a checkpoint: the names below it, without its own name in front.
 
     Parameters
     ----------

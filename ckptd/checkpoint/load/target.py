@@ -13,7 +13,7 @@ U8 = NDArray[np.uint8]
 
 
 class DeviceBatch(Protocol):
-    """What one thread writes to a device at a time: memory of the host, filled and then sent."""
+    """Batch of one thread's writes to a device: memory of the host, filled and then sent."""
 
     @property
     def locked(self) -> bool:
@@ -55,7 +55,7 @@ class DeviceTarget(Protocol):
 
     @property
     def writer(self) -> DeviceWriter:
-        """What writes to the device; all targets of one device have the same."""
+        """The writer to the device; all targets of one device share it."""
 
     def send(self, block: Block, itemsize: int, values: U8, *, locked: bool) -> None:
         """Begin the copy of a block's values to their places, inside a batch of this thread.

@@ -234,7 +234,7 @@ def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
 
 @dataclass(frozen=True, slots=True)
 class ChunkWitness:
-    """What to look at in one chunk: values `slots` at its `elements`, rising."""
+    """Witness values in one chunk: values `slots` at its `elements`, rising."""
 
     tensor: int
     piece: Piece

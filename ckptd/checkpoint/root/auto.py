@@ -95,7 +95,7 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one save cost, in seconds.
+    """Cost of one save, in seconds.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """What the loop lost."""
+        """Seconds that the loop lost."""
         return self.blocked_s + self.inflation_s
 
 

@@ -491,7 +491,7 @@ class Catalogue(Index):
             raise
 
     def tag(self, name: CommitName, tag: str) -> None:
-        """Let `tag` name a checkpoint, and no other from this moment on; durable on return.
+        """Set `tag` to name this checkpoint, and no other any more; durable on return.
 
         It keeps the checkpoint as a pin does. The one that it named before may be deleted.
 

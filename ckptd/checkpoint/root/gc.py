@@ -361,12 +361,12 @@ class GcKept(OfCheckpoint, frozen=True):
 
 
 class GcPlan(msgspec.Struct, frozen=True):
-    """What `run_gc` would delete, in its order; plain data.
+    """The deletions that `run_gc` would make, in its order; plain data.
 
     Attributes
     ----------
     root_id
-        Of the root that was looked at: at another one at the same place the plan is not run.
+        Identity of the root: on another one at the same place the plan is not run.
     claim
         Id of the newest generation's claim.
     annotations
@@ -375,7 +375,7 @@ class GcPlan(msgspec.Struct, frozen=True):
     newest
         The newest generation at planning: a plan of another one is not run.
     items
-        What goes.
+        Items to delete.
     kept
         Checkpoints that stay, abandoned ones included.
     notes
@@ -401,7 +401,7 @@ class GcPlan(msgspec.Struct, frozen=True):
 
 
 class GcReport(msgspec.Struct, frozen=True):
-    """What `run_gc` did.
+    """Result of `run_gc`.
 
     Attributes
     ----------

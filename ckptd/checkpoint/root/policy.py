@@ -135,12 +135,12 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a rule decides.
+    """Decision of a rule.
 
     Attributes
     ----------
     kept, dropped
-        Why, by name; every name is in exactly one of the two.
+        The reasons, by name; every name is in exactly one of the two.
     """
 
     kept: dict[CommitName, tuple[str, ...]]

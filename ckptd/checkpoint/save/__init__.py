@@ -1,7 +1,7 @@
 """Writing a checkpoint: slots, the writing process, tiers, the commit. No torch.
 
-The names below are what plugins save with. They are imported on first use: whoever imports a
-module here pays for that one.
+Plugins save with the names below. Each is imported on first use, so that an import of one module
+here costs that module only.
 """
 
 from __future__ import annotations

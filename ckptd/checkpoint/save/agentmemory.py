@@ -1,4 +1,4 @@
-"""What a node keeps of its job's snapshots in memory, as a store: own shares, and guests."""
+"""Snapshots of a job in a node's memory, as a store: its own shares, and guests."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ckptd.store.memory import MemoryStore
 from ckptd.types import ByteRange
 
 _SPARE = 2
-"""Kept for the next guests: filling fresh pages takes ten times as long."""
+"""Segments kept for the next guests: filling fresh pages takes ten times as long."""
 
 
 class GuestMemory:
-    """GuestMemory given out and spare ones. Thread-safe.
+    """Segments for other nodes' snapshots: those in use, and spare ones. Thread-safe.
 
     Attributes
     ----------
     budget
-        Bytes that all of them may have together; None is as much as there is memory.
+        Bytes that segments in use may have together; None: as much as there is memory.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class GuestMemory:
         segment.close()
 
     def close(self) -> None:
-        """Let go of the spare ones. Idempotent."""
+        """Free the spare segments. Idempotent."""
         with self._lock:
             self._close_spare()
 
@@ -144,7 +144,7 @@ class _Guest:
     size: int
     at: float
     lent: bool = False
-    """Somebody reads it by its descriptor: the segment must not be filled again."""
+    """Its descriptor was handed to a reader: the segment must not be filled again."""
 
 
 _Object = _Small | _Own | _Guest
@@ -260,7 +260,7 @@ class AgentMemoryStore(Store):
                 self._drop(key)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Free all shares, guests and spare segments. Idempotent."""
         with self._lock:
             self.clear_all()
             self.segments.close()

@@ -236,7 +236,7 @@ class Slot:
             time.sleep(_POLL_S)
 
     def _leave_to_parent(self) -> None:
-        """Let go of the memory in a forked child; what locks it for devices is the parent's."""
+        """Unmap the memory in a forked child; the lock for devices stays the parent's."""
         self.before_close = None
         self.close()
 
@@ -498,13 +498,13 @@ class Slots:
             self._free.notify_all()
 
     def fail(self, error: CkptdError) -> None:
-        """Let every `acquire` from now on raise `error`."""
+        """Make every `acquire` from now on raise `error`; a first error stays."""
         with self._free:
             self._dead = self._dead or error
             self._free.notify_all()
 
     def close(self) -> None:
-        """Let go of all memory of this process. Idempotent."""
+        """Free all slots of this process. Idempotent."""
         with self._free:
             for slot in self._arena.values():
                 slot.close()

@@ -58,7 +58,7 @@ U8 = NDArray[np.uint8]
 
 _MOST_CELLS = 1 << 22
 _Cut: TypeAlias = tuple[int, tuple[int, ...], tuple[tuple[int, Box], ...]]
-"""What a grid and its owners follow from: world, shape and boxes."""
+"""The inputs that determine a grid and its owners: world, shape and boxes."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ class BoxRoot:
             yield CkptdReader(catalogue, commit)
 
     def loaded(self, checkpoint: CkptdReader) -> None:
-        """Let the first `begin` continue from a checkpoint, which the job has loaded."""
+        """Make the first `begin` continue from a checkpoint, which the job has loaded."""
         with self._lock:
             self._loaded = checkpoint.commit
 

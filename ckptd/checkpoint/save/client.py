@@ -234,7 +234,7 @@ class WriterClient(OfOneProcess):
         self._board = board
         self._jobs: dict[int, _Job] = {}
         self._segments: dict[int, Slot] = {}
-        """What the worker has received, for the one that comes in its place."""
+        """Slots that the worker has received, by number: its replacement gets them again."""
         self._peers_sent: dict[type, Partner | Neighbours] = {}
         self._deaths = 0
         self.life = 1
@@ -364,9 +364,10 @@ class WriterClient(OfOneProcess):
         return self._slots.acquire(nbytes, timeout_s)
 
     def prepare(self, nbytes: int) -> None:
-        """Let the worker get memory for a first save of so many bytes, while nobody waits for it.
+        """Allocate memory for a first save of `nbytes` bytes before a save waits for it.
 
-        Another size is a slot of its own then; see `Slots.prepare` for where there is too little.
+        A save of another size gets a slot of its own; `Slots.prepare` says what a lack of memory
+        does.
         """
         if nbytes >= EARLY_BYTES and self._connected.is_set():
             with contextlib.suppress(CkptdError):
@@ -449,7 +450,7 @@ class WriterClient(OfOneProcess):
             self._send(AbortSave(job, reason))
 
     def close(self, timeout_s: float) -> None:
-        """Let the worker finish what is staged, and end it. Idempotent; never raises.
+        """End the worker once it has finished the staged saves. Idempotent; never raises.
 
         A worker that has not ended after `timeout_s` is killed: what it did not commit is lost.
         """
@@ -520,7 +521,7 @@ class WriterClient(OfOneProcess):
         """Receive until the worker is not wanted any more; return how it died, if it did."""
         pause = _IDLE_POLL_S
         start = time.monotonic()
-        # An agent goes on by itself after `Stop`; a process of ours is waited for until it ends.
+        # An agent goes on by itself after `Stop`; wait for the end of a writing process.
         while self._agent is None or not self._closing:
             try:
                 item = self._channel.receive(pause)

@@ -54,12 +54,12 @@ Digests = NDArray[np.uint64]
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """What rank 0 announces at the start of a save.
+    """Announcement of rank 0 at the start of a save.
 
     Attributes
     ----------
     base
-        Leased by rank 0 until the save ends; None: everything is written.
+        The checkpoint to refer to, leased by rank 0 until the save ends; None: write everything.
     folders
         Those of its data folders that may be referred to.
     """
@@ -273,7 +273,7 @@ _log = logging.getLogger("ckptd")
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a save is compared with.
+    """The checkpoint that a save is compared with.
 
     Attributes
     ----------
@@ -282,7 +282,7 @@ class Search:
     folders
         Those of its data folders that may be referred to.
     held
-        What it holds of this rank.
+        Digests of the chunks that it holds of this rank.
     """
 
     base: Base
@@ -291,14 +291,14 @@ class Search:
 
 
 class ChunkDedup:
-    """What one rank remembers of its saves to one store, and how ranks agree on what to refer to.
+    """One rank's memory of its saves to one store, and its agreement with others on references.
 
     Parameters
     ----------
     catalogue
         The root.
     rank, world
-        Whose writing process this is, and of how many.
+        The rank of this writing process, and the number of ranks.
     """
 
     def __init__(self, catalogue: Catalogue, rank: int, world: int) -> None:
@@ -313,7 +313,7 @@ class ChunkDedup:
         self._holds: dict[int, Hold] = {}
         self._sizes: dict[str, int] = {}
         self._skip_once = False
-        """The last save that referred to something failed: whatever it was, once without."""
+        """The last save with references failed, for whatever reason: the next has none."""
 
     def seeks(self, plan: RankPlan) -> bool:
         """Tell whether the next save will look for something to refer to."""
@@ -364,7 +364,7 @@ class ChunkDedup:
         self._others_seek = any(p.seeks for p in parts if p.rank != self._rank)
 
     def end(self, save: SaveRequest, commit: Commit | None = None) -> None:
-        """Let go of what the save referred to: it ended, by a commit or without one."""
+        """Release the lease on the checkpoint that a save referred to: the save has ended."""
         if commit is not None:
             self._last = commit.name
         held = self._holds.pop(save.job, None)

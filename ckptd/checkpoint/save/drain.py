@@ -157,7 +157,7 @@ def _write_data(
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """What a rank's whole data file is made of, besides the bytes.
+    """Layout of a rank's whole data file: its header, its length and its chunks.
 
     Attributes
     ----------

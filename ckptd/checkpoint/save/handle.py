@@ -111,7 +111,7 @@ class SaveHandle:
 
     @property
     def error(self) -> CkptdError | None:
-        """What failed, or None."""
+        """The failure, or None."""
         with self._changed:
             self._error_seen = self._error_seen or self._error is not None
             return self._error
@@ -303,7 +303,7 @@ class SaveTracker(OfOneProcess, SaveHandle):
 
     @property
     def failure(self) -> CkptdError | None:
-        """What failed, or None; the caller has not seen it by this."""
+        """The failure, or None; reading it does not count as seen by the user."""
         with self._changed:
             return self._error
 

@@ -216,13 +216,13 @@ class Neighbours(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """What became of a snapshot on a tier, on all ranks together.
+    """Outcome of a snapshot on a tier, over all ranks.
 
     Attributes
     ----------
     complete
-        Every rank has its share there: older snapshots may go. Else it will never be complete
-        there: what came of it may go.
+        Every rank has its share there: older snapshots may be deleted. False: it will never be
+        complete there, and its shares may be deleted.
     """
 
     tier: str
@@ -245,7 +245,7 @@ class SetPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """What a part refers to by digest, written once however many ranks agree on it."""
+    """An object that parts name by digest, written once however many ranks agree on it."""
 
     digest: str
     body: bytes
@@ -386,7 +386,7 @@ class WriteProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShardStored(msgspec.Struct, frozen=True, tag=True):
-    """What became of this rank's share on a tier, a near one or the root.
+    """Outcome of this rank's share on a tier, a near one or the root.
 
     Attributes
     ----------
@@ -463,7 +463,7 @@ def decoded(
 
 
 class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one rank reports of an attempt; kept below ``parts/`` until the commit.
+    """Report of one rank on an attempt; kept below ``parts/`` until the commit.
 
     Attributes
     ----------
@@ -480,7 +480,7 @@ class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
     base, refers
         The checkpoint whose chunks are referred to, and which of them.
     root
-        Of which root it is, on near tiers: folders are used again, and roots are made again.
+        Identity of its root, on near tiers: folders are used again, and roots are made again.
     seeks
         Whether this rank will look for unchanged chunks at its next save.
     error

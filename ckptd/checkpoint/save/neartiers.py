@@ -252,7 +252,7 @@ class NodeTiers:
     # -- other nodes -------------------------------------------------------------------------------
 
     def serve_here(self, path: str) -> None:
-        """Let the trainers of this node read what lies in memory.
+        """Serve the snapshots in memory to the trainers of this node.
 
         Parameters
         ----------
@@ -262,7 +262,7 @@ class NodeTiers:
         self.here = self._serve("here", self.memory, f"ckptd+unix://{path}", read_only=True)
 
     def serve(self, bind: str, key: str = "") -> tuple[str, str, str]:
-        """Let other nodes read, and put their snapshots into this one's memory.
+        """Serve this node's snapshots to other nodes, which may also put theirs into its memory.
 
         A new life of the job may have another secret than the last one: its key counts from then
         on, for every connection.
@@ -277,12 +277,12 @@ class NodeTiers:
         Returns
         -------
         memory, local, secret
-            URLs, and what opens them if it was drawn here; `local` is empty without a folder.
+            URLs, and their key if it was drawn here; `local` is empty without a folder.
 
         Raises
         ------
         UsageError
-            The key is none.
+            The key is invalid.
         """
         from ckptd.store.net import new_secret
 

@@ -1,4 +1,4 @@
-"""What a load may try, newest first: commits of the line, and complete snapshots that are on it."""
+"""Candidates of a load, newest first: commits of the line, and complete snapshots on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job hold, as data, and which rank writes which piece of it.
+"""Structure of the ranks' states, as data, and the plan of which rank writes which piece.
 
 Every rank describes its own state; ranks with the same description form a *group* (data-parallel
 and tensor-parallel ranks describe meshes, so they are alike; pipeline stages differ). From all
@@ -485,7 +485,7 @@ def _part_of(cut: TensorCut) -> _Cut | None:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What ranks compare together.
+    """A group of ranks that hold the same parts of tensors, and compare them.
 
     Attributes
     ----------
@@ -510,7 +510,7 @@ class ReplicaHolders:
     groups
         All structures of the job, in the order that all ranks have them.
     rank
-        Whose names are looked up.
+        The rank whose names are looked up.
 
     Raises
     ------
@@ -668,7 +668,7 @@ def _cut_twice(name: str, groups: Sequence[RankGroup], one: int, other: int) -> 
 
 
 class RankPlan:
-    """What one rank writes under a plan: chunks, header entries, witness slots; computed once."""
+    """One rank's share of a plan: chunks, header entries, witness slots; computed once."""
 
     def __init__(self, plan: SavePlan, rank: int) -> None:
         self.plan = plan

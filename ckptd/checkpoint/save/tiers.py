@@ -21,7 +21,7 @@ from ckptd.store import StoreSpec
 NEAR = ("memory", "peer", "local")
 """Names of near tiers, nearest first."""
 ROOT = "root"
-"""What the root is called among the tiers of a save."""
+"""Name of the root among the tiers of a save."""
 LINGER_S = 600.0
 """How long an agent keeps snapshots for the next life of a job whose trainers died, in seconds."""
 

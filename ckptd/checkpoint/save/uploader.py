@@ -29,7 +29,7 @@ from ckptd.store.base import Store
 
 _RECENT = 8
 _SPANS = {"peer": "upload", "local": "write"}
-"""What events call the writing of a data file to the tiers that get a copy."""
+"""Name of the event of writing a data file, by tier that gets a copy."""
 
 _log = logging.getLogger("ckptd")
 
@@ -60,7 +60,7 @@ class TierUploader:
         self._recent: dict[CommitName, StagedShard] = {}
 
     def take(self, shard: StagedShard) -> None:
-        """Let a share go to the tiers of its save; returns at once."""
+        """Send a share to the near tiers of its save, in threads; returns at once."""
         save, memory = shard.save, self._near.memory
         if any(tier in save.near for tier in KEEPING):
             # For the peer tier as well: when a node is lost, the peers have only its own shares,

@@ -1,4 +1,4 @@
-"""What a training loop imports: torch lives here and nowhere below; each on first use."""
+"""The API of training loops. Torch is imported here and nowhere below; names on first use."""
 
 from __future__ import annotations
 

@@ -578,7 +578,7 @@ class Checkpointer(OfOneProcess):
 
     @property
     def cadence(self) -> IntervalChoice | None:
-        """What `Auto` chose and why; ``str()`` is a sentence.
+        """The interval that `Auto` chose, and why; ``str()`` is a sentence.
 
         None before the first save is durable, with other rules, and on ranks that do not decide.
         """

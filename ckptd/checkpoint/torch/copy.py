@@ -82,15 +82,15 @@ _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class CopyForm:
-    """What copy steps read, worked out once for all saves of the same tensors, without these.
+    """Facts of the copy steps, computed once for all saves of the same tensors, without these.
 
-    It keeps no memory: between saves the program may let go of all of it. What it has is of use to
-    a save whose leaves are the same views of the same memory.
+    It keeps no tensor alive: between saves the program may free all of them. It is valid for a
+    save whose leaves are the same views of the same memory.
 
     Parameters
     ----------
     steps
-        What is copied, in file order. Large steps on a device are cut, so that the link is free
+        The copies, in file order. Large steps on a device are cut, so that the link is free
         for others meanwhile.
     leaves
         Leaf by name, those that steps use among them.
@@ -108,8 +108,8 @@ class CopyForm:
     watched
         Those of them that steps use.
     fresh
-        Names of the leaves that each save may find elsewhere: what is said of memory here is not
-        said of theirs.
+        Names of the leaves that each save may find in other memory: facts of memory here do not
+        hold for theirs.
     shared
         Names of the leaves in memory that other processes may write. These ask no gate, so such
         memory is copied at once, and must be the same afterwards. Fresh ones may be there.
@@ -203,12 +203,12 @@ class CopyForm:
 
 
 class CopySources:
-    """What the copy steps of one save read. It keeps the memory, whatever the program lets go.
+    """Source tensors of one save's copy steps. It keeps them, even if the program frees them.
 
     Parameters
     ----------
     form
-        What is known of it.
+        The facts of the copy steps.
     leaves
         Leaf by name.
 
@@ -249,7 +249,7 @@ class CopySources:
 
     @property
     def devices(self) -> dict[torch.device, OnDevice]:
-        """What is on each device with streams; what other ranks hold as well is not looked for."""
+        """The copy steps by device with streams; parts that other ranks hold are not filled in."""
         found: dict[torch.device, OnDevice] = {}
         for number, step in enumerate(self.form.steps if self.form.on_device else ()):
             if step.name not in self.form.on_device:
@@ -611,9 +611,9 @@ class Snapshot:
                         self._versions[of] = now[of]
 
     def order(self, timeout_s: float) -> bool:
-        """Let what the current streams do from now on come after the copies.
+        """Order later work on the current streams after the copies.
 
-        The host waits for copies of what is on the host alone.
+        The host itself waits for the copies of tensors on the host only.
 
         Returns
         -------

@@ -1,7 +1,7 @@
-"""What is copied into a slot, in which order, how much is under way, when all of it is in place.
+"""Schedule of the copies into a slot: their order, how many are under way, when all are done.
 
-Scheduling alone, without torch: what carries a copy out is a `CopyLane`. A lane on the host copies
-in `push`; one of a GPU enqueues there and is done later (`ckptd.checkpoint.torch.ondevice`).
+Without torch: a `CopyLane` carries copies out. A lane on the host copies in `push`; one of a GPU
+enqueues there and is done later (`ckptd.checkpoint.torch.ondevice`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class CopyGroup:
 
 @dataclass(slots=True)
 class _Line:
-    """What a lane has before it, and under way."""
+    """A lane with its waiting copies, and those under way."""
 
     lane: CopyLane
     waiting: deque[CopyGroup] = field(default_factory=deque)

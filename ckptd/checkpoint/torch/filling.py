@@ -26,9 +26,9 @@ U8 = NDArray[np.uint8]
 I64 = NDArray[np.int64]
 LiveTarget = U8 | DeviceBuffer
 _HUNG_S = 1.0
-"""What is waited for once more where a wait has been too long already, in seconds."""
+"""Limit in seconds of the wait for earlier copies, after one wait has met its deadline."""
 _kept: dict[int, object] = {}
-"""Memory that a device which hangs may still copy from or to: not to be given to anybody else."""
+"""Memory that a device which hangs may still copy from or to: it must not be used again."""
 
 
 class Filling:
@@ -306,7 +306,7 @@ def _meet(group: Sequence[TensorLeaf]) -> bool:
 
 
 class Image:
-    """What the memory of some tensors on the host would be, if values were written to it."""
+    """Image of the memory of some tensors on the host, as it would be with values written to it."""
 
     def __init__(self, group: Sequence[TensorLeaf]) -> None:
         self._start = min(leaf.local.data_ptr() for leaf in group)

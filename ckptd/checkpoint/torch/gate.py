@@ -81,7 +81,7 @@ class Gate(OfOneProcess):
         self._on_device = None  # hooks that are in its optimizers look at this
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[TensorLeaf], bool]:
-        """Let the steps of `optimizers` wait here, from now on, and their changes of mode.
+        """Make the steps of `optimizers` wait here, from now on, and their changes of mode.
 
         ``train()`` and ``eval()`` of an optimizer rewrite parameters where it has them.
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Abandonable(Protocol):
-    """What a session lets go of when it leaves its generation."""
+    """Resource that a session abandons when it leaves its generation."""
 
     def abandon(self) -> None:
         """Release everything without a wait for other ranks."""
 
 
 class Job:
-    """One checkpointer's part in its job; this one is that of a process that nobody launched.
+    """One checkpointer's part in its job; this class: in a process without a launcher of ckptd.
 
     Attributes
     ----------
@@ -45,19 +45,19 @@ class Job:
         self.watch = watch
 
     def begins(self, root: Store) -> None:
-        """Take in that there is nothing to load: this job begins from nothing, if that is right.
+        """Check that this job may begin without a checkpoint: its root has none to load.
 
         Parameters
         ----------
         root
-            The checkpointer's. Where nothing was ever saved nothing can be lost: a job may have
-            other checkpointers, of which the step is.
+            The checkpointer's. Where nothing was ever saved nothing can be lost: the committed
+            step may be that of another checkpointer of the job.
 
         Raises
         ------
         RefusedError
-            The controller knows of a committed step. Training that began again without a word
-            would be taken for training that goes on.
+            The controller knows of a committed step. Training that silently began again would be
+            taken for training that goes on.
         """
 
     def loaded(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a layout changes in saves and loads. Without one these classes do all there is to do.
+"""Saves and loads without a layout, and the methods that a layout overrides.
 
 The slice `reshard` is the part ``layouts``: its classes derive from these.
 """
@@ -37,7 +37,7 @@ class LayoutFile(Protocol):
 
     @property
     def items(self) -> Sequence[Any]:
-        """What stands in it."""
+        """Its statements."""
 
 
 LayoutSpec: TypeAlias = str | os.PathLike[str] | LayoutFile
@@ -59,7 +59,7 @@ class LayoutSave:
 
     @property
     def known(self) -> object:
-        """What is the same for the same views of the same memory; None for what never is."""
+        """Equal for saves of the same views of the same memory; None: equal to no other."""
         return self.leaves.known
 
     @property

@@ -92,7 +92,7 @@ _candidates = converter(tuple[LoadCandidate, ...])
 Near = Callable[[], "Sequence[Store | UnionSource]"]
 """Gives the near tiers as this rank reaches them, nearest first."""
 Next = Literal["again", "older", "raise"]
-"""What to do after a failure: the same checkpoint from other sources, an older one, give up."""
+"""The choice after a failure: the same checkpoint from other sources, an older one, give up."""
 
 _log = logging.getLogger("ckptd")
 _NEXT: tuple[Next, ...] = ("raise", "again", "older")
@@ -110,7 +110,7 @@ _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
 
 
 class LoadSources:
-    """What one load reads from. Every rank makes one, and all call the same methods.
+    """Sources of one load: the root and near tiers. Collective: all ranks call the same methods.
 
     Parameters
     ----------
@@ -122,8 +122,8 @@ class LoadSources:
     catalogue
         Of the root.
     store
-        Everything that this rank can read from, as one: on rank 0 everything there is, on the
-        others what has something of the checkpoint that is tried.
+        All sources that this rank can read from, as one: on rank 0 all there are, on the others
+        those that have something of the checkpoint that is tried.
     unheld
         Why the checkpoint that is tried is not leased; empty when it is, or need not be.
     """
@@ -421,7 +421,7 @@ def share_bytes(manifest: Manifest, filemap: FileMap, board: Board) -> int:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did.
+    """Result of a load.
 
     Attributes
     ----------
@@ -441,7 +441,7 @@ class LoadReport:
     sources
         Bytes that this rank read from each tier: ``memory``, ``peer``, ``local``, ``remote``.
     warnings
-        What could not be done besides: no lease, no claim of a generation, where nothing can be
+        Side actions that failed: no lease, no claim of a generation, where nothing can be
         written.
     """
 
@@ -528,7 +528,7 @@ class Loader:
         self._loads = 0
         self.writing = False
         self.share_bytes = 0
-        """What this rank would write of what was loaded last; 0 where that is not known."""
+        """Bytes that this rank would write of the checkpoint loaded last; 0 if unknown."""
 
     @phase("ckpt")
     def load(

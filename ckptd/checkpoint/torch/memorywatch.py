@@ -152,7 +152,7 @@ class SpanWatch:
 
 
 class WatchedSpans:
-    """What was there when `SpanWatch.begin` was called."""
+    """Memory of the spans when `SpanWatch.begin` was called, to compare with later."""
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ A restart waits for this where a node was lost: an agent that has ended refuses 
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """What the other nodes need to know of a node's agent."""
+    """A node's agent, as the other nodes need to know it."""
 
     name: str
     domain: str
@@ -156,7 +156,7 @@ _reports = json_decoder(_Report)
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """What all ranks then know: the nodes that are there, and those that were."""
+    """Table that all ranks get: the nodes that are there, and those that were."""
 
     nodes: _Nodes
     former: list[KnownNode]

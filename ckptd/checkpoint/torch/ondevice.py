@@ -1,6 +1,6 @@
-"""What one snapshot has on devices: clones, lanes, and what is looked at there.
+"""Device side of a snapshot: clones, copy streams, change checks.
 
-On those whose kind has streams and events, whatever it is (`ckptd.base.torch.device`).
+For devices of any kind that has streams and events (`ckptd.base.torch.device`).
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ class DeviceLane:
         return IN_FLIGHT if self._buffers is None else max(1, self._buffers.count)
 
     def begin(self) -> None:
-        """Let everything that is copied come after what the current stream holds by now."""
+        """Order all copies after the work that the current stream holds by now."""
         ready = self._kind.make_event()
         ready.record(self._kind.current_stream(self.device))
         self._stream.wait_event(ready)
@@ -485,7 +485,7 @@ class DeviceLane:
             place.copy_(device_bytes(self._sources((number,))[0]))
 
     def order(self) -> None:
-        """Let what the current stream does from now on come after everything that is pushed."""
+        """Order later work on the current stream after everything that is pushed."""
         if self._last is not None:
             self._kind.current_stream(self.device).wait_event(self._last)
 
@@ -498,7 +498,7 @@ class DeviceLane:
 
 @dataclass(slots=True)
 class DeviceCopies:
-    """What the snapshots of one checkpointer share: a stream a device, page-locked memory.
+    """Resources that one checkpointer's snapshots share: a stream a device, page-locked memory.
 
     Attributes
     ----------
@@ -682,16 +682,17 @@ class FirstBytesWatch:
 
 @dataclass(slots=True)
 class OnDevice:
-    """What of a snapshot is on one device.
+    """Part of a snapshot that is on one device.
 
     Attributes
     ----------
     early, late
-        Numbers of the steps of what may change once `save` has returned, and of what may not.
+        Numbers of the steps of tensors that may change once `save` has returned, and of those
+        that may not.
     held
         Local tensors that are copied late, by name.
     common_early, common_late
-        What other ranks hold as well.
+        Tensors that other ranks hold as well.
     """
 
     early: list[int] = field(default_factory=list)
@@ -807,7 +808,7 @@ class DeviceSnapshot:
         return list(grouped(lane, self._steps, numbers, CHUNK_BYTES, MOST_STEPS))
 
     def order(self) -> None:
-        """Let what the current streams do from now on come after everything that is pushed."""
+        """Order later work on the current streams after everything that is pushed."""
         for lane in list(self._lanes.values()):  # the copying thread clears them when it ends
             lane.order()
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 Lazy: TypeAlias = Literal["auto", "all", "off"]
 WhenFull: TypeAlias = Literal["wait", "skip"]
 GRACE_S = 30.0
-"""What Slurm (KillWait), Kubernetes and torchrun wait between TERM and KILL, in seconds."""
+"""Seconds that Slurm (KillWait), Kubernetes and torchrun wait between TERM and KILL."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):

@@ -215,7 +215,7 @@ class Saver:
         self._form: tuple[object, CopyForm] | None = None
         self._options = copy
         self.gate = Gate(timeout_s)
-        """What holds mutations back."""
+        """Holds mutations back until the copies are done."""
         self._unchecked: list[SaveTracker] = []
         self._warned = False
         self._device_copies = DeviceCopies()

@@ -500,7 +500,7 @@ class Cadence:
         return bool(word)
 
     def _post(self) -> None:
-        """Let rank 0 know of a signal that came here; once for each save that serves signals."""
+        """Tell rank 0 of a signal that came here; once for each save that serves signals."""
         if self._board.rank == 0:
             return
         for kind in (SAVE, STOP):

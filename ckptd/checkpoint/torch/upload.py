@@ -138,7 +138,7 @@ class Upload:
         return self.ring.nbytes
 
     def begin(self) -> None:
-        """Let everything that is copied come after what the current stream holds by now."""
+        """Order all copies after the work that the current stream holds by now."""
         if self._stream is not None:
             with _failures():
                 ready = self._kind.make_event()
@@ -147,9 +147,9 @@ class Upload:
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """Let this thread's work on the device come after what was sent.
+        """Order this thread's work on the device after the copies, within the context.
 
-        To ask for events and to lock memory would break captures of graphs in other threads.
+        Captures of graphs in other threads are not broken by events and locks made within.
         """
         stream = self._stream
         on = nullcontext() if stream is None else self._kind.on_stream(self.device, stream)

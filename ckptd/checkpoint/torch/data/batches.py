@@ -256,7 +256,7 @@ class Batches(OfOneProcess):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Let what happens within draw from the streams of these batches."""
+        """Use the random streams of these batches within the context."""
         if self._outside is not None:
             self._outside.set()
             self._outside = None

@@ -1,6 +1,6 @@
-"""What a loader tells of its data: kept with a position, so that other data is seen at the load.
+"""Facts of a loader's data, saved with a position, so that a load notices other data.
 
-A position is a count, or the loader's own state, and fits other data as well as the right one.
+A position is a count, or the loader's own state, and fits any data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def facts_of(source: Any, parts: Sequence[Any], *, workers: bool) -> dict[str, A
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what is another now, a phrase each; what only one side knows is none."""
+    """Return the facts that differ now, a phrase each; facts of only one side are left out."""
     both = [name for name in _WORDS if name in saved and name in now and saved[name] != now[name]]
     return [
         f"{_WORDS[name]} differ" if name == "samples" else _changed(name, saved[name], now[name])

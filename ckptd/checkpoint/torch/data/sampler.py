@@ -68,7 +68,7 @@ class ElasticSampler:
         return self._indices(self.consumed)
 
     def assign(self, indices: Sequence[int]) -> None:
-        """Let this rank compute other micro-batches in the next step than its share.
+        """Assign other micro-batches of the next step to this rank than its share.
 
         `KeptGradients.resume` calls it. Iterators that were made before do not see it.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalRegions:
-    """What this rank holds of one tensor.
+    """Part of one tensor that this rank holds.
 
     Attributes
     ----------
@@ -180,12 +180,12 @@ class Describer:
 
 
 class _Mesh(NamedTuple):
-    """What is known of a device mesh, which is kept.
+    """Facts of a device mesh, which is kept alive.
 
     Attributes
     ----------
     entry
-        Of its root.
+        That of its root.
     axes
         The root's axis of each of its axes.
     turned

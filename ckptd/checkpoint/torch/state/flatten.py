@@ -61,16 +61,16 @@ def is_heavy(site: Site) -> bool:
 
 @dataclass(slots=True)
 class _Look:
-    """What heavy sites hold.
+    """Contents of heavy sites.
 
     Attributes
     ----------
     owners
         Modules and optimizers, in order.
     things
-        What these and the sites hold, in order: tensors, modules, None.
+        The objects that these and the sites hold, in order: tensors, modules, None.
     facts
-        What is no object that may die, in order.
+        Plain values, in order.
     """
 
     owners: list[Any] = field(default_factory=list)
@@ -132,7 +132,7 @@ class _Look:
 
 
 class _Known:
-    """What a look gave, without what it saw: it keeps nothing alive that the program lets go.
+    """Result of a look, without the objects: it keeps nothing alive that the program frees.
 
     Modules and optimizers are known again by weak references. Tensors are not: one that has a weak
     reference cannot be swapped (`torch.utils.swap_tensors`, which ``module.to()`` calls). They are
@@ -143,9 +143,9 @@ class _Known:
     Parameters
     ----------
     look, ids, inside
-        What was seen, the ids of its things, and which of them wrap others, which are among them.
+        The contents, the ids of its things, and which of them wrap others, which are among them.
     sink
-        What the look gave.
+        The leaves that were found.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class HostedOptimizer(Optimizer):
 
     @property
     def kind(self) -> type[Optimizer]:
-        """What steps."""
+        """The class of the optimizers inside."""
         return type(self.optimizers[0])
 
     @property
@@ -83,7 +83,7 @@ class HostedOptimizer(Optimizer):
 
     @torch.no_grad()
     def take(self, master: torch.Tensor) -> None:
-        """Let a master be what its parameter is: a step would else bring back what it was."""
+        """Copy a parameter to its master: else the next step would restore the old values."""
         parameter = self.owned(master)
         if parameter is not master:
             master.copy_(parameter)

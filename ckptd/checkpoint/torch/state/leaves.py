@@ -294,8 +294,8 @@ class PerRankLeaf:
     """One value of which each rank has its own; attributes as in `ObjectLeaf`.
 
     `on_change` and `reduce` are the declaration, `reseed` starts the value again from a seed, and
-    `random` tells random streams, which are restored after everything else. `follower` is told
-    of saves and loads.
+    `random` marks random streams, which are restored after everything else. `follower` is
+    notified of saves and loads.
     """
 
     name: str
@@ -446,7 +446,7 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True)
 class SavedNames:
-    """What a load is going to read: after filters and renames, in the live state's names.
+    """Names that a load is going to read: after filters and renames, as in the live state.
 
     Attributes
     ----------
@@ -461,7 +461,7 @@ class SavedNames:
     foreign
         Whether another program wrote it: then nothing says which versions modules had.
     wrapped
-        That of each object of the kind ``subclass``.
+        The encoded value of each object of the kind ``subclass``.
     live
         Whether it comes from a live state: then modules there have the versions of those here.
     """

@@ -42,7 +42,7 @@ _CLASSES, _DEFAULTS, _SHARED, _ORDERS = "classes", "defaults", "shared", "orders
 _SAID, _NAMED = "said", "named"
 _BASE = "torch.optim."
 _SET = {"differentiable"}
-"""What torch adds to the hyperparameters' names as an optimizer is loaded."""
+"""Names that torch adds to the hyperparameters as an optimizer is loaded."""
 # What torch's own optimizers keep of a parameter, whatever their options; "step" tells nothing.
 _STATE = {
     "ASGD": {"eta", "mu", "ax"},
@@ -170,14 +170,14 @@ _NOT_HYPER = ("params", _PARAM_NAMES, OPTIMIZER_CLASS)
 
 
 class StateForm(NamedTuple):
-    """What may be remembered of an optimizer's state, as it was saved.
+    """Facts of an optimizer's saved state that later saves may use again.
 
     Attributes
     ----------
     apart
         That of `_Said`.
     loose
-        What each save adds again: number of the parameter, key, place.
+        Values that each save adds again: number of the parameter, key, place.
     """
 
     apart: Mapping[int, list[tuple[Any, bool]]]
@@ -387,7 +387,7 @@ def _held(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[Any, Any]:
 def _take_masters(
     sink: Sink, optimizer: HostedOptimizer, owners: ParameterOwners, groups: str
 ) -> None:
-    """Let masters on the host follow the parameters that a load changes."""
+    """Schedule the copies of parameters that a load changes to their masters on the host."""
     for master in _parameters(optimizer):
         full = owners.full_name(optimizer.owned(master))
         names = (groups,) if full is None else (full, groups)
@@ -400,7 +400,7 @@ def _take_masters(
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What an optimizer's own ``state_dict()`` says, or that of a wrapper.
+    """Answer of an optimizer's own ``state_dict()``, or of a wrapper's.
 
     Attributes
     ----------
@@ -899,7 +899,7 @@ class _Hyperparameters:
                 live[key] = self._fit(live.get(key), value, key, label)
 
     def settle(self, name: str, speaker: Any) -> None:
-        """Let torch's own code fill in what was not saved, as its load does, or run a wrapper's."""
+        """Run the load code of torch, which fills in values that were not saved, or a wrapper's."""
         whole = self._optimizer
         if speaker is not None:
             call_with(speaker.load_state_dict, name, whole.state_dict())

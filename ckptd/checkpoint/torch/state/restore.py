@@ -92,7 +92,7 @@ class SavedState:
 
 @dataclass
 class Matching:
-    """What a load will fill: live name to number in the manifest's table.
+    """The names that a load will fill: live name to number in the manifest's table.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Matching:
     unexpected
         Names in the checkpoint that this rank's state has no place for: another rank's may have.
     differences
-        What fits in no case, a line each.
+        Differences that no option allows, a line each.
     required
         Tells which names must be in the checkpoint.
     adopted

@@ -1,4 +1,4 @@
-"""What modules say of their state themselves: by a ``state_dict`` of their own, or by hooks."""
+"""State that modules define themselves: by a ``state_dict`` of their own, or by hooks."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _refused(place: StatePlace, by: ModulePlace, message: str, found: str) -> Us
 
 
 class ModuleWords:
-    """What the ``state_dict()`` of a module says now.
+    """Present answer of a module's ``state_dict()``.
 
     Parameters
     ----------
