@@ -44,7 +44,7 @@ class WatchSettings:
     per_source_s, per_rank_s
         Time of the daemon that a report, and a rank in it, may cost: with many of them, each agent
         sends less often and rounds are rarer.
-    limits, slow, links, reports
+    limits, slow, links, sheets
         Of the parts.
     confirm
         Rounds in a row that a verdict must hold before it becomes an incident; a crash, and a
