@@ -1,4 +1,4 @@
-"""Copies of values in memory: past the processor's cache where a build of that is here."""
+"""Copies and comparisons of values in memory: native where a build of that is here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,21 @@ COPIER = PlainLibrary(
 LEAST_BYTES = 256 << 10
 """Smaller runs are left in the cache: their target may be read next, as in buffers of devices."""
 
-_Copy = Callable[[int, int, int], None]
-"""Addresses of target and source, and a number of bytes."""
+
+class _Native(NamedTuple):
+    """Functions of the build.
+
+    Attributes
+    ----------
+    copy
+        Takes the addresses of target and source, and a number of bytes.
+    differ
+        See ``copier.cpp``.
+    """
+
+    copy: Callable[[int, int, int], None]
+    differ: Callable[[int, int, int, int, int, int, int], int]
+
 
 _SMALL_BYTES = 16 << 10
 # Giving the GIL back and taking it again costs more than the copy.
@@ -42,9 +55,9 @@ def copy_values(target: NDArray[Any], source: NDArray[Any]) -> None:
     at, of = target.flags, source.flags
     # A target that is read-only is numpy's to refuse.
     if target.nbytes >= LEAST_BYTES and at.c_contiguous and at.writeable and of.c_contiguous:
-        copy = _native()
-        if copy is not None and (target.nbytes, target.dtype) == (source.nbytes, source.dtype):
-            copy(_address(target), _address(source), target.nbytes)
+        native = _native()
+        if native is not None and (target.nbytes, target.dtype) == (source.nbytes, source.dtype):
+            native.copy(_address(target), _address(source), target.nbytes)
             return
     np.copyto(target, source, casting="no")
 
@@ -56,9 +69,39 @@ def copy_runs(runs: NDArray[np.int64]) -> None:
         if size < _SMALL_BYTES:
             _copy_small(to, at, size)
         elif size >= LEAST_BYTES and native is not None:
-            native(to, at, size)
+            native.copy(to, at, size)
         else:
             ctypes.memmove(to, at, size)
+
+
+def differing(
+    old: NDArray[np.uint8], new: NDArray[np.uint8], size: int, most: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]] | None:
+    """Return which elements of two arrays of bytes differ, and how; None: more than `most` do.
+
+    Parameters
+    ----------
+    size
+        Bytes of an element: 1, 2, 4 or 8.
+
+    Returns
+    -------
+    tuple
+        How many elements lie between each and the one before it; and the bytes of both XORed, byte
+        planes by elements.
+    """
+    native = _native()
+    if native is None:
+        xor = old.view(f"<u{size}") ^ new.view(f"<u{size}")
+        at = np.flatnonzero(xor)
+        if len(at) > most:
+            return None
+        values = np.ascontiguousarray(xor[at].view(np.uint8).reshape(-1, size).T)
+        return (np.diff(at, prepend=-1) - 1).astype(np.uint32), values
+    gaps, planes = np.empty(most, np.uint32), np.empty((size, most), np.uint8)
+    shift, to, of = size.bit_length() - 1, _address(gaps), _address(planes)
+    found = native.differ(_address(old), _address(new), len(old), shift, to, of, most)
+    return None if found < 0 else (gaps[:found], planes[:, :found])
 
 
 def copies_natively() -> bool:
@@ -71,8 +114,8 @@ def _address(values: NDArray[Any]) -> int:
 
 
 @functools.cache
-def _native() -> _Copy | None:
-    """Return the native copy of this process; None without a build, or for another processor."""
+def _native() -> _Native | None:
+    """Return the native code of this process; None without a build, or for another processor."""
     path = COPIER.built()
     if path is None:
         return None
@@ -80,17 +123,22 @@ def _native() -> _Copy | None:
         library = ctypes.CDLL(str(path))  # its calls release the GIL
         library.ckptd_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         library.ckptd_copy.restype = None
+        differ = library.ckptd_differ
+        differ.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t, ctypes.c_int]
+        differ.argtypes += [ctypes.c_void_p] * 2 + [ctypes.c_size_t]
+        differ.restype = ctypes.c_int64
         gains = bool(library.ckptd_copier_gains())
     except (OSError, AttributeError) as error:
         _log.warning("loads copy with numpy, which is slower: cannot use %s: %s", path, error)
         return None
-    if gains and not _is_right(library.ckptd_copy):
+    found = _Native(library.ckptd_copy, differ)
+    if gains and not _is_right(found.copy):
         _log.error("loads copy with numpy, which is slower: %s failed its self-test", path)
         return None
-    return library.ckptd_copy if gains else None
+    return found if gains else None
 
 
-def _is_right(copy: _Copy) -> bool:
+def _is_right(copy: Callable[[int, int, int], None]) -> bool:
     """Copy a few bytes that are aligned to nothing, and look around them too."""
     size, at = 5 * 4096 * 4 + 100, 65
     source = np.arange(size + 200, dtype=np.uint64).view(np.uint8)[: size + 200]
