@@ -122,7 +122,8 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     process_state
         The kernel's letter (``R S D T Z``), or empty where it could not be read.
     answers
-        Whether a thread of the rank that needs no GIL answered a ping; None if not asked.
+        Whether a thread of the rank that needs no GIL answered a ping; None if not asked. Of one
+        that has ended, true if it alone was sent the signal.
     heartbeat
         When the rank's Python heartbeat last moved; NaN before the first.
     moved
@@ -176,7 +177,7 @@ RANK: np.dtype[Any] = np.dtype(
         ("alive", "?"),
         ("exit_code", "<i4"),  # NO_EXIT if none
         ("state", "S1"),
-        ("answers", "i1"),  # 1 yes, 0 no, -1 not asked
+        ("answers", "i1"),  # 1 yes, 0 no, -1 not asked; if ended, 1 is singled out
         ("heartbeat", "<f8"),  # age, s; NaN before the first
         ("idle", "<f8"),  # s since any counter moved
         ("phase", "<i4"),

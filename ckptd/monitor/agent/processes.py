@@ -19,7 +19,10 @@ _INFO_EXIT = 1 << 3
 _STAT_BYTES = 2048
 _MOST_THREADS = 512
 _SWITCHES = re.compile(rb"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
-_STATE, _BIRTH, _EXIT_CODE = 0, 19, 49  # words behind the name in /proc/PID/stat
+_STATE, _PARENT, _FLAGS, _BIRTH, _EXIT_CODE = 0, 1, 6, 19, 49
+"""Words behind the name in /proc/PID/stat."""
+_EXITING = 0x4  # PF_EXITING of <linux/sched.h>
+_SIGNALS = re.compile(rb"^(?:SigPnd|ShdPnd|SigCgt):\s+([0-9a-f]+)$", re.MULTILINE)
 _THREADS, _PAGES, _PAGE = 17, 21, os.sysconf("SC_PAGE_SIZE")
 _CPU = slice(11, 15)  # user, system, and both of children
 _IO_LINES = 2  # rchar and wchar, of /proc/PID/io
@@ -32,8 +35,8 @@ class Process:
 
     Attributes
     ----------
-    pid
-        Its number.
+    pid, parent
+        Its number, and that of the process that had started it when it was found; 0 if unknown.
     """
 
     def __init__(self, pid: int, pidfd: int, stat: int) -> None:
@@ -41,6 +44,8 @@ class Process:
         self._pidfd = pidfd
         self._stat = stat
         self._how: int | None = None
+        words = self._words()
+        self.parent = int(words[_PARENT]) if len(words) > _EXIT_CODE else 0
 
     @classmethod
     def find(cls, pid: int, birth: int) -> Self | None:
@@ -77,6 +82,21 @@ class Process:
         """Return the kernel's letter; empty if the process is gone or may not be looked at."""
         words = self._words()
         return words[_STATE] if words else ""
+
+    def asked_to_end(self, number: int) -> bool:
+        """Return whether it may have been sent the signal `number`, as far as the kernel tells.
+
+        One that ends has been, perhaps, and so has one that would not end by it.
+        """
+        words = self._words()
+        if len(words) <= _EXIT_CODE or int(words[_FLAGS]) & _EXITING or not self.runs():
+            return True
+        try:
+            with open(f"/proc/{self.pid}/status", "rb") as file:
+                known = [int(mask, 16) for mask in _SIGNALS.findall(file.read())]
+        except OSError:
+            return True
+        return not known or any(mask >> (number - 1) & 1 for mask in known)
 
     def turns(self) -> int:
         """Return how often its threads have given way to others, 0 if that cannot be known."""
@@ -156,6 +176,16 @@ class Process:
             return None
         mask, *_, status = _INFO.unpack(raw)
         return exit_code_of(status) if mask & _INFO_EXIT else None
+
+
+def sleeps(pid: int) -> bool:
+    """Return whether all threads of the process `pid` sleep: it is in the middle of nothing."""
+    states = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task")[:_MOST_THREADS]:
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/stat", "rb") as file:
+                states.append(file.read().rpartition(b")")[2].split()[_STATE])
+    return bool(states) and all(state == b"S" for state in states)
 
 
 def exit_code_of(status: int) -> int:

@@ -55,7 +55,8 @@ class Ring:
         sleeps or waits for a disk at the moment.
     answers
         1 if the process's threads run though Python does not (somebody holds the GIL), 0 if none
-        of them does, -1 if Python runs or nobody knows.
+        of them does, -1 if Python runs or nobody knows. Of one that has ended, 1 if a signal ended
+        it while its launcher had asked no other one to end.
     """
 
     def __init__(self, path: Path, inode: int, now: float) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ from itertools import count
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.agent.evidence import EvidenceTaker
+from ckptd.monitor.agent.processes import sleeps
 from ckptd.monitor.agent.report import ReportMaker
 from ckptd.monitor.agent.rings import Ring, Rings
 from ckptd.monitor.agent.totals import RingTotals
@@ -222,6 +224,8 @@ class Watcher:
         self._urgent = True
         self._stuck.difference_update(dead)
         left = [ring for ring in self._rings.ranks.values() if ring.alive]
+        for ring in dead:
+            ring.answers = 1 if len(dead) == 1 and _singled_out(ring, left) else -1
         if any(ring.exit_code != 0 for ring in dead):
             which = ", ".join(str(ring.rank) for ring in dead)
             self._evidence.keep(_pids(left), f"rank {which} had just ended")
@@ -258,6 +262,22 @@ class Watcher:
                     probes=probes,
                 )
             )
+
+
+def _singled_out(ring: Ring, others: Collection[Ring]) -> bool:
+    """Return whether a signal ended one rank, and its launcher has asked no other one to end.
+
+    Most launchers end the others next, by the same signal. One that was itself asked to end is
+    awake until it has signalled all; so nothing is concluded while it is.
+    """
+    process = ring.process
+    if process is None or ring.exit_code not in (-signal.SIGTERM, -signal.SIGINT):
+        return False
+    beside = [other.process for other in others if other.process is not None]
+    beside = [other for other in beside if other.parent == process.parent]
+    if not beside or not sleeps(process.parent):
+        return False
+    return not any(other.asked_to_end(signal.SIGTERM) for other in beside)
 
 
 def _pids(rings: Collection[Ring]) -> Mapping[int, int]:

@@ -22,13 +22,20 @@ def ended(job: JobView) -> Array:
     return gone
 
 
+def singled_out(ranks: Array) -> Array:
+    """Return which of these rows of `RANK` ended by a signal that no other rank was sent."""
+    out: Array = ~ranks["alive"] & (ranks["exit_code"] < 0) & (ranks["answers"] == 1)
+    return out
+
+
 def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
     A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
     still called; one that ended with an error beside it most likely lost its peer, and is reported
     as a consequence. So is one whose call failed or did not return, beside one that was in none,
-    and one that its launcher ended since another rank had ended. A rank whose call failed may end
+    and one that its launcher ended since another rank had ended: one that SIGTERM ended is that,
+    unless its agent saw that it alone was sent it. A rank whose call failed may end
     in any way: some programs leave with 0 then, and C++ aborts.
     """
     gone = np.flatnonzero(ended(job))
@@ -66,7 +73,7 @@ def _ranks(job: JobView, gone: Array) -> Verdict:
 
 def _causes(job: JobView, gone: Array, codes: Array) -> Array:
     """Return those of `gone` that did not only follow another."""
-    swept = codes == -signal.SIGTERM
+    swept = (codes == -signal.SIGTERM) & ~singled_out(job.ranks[gone])
     killed = (codes < 0) & (codes != NO_EXIT) & ~swept
     # What C++ does with an error, of another's call perhaps.
     hit = killed & (codes != -signal.SIGABRT)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptd.monitor.job import NO_EXIT, CallFlag, JobView, Phase
 from ckptd.monitor.ring import RecorderState
+from ckptd.monitor.rules.crash import singled_out
 from ckptd.monitor.rules.hang import absent
 from ckptd.monitor.rules.mismatch import P2P, with_newcomers
 from ckptd.monitor.stats import Array
@@ -90,6 +91,7 @@ class Endings:
         ranks["phase"][left] = Phase.TRAIN  # whatever it said: it is missed
         code = ranks["exit_code"]
         asked = ended & ((code == -signal.SIGTERM) | (code == -signal.SIGINT))
+        asked &= ~self._singled_out(ranks, ended, age)
         aborted = code == -signal.SIGABRT  # what C++ does with an error: gloo, of another's call
         failed = ended & ~well & ~left & ((code >= 0) | (code == NO_EXIT) | aborted)
         if (well | asked)[ended].all():
@@ -171,6 +173,20 @@ class Endings:
         np.maximum.at(wanted, codes, ranks["pending_seq"][long])
         out[job.groups["row"][job.groups["completed"] < wanted[job.group_codes]]] = True
         return out
+
+    def _singled_out(self, ranks: Array, ended: Array, age: Array) -> Array:
+        """Return which ranks alone were sent their signal, by their agents.
+
+        Whether one was sent SIGINT, which Python catches, the agent cannot see of the others: a
+        launcher that was asked by it passes it on, and one that misses a rank sends SIGTERM.
+        """
+        alone = singled_out(ranks)
+        interrupted = alone & (ranks["exit_code"] == -signal.SIGINT)
+        for row in np.flatnonzero(interrupted).tolist():
+            swept = ended & (ranks["node"] == ranks["node"][row]) & (age[row] - age <= ASKED_S)
+            alone[row] = (swept & (ranks["exit_code"] == -signal.SIGTERM)).any()
+        ranks["answers"][interrupted & ~alone] = -1
+        return alone
 
     def _missed(self, job: JobView, ended: Array) -> Array:
         """Return of which rows others on the same node go on, or anybody waits."""

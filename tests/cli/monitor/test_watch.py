@@ -43,6 +43,10 @@ if what == "crash":
     sys.stdin.readline()  # by then they are watched
     os.kill(ranks[1].pid, signal.SIGKILL)
     sys.stdin.readline()
+if what == "sweep":
+    sys.stdin.readline()
+    for rank in ranks:
+        rank.terminate()
 if what == "hang":
     say(0, "more 30000")
     ranks[0].stdout.readline()
@@ -81,6 +85,15 @@ def told() -> Any:
     for one in daemons(run_folder()):
         return DaemonClient(one.login).get("/incidents")["incidents"]
     return None
+
+
+def ends_of(pids: list[int]) -> bool:
+    """Whether the only daemon here has heard of the ends of these processes."""
+    for one in daemons(run_folder()):
+        told = DaemonClient(one.login).get("/ranks")
+        alive = dict(zip(told["pid"], told["alive"], strict=True))
+        return not any(alive.get(pid, True) for pid in pids)
+    return True  # it has gone, since the command has
 
 
 def both_report() -> bool:
@@ -160,6 +173,27 @@ def test_a_crash_is_told_and_the_exit_code_is_the_commands() -> None:
     assert first["kind"] == "crash"
     assert [s["name"] for s in first["verdict"]["suspects"]] == ["1"]
     assert "signal 9" in first["verdict"]["suspects"][0]["detail"]
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("whom", ["one", "all"])
+def test_one_that_is_ended_from_outside_is_told_though_its_launcher_ends_the_others(
+    whom: str,
+) -> None:
+    process = start(*ranks("sweep"))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    first, second = map(int, process.stdout.readline().split()[1:])
+    until(both_report, "two ranks")
+    if whom == "one":
+        os.kill(second, signal.SIGTERM)
+        until(lambda: ends_of([second]), "its end")
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    if whom == "all":
+        until(lambda: ends_of([first, second]), "both ends")
+    _, _, err = done(process)
+    assert ("crash: rank 1 (signal 15)" in err) == (whom == "one"), err
     nothing_is_left()
 
 

@@ -117,3 +117,28 @@ def test_another_process_of_the_rank_has_a_time_of_its_own() -> None:
     endings = Endings()
     gone(endings, [changed(dead(0, 1), pid=1), view(1)], 0.0)
     assert gone(endings, [changed(dead(0, 1), pid=2), view(1)], 5.0) == []
+
+
+@pytest.mark.parametrize("codes", [(-15, -15, -15), (-15, -2, -15), (0, -15, -15)])
+def test_who_alone_was_sent_its_signal_is_the_cause(codes: tuple[int, ...]) -> None:
+    """Its launcher sends SIGTERM to the others next, so that all seem to have been asked to end."""
+    endings, views = Endings(), [dead(r, c, node="a") for r, c in enumerate(codes)]
+    assert gone(endings, views, 0.0) == []
+    assert gone(endings, views, 2.0) == [], "nothing tells these from a job that was asked to end"
+    views[1] = changed(views[1], answers=True)
+    job, rows = gathered([from_views(views, job="j", source="s", number=1)], {})
+    (verdict,) = crashes(endings.settle(job, rows, 2.0), HangLimits())
+    assert verdict.names() == ("1",)
+
+
+def test_a_job_that_ctrl_c_ends_is_no_crash_whatever_its_agent_saw() -> None:
+    """Python catches SIGINT: an agent cannot see whether the others have been sent it."""
+    views = [dead(r, -2, node="a") for r in range(3)]
+    views[1] = changed(views[1], answers=True)
+    endings = Endings()
+    for now in (0.0, 0.5, 2.0, 9.0):
+        assert gone(endings, views, now) == []
+    late = Endings()
+    assert gone(late, [views[1], view(0, node="a"), view(2, node="a")], 0.0) == []
+    swept = [dead(0, -15, node="a"), views[1], dead(2, -15, node="a")]
+    assert gone(late, swept, 9.0) == [], "somebody has lost patience"
