@@ -71,7 +71,7 @@ class PeerConnection(asyncio.Protocol):
         self._greeting = Greeting(door.secret, PURPOSE)
         self._codec = Codec("", MOST_FRAME_BYTES)
         self._kind: Any = None
-        """What decodes its messages, once it has proved that it knows the secret."""
+        """Decoder of its messages, once it has proved that it knows the secret."""
         self._timer: asyncio.TimerHandle | None = None
         self._received_at = 0.0
 

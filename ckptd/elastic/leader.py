@@ -73,8 +73,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     beat
         Rises.
     hears, knows
-        Of a controller: how many nodes it has heard of in the last moments, and how many there
-        should be.
+        Of a controller: how many nodes reported in the last moments, and how many should.
     """
 
     by: Annotated[str, msgspec.Meta(max_length=256)]
@@ -237,7 +236,7 @@ def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, kno
 
 
 class LeaderView:
-    """What one process leaves and sees.
+    """One process's signs of life, and its view of those of others.
 
     Parameters
     ----------

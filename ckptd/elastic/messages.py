@@ -1,7 +1,7 @@
 """The messages of a job that restarts, declared once: plain data.
 
-Events are what a controller is told, by nodes, operators and its own clock; actions are what it has
-others do. Nodes and operators speak with the controller over a
+Events come to a controller from nodes, operators and its own clock; actions are its orders to
+others. Nodes and operators speak with the controller over a
 `ckptd.base.net.connection.Connection`, workers with the launcher of their node over a Unix socket;
 what a launcher only passes on has one message on both. Both ends ignore fields that they do not
 know.
@@ -23,11 +23,11 @@ LEASE_VARIABLE = "CKPTD_LEASE"
 INTERRUPT_VARIABLE = "CKPTD_INTERRUPT_S"
 """Seconds after which the launcher kills a session that has not left its generation."""
 INTERRUPT_S = 1.0
-"""What that is where ranks use no device."""
+"""Default of these seconds where ranks use no device."""
 DEVICE_INTERRUPT_S = 8.0
-"""What that is where they may: an abort waits for the kernels that are queued.
+"""Default where they may use one: an abort waits for the kernels that are queued.
 
-Less than the ``fence_s`` of a controller, which has every process killed that is not out by then.
+Less than the ``fence_s`` of a controller, after which every process that is not out is killed.
 """
 LEASE_EXIT_CODE = 86
 """With which a worker ends whose lease is over."""
@@ -212,26 +212,26 @@ class Progress(JobEvent, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(JobEvent, frozen=True, kw_only=True, tag=True):
-    """What `SaveNow` asked for lies where a planned restart finds it."""
+    """The save that `SaveNow` asked for lies where a planned restart finds it."""
 
     generation: _Count
     step: _Count
 
 
 class Suspected(JobEvent, frozen=True, kw_only=True, tag=True):
-    """The monitor has named somebody, and the policy for this class says: act.
+    """An incident of the monitor, of a class for which the policy says ``act``.
 
     Attributes
     ----------
     nodes
-        Who is to be left out; empty if the ranks are only to be started again.
+        Nodes to leave out; empty if the ranks are only to be started again.
     reason
         In a few words.
     since_s
-        How long it had lasted when it was told, in seconds.
+        How long it had lasted when it was reported, in seconds.
     generation
-        In which generation that was; 0 if it is not known. Of an earlier one than the present it
-        only says whom to leave out.
+        In which generation that was; 0 if it is not known. With an earlier one than the present
+        the nodes are left out, and no rank is started again.
     """
 
     nodes: tuple[str, ...]
@@ -514,7 +514,7 @@ class LeaseRenewal(msgspec.Struct, frozen=True, tag=True):
 
 
 class FenceNow(msgspec.Struct, frozen=True, tag=True):
-    """Let no worker of a generation before this one go on; a node then says `Fenced`.
+    """Stop all workers of generations before this one; a node then says `Fenced`.
 
     A worker with a session is sent it too: it leaves its generation and says `Out`.
 
@@ -704,7 +704,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     spare
         Whether it is there and no rank of the present generation is on it.
     silent_s
-        Seconds since it was last heard of; null if never.
+        Seconds since it last reported; null if never.
     sick
         Slots that are out of use, each with the reason: `slots` is without them.
     """
@@ -846,7 +846,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Attach`, and what a generation is told that goes on in the same process.
+    """The answer to `Attach`, sent again when a process goes on in another generation.
 
     Attributes
     ----------

@@ -135,7 +135,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do.
+    """Layout that the policy chose, and why.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     why
         Sentences, the deciding one first.
     candidates
-        All that was looked at, best first.
+        All that were compared, best first.
     """
 
     shape: Shape

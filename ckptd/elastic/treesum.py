@@ -1,8 +1,8 @@
-"""Sums whose rounding does not depend on who adds: one binary tree over all leaves, always.
+"""Sums with the same rounding on any number of ranks: one binary tree over all leaves, always.
 
 Floating-point addition does not associate, so a sum over 4 ranks differs from that over 3 in its
 last bits, and training on from there differs in all. Here leaf ``i`` is at a fixed place of a fixed
-tree, whoever computed it: node ``(level, k)`` is the sum of leaves ``k << level`` up to
+tree, whichever rank computed it: node ``(level, k)`` is the sum of leaves ``k << level`` up to
 ``(k + 1) << level``, always added as its left half plus its right half.
 """
 
@@ -29,7 +29,7 @@ class TreeNode(NamedTuple):
 
 
 class TreeSum(Generic[T]):
-    """Adds what it is given, as soon as both halves of a node are there.
+    """Adds leaves and sums, as soon as both halves of a node are there.
 
     Parameters
     ----------

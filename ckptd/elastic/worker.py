@@ -45,7 +45,7 @@ _LAST_WORDS_S = 2.0
 class WorkerLink(OfOneProcess):
     """One process's connection; made by `current`, thread-safe.
 
-    What is told is sent by a thread of its own: a launcher that is stopped holds no rank up.
+    A thread of its own sends the messages: a launcher that is stopped holds no rank up.
 
     Attributes
     ----------
@@ -117,10 +117,10 @@ class WorkerLink(OfOneProcess):
             _log.warning("the launcher at %s cannot be reached: %s", path, error)
             return None
 
-    # -- what is told ----------------------------------------------------------------------------
+    # -- messages to the launcher ----------------------------------------------------------------
 
     def tell(self, message: FromWorker) -> None:
-        """Have `message` sent, after what was told before; nothing once the launcher is gone."""
+        """Queue `message` for the launcher, in order; does nothing once the launcher is gone."""
         self._outbox.put(message)
 
     def _attach(self) -> Attach:

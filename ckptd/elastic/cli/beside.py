@@ -1,4 +1,4 @@
-"""What ``ckptd run`` asks of the watch beside it. The slice `monitor` is the part ``watch``."""
+"""Interface of the watch beside ``ckptd run``; the slice `monitor` is the part ``watch``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class WatchSide(Protocol):
         """Start what can be started now."""
 
     def daemon_at(self, url: str) -> None:
-        """Take in what a controller says of where the daemon is."""
+        """Take the daemon's address from a controller."""
 
     def end(self, last_word_s: float) -> None:
-        """End them, after what is still to be told of incidents."""
+        """End them, once the last incidents are reported."""
 
 
 class Watch(Protocol):
     """Makes a watch."""
 
     def check_floors(self, floors: tuple[str, ...]) -> None:
-        """Refuse what ``--floor`` does not take: `UsageError`."""
+        """Check the values of ``--floor``; raises `UsageError`."""
 
     def environment(self, folder: Path, base: Mapping[str, str]) -> Mapping[str, str]:
         """Return the variables that make ranks record themselves; raises `OSError`."""

@@ -52,7 +52,7 @@ class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What the layout policy has to know of a job, as said on the command line."""
+    """Options that describe a job to the layout policy."""
 
     nodes: Annotated[str, Parameter(help="Number of nodes: N or MIN:MAX.")] = "1"
     slots: Annotated[int, Parameter(help="Number of ranks per node.")] = 1

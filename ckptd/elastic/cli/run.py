@@ -117,7 +117,7 @@ class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TorchrunOptions:
-    """What torchrun takes as well, and what it means there."""
+    """Options of torchrun, with the same meaning."""
 
     nnodes: Annotated[str, Parameter(help="Number of nodes: N or MIN:MAX.")] = "1"
     nproc_per_node: Annotated[
@@ -175,7 +175,7 @@ class TorchrunOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What torchrun does not know: names, layouts, the log, the watch, the controller."""
+    """Options that torchrun lacks: names, layouts, the log, the watch, the controller."""
 
     job: Annotated[
         str | None,
@@ -237,7 +237,7 @@ class JobOptions:
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says, as far as more than one place has to know."""
+    """Values of the command line that several functions use."""
 
     command: tuple[str, ...]
     low: int

@@ -93,12 +93,12 @@ class ControllerEnding(NamedTuple):
 
 
 class _Node:
-    """What was said to a node on its present connection, so that nothing is said twice."""
+    """Messages sent to a node on its present connection, so that none is sent twice."""
 
     def __init__(self, peer: PeerConnection, before: _Node | None = None) -> None:
         self.peer = peer
         self.before = before
-        """On another connection, until the first beat tells whether that is the same launcher's."""
+        """The node on its earlier connection, until a beat tells if its launcher is the same."""
         self.up: NodeUp | None = None
         self.queued: NodeUp | None = None
         self.received = 0
@@ -309,7 +309,7 @@ class Controller:
             node.peer.send(LeaseRenewal(number=0, heard=node.received))
 
     def _hosting(self, name: str, store: StoreAt) -> None:
-        """Tell all members where the job store is; who begins later is told then."""
+        """Tell all members where the job store is; nodes that begin later hear it then."""
         record = self.machine.record
         if record is None or (record.generation, record.members[0].node) != (
             store.generation,
@@ -491,7 +491,7 @@ class Controller:
                 hint="start the controller with the job's log: --log",
             )
 
-    # --- what nodes are told ----------------------------------------------------------------------
+    # --- messages to nodes ------------------------------------------------------------------------
 
     def _fence(self, fence: Fence) -> None:
         for name in fence.nodes:
@@ -533,7 +533,7 @@ class Controller:
                 node.before.peer.send(_bye(ending))
         self._send_status()
 
-    # --- what operators are told ------------------------------------------------------------------
+    # --- messages to operators --------------------------------------------------------------------
 
     async def _push(self) -> None:
         """Tell subscribers of changes, and once in a while that nothing has changed."""

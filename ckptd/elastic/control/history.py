@@ -20,7 +20,7 @@ from ckptd.elastic.control.states import Move, State
 from ckptd.elastic.messages import Timed
 
 MARKS = ("spawned", "imported", "initialised", "loaded", "stepped")
-"""What workers tell of, in its order; seconds from the arrival of the order to start."""
+"""Marks that workers report, in order; each with seconds since the order to start arrived."""
 _KEPT = 100
 _MOST_NOTES = 20
 _MOST_MEASURED = 20
@@ -28,7 +28,7 @@ _REFUSED_S = 10.0
 
 
 class Kind(enum.StrEnum):
-    """What time goes into.
+    """Kind of time in a job's life.
 
     USEFUL
         Steps that are committed.

@@ -22,9 +22,9 @@ class Node:
     name, life, slots, sessions, host, sick
         As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
-        When it was last heard of.
+        When it last reported.
     stopped_at
-        When its launcher was last known to be stopped, and so to be there.
+        When its launcher was last known to be stopped, and so to be alive.
     came
         Since when it is there.
     up
@@ -46,7 +46,7 @@ class Node:
     asked
         The life for which another one was asked for.
     stuck_at
-        Since when it is taken for gone because it does not fence; its lease is not renewed.
+        Since when it counts as gone because it does not fence; its lease is not renewed.
     idle_since
         Since when it says that it runs nothing of a generation that it has run.
     """
@@ -85,7 +85,7 @@ class Node:
 
 
 class Roster:
-    """All nodes that were heard of, by name."""
+    """All nodes that ever reported, by name."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}

@@ -69,7 +69,7 @@ _ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 class StateMachine:
     """The decisions for one job.
 
-    Its driver hands over events in the order in which it hears of them, with the moment
+    Its driver hands over events in the order of their arrival, with the moment
     (seconds of a clock that never goes back), and carries out the actions in their order. It is
     deterministic: the same events at the same moments give the same actions.
 
@@ -79,7 +79,7 @@ class StateMachine:
     Parameters
     ----------
     job
-        What the layout policy has to know.
+        Description of the job, for the layout policy.
     settings
         Deadlines.
     records
@@ -96,9 +96,9 @@ class StateMachine:
     state, since
         Where the job is, and since when.
     generation
-        The newest that was ever heard of.
+        The newest that any record or node has named.
     record, members
-        What the newest generation that was started is, and its nodes.
+        Record of the newest generation that was started, and its nodes.
     step
         The last committed step.
     reason
@@ -156,7 +156,7 @@ class StateMachine:
         """Whether each step of the generation was committed, as far as it has told."""
         parked = self.record is not None and self.record.parked
         self._then = State.PARKED if parked else State.PLAN
-        """What follows the fence."""
+        """State after the fence."""
         self._save_until = self._relaunch_until = -math.inf
         self._fenced_at = self._loaded_at = now
         self._looked = now
@@ -166,7 +166,7 @@ class StateMachine:
         self._code = 0
         self._final = ExitCodes(self.settings.no_restart_on)
         self._ends: dict[str, Ended] = {}
-        """What each member has told of its workers' ends in this generation."""
+        """Each member's report of how its workers ended in this generation."""
         self._early: dict[tuple[int, str], set[str]] = {}
         """Nodes whose program has ended before its first step, by code and place, since a step."""
         self._refused = ""
@@ -208,10 +208,10 @@ class StateMachine:
         return any(name != node for name in failed)
 
     def hears(self, now: float, within_s: float) -> tuple[int, int]:
-        """Return how many nodes were heard of in the last moments, and how many there should be.
+        """Return how many nodes reported in the last `within_s` seconds, and how many should.
 
-        A controller that has just begun is taken to hear all: they are on their way to it. So are
-        the launchers that it is having replaced. Without that, a single node that is cut off takes
+        For a controller that has just begun all nodes count as heard: they are on their way to it.
+        So do launchers that are being replaced. Without that, a single node that is cut off takes
         the place of a controller whose launchers all restart.
         """
         # Not by the members: a generation that is being decided has left some of them out already.
@@ -272,14 +272,14 @@ class StateMachine:
     def _idle(self, node: Node, record: Record, now: float) -> None:
         """Ask why a member runs nothing."""
         if node.fenced < record.generation:
-            # Perhaps it never heard of this generation. Who has started it already does nothing.
+            # Perhaps the order to start was lost. A node that has started already ignores this one.
             self._out.append(Start(record=record, level=self.level, nodes=(node.name,)))
             return
-        # How they ended is perhaps about to be told.
+        # The report of how they ended may still be on its way.
         node.idle_since = now if node.idle_since is None else node.idle_since
 
     def _repeat(self, node: Node, *, came: bool) -> None:
-        """Fence again the nodes that have not heard of it, or came too late."""
+        """Fence a node again where the order was lost, or the node came too late."""
         fencing = self.state is State.FENCE
         unfenced = (fencing or node.stuck_at is not None) and node.fenced < self.generation
         if unfenced or 0 < node.running < self.generation:
@@ -591,7 +591,7 @@ class StateMachine:
             return
         if self._then is State.PARKED and not any(n.up for n in self.nodes):
             return  # whose pause this is, only nodes tell
-        # Who has fenced it may still be about to say how its workers ended.
+        # A node that fenced may still report its workers' exit codes.
         hopeless = any(n.up and n.fenced < self.generation for n in missing)
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
             return
@@ -633,19 +633,19 @@ class StateMachine:
             self._pending.pop()
         if self._pending:
             return
-        # A controller that was restarted may never have heard of a member, which trains on.
+        # After the controller's restart a member that trains on may not have reported yet.
         names = self.members | {n.name for n in self.nodes if n.running}
         running = [self.nodes[name] for name in names]
-        # One dead rank keeps its whole generation from another step, and no other one: who ran an
-        # older one says nothing of the newest. If no death is sure, all that helps is the lease,
-        # which workers give up by themselves.
+        # One confirmed-dead rank blocks its own generation only; nodes that ran an older one prove
+        # nothing about the newest. If no death is sure, only the lease helps, which workers give
+        # up by themselves.
         ranks = [n for n in running if n.name in self.members] or running
         if not running or any(n.fenced >= self.generation for n in ranks):
             self._after_fence(now)
             return
         last = max(n.leased(self._born) for n in running)
         if self._reseated < last:
-            # A node that reaches the log, and not this controller, renews its lease until then.
+            # A node that reaches the log but not this controller keeps its lease until a reseat.
             gone = not any(n.up and n.stuck_at is None for n in running)
             if gone and not self._reseating:
                 self._reseating = True

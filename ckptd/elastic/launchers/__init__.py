@@ -1,4 +1,4 @@
-"""What starts workers on a node, and what a plugin that starts nodes may use.
+"""Launchers: starting workers on a node, and the API of plugins that start nodes.
 
 The names are imported on first use: a command line that only prints its help pays for none.
 """

@@ -124,7 +124,7 @@ class Launcher(ABC):
         Raises
         ------
         NotFoundError
-            kind ``no-spare``: there is no other one to be had.
+            kind ``no-spare``: no other one is available.
         UsageError, DeadlineError, StoreError
             As of `start`.
         """

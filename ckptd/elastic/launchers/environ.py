@@ -69,7 +69,7 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
 
 
 def of_seat(begin: Begin, seat: RankAssignment, local_rank: int) -> dict[str, str]:
-    """Return what a rank of a generation is told besides, but for its job store."""
+    """Return the variables that a rank gets in its generation, but for those of its job store."""
     rank, world, shape = str(seat.rank), str(begin.world), begin.shape
     return {
         "RANK": rank,

@@ -57,7 +57,7 @@ class LocalLauncher(Launcher):
         return process.pid if process is not None and process.poll() is None else None
 
     def drain(self, node: str, seconds: float, reason: str) -> None:
-        """Let a node be one that will be taken away: `hints` tells it."""
+        """Mark a node as one that will be taken away in `seconds`: `hints` reports it."""
         self._known([node])
         self._states[node], self._reasons[node] = MachineState.DRAINING, reason
         self._hints.append(Hint(node=node, seconds=seconds, reason=reason))

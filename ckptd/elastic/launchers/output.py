@@ -22,7 +22,7 @@ _MOST_LINE = 1 << 16
 
 
 class Streams(msgspec.Struct, frozen=True):
-    """What a worker gets: files of its streams, empty for the console, and its error file."""
+    """Output files of a worker: its streams, empty for the console, and its error file."""
 
     stdout: str
     stderr: str

@@ -1,4 +1,4 @@
-"""What runs beside a node's workers: processes, and above all the job's controller."""
+"""Processes that run beside a node's workers: above all the job's controller."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _GREET_S = 1.0
 _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
 _QUIET_S = 1.0
-"""Two beats: a controller that was heard of within it is there."""
+"""Two beats: a controller that answered within it counts as alive, in seconds."""
 _HUNG_S = 5.0
-"""For how long a controller is not heard of before its process is asked, and it may answer."""
+"""Silence of a controller before its process is probed, and the probe's limit, in seconds."""
 _END_S = 10.0
 _MOST_LOG = 2000
 _PR_SET_PDEATHSIG = 1
@@ -273,18 +273,18 @@ class ControllerSupervisor:
         self._not_before = 0.0
         self._again_s = _AGAIN_S
         self._pause_of, self._pause_s = -1, 0.0
-        """How long is waited in silence, and by a node of which rank."""
+        """Rank of this node in the last generation, and its wait in silence, in seconds."""
         self._silent_s = 0.0
         self._turned = self._answered_at = time.monotonic()
-        """When was looked last, and when its own controller was last known to answer."""
+        """When `turn` last looked, and when its own controller was last known to answer."""
         self._probe: _Probe | None = None
         self._probe_at, self._silence = 0.0, ""
-        """When it may be asked again, and what was found and said since it last answered."""
+        """When it may be probed again, and the last log line since it last answered."""
         self._problem = ""
-        """Why none could be started, as it was said last."""
+        """Why none could be started, as logged last."""
         self._asked = 0
         self._answered = self._follows = False
-        """Whether one was ever heard of; and whether this launcher's has ended for another one."""
+        """Whether any ever answered; and whether this launcher's has ended for another one."""
 
     @property
     def started(self) -> bool:
@@ -299,8 +299,8 @@ class ControllerSupervisor:
     def addresses(self) -> str:
         """Return where the controller is now; for `NodeLink`.
 
-        Before one was heard of, in turns the leader record's and the endpoint: an old record may be
-        left of another run, and somebody may have started a controller at the endpoint.
+        Before one has answered, in turns the leader record's and the endpoint: an old record may be
+        left of another run, and a controller may have been started at the endpoint by hand.
         """
         if self._announced and self._part is not None:
             return self._announced
@@ -331,7 +331,7 @@ class ControllerSupervisor:
         Parameters
         ----------
         silent_s
-            For how long none was heard of; infinite where that is not known.
+            For how long none has answered; infinite where that is not known.
         order
             Rank of this node in the last generation: nodes do not try all at once.
 
@@ -407,9 +407,9 @@ class ControllerSupervisor:
     def _end_hung(self, part: Sidecar, silent_s: float) -> None:
         """Kill a controller of this launcher that runs and answers no more.
 
-        It is stopped, say: another one may then take its place here. That nothing was heard of it
+        It is stopped, say: another one may then take its place here. Its silence alone
         proves nothing: this launcher may have been stopped, its link may wait for a slow store, or
-        not reach the address that others are given. So the process is asked where it listens.
+        not reach the address that others are given. So the process is probed where it listens.
         """
         now = time.monotonic()
         answers = silent_s <= _QUIET_S or silent_s == math.inf

@@ -98,7 +98,7 @@ class Spawner:
                 os.close(fd)
 
     def fork(self, order: Fork) -> int:
-        """Order a worker; return the gate through which it is told the rest of its environment."""
+        """Order a worker; return the gate through which it gets the rest of its environment."""
         read, write = os.pipe()
         self.order(order, read)
         return write

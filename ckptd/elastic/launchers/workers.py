@@ -105,7 +105,7 @@ class Worker:
         self.signal(signal.SIGKILL)
 
     def tell_to_end(self, number: signal.Signals) -> None:
-        """Let it end in its own way, if it has begun; what it ends with is our doing."""
+        """Signal it to end, or kill it where it has not begun; its exit code is then no failure."""
         if self.gate >= 0:
             self.kill()
         self.killed = True

@@ -10,7 +10,7 @@ from ckptd.decoding import msgpack_decoder
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start a process. A descriptor comes with it, through which it is told the rest, or tells.
+    """Start a process. A descriptor comes with it: its further input, or its output (``store``).
 
     Attributes
     ----------
@@ -23,8 +23,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     argv
         What is run.
     environ
-        All of its environment but what comes through the descriptor: a map in msgpack, ended by
-        the end of the stream. What comes through it and is no map ends the process.
+        Its environment, without the part that comes through the descriptor: a map in msgpack,
+        ended by the end of the stream. Anything else in the stream ends the process.
     stdout, stderr
         Files, made again; empty: the zygote's own.
     """

@@ -1,4 +1,4 @@
-"""What a checkpointer tells the launcher of its node, and hears of it."""
+"""Messages between a checkpointer and the launcher of its node."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LauncherWatch(SignalWatch):
 
     @property
     def failures(self) -> tuple[float, float]:
-        """What the controller has measured of this life of the job."""
+        """Mean seconds between failures, and of a restart, in this job; 0.0 if unknown."""
         said = None if self._link is None else self._link.welcome
         return (0.0, 0.0) if said is None else (said.mtbf_s, said.mttr_s)
 
@@ -68,12 +68,12 @@ class LauncherWatch(SignalWatch):
 class ElasticHooks(Job):
     """One checkpointer's part in a job that a launcher of ckptd has started.
 
-    Where the launcher cannot be reached nothing here does anything.
+    Where the launcher cannot be reached its methods do nothing.
 
     Parameters
     ----------
     board
-        Of the ranks that share the state: only of what all ranks of the job share is told.
+        Of the ranks that share the state. Only a state of all ranks of the job is reported.
     signals
         As for `SignalWatch`.
     new_run

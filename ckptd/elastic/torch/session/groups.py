@@ -28,7 +28,7 @@ _TABLES = (
     "tags_to_pg",
     "pg_coalesce_state",
 )
-"""What torch knows of groups, by its own names."""
+"""Names of torch's tables of groups."""
 
 
 class GroupAborts:

@@ -18,7 +18,7 @@ from ckptd.elastic.messages import LEASE_EXIT_CODE, LEASE_VARIABLE
 _lease: WorkerLease | None = None
 _installed = False
 BEFORE_STEP: list[Callable[[], None]] = []
-"""What else is called before each step; what it raises is raised by the step."""
+"""Further functions to call before each step; the step raises what they raise."""
 
 
 def guard_steps() -> None:

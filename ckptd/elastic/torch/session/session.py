@@ -46,12 +46,12 @@ _log = logging.getLogger("ckptd.elastic")
 _LOOK_S = 0.1
 """How often an idle worker looks at its lease, in seconds."""
 _SHARE = 0.8
-"""Of the time to leave a generation: what takes longer is told, and then the process is killed."""
+"""Share of the time to leave a generation after which a process says why it cannot, and ends."""
 _KILLED_S = 5.0
 _GROUPS_S = 30.0
-"""For the threads of groups to carry out what fails at once, with the callbacks of the program."""
+"""Seconds for threads of groups to finish their failed calls and the program's callbacks."""
 _COPYING_S = 5.0
-"""For saves that are copied still; what devices had to do for them is done."""
+"""Seconds for saves that are still being copied; their work on devices is done."""
 _UNFIT_EXIT_CODE = 1
 _CAUSE_S = 1.5
 """So long after a failed call a lost rank is probably why; later, the error is shown to people."""
@@ -245,7 +245,7 @@ class _Session:
         return go if go is not None and go.generation > self._interrupted else None
 
     def _check_alive(self) -> None:
-        """End with the launcher, or with the lease: nobody would ever say go."""
+        """End with the launcher, or with the lease: no order to go on would ever come."""
         if self._link.lease is not None:
             end_if_over(self._link.lease)
         if self._link.gone:
@@ -264,7 +264,7 @@ class _Session:
                 if self._training and self._is_over():
                     self._interrupter.interrupt()
                 elif self._idle and over > self._link.generation:
-                    # It has a seat there, and was not told yet, or has not begun: it never will.
+                    # It has a seat in that generation, and now will never begin there.
                     self._link.out(over)
             elif isinstance(message, Go):
                 self._go = message
@@ -305,7 +305,7 @@ def _stay_small() -> None:
 
 
 def _record_anew(generation: int, world: World) -> None:
-    """Let what records this process know who it is now."""
+    """Tell the recorder of this process its new generation and rank."""
     try:
         regroup(generation, world.rank, world.world_size)
     except StoreError as error:

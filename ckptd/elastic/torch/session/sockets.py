@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 _MAKERS = ("_new_process_group_helper", "init_process_group", "new_group", "split_group")
-"""What makes groups; the first, through which all others go, is private and may be gone one day."""
+"""Makers of groups; the first, which all others call, is private and may be gone one day."""
 
 
 def sockets_of_this_process() -> dict[str, int]:

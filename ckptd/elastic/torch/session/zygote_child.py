@@ -1,4 +1,4 @@
-"""What a fork of the zygote does before it runs a program, and how it runs one."""
+"""Set-up of a fork of the zygote before it runs a program, and how it runs one."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def _code(script: str, into: dict[str, Any]) -> types.CodeType:
 
 
 def _ours_removed(error: BaseException) -> BaseException:
-    """Return the error with the frames of the program, and none of ours."""
+    """Return the error without the frames of this module, which come first."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
