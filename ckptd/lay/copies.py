@@ -36,7 +36,7 @@ Pieces = tuple[tuple[int, tuple[Block, ...]], ...]
 
 
 class Copy(NamedTuple):
-    """What to copy out of one piece of a source tensor.
+    """Copies out of one piece of a source tensor.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Copy(NamedTuple):
 
 
 class SourceCopies(NamedTuple):
-    """What to copy out of one source tensor.
+    """Copies out of one source tensor.
 
     Attributes
     ----------

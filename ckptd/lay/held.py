@@ -24,7 +24,7 @@ _MAX_SEGMENTS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a list of coordinates holds of a dimension.
+    """Parts of a dimension that a list of coordinates holds.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Held:
 
     @cached_property
     def cuts(self) -> Ints:
-        """Positions of the stored sequence where somebody's segment begins or ends."""
+        """Positions of the stored sequence where any segment begins or ends."""
         ends = np.array([0, self.extent], dtype=np.int64)
         return np.unique(np.concatenate((ends, self.stored, self.stored + self.size)))
 

@@ -34,7 +34,7 @@ _KEPT = 1_000_000
 
 
 class LiveCopy(NamedTuple):
-    """What to take from a tensor or buffer of a rank.
+    """Copies from a tensor or buffer of another rank.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ GiverBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
 
 
 class LiveShare(NamedTuple):
-    """What to take from the tensors or buffers that have one name on all ranks that give.
+    """Copies from the tensors or buffers that have one name on all ranks that give.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class LiveShare(NamedTuple):
     values, of
         As of `LiveCopy`.
     givers
-        What each rank has of it; alike layers have the very same tuple.
+        Copies from each rank; alike layers have the very same tuple.
     """
 
     name: str
@@ -88,7 +88,7 @@ class LivePlan(NamedTuple):
 
 
 class LiveSend(NamedTuple):
-    """What to give to a tensor or buffer of another rank.
+    """Copies to a tensor or buffer of another rank.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What one rank holds: names and shapes of its tensors and buffers, and what lies in them."""
+"""Contents of one rank: names and shapes of its tensors and buffers, and their pieces."""
 
 from __future__ import annotations
 

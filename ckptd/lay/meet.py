@@ -32,9 +32,9 @@ class BlockStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Meeting:
-    """What a source rule holds of a part of a target.
+    """Elements that a source rule has in common with a part of a target.
 
-    Compared by identity, which makes it a key of the cache of what is computed from it.
+    Compared by identity, so that it is a key of the cache of values computed from it.
 
     Attributes
     ----------
@@ -213,7 +213,7 @@ def _meet(
 
 
 class Crossing(NamedTuple):
-    """What a meeting has in one cell of one dimension.
+    """Part of a meeting that lies in one cell of one dimension.
 
     Attributes
     ----------

@@ -55,14 +55,14 @@ class Buffer:
 
 
 class RankBuffers(NamedTuple):
-    """What one rank has of the buffers of a flat.
+    """One rank's part of the buffers of a flat.
 
     Attributes
     ----------
     lengths
         Of each buffer.
     ahead
-        For each tensor, how much of its buffer lies before the rank's part of where it is packed.
+        For each tensor, how much of its buffer lies before this rank's part of it.
     """
 
     lengths: tuple[int, ...]

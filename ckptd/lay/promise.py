@@ -1,4 +1,4 @@
-"""What each rule promises of the values that go through it."""
+"""Promise of each rule about the values that go through it: exact, a choice, lossy."""
 
 from __future__ import annotations
 

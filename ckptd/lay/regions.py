@@ -44,7 +44,7 @@ class BoxPart(NamedTuple):
 
 
 class BufferParts(NamedTuple):
-    """What a buffer holds."""
+    """Contents of a buffer: parts of families, and fills."""
 
     parts: tuple[BoxPart, ...]
     fills: tuple[Fill, ...]
@@ -53,7 +53,7 @@ class BufferParts(NamedTuple):
 def box_parts(
     dims: Sequence[Line], box: Box, strides: tuple[int, ...] | None = None, start: int = 0
 ) -> BufferParts:
-    """Return what a buffer holds that holds a box of a tensor.
+    """Return the contents of a buffer that holds a box of a tensor.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from ckptd.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
 HALF_BYTE = "float4_e2m1fn"
 """Quantized values of this type are two in a byte: of the last dimension, the first one low."""
 SCALE_KINDS = ("", "float32", "float8_e8m0fnu", "uint8", "float8_e4m3fn")
-"""What scales are held as; bytes are exponents of two, as `float8_e8m0fnu` has them."""
+"""Types of scales; bytes are exponents of two, as `float8_e8m0fnu` has them."""
 
 
 def held_shape(equation: Equation, shape: tuple[int, ...]) -> tuple[int, ...]:

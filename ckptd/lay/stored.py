@@ -79,7 +79,7 @@ class StoredForm:
 
     @cached_property
     def scope(self) -> ValueScope:
-        """What names represent."""
+        """Values of the names in the layout: sizes, extents, refined atoms."""
         own = scope_of(self.bound)
         sizes = {**self.sizes, **own.sizes}
         return ValueScope(sizes, own.extents, {**self.refined, **own.refined})

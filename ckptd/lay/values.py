@@ -1,4 +1,4 @@
-"""What happens to values between two rules."""
+"""Changes of values between two rules: casts, scales, averages, quantization."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ COLLECTIVE: np.dtype[Any] = np.dtype(
 """One row for each operation, kind of group and size bucket that has increments."""
 
 WORD = re.compile(rb"[A-Za-z0-9_.:-]*")
-"""What an operation or a kind may consist of."""
+"""Characters of the name of an operation or a kind."""
 OTHER, UNKNOWN = b"other", b"unknown"
 
 Key = tuple[bytes, bytes, int]

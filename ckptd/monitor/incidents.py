@@ -326,9 +326,9 @@ _ISOLATES = frozenset(
         VerdictKind.CORRUPTION,
     }
 )
-"""What is acted on by leaving nodes out; of the others it is the program that must change."""
+"""Kinds for which nodes are left out; for the others the program must change."""
 _STOPPED = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
-"""What stacks and last words of ranks are evidence of."""
+"""Kinds for which stacks and exit reports of ranks are evidence."""
 _AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
 MOST_WORDS = 64
 """Most consequences that are stored with one incident."""

@@ -37,8 +37,8 @@ class LinkLimits:
     most
         Most effects taken from one matrix.
     echo
-        A later effect that touches a node named before, and is not this share of it (in
-        logarithms), may be its echo, as answers share queues: it is told as to be probed again.
+        A later effect that touches a node named before, and is less than this share of it (in
+        logarithms), may be its echo, as answers share queues: it is reported as to be probed again.
     few
         Up to so many nodes, one slow node makes half of all links slow.
     share

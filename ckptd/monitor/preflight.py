@@ -223,11 +223,11 @@ CONTROLS = 12
 MOST_STRAYS = 64
 NODE_RATIO = 1.5
 STRAY = 2.0
-"""How many times the usual time a link must take to be asked about by itself."""
+"""How many times the usual time a link must take to be probed again by itself."""
 NOISE_S = {"bandwidth": 2e-4, "latency": 1e-4}
-"""What a node's own scheduler makes of a probe, in seconds: added before times are compared."""
+"""Delay of a probe by a node's own scheduler, in seconds: added before times are compared."""
 SHARE = 0.75
-"""What seems slow is probed again, so more of few links may stand out at first."""
+"""Most links that may stand out at first, as a share: those that seem slow are probed again."""
 ECHO_FREE = 4
 """Peers with which a suspected node is probed again."""
 Pair = tuple[int, int]

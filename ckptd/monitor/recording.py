@@ -390,7 +390,7 @@ class _Again:
                 report = unpack_report(frame.body, self._settings.sheets)
                 self.watch.take(report, self.now)
                 self.sheets += 1
-                # Asked for as the daemon does it: what was ordered is told apart from what was not.
+                # As the daemon does: the watch must know later which evidence it ordered.
                 self.watch.orders(report.source, self.now)
             elif frame.kind == FENCING:
                 self.watch.fence(unpack_fencing(frame.body, self._settings.sheets), self.now)

@@ -406,7 +406,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fencing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller does to the ranks: it ends those of all generations before one.
+    """Order of a controller that ends the ranks of all generations before one.
 
     Attributes
     ----------
@@ -674,7 +674,7 @@ _CLIPPED_S = 9e8
 
 
 class RankNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rank beside its view; see `ckptd.monitor.report.REPORT_RANK`."""
+    """Facts of a rank beside its view; see `ckptd.monitor.report.REPORT_RANK`."""
 
     generation: int = 0
     lived: float = float("nan")

@@ -618,7 +618,7 @@ class RankFile:
     """
 
     WHAT: ClassVar[str]
-    """What the file is, for messages."""
+    """Noun for the file, in messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

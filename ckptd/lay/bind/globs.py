@@ -1,4 +1,4 @@
-"""What globs in the names of rules represented: with that a layout is bound without its tensors."""
+"""Texts that globs in the names of rules matched: they bind a layout without its tensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ckptd.lay.syntax import Glob
 
 
 class FilledGlobs(NamedTuple):
-    """What the globs of a rule represented.
+    """Texts that the globs of a rule matched.
 
     Attributes
     ----------
     rule
         Its number in the layout as it was looked up.
     texts
-        What they matched, in order.
+        The texts, in the order of the globs.
     numbers
-        Of indexes of the name, where the rule has single numbers of them only.
+        Number by index of the name, where the rule has one number of it only.
     """
 
     rule: int

@@ -1,4 +1,4 @@
-"""What was observed, sorted by the rules that it belongs to."""
+"""Observed tensors and buffers, sorted by the rules that they match."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _add_empty(
                 instance.numbers.setdefault(key, set())
 
 
-# --- what is told about it ----------------------------------------------------------------------
+# --- findings about it --------------------------------------------------------------------------
 
 
 def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:

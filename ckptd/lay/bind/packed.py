@@ -60,7 +60,7 @@ def buffer_findings(
         try:
             wanted = _lengths(form, rank)
         except CkptdError:
-            # What is wrong with the rules themselves is told elsewhere.
+            # Another check reports faults of the rules themselves.
             return
         names = [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)]
         for name in names[:1]:

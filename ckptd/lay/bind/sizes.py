@@ -62,14 +62,14 @@ class Constraint:
 
 @dataclass
 class Solution:
-    """What came out.
+    """The sizes that follow from what was observed, and contradictions.
 
     Attributes
     ----------
     sizes
-        Of axes, as far as they are known.
+        Sizes of axes, as far as they are known.
     origins
-        For each size where it is from.
+        Origin of each size.
     products
         Products of unknown sizes of which the value is known.
     bounds

@@ -74,11 +74,11 @@ def check_bound(bound: Bound, observed: Observation | None = None) -> list[Findi
     findings = list(fit_findings(bound, found.first_shapes() if found else {}))
     findings += block_findings(bound)
     if not any(f.severity == "error" for f in findings):
-        # Buffers are made of tensors; what is wrong with those is told already.
+        # Buffers are made of tensors, whose faults are reported already.
         findings += flat_findings(bound)
     stored = found is not None and found.stored
     for finding in uncovered_findings(bound.layout, bound.sizes):
-        # What a checkpoint does not have cannot be held; a model's first layers may differ.
+        # A checkpoint cannot hold tensors that its model lacks: first layers may differ.
         findings.append(finding.as_warning() if stored else finding)
     if found is not None:
         findings += unmatched(found, bound.layout)

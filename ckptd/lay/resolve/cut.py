@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ValueScope:
-    """What names represent: lengths of axes, extents of mesh axes, refined atoms."""
+    """Values of names: lengths of axes, extents of mesh axes, refined atoms."""
 
     sizes: Mapping[str, int]
     extents: Mapping[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class ValueScope:
         Raises
         ------
         UsageError
-            Nobody has said it.
+            The length is not known.
         """
         found = self.sizes.get(name)
         if found is None:

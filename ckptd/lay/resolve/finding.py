@@ -1,4 +1,4 @@
-"""What a check has to say about a program, and how it is said."""
+"""Findings: faults and doubts of a program that a check reports, and their text."""
 
 from __future__ import annotations
 

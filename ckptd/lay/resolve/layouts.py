@@ -141,7 +141,7 @@ def _shipped(name: str) -> File:
 
 @dataclass(frozen=True)
 class _Statements:
-    """What a layout says besides its rules."""
+    """Statements of a layout besides its rules."""
 
     flats: tuple[Flat, ...]
     pipes: tuple[Pipe, ...]

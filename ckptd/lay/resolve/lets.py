@@ -38,7 +38,7 @@ H = TypeVar("H", bound=How)
 
 @dataclass
 class Lets:
-    """What names represent.
+    """Definitions of names by ``let``.
 
     Attributes
     ----------

@@ -40,7 +40,7 @@ from ckptd.lay.syntax import (
 )
 
 FOLLOWER = "lora_B"
-"""What the tensors of a follower are called, behind the name of what they follow."""
+"""End of the names of a follower's tensors, after the name of the tensor that they follow."""
 
 _WEIGHT = ".weight"
 _MAX_PAIRS = 10_000_000
@@ -169,7 +169,7 @@ class RuleTable:
             mine = {a: only.get(a, ALL) for a in earlier.only}
             more = [a for a, n in earlier.only.items() if not n.covers(mine[a])]
             if len(more) == 1 and all(n & mine[a] for a, n in earlier.only.items()):
-                # Of a rule without any number left it is told that it is never used.
+                # A check reports a rule without any number left as never used.
                 only[more[0]] = mine[more[0]] - earlier.only[more[0]]
         return equation if only == equation.only else replace(equation, only=only)
 

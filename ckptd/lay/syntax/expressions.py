@@ -293,7 +293,7 @@ def _below(node: tree.Dim | tree.Value) -> tuple[tree.Dim | tree.Value, ...]:
 # --- names --------------------------------------------------------------------------------------
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-"""What may stand in a name without quotes, besides ``*`` and braces."""
+"""Characters of a name without quotes, besides ``*`` and braces."""
 
 _PADDED = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):0([1-9])d?\}")
 """An index in the name of a file."""

@@ -441,7 +441,7 @@ class Default(SyntaxNode):
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """What a buffer packs: ``each`` tensor alone, a ``group`` by name, a ``bucket``, ``parts``.
+    """Tensors in one buffer: ``each`` tensor alone, a ``group`` by name, a ``bucket``, ``parts``.
 
     A bucket is closed once it holds `elements` or more. Names with the same index values that
     match `name` are one group. Of ``parts`` each rank has its part of each tensor, end to end; with

@@ -256,7 +256,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightPlan:
-    """What is expected, and what it may cost.
+    """Expected nodes of a preflight, and its limits.
 
     Attributes
     ----------
@@ -283,7 +283,7 @@ class PreflightPlan:
 
 
 class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the probes of a healthy link show.
+    """Latency and rate of a usual link, by the probes.
 
     Attributes
     ----------
@@ -387,7 +387,7 @@ def coordinate(
 
 
 def _gather(listener: socket.socket, secret: bytes, plan: PreflightPlan) -> _Gathered:
-    """Let nodes in until all are there or the time is over."""
+    """Accept nodes until all are there or the time is over."""
     found = _Gathered()
     end = time.monotonic() + plan.wait_s
     door = Door(

@@ -199,7 +199,7 @@ def exit_code_of(status: int) -> int:
 
 _EVERY_S = 1.0
 _BUSY_S = 5.0
-"""What did something so shortly before still does: readers wait for a disk now and then."""
+"""Seconds after its last sign of work that a process counts as busy: it may wait for a disk."""
 _LEAST_SHARE = 0.03
 """Of a core; a heartbeat takes a tenth of it."""
 _LEAST_BYTES = 4096
@@ -209,13 +209,13 @@ _TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines o
 
 
 class Doing:
-    """What one process does; `look` now and then.
+    """Activity of one process; call `look` now and then.
 
     Attributes
     ----------
     starved_s
-        How long it was ready to run and had to wait for a CPU, since the first look or `forget`:
-        of each second what the thread had that waited most.
+        Seconds that it was ready to run and waited for a CPU, since the first look or `forget`:
+        of each interval the wait of the thread that waited most.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from ckptd.monitor.agent.probes import MOST_PROBE_BYTES
 from ckptd.monitor.preflight import MachineTest, PairProbe, PreflightFinding
 
 PORT = 29449
-"""Where the coordinator listens, unless it is told otherwise."""
+"""Default port of the coordinator."""
 _PATIENCE_S = 60.0
 _JOIN_S = 60.0
 _BACKLOG = 1024

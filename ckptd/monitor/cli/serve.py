@@ -71,7 +71,7 @@ class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What the watch is to do otherwise than usual."""
+    """Settings of the watch that differ from the defaults."""
 
     floor: Annotated[
         tuple[str, ...],
@@ -296,7 +296,7 @@ def _announce(address: DaemonAddress, json: bool) -> None:
         )
     else:
         print(f"daemon of {address.job}: {address.login}")
-    print(end="", flush=True)  # whoever started it waits for this
+    print(end="", flush=True)  # the process that started it waits for this
 
 
 def _idle(service: Service, linger: float | None) -> Callable[[], bool]:

@@ -25,7 +25,7 @@ _TURN_S = 0.5
 _START_S = 60.0
 _POLL_S = 0.05
 _LAST_WORD_S = 10.0
-"""A command that failed, though no incident was told, is hardly ever nobody's fault."""
+"""Wait for a first incident after the command failed, in seconds: mostly one is still to come."""
 _LINGER_S = "30"
 _SI_KERNEL = 0x80  # si_code of what the terminal sends to all processes before it
 
@@ -249,7 +249,7 @@ class _Watched:
     # --- after ----------------------------------------------------------------------------------
 
     def finish(self, code: int, keep_serving: bool) -> None:
-        """Tell what is still to be told of the end, and serve on if that is wanted."""
+        """Report the last incidents of the end, and serve on if that is wanted."""
         if self._side is not None:
             self._side.finish(_LAST_WORD_S if code else 0.0)
         if keep_serving and self.url is not None and self._daemon is None:

@@ -1,4 +1,4 @@
-"""What runs beside a job that is watched: daemon, watcher, and the reader of incidents."""
+"""Processes beside a watched job: the daemon and the watcher; and the reader of incidents."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _REFUSED = 5
 
 
 def login_text(login: str, job: str) -> str:
-    """Return where the page of `job` is, for standard error.
+    """Return the URL of the page of `job`, for standard error.
 
-    Whoever has the token may act on the job. A batch system writes standard error to a file that
-    others often may read: there it is said where the token is, and not the token.
+    The token in it gives control of the job. A batch system writes standard error to a file that
+    other users often may read: there the text names the file of the token, and not the token.
     """
     from ckptd.monitor.daemon.place import DaemonPlace
 
@@ -103,7 +103,7 @@ class Reader:
     def finish(self, wait_s: float) -> None:
         """Ask once more, for up to `wait_s` seconds until there is one, and read no more.
 
-        Where no rank was ever heard of there is nothing to wait for.
+        Without any rank that has reported there is nothing to wait for.
         """
         began = time.monotonic()
         while True:
@@ -140,7 +140,7 @@ class Reader:
 
 
 class _Seat(Protocol):
-    """What the watch needs to know of a job's controller; `ControllerSupervisor` says it."""
+    """A job's controller, as the watch needs it; `ControllerSupervisor` implements it."""
 
     @property
     def since(self) -> float:
@@ -208,7 +208,7 @@ class DaemonSupervisor:
         self._daemon: Sidecar | None = None
         self._agent: Sidecar | None = None
         self._agent_by = 0.0
-        """When a watcher is killed that was told to end, for another one; 0.0: none was."""
+        """When a watcher that must end, for another one, is killed; 0.0: none must."""
         self._starts: dict[str, tuple[float, int]] = {}
         """When a part was started last, and how often in a row, by its name."""
         self._given_up = False

@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 class ClientConnection:
-    """What is known of a connection, over all its requests.
+    """State of a connection, over all its requests.
 
     Attributes
     ----------
@@ -97,17 +97,17 @@ def connection_of(request: Request) -> ClientConnection:
 
 
 class BodyBudget:
-    """How many bytes of bodies are in memory at once: as many again of strangers.
+    """Bounds request bodies in memory; unauthenticated peers have a separate budget.
 
     Whether a body is signed is known once it is there whole. So connections on which a signed
-    message came before have a budget that no stranger takes from. In that of the strangers the
-    body that has been coming for the longest makes room for the next one: a true one is there
-    within milliseconds, and one that is held back on purpose keeps nobody out.
+    message came before have a budget of their own. In the other one the body that has been
+    arriving for the longest makes room for the next one: an honest one arrives within
+    milliseconds, and one that is held back on purpose blocks no other.
 
     Parameters
     ----------
     most
-        Bytes, of each of both.
+        Bytes of each of the two budgets.
     """
 
     def __init__(self, most: int) -> None:
@@ -117,7 +117,7 @@ class BodyBudget:
 
     @property
     def bytes(self) -> int:
-        """What is in memory now, of all."""
+        """Bytes that are in memory now, of both budgets."""
         return sum(self._held.values())
 
     def take(self, body: Body, size: int) -> None:

@@ -84,7 +84,7 @@ class Names:
 
 
 class GoodputDocument(Struct, frozen=True):
-    """What the time since the daemon's start was spent on.
+    """How the job spent the time since the daemon's start.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class GoodputDocument(Struct, frozen=True):
         By phase of most ranks, ``stuck``, ``again``, ``slow``, ``restarting`` or ``waiting``; see
         `ckptd.monitor.daemon.lifetime.TimeSpent`.
     share
-        Of TRAIN, without the time of waiting.
+        Share of TRAIN in all seconds but those of ``waiting``.
     """
 
     seconds: dict[str, float]
@@ -601,7 +601,7 @@ class EvidenceCounts(Struct, frozen=True):
 
 
 class Proposal(Struct, frozen=True):
-    """What a person may have done about an incident.
+    """Response to an incident that a person may order.
 
     Attributes
     ----------

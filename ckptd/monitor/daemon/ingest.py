@@ -33,7 +33,7 @@ _MOST_SOURCES = 1 << 16
 
 @dataclass
 class IngestCounts:
-    """What came in: by ``sheet`` and ``found``, and what was refused by kind of error."""
+    """Counts of messages taken, by ``sheet`` and ``found``, and of those refused, by error kind."""
 
     taken: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)

@@ -114,9 +114,9 @@ TRAIN, STUCK, AGAIN, SLOW, RESTARTING, WAITING = (
 
 
 class TimeSpent:
-    """What the time since the daemon's start was spent on, in seconds; no clock of its own.
+    """Splits the time since the daemon's start by use, in seconds; it has no clock of its own.
 
-    Time in phase TRAIN is decided upon when a step ends: it was ``again`` if the job had made that
+    Time in phase TRAIN is classified when a step ends: it was ``again`` if the job had made that
     step before, ``stuck`` if an incident that stops the job was seen since the step before or the
     ranks ended, and otherwise TRAIN, less the share that an open incident says that ``slow`` ranks
     cost. While no rank lives it is ``restarting``; ``waiting`` before the first and after ranks

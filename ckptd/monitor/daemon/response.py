@@ -59,7 +59,7 @@ _ENDS = frozenset({SuspectKind.NODE, SuspectKind.SENDER, SuspectKind.RECEIVER})
 
 @dataclass(frozen=True)
 class Response:
-    """What is to be done about an incident.
+    """Response to an incident: a restart of the ranks, perhaps without some nodes.
 
     Attributes
     ----------
@@ -216,7 +216,7 @@ class Responder:
     rounds
         Owns the watch.
     tape
-        Records what the watch is told.
+        Records the messages to the watch.
     changed
         Called from any thread when `document` has changed.
     answered
@@ -227,7 +227,7 @@ class Responder:
     controller
         The link.
     counts
-        What metrics count.
+        Counters for metrics.
     last_fence
         The newest frame that fenced generations, for recordings that begin after it.
     """

@@ -89,7 +89,7 @@ class RoundResult:
 # --- a row for each rank ------------------------------------------------------------------------
 
 STATUS = ("ok", "waiting", "suspect", "dead", "silent", "slow")
-"""What the numbers of the column ``status`` mean."""
+"""Names of the numbers in the column ``status``."""
 _OK, _WAITING, _SUSPECT, _DEAD, _SILENT, _SLOW = range(6)
 
 _WAITING_S = 1.0

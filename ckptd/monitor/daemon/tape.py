@@ -9,7 +9,7 @@ from ckptd.errors import StoreError
 from ckptd.monitor.recording import RecordedFrame, RecordingWriter
 
 _FRAME_BYTES = 100
-"""What a frame takes besides its body."""
+"""Bytes of a frame besides its body."""
 
 
 class MessageBuffer:

@@ -1,4 +1,4 @@
-"""What stands still: a rank outside communication, a circle of waits, or communication itself."""
+"""Causes of a hang: a rank outside communication, a circle of waits, communication itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Waits:
-    """What stands still and why; one element a row of ``JobView.ranks``.
+    """Ranks that stand still, and why; one element a row of ``JobView.ranks``.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Waits:
     complete
         The rank is inside a call that all members have entered.
     awaited
-        Somebody waits for the rank.
+        Another rank waits for the rank.
     root
         Awaited, and not waiting itself.
     unheard

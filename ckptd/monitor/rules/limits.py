@@ -208,7 +208,7 @@ def learn(learned: Learned, job: JobView, gaps: Array | None = None) -> Learned:
 
     Two things are learned of a call site in a phase: the longest from the end of its call to the
     rank's next call, and the longest that the last member to arrive was in the call: the others'
-    times are times of waiting. Who came last is known of a call that all members have ended.
+    times are times of waiting. The last member is known of a call that all members have ended.
 
     Parameters
     ----------

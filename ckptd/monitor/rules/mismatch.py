@@ -105,13 +105,13 @@ def mismatches(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     reported: set[int] = set()
     for kind, values, low, high in (
         (VerdictKind.MISMATCH, signature, signature, signature),
-        # Who does not say in which step it is agrees with everybody.
+        # A rank that does not say in which step it is agrees with all others.
         (VerdictKind.DESYNC, rows["step"], *_among(rows["step"], said)),
         (VerdictKind.DESYNC, where, where, where),
     ):
         apart = np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
         if values is where:
-            # Of right programs as well, and of many calls: nothing of them is looked at one by one.
+            # Right programs have such calls too, and many: none is looked at one by one.
             apart &= np.isin(rows["group"][starts], _standing(job, limits))
         for cohort in np.flatnonzero(apart):
             here = slice(starts[cohort], starts[cohort] + sizes[cohort])

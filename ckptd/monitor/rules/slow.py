@@ -758,7 +758,7 @@ def roles_of(job: JobView, names: Mapping[int, GroupInfo]) -> RankRoles:
 
     Ranks of one data-parallel group, by its kind or name, do the same work, as those do that share
     its tensors with them; those at the same place of such groups get the same data. Where
-    no group is told to be one, ranks that are in groups of the same sizes and kinds are taken for
+    no group is known to be one, ranks that are in groups of the same sizes and kinds are taken for
     equals, unless some call each other point to point: stages of a pipeline look alike and are
     not.
     """
@@ -830,7 +830,7 @@ NOW_STEPS, BEFORE_STEPS = 10, 40
 
 
 class StepPace:
-    """What ranks told of their steps, and what follows from it; no clock.
+    """Step times that ranks reported, and the slow ranks that follow; no clock of its own.
 
     Attributes
     ----------

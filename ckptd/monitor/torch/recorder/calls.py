@@ -1,4 +1,4 @@
-"""What an operator of c10d is, from its arguments: operation, group, size, root or peer."""
+"""Facts of a c10d operator's call from its arguments: operation, group, size, root or peer."""
 
 from __future__ import annotations
 

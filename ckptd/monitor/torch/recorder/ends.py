@@ -266,7 +266,7 @@ class FollowedKinds:
         return kind not in self._blind
 
     def may_ask(self, device: torch.device) -> bool:
-        """Let this thread ask for events of a device; False where that would break captures."""
+        """Permit this thread to query events of a device; False where that would break captures."""
         kind = kind_of(device.type)
         if kind not in self._blind and not kind.ignore_captures(device):
             # Without that freedom asking would break a capture in another thread.

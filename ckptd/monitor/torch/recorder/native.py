@@ -152,7 +152,7 @@ class NativeSource:
         native.begin(ring.address, ring.shape.slots, ring.shape.groups_at, self._answers)
 
     def _test(self, native: ModuleType) -> None:
-        """Let the hook see a call of one rank that reaches no network, in a ring of its own."""
+        """Test the hook with a call of one rank, without a network, in a ring of its own."""
         path = self._ring.path.with_suffix(".test")
         ring = RingWriter(path, self._ring.identity, _SMALL)
         try:
@@ -168,7 +168,7 @@ class NativeSource:
 
 
 class _Answers:
-    """What the native hook asks. Nothing here raises but what it then steps aside for."""
+    """Answers to the native hook; where a method raises, the hook steps aside."""
 
     def __init__(self, ring: RingWriter, kinds: list[CallKind], native: ModuleType) -> None:
         self._ring = ring
@@ -216,7 +216,7 @@ class _Answers:
         return kind_of(device.type).is_capturing()
 
     def may_ask(self, device: torch.device) -> bool:
-        """Let this thread, which looks at events, ask the driver; False where it cannot."""
+        """Permit this thread, which looks at events, to query the driver; False where it cannot."""
         return self._followed.may_ask(device)
 
     def remove(self) -> None:

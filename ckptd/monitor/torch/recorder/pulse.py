@@ -26,7 +26,7 @@ class CompilePhase:
         self._before = Phase.TRAIN
 
     def install(self) -> None:
-        """Register; again after `torch.compiler.reset`, which forgets whoever listened."""
+        """Register; again after `torch.compiler.reset`, which forgets all listeners."""
         module = sys.modules.get("torch._dynamo.callback")
         handler = getattr(module, "callback_handler", None)
         if handler is not None and self._started not in handler.start_callbacks:
@@ -103,7 +103,7 @@ _BEAT_S = 0.1
 _BEATS_A_PROBE = 5
 _STOP_S = 2.0
 
-# Python may run a pending call after whoever left it is gone, so these are kept for ever.
+# Python may run a pending call after its `RingPulse` is gone, so these are kept for ever.
 _kept: list[Any] = []
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 

@@ -219,8 +219,8 @@ class Recorder:
     def at_step(self, number: int) -> None:
         """Say that step `number` was loaded or is saved: steps of an optimizer count from there.
 
-        Where the program counts otherwise than its optimizer does (epochs, say), only what is told
-        here counts from then on.
+        Where the program counts otherwise than its optimizer does (epochs, say), only the numbers
+        given here count from then on.
         """
         if self._by_hand or not self._on:
             return
@@ -281,7 +281,7 @@ def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = No
 
     Best called before `init_process_group`. Groups that have made calls already are
     counted from here on: ranks that call it at another point of the program than the rest are not
-    compared with those in such groups. ``CKPTD_RECORDER`` chooses how calls are heard of:
+    compared with those in such groups. ``CKPTD_RECORDER`` chooses how calls are recorded:
     ``auto``, ``native``, ``python``, ``counters``, or ``off``.
 
     Parameters

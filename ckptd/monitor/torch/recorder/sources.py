@@ -20,7 +20,7 @@ class Source(Protocol):
 
     name: str
     state: RecorderState
-    """What the ring says while this one is in use."""
+    """State of the recorder in the ring while this one is in use."""
 
     def start(self) -> None:
         """Hook into PyTorch and test that it works here.
