@@ -21,11 +21,11 @@ U8 = NDArray[np.uint8]
 
 
 BLOCK_BYTES = 1 << 18
-"""What is digested together: the grain in which changes are known."""
+"""Bytes that share one digest: the grain in which changes are known."""
 
 
 class SlotBytes(Protocol):
-    """What parts are read out of: a slot, or as much of one as was read of it elsewhere."""
+    """Bytes that parts are read out of: a slot, or the portion of one that was read elsewhere."""
 
     @property
     def nbytes(self) -> int:

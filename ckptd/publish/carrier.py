@@ -27,7 +27,7 @@ PartsReader = Callable[[int, Sequence[PublishedTensor], Sequence[BlockRead]], U8
 
 
 class SlotReader(Protocol):
-    """What a worker has of one rank of the publisher; see `ckptd.publish.link.ServerLink`."""
+    """A worker's access to one rank of the publisher; see `ckptd.publish.link.ServerLink`."""
 
     @property
     def local(self) -> bool:

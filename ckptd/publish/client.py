@@ -1,4 +1,4 @@
-"""A rank's side of its publish server: starts it, hands it slots, is told where versions go."""
+"""A rank's side of its publish server: starts it, hands it slots, learns where versions go."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class PublishClient(OfOneProcess):
                 self._lost(number)
 
     def close(self) -> None:
-        """Let the server end as soon as no worker holds a version. Idempotent."""
+        """Order the server to end as soon as no worker holds a version. Idempotent."""
         if self._ended:
             return
         self._closed = True

@@ -402,7 +402,7 @@ class ChangedBlocks(_Answer, frozen=True, tag="changes"):
 
 
 class ReadBytes(_Answer, frozen=True, tag="read"):
-    """What was asked for is behind this; its digest as `ckptd.publish.blocks.outgoing` has it."""
+    """The bytes that were asked for follow; their digest is of `ckptd.publish.blocks.outgoing`."""
 
     digest: bytes
 

@@ -1,9 +1,9 @@
-"""What one worker takes of a publisher: planned by the worker alone, pulled, and then applied.
+"""Plan, fetch and apply one worker's share of a published version.
 
-The worker knows both layouts, so it knows of every own tensor which strided parts of which rank's
-tensors it is made of. It asks for just these parts. Where a server is on the same host the worker
-reads them out of the slot; elsewhere the server gathers and sends them, cast already where the
-worker's type is smaller. Nothing is written before everything is there.
+The worker knows both layouts, so it knows for each of its tensors which strided parts of which
+rank's tensors it is made of. It asks for just these parts. Where a server is on the same host the
+worker reads them out of the slot; elsewhere the server gathers and sends them, cast already where
+the worker's type is smaller. Nothing is written before everything is there.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class PullReport:
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """What a worker has of an earlier version of the same publisher.
+    """A worker's tensors of an earlier version of the same publisher.
 
     Attributes
     ----------
     number
-        Of that version.
+        Number of that version.
     names
-        Own tensors that hold it still, beyond doubt.
+        Own tensors that certainly still hold it.
     """
 
     number: int
@@ -309,7 +309,7 @@ class PullPlan:
             self._unknown = 0 if known or waits else self._unknown + 1
             if known:
                 staged.changed = set().union(*(g.changed for g in givers))
-                # A block has one scale, whoever has changed something of it.
+                # A block has one scale, whichever rank has changed a part of it.
                 rests = held.names - set().union(*(g.touched for g in givers))
                 quantized = {n: q for n, q in quantized.items() if n not in rests}
                 for giver in givers:

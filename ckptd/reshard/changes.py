@@ -1,4 +1,4 @@
-"""What happens to values between two rules, on numpy arrays."""
+"""Changes of values between two rules, on numpy arrays: casts, scales, quantization."""
 
 from __future__ import annotations
 

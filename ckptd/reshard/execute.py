@@ -34,21 +34,21 @@ U8 = NDArray[np.uint8]
 
 
 class Joints(Protocol):
-    """What stands in a file between its data, and after them: heads and ends of archives.
+    """Bytes of a file between its data, and after them: heads and ends of archives.
 
     Attributes
     ----------
     ends
-        Positions in the data section after which something stands, rising; the last one is its end.
+        Positions in the data section after which such bytes follow, rising; the last is its end.
     nbytes
-        Length of all of it together.
+        Length of all these bytes together.
     """
 
     ends: Sequence[int]
     nbytes: int
 
     def after(self, number: int, crc: int) -> bytes:
-        """Return what follows end `number`; each is asked for once, in order.
+        """Return the bytes after end `number`; called once for each, in order.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Spent:
-    """What it cost.
+    """Cost of a run: bytes, rounds, memory.
 
     Attributes
     ----------

@@ -129,7 +129,7 @@ def plan_export(
     max_shard_bytes
         A file ends before it would hold more; a larger tensor has a file of its own.
     untie
-        Write a tied tensor under each of its names, as whoever reads the files may ask for any.
+        Write a tied tensor under each of its names, as readers of the files may ask for any.
     dequantize
         Write the plain tensors that wrapped ones represent, where that is known.
 

@@ -314,7 +314,7 @@ class ReshardShare(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """What a lease on the work is for."""
+        """Reason in a lease on the work."""
         return f"{REASON}-{self.number}/{self.count}"
 
     def overlaps(self, reason: str) -> bool:

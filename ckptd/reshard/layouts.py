@@ -60,7 +60,7 @@ from ckptd.types import Box
 
 
 class _Reading(NamedTuple):
-    """What a program says that a cell is; a cell of padding has none."""
+    """Meaning of a cell by a program; a cell of padding has none."""
 
     state: str
     family: str
@@ -73,16 +73,16 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutComparison:
-    """What two programs say of some stored tensors.
+    """Comparison of two programs on some stored tensors.
 
     Attributes
     ----------
     tensors
         How many of them the used program names.
     compared
-        Of how many both programs speak in the same logical tensors.
+        How many both programs describe by the same logical tensors.
     difference
-        The first contradiction; the rest was then not looked at.
+        The first contradiction; the rest was then not compared.
     """
 
     tensors: int

@@ -106,7 +106,7 @@ def recut(tensor: int, source: Grid, target: Grid) -> Feed:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is to be written.
+    """The checkpoint to write.
 
     Attributes
     ----------
@@ -115,10 +115,10 @@ class Target:
     tensors, grids, owners, objects, meshes, metadata, lay, requires
         As in the manifest.
     feeds
-        What fills the pieces of each tensor.
+        Source of the pieces of each tensor.
     links
         Number of the link that a tensor comes from, by number of the tensor; None: they are the
-        same, and what is beyond the last link comes from elsewhere.
+        same, and tensors beyond the last link come from elsewhere.
     plan
         How a piece is filled, by numbers of tensor and piece, where that is no piece of a link's.
     """
@@ -286,7 +286,7 @@ class RoundPlanner:
         return found
 
     def forget(self, files: Sequence[int]) -> None:
-        """Let go of what is known of files that are done."""
+        """Drop the tables of files that are done."""
         for file in files:
             self._chunks.pop(file, None)
 

@@ -70,7 +70,7 @@ class Prepared:
 
     @cached_property
     def expected(self) -> Mapping[int, Expected]:
-        """What the source's witness wants to see, by target tensor."""
+        """Values of the source's witness, by target tensor."""
         return expect(self.assembled.composed)
 
     @property

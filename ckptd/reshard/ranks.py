@@ -81,7 +81,7 @@ class First:
 
 @dataclass(eq=False)
 class _Ranks:
-    """What the ranks hold."""
+    """Local tensors of the ranks, as a source of copies."""
 
     form: StoredForm
     source: PieceLocations
@@ -281,7 +281,7 @@ class _Ranks:
 
 
 class _Replica(NamedTuple):
-    """What a rank holds of a part of a tensor: tensor, cell and where in it; how to read it.
+    """A rank's replica of a part of a tensor: tensor, cell and where in it; how to read it.
 
     `of` is the tensor, or a copy of it.
     """
@@ -309,7 +309,7 @@ def _shifted(block: Block, shift: int) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class RankShapes:
-    """What files of ranks say of their tensors.
+    """Shapes and sizes that the files of ranks state.
 
     Attributes
     ----------

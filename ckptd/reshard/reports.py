@@ -1,4 +1,4 @@
-"""What is said of a reshard: plain data, for people and programs."""
+"""Reports on a reshard: plain data, for people and programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """What the program that a source keeps says of the one that it is read with.
+    """Comparison of the program that a source keeps with the one that it is read with.
 
     Attributes
     ----------
@@ -21,7 +21,7 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
         and read with the layout that its files hint at; or, where that does not fit and a recipe
         needs none, with none, and `note` says why.
     hinted
-        The kept program is what a reader of foreign files made of what they hint at.
+        The kept program was made by a reader of foreign files, from their hints.
     compared, tensors
         How many stored tensors were compared, of how many that are read.
     sizes
@@ -29,7 +29,7 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
     known
         Sizes that it is read with and that a hint says, as shapes alone need not.
     note
-        The first contradiction, or what is wrong with the kept program.
+        The first contradiction, or the fault of the kept program.
     """
 
     kept: Literal["none", "same", "agrees", "unlike", "differs", "unreadable", "unused", "hint"]
@@ -42,7 +42,7 @@ class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderNote(msgspec.Struct, frozen=True):
-    """What the program that loads a folder does not find in it, or does not take from it.
+    """Note on values that a program which loads a folder lacks, or does not take.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class FolderNote(msgspec.Struct, frozen=True):
 
 
 class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rule of the target gets.
+    """Sources of one rule of the target.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a share costs.
+    """Cost of a share.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proved(msgspec.Struct, frozen=True, kw_only=True):
-    """What was proved: every element of these files is written exactly once.
+    """Figures of the proof that every element of these files is written exactly once.
 
     Attributes
     ----------
@@ -126,12 +126,12 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resharded(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process did.
+    """Result of one process.
 
     Attributes
     ----------
     step, generation
-        Of the target.
+        Those of the target.
     state
         ``committed``: the checkpoint exists, and this process made it exist. ``present``: it
         existed already. ``waiting``: files of other processes are missing.
@@ -140,8 +140,8 @@ class Resharded(msgspec.Struct, frozen=True, kw_only=True):
     missing_files
         Files of others that are missing, when `state` is ``waiting``.
     bytes_needed, bytes_read, bytes_written
-        Of data sections, by this process: what the copies take from the source, what was read for
-        that, what was written.
+        Of data sections, by this process: bytes that the copies take from the source, bytes that
+        were read for them, bytes that were written.
     witness_values
         Values of the source's witness that were found at their places.
     peak_staged

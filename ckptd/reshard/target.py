@@ -374,7 +374,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """What becomes of the objects.
+    """Objects of the source, as the target gets them.
 
     Attributes
     ----------

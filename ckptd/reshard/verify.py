@@ -1,9 +1,9 @@
-"""What is compared while a reshard runs: witnesses, and the copies of tensors with their originals.
+"""Comparisons while a reshard runs: witness values, and copies of tensors with their originals.
 
-Samples are looked at while the values are in the staging memory. Where a value of the source's
-witness must turn up is found by `ckptd.reshard.elements`, which knows nothing of boxes and blocks.
+Samples are compared while the values are in the staging memory. `ckptd.reshard.elements`, which
+knows nothing of boxes and blocks, finds the place of each value of the source's witness.
 
-A folder of somebody else, and the files of ranks, may hold a tied weight under each of its names.
+A foreign folder, and the files of ranks, may hold a tied weight under each of its names.
 Only one of them is carried over, so the others must be equal to it: a copy with other values is a
 tensor of its own, which would be lost.
 """
@@ -58,7 +58,7 @@ class Expected:
 
 
 class ExpectedValues(Protocol):
-    """What the source's witness wants to see, by target tensor."""
+    """Values of the source's witness, by target tensor."""
 
     def get(self, tensor: int, /) -> Expected | None:
         """Return the values of a tensor; None when there are none."""

@@ -36,7 +36,7 @@ _LOOK_S = 0.2
 
 
 class _GroupRead(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker asks of a rank: parts of tensors in the slot of a version."""
+    """A worker's request to a rank: parts of tensors in the slot of a version."""
 
     number: int
     tensors: tuple[PublishedTensor, ...]

@@ -54,11 +54,11 @@ _POLL_S = 0.1
 _DIGEST_WORDS = 1 << 22
 _MOST_WAIT_S = 30.0
 _ANSWER_S = 5.0
-"""For what a server answers at once: one that is late with it is stopped, or its host is gone."""
+"""Wait for immediate answers, in seconds: a server that is late is stopped, or its host is gone."""
 _RELEASE_S = 1.0
-"""For an answer after a pull that failed, perhaps as the leader is stopped."""
+"""Wait for an answer after a pull that failed, in seconds: the leader may be stopped."""
 _NOT_THERE = frozenset({"no-version", "link-lost", "link-late", "link-protocol"})
-"""What a publisher that ends, or gets on, looks like from here."""
+"""Kinds of errors while a publisher ends, or goes on to another version."""
 
 
 class WeightVersion(NamedTuple):
@@ -81,12 +81,12 @@ class WeightVersion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateReport(PullReport):
-    """What an update did on this rank, with the bytes of a `ckptd.publish.pull.PullReport`.
+    """Result of an update on this rank, with the bytes of a `ckptd.publish.pull.PullReport`.
 
     Attributes
     ----------
     version
-        What the tensors hold now.
+        The version that the tensors hold now.
     seconds
         In all; the wait for a version is left out.
     lag_s
@@ -100,15 +100,14 @@ class UpdateReport(PullReport):
 
 @dataclass(frozen=True)
 class _Proof:
-    """What shows that nobody has written to a tensor or its scales, nor given it other memory.
+    """Proof that a tensor and its scales have the same memory, not written to since.
 
     Attributes
     ----------
     look
         Address, shape, type, and torch's count of writes, of both.
     digest
-        Of the values: writes through ``.data``, numpy or a kernel of somebody's own are not
-        counted.
+        Of the values: writes through ``.data``, numpy or a custom kernel are not counted.
     """
 
     look: tuple[Any, ...]
@@ -253,7 +252,7 @@ class Subscriber(OfOneProcess):
 
     @property
     def version(self) -> WeightVersion | None:
-        """What the tensors hold; None before the first update, and after one that broke off."""
+        """The version that the tensors hold; None before an update, and after one that failed."""
         return self._version
 
     @one_at_a_time

@@ -1,4 +1,4 @@
-"""What ``ckptd reshard`` does; imported when it runs."""
+"""One run of ``ckptd reshard``; imported when it runs."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class ReshardRun:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """What is left out."""
+        """Names of the values that are left out."""
         composed = self._prepared.assembled.composed
         outside = self._prepared.stock.outside
         return (*composed.dropped, *composed.lost, *self._left_out, *outside)
@@ -158,7 +158,7 @@ class ReshardRun:
 
     @property
     def notes(self) -> tuple[FolderNote, ...]:
-        """What the program that loads a folder does not find in it, or does not take."""
+        """Notes on a folder: what a program that loads it lacks, or does not take."""
         notes = tuple(self._place.notes) if self._place is not None else ()
         _, chosen, family = self._prepared.target.layout.partition(f".{LIVE}")
         if chosen:
@@ -176,7 +176,7 @@ class ReshardRun:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """What the layouts do not speak of, and the target has nevertheless."""
+        """Names that the target has though no layout describes them."""
         assembled, left_out = self._prepared.assembled, set(self._left_out)
         names = (assembled.target.tensors[n].name for n in assembled.apart)
         return tuple(n for n in names if n not in left_out)

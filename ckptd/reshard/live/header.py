@@ -1,7 +1,7 @@
-"""What goes before the data of a stream: a table of types, numbers and samples.
+"""Header of a stream, before its data: a table of types, numbers and samples.
 
-Both ends know how long it is from their plans. It says what only the giver knows (which tensors it
-has, of which type), and it carries what shows that the two ends mean the same stream.
+Both ends know its length from their plans. It holds facts that only the giver knows (which tensors
+it has, of which type), and values that prove that the two ends mean the same stream.
 """
 
 from __future__ import annotations

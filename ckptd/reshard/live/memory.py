@@ -104,7 +104,7 @@ class LentMemory:
 
     @property
     def memory(self) -> TensorMemory:
-        """What is lent."""
+        """The lent memory; raises `UsageError` while there is none."""
         if self._lent is None:
             raise UsageError("a tensor's memory is not available to its plan now", kind="closed")
         return self._lent

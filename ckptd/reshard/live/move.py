@@ -452,7 +452,7 @@ Scalars = Mapping[str, Sequence[tuple[DType, bytes] | None]]
 
 @dataclass
 class MoveReport:
-    """What one process did.
+    """One process's part in a move, in figures.
 
     Attributes
     ----------
@@ -463,7 +463,7 @@ class MoveReport:
     messages
         Sent and received.
     samples
-        Elements that were found where they must be.
+        Elements that were compared and found at their places.
     staged_bytes
         Buffers of this process, those of the transport included.
     seconds

@@ -43,7 +43,7 @@ ExpertPlacement: TypeAlias = ExpertTable | Mapping[int, ExpertTable]
 Coordinates: TypeAlias = tuple[int, ...]
 """The coordinate of each expert."""
 UnitKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], str]
-"""What is moved at once: logical tensors, numbers of their indexes but experts', and the state."""
+"""A unit that moves at once: logical tensors, numbers of indexes but experts', and the state."""
 
 _SHOWN = 8
 

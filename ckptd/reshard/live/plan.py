@@ -1,4 +1,4 @@
-"""What one process gives to, and takes from, every other one when live tensors change layout."""
+"""Plan of one process's transfers to and from all others when live tensors change layout."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class SegmentCopies:
 
 
 class StreamSegment(NamedTuple):
-    """What one tensor of the giver has for one tensor of the taker.
+    """Copies from one tensor of the giver to one tensor of the taker.
 
     Attributes
     ----------
     source, target
         Their names.
     copies
-        What is copied.
+        The copies.
     """
 
     source: str
@@ -277,7 +277,7 @@ class Roles:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Outgoing:
-    """What one own tensor has for one tensor of another rank; without memory it is not there."""
+    """Copies from one own tensor to one of another rank; without memory there is none here."""
 
     segment: StreamSegment
     tensor: BoundTensor
@@ -285,7 +285,7 @@ class Outgoing:
 
 
 class Incoming(NamedTuple):
-    """What one own tensor gets from one tensor of another rank.
+    """Copies to one own tensor from one tensor of another rank.
 
     Attributes
     ----------
@@ -400,7 +400,7 @@ _Parts = tuple[tuple[Values | None, int], ...]
 
 
 class _Taken(NamedTuple):
-    """What one giver has for tensors that are alike, from one name of each."""
+    """Copies from one giver to tensors that are alike, from one name of each."""
 
     name: int
     copies: SegmentCopies
@@ -409,14 +409,14 @@ class _Taken(NamedTuple):
 
 @dataclass(eq=False)
 class _Alike:
-    """Own tensors that get the same from everybody, but for names.
+    """Own tensors that get the same copies from all ranks, but for names.
 
     Attributes
     ----------
     tensors
-        The tensors, where each is, and the names that it gets something from.
+        The tensors, the memory of each, and the names that it is copied from.
     givers
-        What each rank has for each of them.
+        Copies from each rank to each of them.
     """
 
     givers: dict[int, list[_Taken]]
@@ -426,9 +426,9 @@ class _Alike:
 
 
 class Takings:
-    """What one rank of the target takes, from whom.
+    """Copies to one rank of the target, by giver.
 
-    Layers differ in names alone. So what is taken is planned once for all tensors that are alike,
+    Layers differ in names alone. So copies are planned once for all tensors that are alike,
     and listed for one giver at a time: a model on a thousand ranks has some thousand different
     copies and hundreds of thousands of segments.
 
@@ -446,9 +446,9 @@ class Takings:
     Attributes
     ----------
     fills
-        Own tensors, and what no element of the source represents in each.
+        Own tensors, and the elements of each that the source lacks.
     homeless
-        Own tensors that something arrives for and that have no memory.
+        Own tensors that get copies and have no memory.
 
     Raises
     ------

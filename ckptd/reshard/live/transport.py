@@ -62,7 +62,7 @@ class Transport(Protocol):
         """Begin to receive; `into` is not looked at until the receive is through."""
 
     def close(self) -> None:
-        """Let go of memory and connections. Idempotent."""
+        """Release memory and connections. Idempotent."""
 
 
 def gone(rank: int, found: str) -> CkptdError:

@@ -110,20 +110,20 @@ def move_experts(
 
 @dataclass(frozen=True)
 class ExpertPrice:
-    """What a move of experts costs.
+    """Cost of a move of experts.
 
     Attributes
     ----------
     experts
         How many change their coordinate, over all layers.
     bytes_in, bytes_out
-        What this rank receives and sends.
+        Bytes that this rank receives and sends.
     bytes_kept
-        What this rank copies from its own memory to its own.
+        Bytes that this rank copies from its own memory to its own.
     most_bytes
-        The most that any rank receives or sends: it decides how long the move takes.
+        Most bytes that any rank receives or sends: they decide how long the move takes.
     all_bytes
-        What all ranks send.
+        Bytes that all ranks send.
     staged_bytes
         Most memory that a rank takes besides the state, buffers included.
     parts
@@ -148,7 +148,7 @@ class ExpertPrice:
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What a rank says of its experts."""
+    """Report of one rank on its experts."""
 
     bytes_in: int
     bytes_out: int
@@ -159,7 +159,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 class _Agreed(msgspec.Struct, frozen=True):
-    """What follows from what all ranks say."""
+    """Sums over the reports of all ranks."""
 
     most_bytes: int
     all_bytes: int
@@ -196,7 +196,7 @@ class LiveTensor:
         self._memory = memory_of(local_tensor(self.origin.detach()), self.name)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Drop the reference to the memory."""
         self._memory = None
 
     @property
@@ -265,7 +265,7 @@ class StagedTensor(LiveTensor):
 
 @dataclass(eq=False)
 class _Unit:
-    """What is moved at once."""
+    """Tensors that move at once."""
 
     key: UnitKey
     most_numel: int
@@ -610,7 +610,7 @@ def is_node_held(tensor: torch.Tensor) -> bool:
 
 
 class ExpertHome(NamedTuple):
-    """Where the experts of a parameter lie, and where they shall."""
+    """Coordinates of a parameter's experts, before and after a move."""
 
     origin: torch.Tensor
     before: Coordinates
@@ -619,7 +619,7 @@ class ExpertHome(NamedTuple):
 
 @dataclass(eq=False)
 class _Plan:
-    """What this rank sends, receives and makes."""
+    """Tensors that this rank sends, receives and makes in a move."""
 
     experts: str
     program: str
@@ -700,7 +700,7 @@ class _Plan:
 
     @cached_property
     def traffic(self) -> tuple[int, int, int]:
-        """What is sent, received and kept."""
+        """Bytes that are sent, received and kept."""
         me = self.before.laid.rank
         sent = received = kept = 0
         for peer, found in self.move.outgoing.items():

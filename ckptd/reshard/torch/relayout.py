@@ -176,7 +176,7 @@ class RelayoutSide:
 
     @property
     def globs(self) -> tuple[FilledGlobs, ...]:
-        """What globs in names of the program represent."""
+        """Texts that globs in names of the program matched."""
         return filled_globs(self.form.bound, self.laid.resolved)
 
     @cached_property

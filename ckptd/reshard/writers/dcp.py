@@ -42,7 +42,7 @@ _METADATA = ".metadata"
 _END = ".distcp"
 _OBJECTS = f"__0_1{_END}"
 MARK, COMMON = "metadata.json", "common.pt"
-"""What Megatron-core puts beside."""
+"""Further files of Megatron-core's checkpoints."""
 _VERSION = "1.0.0"
 _STEP, _MOMENT = "step", "exp_avg"
 _GROUP_STEP = re.compile(r"(?:.+\.)?param_groups\.[0-9]+\.step", re.ASCII)
@@ -73,7 +73,7 @@ def _aligned(position: int) -> int:
 
 
 class _Items:
-    """What stands between and behind the items of a file; satisfies `Joints`."""
+    """Bytes between and after the items of a file; satisfies `Joints`."""
 
     def __init__(self, items: Sequence[_Item]) -> None:
         self._items = items

@@ -62,7 +62,7 @@ _JOB = re.compile(r"\.ckptd-rs[0-9a-f]{24}/")
 _BEGUN, _FINISHING = "begun", "finishing"
 _PROCESS = re.compile(r"[0-9a-f]{16}/")
 _WORK = CommitName(0, 1)
-"""What leases of a job are for: its only checkpoint."""
+"""The only checkpoint of a job, for its leases."""
 _OTHERS = re.compile(
     r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?"
     r"|\.metadata|.*\.distcp"
@@ -74,7 +74,7 @@ _BESIDE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|sampler\w*|rng_state\w*|random_states\w*)"
     r"\.(pt|pth|bin)"
 )
-"""What trainers put beside a model, which is no checkpoint by itself."""
+"""Files of trainers beside a model, which are no checkpoint by themselves."""
 
 
 class OutputFormat(Protocol):
@@ -82,11 +82,11 @@ class OutputFormat(Protocol):
 
     @property
     def target(self) -> Target:
-        """What is written, a "rank" a file."""
+        """The target to write, with one file for each of its ranks."""
 
     @property
     def expected(self) -> ExpectedValues:
-        """What the source's witness wants to see in it."""
+        """Values of the source's witness in it."""
 
     @property
     def left_out(self) -> Sequence[str]:
@@ -98,17 +98,17 @@ class OutputFormat(Protocol):
 
     @property
     def notes(self) -> Sequence[FolderNote]:
-        """What the program that loads the folder does not find, or does not take."""
+        """Notes on values that a program which loads the folder lacks, or does not take."""
 
     @property
     def options(self) -> str:
-        """What else makes a difference to the files, as text."""
+        """Text of all further options that change the files."""
 
     def name(self, number: int) -> str:
         """Name of a file when all are complete."""
 
     def draft(self, filemap: FileMap, number: int, key: str) -> FileDraft:
-        """Return a file that is written under a key: what stands around the chunks."""
+        """Return the draft of a file under a key: the bytes around the chunks."""
 
     def is_mine(self, name: str, beside: Collection[str]) -> bool:
         """Tell whether a file, or a folder that ends in "/", is of a checkpoint of this format.
@@ -240,7 +240,7 @@ def whole_tensor(assembled: Assembled, number: int, what: str) -> Grid:
 
 
 class _Finishing(msgspec.Struct, frozen=True):
-    """What a checkpoint replaces: files by name, each with its inode and time of change."""
+    """Files that a checkpoint replaces, by name, each with its inode and time of change."""
 
     old: dict[str, tuple[int, int]]
 

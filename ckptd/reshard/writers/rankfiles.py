@@ -57,7 +57,7 @@ class _Local:
 
 
 class _Found:
-    """What the source's witness wants to see in local tensors; found when it is asked for."""
+    """Values of the source's witness in local tensors; computed when asked for."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class _Found:
 
 
 class RanksPlace:
-    """What each rank of a target holds.
+    """Files with the local tensors of each rank of a target.
 
     Parameters
     ----------
     assembled, expected
-        What is written, and what the source's witness wants to see.
+        The target, and the values of the source's witness.
 
     Raises
     ------

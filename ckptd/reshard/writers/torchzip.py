@@ -90,21 +90,21 @@ class _Zip:
 
 
 class TorchFrame:
-    """What stands around storages of some sizes in a file of torch.save.
+    """Bytes around storages of some sizes in a file of torch.save.
 
     Parameters
     ----------
     value
-        What is pickled; its `StorageTensor` refer to storages as ``"0"``, ``"1"``, ...
+        Value to pickle; its `StorageTensor` refer to storages as ``"0"``, ``"1"``, ...
     sizes
         Bytes of each storage.
 
     Attributes
     ----------
     head
-        What stands before the first storage; the whole file if there is none.
+        Bytes before the first storage; the whole file if there is none.
     ends
-        End of each storage, counted without what stands between them.
+        End of each storage, counted without the bytes between them.
     nbytes
         Length of the file.
     """
@@ -122,12 +122,12 @@ class TorchFrame:
 
 
 class TorchJoints:
-    """What stands between and behind the storages of one file, as it is written.
+    """Bytes between and after the storages of one file, as it is written.
 
     Attributes
     ----------
     head
-        What stands before the first storage.
+        Bytes before the first storage.
     ends, nbytes
         As `ckptd.reshard.execute.Joints` has them.
     """

@@ -106,7 +106,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NameKind:
-    """What a name of the state is by the layout.
+    """Kind of a name of the state, by the layout.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class JobLayout:
 
     @cached_property
     def common(self) -> CommonParts:
-        """What this rank has in common with others."""
+        """The parts of tensors that other ranks hold as well."""
         return CommonParts(self.replicated, self.coordinates, self.rank)
 
     @cached_property
@@ -238,7 +238,7 @@ class JobLayout:
 
 @dataclass(frozen=True)
 class SeenNames:
-    """What one rank has: plain tensors, and the sections of optimizers.
+    """Names of one rank's state: plain tensors, and the sections of optimizers.
 
     `optimizers` tells for each section whether parameters are named without that of the module.
     """
@@ -248,7 +248,7 @@ class SeenNames:
 
     @staticmethod
     def of(leaves: Leaves, *, whole: bool) -> SeenNames:
-        """Return what the leaves of a state are; DTensors only where tensors are `whole`."""
+        """Return the names of a state's leaves; DTensors only where tensors are `whole`."""
         shapes: dict[str, Shape] = {}
         for leaf in leaves.tensors.values():
             if whole or not is_dtensor(leaf.tensor):
@@ -260,7 +260,7 @@ class SeenNames:
 
 
 class _Post(msgspec.Struct, frozen=True):
-    """What ranks tell each other."""
+    """Message of a rank to all others."""
 
     params: str | None
     states: str | None

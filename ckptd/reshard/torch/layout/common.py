@@ -1,6 +1,6 @@
-"""What a rank has in common with others, of each tensor of its layout.
+"""Parts that a rank has in common with others, of each tensor of its layout.
 
-None of it depends on values, so it is worked out at the first save and kept for the others; each
+They do not depend on values, so the first save computes them for all; each
 save only makes views of its own tensors.
 """
 
@@ -23,7 +23,7 @@ from ckptd.types import Box
 
 
 class CommonPart(NamedTuple):
-    """What this rank and others hold of a tensor.
+    """Part of a tensor that this rank and others hold.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ from ckptd.lay.syntax import Average, File, Layout, Quantized
 from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 
 _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
-"""What a layout says where it has no ``stored`` statement."""
+"""Names in checkpoints where a layout has no ``stored`` statement."""
 
 
 def read_layout(spec: LayoutSpec, *, quantized: bool = False) -> LayoutProgram:

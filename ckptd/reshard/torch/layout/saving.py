@@ -38,7 +38,7 @@ from ckptd.types import Box
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """What a leaf has of a stored tensor.
+    """Part of a stored tensor that a leaf holds.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class LeafPart:
     leaf
         The rank-local tensor or buffer.
     piece
-        What lies in it: of the tensor, or of a copy of it.
+        The piece in it: of the tensor, or of a copy of it.
     """
 
     stored: StoredTensor
@@ -56,7 +56,7 @@ class LeafPart:
 
 
 class _Replica(NamedTuple):
-    """What this rank and others hold of a tensor: its name, which ranks, and where it lies here.
+    """Part of a tensor that this rank and others hold: the name, the ranks, and its views here.
 
     `tensor` is the id of the local tensor that the views are of.
     """

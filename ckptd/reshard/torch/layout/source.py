@@ -167,7 +167,7 @@ class BoundSource:
 
     @cached_property
     def rest(self) -> SavedState:
-        """What the checkpoint's layout does not name."""
+        """The saved values that the checkpoint's layout does not name."""
         known = {*self.names.tensors, *self.names.scalars, *self.names.dropped}
         tensors = {n: i for n, i in self.saved.tensors.items() if n not in known}
         aliases = {a: n for a, n in self.saved.aliases.items() if n in tensors and a not in known}

@@ -103,7 +103,7 @@ _NUMBERED = re.compile(r"((?:.*\.)?)([0-9]+)")
 
 @dataclass(frozen=True)
 class _Block:
-    """What holds experts: how its family calls them, and its name in the state and in files."""
+    """A module with experts: their names in its family, and its name in the state and in files."""
 
     stack: ExpertNames
     live: str
