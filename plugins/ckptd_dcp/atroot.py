@@ -1,4 +1,4 @@
-"""What a writer and a reader have in common: the roots of this process, and steps as ids."""
+"""Common base of writer and reader: the roots of this process, and steps as ids."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AtRoot:
     def root(self) -> BoxRoot:
         """The root, opened once in this process.
 
-        DCP's users make a writer a save: what those share is here, so that all saves of a process
-        are one life of the job.
+        DCP's users make a writer for each save. The writers share this root, so that all saves of
+        a process are one life of the job.
         """
         key = json.dumps([self._url, self._options], sort_keys=True, default=repr)
         if key not in _roots:

@@ -59,7 +59,7 @@ class CkptdReader(AtRoot, dcp.StorageReader):
         self._held = ExitStack()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Let go of a checkpoint that was opened, and see `AtRoot.reset`."""
+        """Close a checkpoint that was opened; see `AtRoot.reset`."""
         self._held.close()
         super().reset(checkpoint_id)
 
@@ -133,7 +133,7 @@ class CkptdReader(AtRoot, dcp.StorageReader):
         return box.numel * self._reader.info(item.storage_index.fqn).dtype.itemsize
 
     def _continue_from(self) -> None:
-        """Let saves continue from the checkpoint, which was loaded whole."""
+        """Make saves continue from the checkpoint, which was loaded whole."""
         self.root.loaded(self._reader)
         if not self._coordinator:  # one listing of the root, and not one a rank
             return

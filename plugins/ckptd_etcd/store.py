@@ -45,7 +45,7 @@ __all__ = ["EtcdOptions", "EtcdStore", "open_etcd"]
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 _MOST_OBJECT_BYTES = 3 << 19
-"""What a member of etcd takes in one request, if it is not told otherwise: 1.5 MiB."""
+"""Most bytes that a member of etcd takes in one request by default: 1.5 MiB."""
 _PAGE = 32
 _MOST_ANSWER_BYTES = 72 << 20
 """A page of the largest objects in base64, and some more."""

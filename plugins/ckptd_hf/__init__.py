@@ -65,9 +65,9 @@ class CkptdCallback(TrainerCallback):
 
     @property
     def checkpointer(self) -> ckptd.Checkpointer:
-        """What saves; made when it is first used, after the process group.
+        """The checkpointer of this training; made at first use, after the process group.
 
-        Closed when training has ended; that of another training is another one.
+        Closed when training has ended; another training has another one.
         """
         if self._checkpointer is None:
             self._checkpointer = ckptd.Checkpointer(self._url, **self._options)
@@ -139,7 +139,7 @@ class CkptdCallback(TrainerCallback):
         self._streams = rng.state_dict() if state.epoch % 1 else None
 
     def _begin_again(self) -> None:
-        """Let a training that begins at step 0 be saved beside an earlier one of this callback."""
+        """Save a training that begins at step 0 beside an earlier one of this callback."""
         if not self._over and not self._saved:
             return
         self._let_go()

@@ -1,4 +1,4 @@
-"""What the launcher asks the Kubernetes API: requests with a deadline, and the streams of a watch.
+"""Client of the Kubernetes API: requests with a deadline, and the streams of a watch.
 
 In a pod the service account authenticates it: by its token, which is read again for every request
 since it is replaced while the pod runs, and by the cluster's certificate authority.

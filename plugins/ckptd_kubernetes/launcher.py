@@ -37,7 +37,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 
 
 class KubernetesPods(Launcher):
-    """What both ways have in common: pods that a selector finds.
+    """Common base of both launchers: pods that a selector finds.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class KubernetesPods(Launcher):
         self._watches: tuple[Watch, Watch] | None = None
         self._hinted: set[tuple[str, str]] = set()
         self._ours: set[str] = set()
-        """Pods that were deleted from here: that they go is no news."""
+        """Pods that this launcher deleted: their end is not reported."""
         self._had: dict[str, str] = {}
         """The last pod that each node had, by its uid."""
 

@@ -1,4 +1,4 @@
-"""What pods and nodes of Kubernetes say of themselves, as machines and hints: pure functions."""
+"""States of Kubernetes pods and nodes as machines and hints: pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptd_kubernetes.api import Json
 __all__ = ["DRAIN_S", "KILLED", "Seen", "is_ready", "machine_of", "notice_of", "seen"]
 
 KILLED = 137
-"""What a shell says of a process that was killed."""
+"""Exit code of a shell for a process that was killed."""
 DRAIN_S = 30.0
 """How long a node is left where nobody says: what clouds give before they take a machine back."""
 _TAINTS = {
@@ -37,7 +37,7 @@ _RUNS = ("Pending", "Running", "Unknown")
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What matters of a pod.
+    """State of a pod, as the launcher needs it.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     runs
         Whether it has not ended.
     code
-        With what it ended; None while it has not.
+        Exit code; None while it has not ended.
     leaving
         Seconds until it is killed, if it is being deleted; from `now`.
     raw

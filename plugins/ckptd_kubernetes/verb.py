@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class KubernetesDocument(Document, frozen=True, kw_only=True, tag="kubernetes"):
-    """What ``ckptd kubernetes --json`` prints at its end.
+    """Final output of ``ckptd kubernetes --json``.
 
     Attributes
     ----------

@@ -133,7 +133,7 @@ class CkptdCallback(lightning.Callback):
         self.checkpointer.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let saves that began end."""
+        """Close the checkpointer, after saves that have begun."""
         _unwrap(trainer)
         if hasattr(self, "checkpointer"):
             self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
@@ -165,10 +165,10 @@ def _unwrap(trainer: Any) -> None:
 
 
 class _Kept:
-    """What other callbacks, the module and the data module keep, as Lightning asks for it.
+    """State of other callbacks, the module and the data module, as Lightning saves it.
 
-    Those are the ``state_dict`` of callbacks and data module, and what callbacks and module add in
-    ``on_save_checkpoint``.
+    This is the ``state_dict`` of callbacks and data module, and the values that callbacks and
+    module add in ``on_save_checkpoint``.
     """
 
     def __init__(self, trainer: Any, own: lightning.Callback) -> None:

@@ -245,7 +245,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 class _Held(NamedTuple):
-    """What a rank holds of a box."""
+    """A rank's copy of a box."""
 
     main: bool
     digest: str

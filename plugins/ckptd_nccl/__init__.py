@@ -1,3 +1,3 @@
-"""What NCCL and PyTorch know of a job that ran unwatched: RAS, and dumps of the flight recorder."""
+"""Diagnosis of a job without a watch: RAS of NCCL, and dumps of PyTorch's flight recorder."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What PyTorch's flight recorder wrote, as views of ranks: a second witness, where no ring is.
+"""Dumps of PyTorch's flight recorder as views of ranks: a second source, where no ring is.
 
-Dumps are JSON or pickled, one file a rank, and are not trusted. They tell less than a ring: nothing
+Dumps are JSON or pickled, one file a rank, and are not trusted. They hold less than a ring: nothing
 of the process, of steps and of call sites; on Gloo neither ranks of groups nor ends of calls, and
 no point-to-point call at all. Groups are joined by name: their ids count what each rank made.
 Verified with dumps of PyTorch 2.13 on Gloo; fields that only NCCL fills are read as its source

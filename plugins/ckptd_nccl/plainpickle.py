@@ -78,8 +78,8 @@ def _is_key(key: Any) -> bool:
 def _weigh(value: Any) -> None:
     """Refuse a value that is much larger than its file, as parts of it are referred to again.
 
-    A few lists that hold the one before twice are short as a pickle, and endless to whoever reads
-    them. Nothing is followed twice here.
+    A few lists that each hold the one before twice are short as a pickle, and endless when read.
+    Nothing is followed twice here.
     """
     weights: dict[int, int] = {}
     open_: set[int] = set()
@@ -153,7 +153,7 @@ class _Machine:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._two() if name == "SETITEM" else self._since_mark()
-            # The hash of tuples within tuples takes as long as whoever made them likes.
+            # Nested tuples can be made so that their hash takes arbitrarily long.
             if not all(_is_key(key) for key in items[::2]):
                 raise TypeError("a key that is not a string or number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""What NCCL's own RAS says of its communicators: a witness beside the rings, on jobs with NCCL.
+"""Answers of NCCL's own RAS about its communicators: a source beside the rings, with NCCL only.
 
 RAS answers on port 28028 of each node (``ncclras -f json``, NCCL 2.28.7 and later) with how many
 collectives of each kind every rank has launched. Two answers some seconds apart tell a communicator

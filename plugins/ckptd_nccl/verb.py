@@ -15,7 +15,7 @@ _TEXT_WIDTH = 300
 
 
 class FlightDocument(Document, frozen=True, kw_only=True, tag="replay --flight-recorder"):
-    """What ``ckptd replay --flight-recorder DIR --json`` prints.
+    """Output of ``ckptd replay --flight-recorder DIR --json``.
 
     Attributes
     ----------

@@ -236,7 +236,7 @@ class SlurmLauncher(Launcher):
                         self._slurm.kill_step(step, max(end - now, 0.0))
             time.sleep(_POLL_S)
         for name in left:
-            # A node that does not answer: Slurm kills the step there once it is heard of again.
+            # The node does not answer: Slurm kills the step there once it does.
             with suppress(ProcessLookupError):
                 os.killpg(self._steps[name][1].pid, signal.SIGKILL)
             self._steps[name][1].wait(max(end - time.monotonic(), 1.0))

@@ -1,6 +1,6 @@
-"""What Slurm's own commands say: nodes of an allocation, their states, steps, and requests.
+"""Slurm's own commands: nodes of an allocation, their states, steps, and requests.
 
-No shell is involved, and no output is trusted to be what it seems: names have to look like names.
+No shell is involved, and no output is trusted: names have to look like names.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _DRAINING = frozenset(
 
 @dataclass(frozen=True)
 class NodeSaid:
-    """What the scheduler says of a node.
+    """State of a node, by the scheduler.
 
     Attributes
     ----------
     name, state
-        In our words.
+        Name and state in ckptd's words.
     words, reason
-        The state in the scheduler's words, and why it is in it.
+        The state in the scheduler's words, and its reason.
     address
         A name or an address by which other nodes reach it.
     """

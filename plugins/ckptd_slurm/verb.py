@@ -46,7 +46,7 @@ _OURS |= {"--local-addr", "--help", "-h"}
 
 
 class SlurmDocument(Document, frozen=True, kw_only=True, tag="slurm"):
-    """What ``ckptd slurm --json`` prints to standard error at its end.
+    """Final output of ``ckptd slurm --json``, on standard error.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class SlurmDocument(Document, frozen=True, kw_only=True, tag="slurm"):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started where.
+    """Processes to start, and where.
 
     Attributes
     ----------

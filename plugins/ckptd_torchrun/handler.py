@@ -61,7 +61,7 @@ def create(parameters: RendezvousParameters) -> CkptdRendezvous:
 
 
 class CkptdRendezvous(RendezvousHandler):
-    """What an agent asks who trains with whom.
+    """Rendezvous of torchrun's agents: the controller decides which of them train together.
 
     Parameters
     ----------

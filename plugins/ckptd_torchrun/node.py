@@ -47,7 +47,7 @@ _WAIT_S = 0.5
 
 
 class Link(Protocol):
-    """What a node needs of its link to the controller."""
+    """A node's link to the controller, as the node needs it."""
 
     @property
     def lease_until(self) -> float:
@@ -307,7 +307,7 @@ class TorchrunNode:
                 self._news.wait(_WAIT_S)
 
     def _go_out(self, begin: Begin) -> bool:
-        """Let the agent start workers, unless the generation is over already."""
+        """Admit the agent to a generation; False where that is over already."""
         with self._news:
             if self._state.fence > begin.generation or self._bye is not None:
                 return False

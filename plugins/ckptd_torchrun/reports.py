@@ -1,4 +1,4 @@
-"""What the workers of torchrun's agent report, put together for the controller."""
+"""Reports of the workers of torchrun's agent, put together for the controller."""
 
 from __future__ import annotations
 

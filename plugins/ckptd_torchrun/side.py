@@ -1,4 +1,4 @@
-"""What an agent of torchrun has beside it: a link, a guard, a lease, and perhaps the controller."""
+"""Side of an agent of torchrun: a link, a guard, a lease, and perhaps the controller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LEASE_S = 120.0
 
 @dataclass(frozen=True)
 class SideSettings:
-    """What torchrun's arguments set.
+    """Settings from torchrun's arguments.
 
     Attributes
     ----------
@@ -249,7 +249,7 @@ class Side:
         )
 
     def _mark_environment(self, token: str) -> None:
-        """What the workers of this agent will find in their environment."""
+        """Set the environment variables that the workers of this agent inherit."""
         os.environ.setdefault("CKPTD_JOB", self._settings.job)
         os.environ["CKPTD_NODE"] = self.node.name
         os.environ[LEASE_VARIABLE] = str(self._lease.path)

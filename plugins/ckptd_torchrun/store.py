@@ -49,7 +49,7 @@ def connect_store(host: str, port: int) -> TCPStore:
 
 
 class GenerationStore(Store):
-    """What an agent gets as its store.
+    """Store of an agent for one generation.
 
     When the generation is over, ranks are those of a world of one: the agent goes on, and the
     workers that it starts are ended before they matter. Everything else fails at once.

@@ -20,7 +20,7 @@ _QUEUED = 7
 
 
 class Tracker(Protocol):
-    """What shows it: of an object of a tracker's library, or your own."""
+    """Receiver of values and texts: wraps an object of a tracker's library, or is your own."""
 
     def number(self, name: str, value: float, step: int) -> None:
         """Show a value at a step."""
@@ -91,7 +91,7 @@ class _WandB:
 
 
 class _Told(events.Event, frozen=True, kw_only=True):
-    """What the daemon says, on its way to a tracker."""
+    """Numbers and texts of the daemon, on their way to a tracker."""
 
     numbers: dict[str, float]
     texts: tuple[tuple[str, str], ...]
@@ -162,7 +162,7 @@ class Tracking:
 
     @property
     def lost(self) -> int:
-        """What trackers did not get: they were too slow, or failed."""
+        """Number of events that trackers did not get: they were too slow, or failed."""
         return sum(f.subscription.dropped + f.subscription.failed for f in self._feeds)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:

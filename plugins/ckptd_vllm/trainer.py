@@ -21,7 +21,7 @@ __all__ = ["CkptdTrainerInitInfo", "CkptdTrainerWeightTransferEngine"]
 
 @dataclass
 class CkptdTrainerInitInfo(TrainerInitInfo):
-    """What every rank of the trainer gives; `rank` is its number among them.
+    """Arguments of every rank of the trainer; `rank` is its number among them.
 
     Attributes
     ----------

@@ -37,7 +37,7 @@ _LOOK_S = 5.0
 
 @dataclass
 class CkptdInitInfo(WeightTransferInitInfo):
-    """What the phase *init* brings; plain values, since they come over HTTP as well.
+    """Arguments of the phase *init*: plain values, since they come over HTTP as well.
 
     The job's secret does not travel: it is ``CKPTD_SECRET``, or that of the folder `at`.
 
@@ -176,7 +176,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine):
         return held is not None and held.epoch == wanted.epoch and held.number >= wanted.number
 
     def finish_weight_update(self) -> None:
-        """Let vLLM process what has come, where it is not in place."""
+        """Load the new weights through vLLM, where they were not written in place."""
         if self._pulled and not self._info.in_place:
             self._process()
         self._pulled = False

@@ -31,7 +31,7 @@ from ckptd_zarr.kinds import EXTENSIONS, register_types
 CHUNK_BYTES = 8 << 20
 """No chunk is larger, unless a single element is: for one row a whole chunk is read."""
 _MOST_CONSOLIDATED = 10_000
-"""Arrays whose metadata the group repeats: whoever opens the group parses all of them."""
+"""Most arrays whose metadata the group repeats: to open the group is to parse all of them."""
 _METADATA = "zarr.json"
 _CHUNKS = "c"
 
