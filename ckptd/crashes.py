@@ -1,4 +1,4 @@
-"""What a process of ckptd leaves behind when a signal of the processor ends it."""
+"""Traces that a process of ckptd leaves when a signal of the processor ends it."""
 
 from __future__ import annotations
 

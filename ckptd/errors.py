@@ -43,7 +43,7 @@ __all__ = [
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
-"""What may not print: the cheap half of the question, asked of all text at once."""
+"""Characters that may not print: a cheap first test of a whole text, non-ASCII included."""
 
 
 def printable(text: str) -> str:
@@ -181,7 +181,7 @@ class MismatchError(UsageError):
 
 
 class NotFoundError(CkptdError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     default_kind = "not-found"
     exit_code = 4

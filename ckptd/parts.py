@@ -22,7 +22,7 @@ PARTS = {
     "watch": "ckptd.monitor.cli.beside:WATCH",
     "watching": "ckptd.monitor.agent.watched:beside_agent",
 }
-"""What each part is: ``module:attribute``."""
+"""Implementation of each part: ``module:attribute``."""
 
 
 def part(name: str) -> Any:

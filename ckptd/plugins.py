@@ -1,4 +1,4 @@
-"""What installed packages add to ckptd: entry points, looked up only when something needs them."""
+"""Plugins: entry points of installed packages, looked up only when something needs them."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def entries(group: str) -> list[EntryPoint]:
 
 
 def load_entry(group: str, package: str, where: str) -> Any:
-    """Return what the first entry point of a group represents.
+    """Return the object of the first entry point of a group.
 
     Parameters
     ----------
     package
-        What of ours has one, for the error.
+        The package of ckptd that has one, for the error.
     where
         The option that needs it.
 
     Raises
     ------
     UsageError
-        kind ``missing-package``: no installed package has one;: it does not load.
+        kind ``missing-package``: no installed package has one, or it does not load.
     """
     found = entries(group)
     if not found:

@@ -149,7 +149,7 @@ _FIRST = {
     }.items()
     for verb in verbs.split()
 }
-"""What ``ckptd --help`` shows; ``--help-all`` shows the rest as well."""
+"""Group of each verb that ``ckptd --help`` shows; ``--help-all`` shows the rest as well."""
 _REST = Rare("More", sort_key=2)
 _OPTIONS = Group("Options", sort_key=3)
 
@@ -181,10 +181,10 @@ app.command(
 )
 app["--help"].group = app["--version"].group = (_OPTIONS,)
 _LINUX = ("run", "watch", "serve", "controller", "agent run", "slurm", "kubernetes")
-"""What starts processes of a job: it needs calls that other systems do not have."""
+"""Verbs that start processes of a job: they need calls that other systems do not have."""
 _HELP = (["--help"], ["--help-all"], ["-h"])
 _JSON_GIVEN = {f"--json={word}" for word in ("true", "t", "yes", "y", "1", "on")}
-"""What the parser takes for a switch that is on."""
+"""Words that the parser reads as ``--json``."""
 
 
 @cache

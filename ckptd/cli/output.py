@@ -169,7 +169,7 @@ def note(text: str) -> None:
 
 
 def _print_styled(text: str, style: str, stream: TextIO, end: str = "\n") -> None:
-    """Print a line of ours, on a terminal with the numbers of an SGR sequence."""
+    """Print a line, on a terminal in the style of an SGR sequence, without filtering the style."""
     if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         print("\x1b[" + style + "m", end="", file=unfiltered(stream))
         print(text, end="", file=stream)

@@ -1,4 +1,4 @@
-"""What reaches the terminal: characters that print, whatever a file or a message holds."""
+"""Filter of terminal output: only printable characters, whatever a file or a message holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Filtered:
 
     @property
     def rich_proxied_file(self) -> TextIO:
-        """Where the parser's help is drawn, which is text of ours with colours."""
+        """The unfiltered stream, for the parser's help: fixed text of ckptd with colours."""
         return self.unfiltered
 
     def write(self, text: str) -> int:

@@ -185,7 +185,7 @@ _listener: ActivityListener | None = None
 
 
 def listen(listener: ActivityListener | None) -> None:
-    """Let `listener` hear all that follows, and no other; None ends that."""
+    """Set the one listener of everything that follows; None: there is none."""
     global _listener
     _listener = listener
 

@@ -36,7 +36,7 @@ SAVE_PHASES = (
 LOAD_PHASES = ("fetch", "fill", "verify")
 """Names of a load's spans."""
 STALL_PHASES = ("call", "gate_wait")
-"""What the training loop waits for; `call` contains flatten, plan, acquire and enqueue."""
+"""Spans that hold the training loop; `call` contains flatten, plan, acquire and enqueue."""
 
 MOST_TEXT = 2000
 """Characters of a message or reason."""

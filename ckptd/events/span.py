@@ -16,7 +16,7 @@ from ckptd.events.event import SaveId, Span, now_ns
 
 
 class Scope(NamedTuple):
-    """What the code that runs here is about."""
+    """The save and the tier that the running code works for."""
 
     save: SaveId | None
     tier: str

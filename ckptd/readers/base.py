@@ -1,4 +1,4 @@
-"""What a reader of a foreign format finds: a table of pieces, and what else it knows.
+"""Interface of readers of foreign formats, and their result: a table of pieces, and metadata.
 
 A format is one module with one `FormatReader`. It reads metadata and never a tensor's bytes;
 `ckptd.readers.twin` makes a checkpoint of its table, and everything that works on a checkpoint

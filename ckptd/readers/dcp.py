@@ -86,7 +86,7 @@ def read_items(names: Listing, is_object: Callable[[str], bool] = lambda name: T
 
 
 class _Items:
-    """What a metadata file says."""
+    """Contents of a metadata file."""
 
     def __init__(self, names: Listing, found: Any, where: str) -> None:
         self._names = names

@@ -171,7 +171,7 @@ def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError
 
 
 class _Formats:
-    """What the core asks for."""
+    """Foreign formats, as the core uses them; see `ckptd.checkpoint.load.foreign`."""
 
     find = staticmethod(find_foreign)
     format_of = staticmethod(format_of)

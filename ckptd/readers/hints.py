@@ -1,4 +1,4 @@
-"""What the files of a model say of its layout: a shipped one by name, and sizes that shapes hide.
+"""Hints of a model's files at its layout: a shipped one by name, and sizes that shapes hide.
 
 A hint is a program as a checkpoint keeps it: the line ``# layout NAME``, and statements.
 """

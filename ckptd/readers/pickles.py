@@ -100,14 +100,14 @@ _NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class PickledObject:
-    """What a class made of its arguments, without the class.
+    """Stand-in for an object of a class that is not imported: its name, arguments and fields.
 
     Attributes
     ----------
     cls
         Full name of the class or function.
     args
-        What it was called with.
+        Arguments of the call.
     fields
         Its attributes. Items of a mapping or a list that it is besides are not kept.
     """
@@ -531,7 +531,7 @@ _SPREAD = frozenset(
     {"torch.Size", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"}
     | {f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")}
 )
-"""What makes an object of each byte or character that it is given."""
+"""Types that make an object of each byte or character of an argument."""
 
 
 def _check_key(key: Any) -> None:

@@ -50,7 +50,7 @@ _BESIDE = re.compile(
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
 _ITEM = re.compile(r"(.+)_(0|[1-9][0-9]{0,5})\.pt")
 METADATA = "metadata.pkl"
-"""What torch_checkpointing writes where it may load into other cuts."""
+"""File that torch_checkpointing writes where a load may cut tensors in other ways."""
 _OPTIMIZER = re.compile(r"(?:^|[_.-])optim(?:izer)?(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
 PART = re.compile(r"^shard-([0-9]{5})-")

@@ -233,8 +233,8 @@ class Store(ABC):
     url: str
     capabilities: Capabilities
     options: dict[str, Any]
-    """What `ckptd.store.open_store` needs besides the URL to open this store again: plain,
-    JSON-able data. It may hold secrets, so it travels over private pipes only."""
+    """Options with which `ckptd.store.open_store` opens this store again from its URL: plain,
+    JSON-able data. They may hold secrets, so they travel over private pipes only."""
 
     def describe(self) -> StoreSpec:
         """Return plain data from which another process opens the same store."""

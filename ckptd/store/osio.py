@@ -41,7 +41,7 @@ _HEALS = {
     errno.ETIMEDOUT,
 }
 _NO_LINKS = {errno.EINVAL, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
-"""What ``link`` and ``renameat2`` report where the file system, or a filter, has none of them."""
+"""Errors of ``link`` and ``renameat2`` where the file system, or a filter, lacks the call."""
 _RENAME_NOREPLACE = 1
 _HERE = -100  # AT_FDCWD
 _NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}

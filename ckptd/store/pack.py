@@ -60,7 +60,7 @@ _U8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PackFrame:
-    """What is stored of a frame.
+    """A frame as it is stored.
 
     Attributes
     ----------
@@ -706,7 +706,7 @@ class PackWriter(SizedWriter):
 
 
 PACKED = ".zp"
-"""What the name of a packed object has at its end, after the logical name."""
+"""End of a packed object's name, after the logical name."""
 _MOST_THREADS = 8
 _LEVELS = range(1, 23)
 
@@ -927,7 +927,7 @@ class Pack(Wrapper):
         )
 
     def _replaced(self, key: str, name: str) -> None:
-        """Let the packed object that now stands take the place of what was there."""
+        """Delete the unpacked object of this key, which the new packed one replaces."""
         self._reader.forget(name)
         self.inner.delete([key])
 

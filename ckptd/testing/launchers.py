@@ -119,7 +119,7 @@ class LauncherContract:
         assert _pids(tmp_path, first)[0] not in before
 
     def test_a_launcher_that_ended_starts_anew(self, launcher: Launcher, tmp_path: Path) -> None:
-        """What ended by itself is not running any more."""
+        """Check that a launcher that ended by itself no longer counts as running."""
         first = _names(launcher)[0]
         launcher.start([first], _LONG_S)
         before = _pids(tmp_path, first)

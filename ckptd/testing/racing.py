@@ -19,7 +19,7 @@ _DEADLINE_S = 60.0
 
 
 def race_threads(store: Store, key: str, racers: list[str]) -> list[str]:
-    """Let a thread for each of `racers` create `key` with its name as content; return the winners.
+    """Race one thread for each of `racers` to create `key` with its name; return the winners.
 
     Any error but a lost race is raised.
     """
@@ -41,10 +41,10 @@ def race_threads(store: Store, key: str, racers: list[str]) -> list[str]:
 def race_processes(
     spec: StoreSpec, keys: list[str], processes: int, threads: int
 ) -> list[list[str]]:
-    """Let `processes` of `threads` racers each create every key of `keys`, one key after another.
+    """Race `processes` of `threads` racers each to create `keys`; return the winners of each key.
 
-    Returns the winners of each key. All processes are ready before the first race begins, and
-    each race begins when the one before has ended.
+    All processes are ready before the first race begins, and each race begins when the one
+    before has ended.
     """
     with ExitStack() as stack:
         children = [_Racer(stack, spec, f"p{p}", threads) for p in range(processes)]

@@ -31,7 +31,7 @@ _BACKSTOP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank gets: its number, where the job store listens, what to call, how long.
+    """Order to a rank: its number, the job store's port, the function to call, its deadline.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What the function did: `returned` with `value`, or raised `error` with traceback `trace`."""
+    """Result of the function: `returned` with `value`, or raised `error` with traceback `trace`."""
 
     returned: bool = False
     value: Any = None

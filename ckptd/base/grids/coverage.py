@@ -1,4 +1,4 @@
-"""What a checkpoint leaves out of a target: elements of pieces that no file holds on purpose."""
+"""Elements of a target that a checkpoint leaves out: of pieces that no file holds on purpose."""
 
 from __future__ import annotations
 

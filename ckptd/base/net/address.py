@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 from ckptd.errors import StoreError, TransientStoreError, UsageError
 
 LOCALHOST = ("127.0.0.1", "::1", "localhost")
-"""What the name localhost represents; a server at another loopback address is not found by it."""
+"""The name localhost and its addresses; a server at another loopback address is not among them."""
 _MOST_PATH_BYTES = 107
 _BACKLOG = 2048
 _CREDENTIALS = struct.Struct("3i")

@@ -61,7 +61,7 @@ _JOINED_BYTES = 1 << 16  # up to here one system call is worth a copy
 _NONCE_BYTES = 32
 
 Kind = msgspec.msgpack.Decoder[Any]
-"""What decodes a message: of `ckptd.decoding.msgpack_decoder`."""
+"""Decoder of a message, made by `ckptd.decoding.msgpack_decoder`."""
 
 
 class Codec:
@@ -358,7 +358,7 @@ class Connection:
             return True  # closed meanwhile: receiving tells
 
     def patience(self, seconds: float) -> None:
-        """Let sent bytes wait so long for the peer to take them (TCP), in seconds."""
+        """Set how many seconds sent bytes wait for the peer to acknowledge them (TCP only)."""
         if not self.local and hasattr(socket, "TCP_USER_TIMEOUT"):
             with contextlib.suppress(OSError):  # it is gone: the next call tells
                 self._sock.setsockopt(

@@ -169,7 +169,7 @@ def job_secret(job: str, folder: Path) -> bytes:
 
 
 def secret_of(path: Path) -> bytes:
-    """Return the secret in a file of ours, made on first use, in a folder of ours.
+    """Return the secret in a file of this user, made on first use, in a folder of this user.
 
     Raises
     ------

@@ -174,7 +174,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
                 stderr=log,
                 start_new_session=True,
             )
-            # It is no concern of ours when it ends, but a child that ended must be waited for.
+            # Its end changes nothing here, but a child that ended must be waited for.
             threading.Thread(target=process.wait, name="ckptd-agent-wait", daemon=True).start()
         found = reach(place.socket)
         if found is None:

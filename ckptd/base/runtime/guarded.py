@@ -99,7 +99,7 @@ class GuardedMapping:
                 elif not self._is_leased():
                     return False  # somebody waits for it
             except OSError as error:
-                # Who has it open for writing closes it; another user's file stays one.
+                # A process that writes the file closes it; another user's file stays refused.
                 again_s = _AGAIN_S if error.errno == errno.EAGAIN else math.inf
                 self._refused_until = time.monotonic() + again_s
                 return False

@@ -1,4 +1,4 @@
-"""What this machine brings along: versions, settings, limits, file systems. Imports none of it."""
+"""Facts of this machine: versions, settings, limits, file systems. Imports no framework."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Aborts(Protocol):
 
 
 class SessionInterrupts(Protocol):
-    """What ends the generations of the session that runs in this process."""
+    """The interrupts that end the generations of the session in this process."""
 
     @property
     def wanted(self) -> bool:

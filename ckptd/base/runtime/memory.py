@@ -108,7 +108,7 @@ def map_pages(address: int, size: int, *, write: bool = False) -> bool:
 
 
 def drop_pages(address: int, size: int) -> None:
-    """Let whole pages of a mapped file be no memory of this process until they are touched."""
+    """Unmap whole pages of a mapped file until this process touches them again."""
     _advise(address, size, mmap.MADV_DONTNEED)
 
 
@@ -281,7 +281,7 @@ class Pages:
             self._release(count)
 
     def _release(self, count: Count) -> None:
-        """Let the next write to each page cost nothing, where no other count needs it."""
+        """Remove the protection of pages that no other count needs: a write then costs nothing."""
         left = count.ranges
         for other in self._counts:
             left = _without(left, other.ranges)

@@ -81,7 +81,7 @@ class NativeBuild(ABC):
     @property
     @abstractmethod
     def needs(self) -> str:
-        """What the compiler must take, in errors."""
+        """The compiler that is needed, in words for errors."""
 
     def built(self) -> Path | None:
         """Return the newest build that fits, or None. What others may write is never taken.

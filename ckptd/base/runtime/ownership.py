@@ -1,10 +1,10 @@
-"""What belongs to one process, and what serves one call at a time.
+"""Objects that belong to one process, and objects that serve one call at a time.
 
 A forked child has a copy of every object of its parent: the same descriptors, the same shared
-memory, and none of the threads. What the child sends over a socket that it inherited arrives as a
-message of the parent, and what it waits for never comes, as the thread is not there. So an object
+memory, and none of the threads. Bytes that the child sends over an inherited socket arrive as a
+message of the parent, and answers never come, as the receiving thread is not there. So an object
 that has a thread, a socket, memory that others read, or a lease belongs to the process that made
-it, and becomes a shell in each child: its methods refuse, and those that let go do nothing.
+it, and becomes a shell in each child: its methods refuse, and those that release do nothing.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ EVERY_RANK = (
     "every rank must call save(), load(), latest() and close(), in the same order, and not rank 0 "
     "alone"
 )
-"""What to do where ranks are missing."""
+"""Hint of errors about missing ranks."""
 STALL_S = 300.0
 """Longest time in seconds without progress of an awaited rank."""
 

@@ -1,1 +1,1 @@
-"""What every slice that imports torch uses: devices, the board of ranks."""
+"""Devices and the board of ranks, for every slice that imports torch."""

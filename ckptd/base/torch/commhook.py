@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: what all of ours share."""
+"""Common parts of ckptd's communication hooks for DDP."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _CHANGES = frozenset({"put", "begin", "delete", "sweep"})
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is allowed.
+    """Operations that a server allows.
 
     Attributes
     ----------
