@@ -321,7 +321,7 @@ def test_a_restart_goes_on_with_what_was_open() -> None:
 
 def ended(seen: list[RankView], codes: dict[int, int | None]) -> list[RankView]:
     return [
-        changed(v, alive=False, exit_code=codes[v.rank], process_state="Z")
+        changed(v, alive=False, exit_code=codes[v.rank], process_state="Z", answers=None)
         if v.rank in codes
         else v
         for v in seen

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptd.monitor.job import NO_EXIT, CallFlag, JobView, Phase
+from ckptd.monitor.rules.giveup import given_up
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
@@ -35,7 +36,8 @@ def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     still called; one that ended with an error beside it most likely lost its peer, and is reported
     as a consequence. So is one whose call failed or did not return, beside one that was in none,
     and one that its launcher ended since another rank had ended: one that SIGTERM ended is that,
-    unless its agent saw that it alone was sent it. A rank whose call failed may end
+    unless its agent saw that it alone was sent it. Where all have followed, and a backend gave up a
+    call after its time-out, the cause is who was waited for. A rank whose call failed may end
     in any way: some programs leave with 0 then, and C++ aborts.
     """
     gone = np.flatnonzero(ended(job))
@@ -49,14 +51,18 @@ def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
 def _ranks(job: JobView, gone: Array) -> Verdict:
     codes = job.ranks["exit_code"][gone]
     killed = (codes < 0) & (codes != NO_EXIT)
-    first = _causes(job, gone, codes)
+    first, sure = _causes(job, gone, codes)
     # Of several, the one that stood still first is the likelier cause.
     first = first[np.argsort(-job.ranks["idle"][first], kind="stable")]
     unknown = codes == NO_EXIT
+    before = None if sure else given_up(job)
     return Verdict(
         kind=VerdictKind.CRASH,
-        suspects=rank_suspects(job, first, 1.0, [_how(job, i) for i in first]),
+        suspects=before.suspects
+        if before is not None
+        else rank_suspects(job, first, 1.0, [_how(job, i) for i in first]),
         evidence=(
+            *(before.evidence if before is not None else ()),
             f"{len(gone)} of {job.world} processes ended, {int(killed.sum())} by a signal",
             *(f"rank {job.ranks['rank'][i]}: {_how(job, i)}" for i in gone[:8]),
         ),
@@ -67,12 +73,14 @@ def _ranks(job: JobView, gone: Array) -> Verdict:
             "ended": len(gone),
             "by signal": int(killed.sum()),
             "exit code unknown": int(unknown.sum()),
+            **({"age s": before.waited_s, "engine s": before.timeout_s} if before else {}),
         },
+        place=before.place if before is not None else "",
     )
 
 
-def _causes(job: JobView, gone: Array, codes: Array) -> Array:
-    """Return those of `gone` that did not only follow another."""
+def _causes(job: JobView, gone: Array, codes: Array) -> tuple[Array, bool]:
+    """Return those of `gone` that did not only follow another, and whether that is sure."""
     swept = (codes == -signal.SIGTERM) & ~singled_out(job.ranks[gone])
     killed = (codes < 0) & (codes != NO_EXIT) & ~swept
     # What C++ does with an error, of another's call perhaps.
@@ -82,11 +90,10 @@ def _causes(job: JobView, gone: Array, codes: Array) -> Array:
     failed = np.isin(gone, calls["row"][lost])
     well = codes == 0
     sure = (hit, well & ~failed, killed & ~failed, ~swept & ~failed)
-    for cause in (*sure, well, killed, ~swept):
+    for number, cause in enumerate((*sure, well, killed, ~swept)):
         if cause.any():
-            chosen: Array = gone[cause]
-            return chosen
-    return gone
+            return gone[cause], number < len(sure)
+    return gone, False
 
 
 def _how(job: JobView, row: int) -> str:

@@ -243,7 +243,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
             "limit s": float(limit[rows[0]]),
             "engine s": _engine_s(job, wait.code[wait.inside & ~wait.complete]),
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
     )
 
 
@@ -289,7 +289,7 @@ def _engine_s(job: JobView, codes: Array) -> float:
     return min((seconds for seconds in stated if seconds > 0), default=ENGINE_S)
 
 
-def _place(job: JobView, row: int) -> str:
+def place_of(job: JobView, row: int) -> str:
     """Return where in the program a rank made its last call; empty if it has made none.
 
     A thread that only runs PyTorch, as those of a backward pass, has no line: it is a call then.
@@ -380,7 +380,7 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
             "limit s": float(limit[rows].max()),
             "engine s": _engine_s(job, codes),
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
         groups=tuple(int(g) for g in job.group_ids[codes][:MOST_NAMED]),
     )
 
@@ -555,7 +555,7 @@ def _before(
             "limit s": limit,
             "engine s": engine,
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
     )
 
 
@@ -587,7 +587,7 @@ def _stuck(
             "limit s": limit,
             "engine s": engine,
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
         groups=(group,),
     )
 
@@ -631,7 +631,7 @@ def _held_up_unseen(
             "idle s": float(ranks["idle"][others].min()),
             "limit s": limits.still_s,
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
     )
 
 
@@ -680,7 +680,7 @@ def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
             "age s": idle,
             "engine s": engine,
         },
-        place=_place(job, int(rows[0])),
+        place=place_of(job, int(rows[0])),
     )
 
 
