@@ -28,8 +28,11 @@ _T = TypeVar("_T")
 
 # -- in a forked child -----------------------------------------------------------------------------
 
-_hooks: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
-"""By numbers that rise."""
+_hooks: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
+"""Objects and their functions, by numbers that rise.
+
+Not `weakref.WeakMethod`: at the end of a process, Python 3.14 writes of an error in its callback.
+"""
 _number = 0
 
 
@@ -41,17 +44,18 @@ def in_child(hook: Callable[[], None]) -> None:
     """
     global _number
     _number += 1
-    number = _number
-    _hooks[number] = weakref.WeakMethod(hook, lambda _: _hooks.pop(number, None))
+    number, hooks = _number, _hooks  # at the end of a process the module's names are gone
+    method: Any = hook
+    hooks[number] = weakref.ref(method.__self__, lambda _: hooks.pop(number)), method.__func__
 
 
 def _after_fork() -> None:
-    for reference in reversed(tuple(_hooks.values())):
-        hook = reference()
-        if hook is None:
+    for reference, hook in reversed(tuple(_hooks.values())):
+        owner = reference()
+        if owner is None:
             continue
         try:
-            hook()
+            hook(owner)
         except Exception:  # noqa: BLE001 - the others must be called as well
             _log.warning("a child process could not drop resources of its parent", exc_info=True)
 

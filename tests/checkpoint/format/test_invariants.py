@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_a_good_manifest_passes() -> None:
     assert check_coverage(GOOD, filemap) == []
 
 
-DEEP: Any = {}
+DEEP: Any = {}  # which Python 3.13 and newer encode
 for _ in range(3000):
     DEEP = {"a": DEEP}
 HUGE = 2**62
@@ -172,7 +173,7 @@ BROKEN: list[tuple[str, Manifest]] = [
     ("unknown kind of witness, or no digest", replace(witness=WitnessEntry("sample-1", "short"))),
     ("layout program too long", replace(lay="x" * (1 << 21))),
     ("metadata too large", replace(metadata={"x": "y" * (1 << 19)})),
-    ("metadata is not JSON", replace(metadata=DEEP)),
+    *([("metadata is not JSON", replace(metadata=DEEP))] if sys.version_info < (3, 13) else []),
     ("metadata is not JSON", replace(metadata={"x": "\ud800"})),
 ]
 
