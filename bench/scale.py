@@ -36,7 +36,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids import sharding
-from ckptd.base.torch.ranks import Agreement, JobBoard
+from ckptd.base.torch.ranks import Agreement, JobBoard, open_board
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import (
     FileEntry,
@@ -258,6 +258,13 @@ def others_post(store: Any, found: list[RankGroup], world: int, save: str) -> No
             Ahead(store, 0, world, "job/", SECRET).set(f"structure/{digest_hex(raw)}", raw)
 
 
+def others_open(store: Any, world: int) -> None:
+    """Let all ranks but the first post the numbers that they draw, the last one first."""
+    for rank in reversed(range(1, world)):
+        with suppress(Absent):
+            Agreement(Ahead(store, rank, world, "job/opening/", SECRET), 60.0).life()
+
+
 def others_write(store: Store, reported: list[RankPart], save: SaveRequest) -> None:
     """Let all ranks report their parts, and the first of each block join those of it."""
     for part in reported:
@@ -321,6 +328,7 @@ def pays(ranks: int, name: str, kind: str) -> Iterator[dict[str, Any]]:
     with torch_store(kind) as job_store, tempfile.TemporaryDirectory() as folder:
         counted, inner = Counted(job_store), StoreSpec(folder).open()
         bill = Bill(counted, store := Meter(inner))
+        # The others are of no life here: their key is that of the secret alone.
         agreement = Agreement(JobBoard(counted, 0, ranks, "job/", SECRET), 60.0)
         catalogue = Catalogue(store)
         lineage, planner = Lineage(catalogue, agreement, new_run=True), SavePlanner(agreement)
@@ -329,7 +337,12 @@ def pays(ranks: int, name: str, kind: str) -> Iterator[dict[str, Any]]:
         for step in (1, 2):
             bill.row = {"save": ("first", "later")[step - 1]}
             bill.row |= {"ranks": ranks, "layout": name, "board": kind}
+            if step == 1:
+                others_open(job_store, ranks)
             bill.begin()
+            if step == 1:
+                open_board(counted, 0, ranks, "job/", SECRET, 60.0)
+                bill.stage("open")
             lineage.claim_for_save(step)
             attempt = lineage.next_attempt()
             bill.stage("claim")

@@ -143,6 +143,7 @@ class RankHeartbeat:
         self._lock = threading.Lock()
         self._steps = 0
         self._next = 0.0
+        self._seen: dict[int, int] = {}
 
     def beat(self) -> None:
         """Note a step forward; published every two seconds at most. Safe from any thread."""
@@ -164,8 +165,12 @@ class RankHeartbeat:
             self._board.set(self._name(self._board.rank), raw)
 
     def look(self, rank: int) -> bytes | None:
-        """Return the last sign of `rank`."""
-        return self._board.peek(self._name(rank))
+        """Return the last sign of `rank`: one that is gone, or is older, is no other sign."""
+        sign = self._board.peek(self._name(rank)) or b"0"
+        if sign.startswith(_GIVE_UP):
+            return sign
+        self._seen[rank] = max(self._seen.get(rank, 0), int(sign))
+        return b"%d" % self._seen[rank]
 
     def forget(self) -> None:
         """Remove this rank's signs from the board."""

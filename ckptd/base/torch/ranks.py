@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +36,10 @@ T = TypeVar("T")
 
 _BLOCK = 64
 """Rounds after which ranks count themselves, so that rank 0 may delete what it posted before."""
+
+
+_NUMBER_BYTES = 16
+"""Of the number that each rank draws in a life, and of a hash of these."""
 
 
 _FAN = 128
@@ -179,6 +185,48 @@ class Agreement:
             self.board.delete(f"{key}/{rank}")  # each its own: thousands are many for one
         return found
 
+    def life(self) -> bytes:
+        """Return what names this life of the ranks, the same on all of them.
+
+        It is a hash of numbers that all of them draw now, in the tree in which they report, and
+        each finds its own in it: so no earlier life can have had it. A rank reads the list of rank
+        0 and those of the ranks between, and not the numbers of all.
+
+        Raises
+        ------
+        RefusedError
+            kind ``bad-mac``: the number of this rank is not in it.
+        """
+        key, rank, size = self._key("life"), self.board.rank, _NUMBER_BYTES
+        number = secrets.token_bytes(size)
+        listed = b""
+
+        def join(values: list[bytes]) -> bytes:
+            nonlocal number, listed
+            if values[1:]:
+                listed = b"".join(values)
+                number = _hashed(listed)
+                self.board.set(f"{key}/of/{rank}", listed)
+            return number
+
+        listed = self._joined(key, number, join, lambda _: listed)
+        at = rank
+        while at:
+            span = _FAN
+            while at % span == 0:
+                span *= _FAN
+            above = at - at % span
+            order = [above, *_below(above, self.board.world)]
+            if above:
+                between = self.wait(f"{key}/of/{above}", above, self._timeout_s)
+            else:
+                between = listed
+            place = size * order.index(at)
+            if len(between) != size * len(order) or between[place : place + size] != number:
+                raise _not_of_this_life(key)
+            at, number = above, _hashed(between)
+        return number
+
     def no_errors(self, error: Exception | None, pulse: RankHeartbeat | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
 
@@ -247,11 +295,9 @@ class Agreement:
     def _reports(self, key: str) -> list[bytes]:
         """Collect what the ranks below this one posted, by rank, as many at once as are there."""
         rank, world = self.board.rank, self.board.world
-        levels = _levels(rank, world)
-        timeout_s = self._timeout_s * levels
+        timeout_s = self._timeout_s * _levels(rank, world)
         end = time.monotonic() + timeout_s
-        below = [rank + n * _FAN**level for level in range(levels) for n in range(1, _FAN)]
-        below = [r for r in below if r < world]
+        below = _below(rank, world)
         out: list[bytes] = []
         size = len(below)
         while len(out) < len(below):
@@ -294,6 +340,17 @@ def _levels(rank: int, world: int) -> int:
     while rank % _FAN ** (level + 1) == 0 and rank + _FAN**level < world:
         level += 1
     return level
+
+
+def _below(rank: int, world: int) -> list[int]:
+    """Return the ranks of a tree that post to one of them."""
+    levels = range(_levels(rank, world))
+    below = [rank + n * _FAN**level for level in levels for n in range(1, _FAN)]
+    return [r for r in below if r < world]
+
+
+def _hashed(listed: bytes) -> bytes:
+    return hashlib.sha256(listed).digest()[:_NUMBER_BYTES]
 
 
 def _reported(error: Exception) -> CkptdError:
@@ -352,9 +409,11 @@ class JobBoard(OfOneProcess):
     The connection is a clone of the job's: a wait in one thread does not hold up another.
 
     torch's store accepts whatever reaches its port. So where the job has a secret, every value
-    carries a MAC over its key and itself, and one without is refused: a stranger can end the job
-    there, as it can end its rendezvous, and cannot make ranks believe what no rank has posted.
-    Counters have none: the store itself adds.
+    carries a MAC over its name and itself, with a key that is of the secret and of this life of the
+    ranks, and another is refused: a stranger can end the job there, as it can end its rendezvous,
+    and cannot make ranks believe what no rank has posted here in this life. A name has the round,
+    and the rank that writes it; what is posted twice under one name tells its order itself.
+    Counters have no MAC: the store itself adds, and nothing that is loaded follows from them.
 
     Parameters
     ----------
@@ -366,10 +425,18 @@ class JobBoard(OfOneProcess):
         Of all keys.
     secret
         The job's; None: values are believed as they are.
+    life
+        See `Agreement.life`. Empty for the board on which ranks agree on one.
     """
 
     def __init__(
-        self, store: Any, rank: int, world: int, prefix: str, secret: bytes | None = None
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        prefix: str,
+        secret: bytes | None = None,
+        life: bytes = b"",
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -377,7 +444,7 @@ class JobBoard(OfOneProcess):
         if secret is not None:
             from ckptd.base.net.signing import derived_key
 
-            self._secret = derived_key(secret, "board")
+            self._secret = derived_key(secret, "board", life.hex())
         self.rank = rank
         self.world = world
 
@@ -441,18 +508,9 @@ class JobBoard(OfOneProcess):
         """Return the value in what the store has, if its MAC is right."""
         if self._secret is None:
             return raw
-        from ckptd.base.net.signing import SECRET_VARIABLE
-
         mac, value = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(name, value)):
-            raise RefusedError(
-                "a value in the job's store was not written by a rank of this job",
-                kind="bad-mac",
-                where=name,
-                wanted=f"a MAC with the job's secret ({SECRET_VARIABLE})",
-                hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
-                "if it is, another program writes to the job's store: keep its port from others",
-            )
+            raise _not_of_this_life(name)
         return value
 
     def _mac(self, name: str, value: bytes) -> bytes:
@@ -472,6 +530,19 @@ class JobBoard(OfOneProcess):
                 found=str(error).splitlines()[0][:200],
                 hint="rank 0 or the launcher has ended; see their logs",
             ) from error
+
+
+def _not_of_this_life(name: str) -> RefusedError:
+    from ckptd.base.net.signing import SECRET_VARIABLE
+
+    return RefusedError(
+        "a value in the job's store was not written there by a rank of this life of the job",
+        kind="bad-mac",
+        where=name,
+        wanted=f"a MAC for this name, with the job's secret ({SECRET_VARIABLE}) and of this life",
+        hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
+        "if it is, another program writes to the job's store: keep its port from others",
+    )
 
 
 def _clone(store: Any) -> Any:
@@ -501,7 +572,8 @@ def forget_boards() -> None:
 def board_of(process_group: Any, timeout_s: float) -> Board:
     """Return a board for the ranks of a process group; the default group when None.
 
-    Every rank of the group calls this equally often: the count keeps boards apart.
+    Every rank of the group calls this equally often: the count keeps boards apart. With a secret
+    they wait for one another, and each board has a life of its own.
     """
     ranks = global_ranks(process_group)
     if len(ranks) == 1:
@@ -515,4 +587,23 @@ def board_of(process_group: Any, timeout_s: float) -> Board:
     store.set_timeout(timedelta(seconds=timeout_s))
     rank = ranks.index(dist.get_rank())
     prefix = f"ckptd/{own}/{_boards_made[own]}/"
-    return JobBoard(store, rank, len(ranks), prefix, given_secret())
+    return open_board(store, rank, len(ranks), prefix, given_secret(), timeout_s)
+
+
+def open_board(
+    store: Any, rank: int, world: int, prefix: str, secret: bytes | None, timeout_s: float
+) -> JobBoard:
+    """Return the board of a new life of the ranks; see `JobBoard`.
+
+    Raises
+    ------
+    CkptdError
+        Not all of them come within `timeout_s`, or they have different secrets.
+    """
+    opening = JobBoard(store, rank, world, f"{prefix}opening/", secret)
+    if secret is None:
+        # Ranks that have a secret wait for those that have none: these say so.
+        opening.set(f"agree/1/life/{rank or 'answer'}", b"")
+        return JobBoard(store, rank, world, prefix)
+    life = Agreement(opening, timeout_s).life()
+    return JobBoard(store, rank, world, prefix, secret, life)
