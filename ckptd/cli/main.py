@@ -37,8 +37,8 @@ _OBJECTS = 20_000
 VERBS = {
     "ls": "List the checkpoints of a root, the newest last.",
     "inspect": "Show what a checkpoint holds: tensors, layouts, objects, files.",
-    "verify": "Check every byte; name tensor, chunk, file, rank of what is bad."
-    "\n\nThe exit code is 3 when something is.",
+    "verify": "Check every byte; name the tensor, file and rank of any damage."
+    "\n\nThe exit code is 3 when there is damage.",
     "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values."
     "\n\nThe exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not"
     " count: the same values cut another way are equal.",
@@ -60,13 +60,13 @@ VERBS = {
     "\n\nAn evaluation that ends after the save adds its result, and retention by the best uses"
     " it. A value is JSON, else text.",
     "pin": "Keep a checkpoint for ever; list pins, remove one."
-    "\n\nNeither retention nor gc deletes what is pinned.",
+    "\n\nNeither retention nor gc deletes a pinned checkpoint.",
     "tag": "Name a checkpoint: ROOT@prod; list tags, remove one."
-    "\n\nA tag moves when another checkpoint gets it. What has a tag is never deleted.",
-    "gc": "Delete what no kept checkpoint needs."
-    "\n\nThat is what interrupted saves and abandoned lines left behind, and with --keep older "
-    "steps. It shows a plan and asks first. It never deletes the newest complete checkpoint, "
-    "anything after it, or what is pinned or being read.",
+    "\n\nA tag moves when another checkpoint gets it. A checkpoint with a tag is never deleted.",
+    "gc": "Delete files that no kept checkpoint needs."
+    "\n\nInterrupted saves and abandoned lines leave such files; with --keep, older steps go too. "
+    "It shows a plan and asks first. It never deletes the newest complete checkpoint, anything "
+    "after it, or a checkpoint that is pinned, tagged or being read.",
     "trace": "Show what each save cost and which rank was slowest.\n\nIt reads recorded events.",
     "agent": "Run, show or stop a node's agent."
     "\n\nThe agent keeps snapshots in memory for jobs with near tiers, and outlives their trainers."
@@ -92,7 +92,7 @@ VERBS = {
     "\n\nThe ranks with the worst status come first. Ctrl-C ends it. Without a terminal it prints "
     "once.",
     "open": "Print the link to a job's web page."
-    "\n\nThe job's daemon runs on this machine. The link gives full access.",
+    "\n\nThe job's daemon must run on this machine. The link gives full access.",
     "replay": "Run the diagnosis again over a daemon's recorded messages."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."

@@ -18,7 +18,7 @@ DaemonJob = Annotated[str | None, Parameter(help="Name of the job; by default CK
 
 Section = Annotated[
     str | None,
-    option("What a checkpoint has below this name, without it: 'model', 'app'."),
+    option("Only what lies below this name, such as 'model', and without it in names."),
 ]
 Dequantize = Annotated[
     bool, flag("Read torchao's int8, int4 and fp8 weights as plain, dequantized ones.")

@@ -49,11 +49,11 @@ def demo(
     keep: Annotated[bool, flag("Keep the copies that loads were compared with.")] = False,
     only: Annotated[
         tuple[Literal["save", "watch", "elastic", "rl"], ...],
-        Parameter(help="This part, and no other; may be repeated."),
+        Parameter(help="Run only this part; may be repeated."),
     ] = (),
     rl: Annotated[
         bool,
-        flag("A policy whose weights are published to a rollout, and no other part: --only rl."),
+        flag("Same as --only rl: publish a policy's weights to a rollout."),
     ] = False,
     json: Json = False,
 ) -> int:

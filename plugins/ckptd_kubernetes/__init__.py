@@ -9,8 +9,8 @@ __all__ = ["VERB"]
 VERB = Verb(
     "ckptd_kubernetes.verb:kubernetes",
     "Keep a job's launchers in pods, beside its controller."
-    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster"
-    " will take away is reported to the controller in time. Runs in a pod; see"
+    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. Before the cluster"
+    " takes a pod or node away, the controller is notified. Runs in a pod; see"
     " docs/guide/kubernetes.md."
     "\n\nExample: ckptd kubernetes --template worker --nodes 4 -- train.py",
 )

@@ -71,12 +71,12 @@ def kubernetes(
     ] = None,
     template: Annotated[
         str | None,
-        Parameter(help="PodTemplate by which pods are made here, one a node.", show_default=False),
+        Parameter(help="PodTemplate to make pods from, one per node.", show_default=False),
     ] = None,
-    nodes: Annotated[int, Parameter(help="With --template: how many pods.")] = 1,
+    nodes: Annotated[int, Parameter(help="With --template: number of pods.")] = 1,
     selector: Annotated[
         str | None,
-        Parameter(help="Labels of pods that a Job or JobSet makes.", show_default=False),
+        Parameter(help="Labels of the pods, where a Job or JobSet makes them.", show_default=False),
     ] = None,
     wait: Annotated[float, Parameter(help="Seconds to wait for the controller.")] = 120.0,
     json: Json = False,
@@ -84,9 +84,9 @@ def kubernetes(
     """Keep a job's launchers in pods, as its controller wants them, until the job ends.
 
     Runs beside ckptd controller, in a pod whose service account may read pods and nodes and delete
-    pods, and create them with --template. What Kubernetes will take away is reported to the
-    controller in time. TERM ends this process alone: pods train on, and the next one finds them.
-    The exit codes are those of ckptd run.
+    pods, and create them with --template. The controller is notified before Kubernetes takes a pod
+    or node away. TERM ends this process alone: pods train on, and the next one finds them. The exit
+    codes are those of ckptd run.
     """
     from ckptd_kubernetes.api import in_cluster
 

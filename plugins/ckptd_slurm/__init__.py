@@ -9,8 +9,8 @@ __all__ = ["VERB"]
 VERB = Verb(
     "ckptd_slurm.verb:slurm",
     "Train on all nodes of a Slurm allocation."
-    "\n\nckptd run is a step on each node. For batch scripts, with options of ckptd run before the"
-    " script. Lost nodes do not cost the allocation; USR1 saves and requeues."
+    "\n\nFor batch scripts: starts ckptd run as a step on each node. Options of ckptd run go before"
+    " the script. The allocation survives lost nodes; USR1 saves and requeues."
     "\n\nExample: exec ckptd slurm --nproc-per-node 8 train.py",
     verbatim=True,
 )

@@ -183,7 +183,8 @@ def stop(
 ) -> Reply:
     """Ask a job's agent to end when its trainers have ended; returns at once.
 
-    Nobody is awaited any more. Before it ends it brings the newest complete snapshot to the root.
+    It does not wait for another trainer. Before it ends, it writes the newest complete snapshot to
+    the root.
     """
     asked = _ask(_place(root, job, node), AskEnd(now))
     waits = f" when its {len(asked.ranks)} trainers have ended" if asked.ranks and not now else ""

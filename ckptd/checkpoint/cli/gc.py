@@ -64,24 +64,24 @@ def gc(
     /,
     *,
     keep: Annotated[
-        int | None, Parameter(help="Keep the newest N of the line; all without any --keep.")
+        int | None, Parameter(help="Keep the newest N checkpoints; without any --keep, all.")
     ] = None,
     keep_every_steps: Annotated[
-        int | None, Parameter(help="Keep the first at or after each multiple.")
+        int | None, Parameter(help="Keep the first at or after each multiple of this number.")
     ] = None,
     keep_every: Annotated[
         str | None, Parameter(help="Keep the first of each period: 30m, 6h, 1d.")
     ] = None,
     keep_best: Annotated[
-        str | None, Parameter(help="Keep the best by a metric: loss:min:3, accuracy:max:1.")
+        str | None, Parameter(help="Keep the N best by a metric: loss:min:3.")
     ] = None,
-    abandoned: Annotated[str, Parameter(help="How long to keep commits beside the line.")] = "7d",
+    abandoned: Annotated[str, Parameter(help="How long to keep abandoned lines.")] = "7d",
     leftover: Annotated[
         str, Parameter(help="Age at which an unfinished save of the newest generation is deleted.")
     ] = "1d",
     other_runs: Annotated[
         bool,
-        flag("Delete abandoned lines of other runs too: not ancestors of the newest checkpoint."),
+        flag("Also delete abandoned lines of runs that the newest checkpoint does not continue."),
     ] = False,
     dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
     yes: Annotated[bool, flag("Do not ask.")] = False,

@@ -271,7 +271,7 @@ def ls(
     /,
     *,
     all: Annotated[
-        bool, flag("Abandoned lines, generations and uncommitted attempts too.")
+        bool, flag("Also list abandoned lines, generations and unfinished saves.")
     ] = False,
     json: Json = False,
 ) -> Reply:

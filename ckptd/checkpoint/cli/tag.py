@@ -33,7 +33,7 @@ def tag(
     name: Annotated[str, Parameter(help="The tag: a letter, then letters, digits, . - _")] = "",
     /,
     *,
-    remove: Annotated[bool, flag("Take the tag of ROOT@TAG away.")] = False,
+    remove: Annotated[bool, flag("Remove the tag of ROOT@TAG.")] = False,
     listed: Annotated[bool, flag("List the tags of ROOT.", "--list")] = False,
     json: Json = False,
 ) -> Reply:

@@ -58,11 +58,11 @@ def verify(
     where: Where,
     /,
     *,
-    quick: Annotated[bool, flag("Sizes and headers only; read no data.")] = False,
-    all: Annotated[bool, flag("Every checkpoint that counts.")] = False,
+    quick: Annotated[bool, flag("Check sizes and headers only; read no data.")] = False,
+    all: Annotated[bool, flag("Check every checkpoint that counts.")] = False,
     json: Json = False,
 ) -> Reply:
-    """Check every byte of a checkpoint; name tensor, chunk, file and rank of what is bad.
+    """Check every byte of a checkpoint; name tensor, chunk, file and rank of damage.
 
     The exit code is 3 when something is, and 5 when all that is wrong is that a foreign checkpoint
     has tensors of kinds that are not read.

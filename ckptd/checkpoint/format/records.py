@@ -186,7 +186,7 @@ def _check_digest(raw: bytes, document: dict[str, Any], where: str) -> None:
         if found == stated:
             return
     raise CorruptError(
-        "a record is not what was written",
+        "a record is corrupt: digest mismatch",
         kind="digest",
         where=where,
         wanted=str(stated)[:64],

@@ -144,7 +144,7 @@ class PieceLocations:
         wanted = (dtype.stored_code, dtype.stored_shape(cut.shape))
         if chunk is None or (chunk.code, chunk.shape) != wanted:
             raise CorruptError(
-                "a file of an older checkpoint does not hold the chunk referred to",
+                "a file of an older checkpoint lacks a chunk that this one refers to",
                 where=f"chunk {name} of {self.files[file].path}",
                 wanted=f"{wanted[0]} {wanted[1]}",
                 found="nothing" if chunk is None else f"{chunk.code} {chunk.shape}",
@@ -301,7 +301,7 @@ def read_header(
     length = header_bytes(raw[:8], entry.path, entry.data_start + entry.data_bytes)
     if length != entry.data_start:
         raise CorruptError(
-            "the header's length is not what the manifest says",
+            "the length of a data file's header differs from the manifest",
             where=entry.path,
             wanted=entry.data_start,
             found=length,
@@ -346,7 +346,7 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     found = digest_hex(raw)
     if found != entry.index:
         error = CorruptError(
-            "a digest index is not what was written",
+            "a digest index is corrupt: digest mismatch",
             kind="digest",
             where=where,
             wanted=f"XXH3-128 {entry.index}",

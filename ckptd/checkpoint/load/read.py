@@ -352,7 +352,7 @@ class Fetcher:
         entry = self._places.files[file]
         start = block * BLOCK_BYTES
         error = CorruptError(
-            "bytes of the checkpoint are not what was written",
+            "bytes of the checkpoint are corrupt: digest mismatch",
             kind="digest",
             where=f"block {block} of {entry.path}, written by rank {entry.rank}: "
             + self._places.holders(file, start, start + length),

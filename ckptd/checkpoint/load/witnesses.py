@@ -196,7 +196,7 @@ def read_witness(
     found = digest_hex(raw)
     if found != entry.digest:
         raise CorruptError(
-            "the witness is not what was written",
+            "the witness is corrupt: digest mismatch",
             kind="digest",
             where=key,
             wanted=entry.digest,
@@ -217,7 +217,7 @@ def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
     check_files(manifest, filemap)
     digester.update(raw.data)
     if wanted is None or digester.index().blocks != wanted.blocks:
-        error = CorruptError("data are not what was written", kind="digest", where=file.path)
+        error = CorruptError("data corrupt: digest mismatch", kind="digest", where=file.path)
         raise blame(error, file.path)
     whole = {shape: (box_region(Box.whole(shape)),) for shape in {*plan.shapes}}
     counts, absent = plan.counts.tolist(), [o.has_absent for o in filemap.owners]

@@ -148,7 +148,7 @@ class Catalogue(Index):
             ) from None
         if floor is not None and parent.step <= floor.step:
             raise RefusedError(
-                f"{parent} cannot be continued: its generation began later",
+                f"{parent} cannot be continued: its generation began at a later step",
                 kind="behind",
                 where=self.where(generation_key(parent.generation)),
                 wanted=f"a step after {floor.step}",
@@ -426,7 +426,7 @@ class Catalogue(Index):
         return CorruptError(
             f"{commit.name} refers to a missing file",
             where=self.where(key),
-            hint="ckptd gc removes attempts of older generations, and those that took too long",
+            hint="perhaps ckptd gc deleted it: as an older generation's, or as it took too long",
         )
 
     # -- what is added to a checkpoint later -----------------------------------------------------

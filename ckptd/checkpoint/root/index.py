@@ -367,7 +367,7 @@ class Index:
             return self.generation(number)
         except NotFoundError:
             raise CorruptError(
-                "the line leads through a generation that is gone",
+                "the record of a generation on the line is missing",
                 kind="missing-record",
                 where=self.where(generation_key(number)),
             ) from None
@@ -676,7 +676,7 @@ class Index:
         return record
 
     def _misnamed(self, key: str, found: str) -> CorruptError:
-        return CorruptError("a record of another object", where=self.where(key), found=found)
+        return CorruptError("a record names another object", where=self.where(key), found=found)
 
     def manifest(self, name: CommitName) -> Manifest:
         """Return a checkpoint's manifest; size and digest are checked before it is decoded."""
@@ -691,10 +691,10 @@ class Index:
             # The size is compared first: no terabyte is read to find that out.
             raw = self.store.get(key) if size == commit.manifest_bytes else b""
         except NotFoundError:
-            raise CorruptError(f"the manifest of {commit.name} is gone", where=where) from None
+            raise CorruptError(f"the manifest of {commit.name} is missing", where=where) from None
         if size != commit.manifest_bytes or digest_hex(raw) != commit.manifest_digest:
             raise CorruptError(
-                "the manifest is not what was committed",
+                "the manifest is corrupt: size or digest mismatch",
                 kind="digest",
                 where=where,
                 wanted=f"{commit.manifest_bytes} bytes, {commit.manifest_digest}",
@@ -705,7 +705,7 @@ class Index:
         found = (manifest.step, manifest.generation, manifest.attempt)
         if found != (commit.step, commit.generation, commit.attempt):
             raise CorruptError(
-                "the manifest is another checkpoint's",
+                "the manifest belongs to another checkpoint",
                 where=where,
                 wanted=f"{commit.name}, attempt {commit.attempt}",
                 found=f"step {found[0]} of generation {found[1]}, attempt {found[2]}",

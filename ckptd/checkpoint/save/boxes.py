@@ -340,7 +340,7 @@ class BoxRoot:
         found = sorted((RankPart.decode(p, "a rank's part") for p in parts), key=lambda p: p.rank)
         if [p.rank for p in found] != list(range(save.plan.world)):
             raise SaveError(
-                "a commit needs the part of every rank once",
+                "a commit needs exactly one part of each rank",
                 kind="structure",
                 wanted=f"{save.plan.world} parts",
                 found=f"parts of ranks {[p.rank for p in found][:16]}",
@@ -350,7 +350,7 @@ class BoxRoot:
             names.update([o.name for o in part.objects] + [e.name for e in part.extra])
         if twice := sorted(name for name, count in names.items() if count > 1):
             raise SaveError(
-                "several ranks gave one object, or an object has the name of a tensor",
+                "several ranks gave the same object, or an object has a tensor's name",
                 kind="structure",
                 where=twice[0],
             )

@@ -115,7 +115,7 @@ def join_agent(
             time.sleep(_AGAIN_S)
             continue
         return channel, None if item is None else item[0]
-    raise ProcessError("no agent", where=str(agent.place.socket), found=found)
+    raise ProcessError("the agent does not answer", where=str(agent.place.socket), found=found)
 
 
 _outcomes = json_decoder(dict[str, str | None])

@@ -225,7 +225,7 @@ def check_plans(parts: Sequence[RankPart], plan: SavePlan) -> None:
             wanted=f"plan {plan.digest} of rank 0",
             found=f"another plan on ranks {others[:16]}{' ...' if len(others) > 16 else ''}",
             hint="the state must gain and lose tensors on every rank at the same save; the next "
-            "save plans afresh",
+            "save makes a new plan",
         )
 
 
@@ -462,7 +462,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
     found = plan.stamped().digest
     if found != plan.digest:
         raise CorruptError(
-            "a plan is not what was written",
+            "a plan is corrupt: digest mismatch",
             kind="digest",
             where=where,
             wanted=plan.digest,

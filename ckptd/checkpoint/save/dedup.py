@@ -428,7 +428,7 @@ class ChunkDedup:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
                 continue
-            return decoded(_announced, raw, "what rank 0 announces", _key(save))
+            return decoded(_announced, raw, "the announcement of rank 0", _key(save))
         _log.info("step %d: rank 0 is late, so rank %d writes everything", save.step, self._rank)
         self.switch.found(0, 1)
         return Announced()

@@ -258,7 +258,7 @@ def drain(
     with saving(store, save.name, save.attempt, rank_plan.rank):
         try:
             if len(data) < total:
-                raise SaveError("the slot is too small", wanted=total)
+                raise SaveError("the state is larger than its slot", wanted=total)
             search = None
             if unchanged is not None:
                 search = unchanged.begin(save, rank_plan, lambda: wait(0))

@@ -455,11 +455,11 @@ class Refer(msgspec.Struct, frozen=True):
 def decoded(
     decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str, where: str
 ) -> T:
-    """Return what a store has of another process; `CorruptError` where it is not `what`."""
+    """Return what a store has of another process; `CorruptError` where it does not decode."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise CorruptError(f"not {what}", where=where, found=str(error)[:200]) from None
+        raise CorruptError(f"cannot decode {what}", where=where, found=str(error)[:200]) from None
 
 
 class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -525,7 +525,7 @@ class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
         """Invert `join`; anything else, or none, is a `CorruptError`."""
         body = memoryview(raw)[:-DIGEST_BYTES]
         if raw[-DIGEST_BYTES:] != digest(body):
-            raise CorruptError("a part is not what was written", kind="digest", where=where)
+            raise CorruptError("a part is corrupt: digest mismatch", kind="digest", where=where)
         found = decoded(_parts, body, "a part", where)
         return (found,) if isinstance(found, RankPart) else found
 

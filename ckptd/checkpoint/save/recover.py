@@ -102,7 +102,7 @@ def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list
 def _root_of(parts: Sequence[RankPart], folder: str) -> str:
     roots = {part.root for part in parts}
     if len(roots) > 1:
-        raise CorruptError("parts of different roots", where=folder, found=", ".join(roots))
+        raise CorruptError("snapshot parts of several roots", where=folder, found=", ".join(roots))
     return roots.pop()
 
 
@@ -110,7 +110,7 @@ def _plan(union: UnionStore, folder: str, sizes: Mapping[str, int]) -> SavePlan 
     """Return the plan of an attempt whose parts are all there, and none too large to be one."""
     big = [name for name, size in sizes.items() if size > MAX_MANIFEST_BYTES]
     if big:
-        raise CorruptError("too large for a part", where=folder + PARTS + big[0], found=big[0])
+        raise CorruptError("snapshot part too large", where=folder + PARTS + big[0], found=big[0])
     ranks = sum(name[:1] == "r" for name in sizes)
     plan = _read(union, plan_key(folder), decode_plan)
     if plan.world > ranks:
@@ -155,10 +155,10 @@ def _checked(part: RankPart, rank: int, plan: SavePlan, where: str) -> RankPart:
     """Check that a part is one of the snapshot; another tier may have a good one instead."""
     if part.error is not None:
         cause = CkptdError.from_dict(part.error)
-        raise CorruptError("a rank's share of a snapshot failed", where=where, found=cause.message)
+        raise CorruptError("a rank failed to write its share", where=where, found=cause.message)
     if (part.rank, part.plan) != (rank, plan.digest):
         raise CorruptError(
-            "not a part of the snapshot",
+            "a part belongs to another rank or plan than the snapshot's",
             where=where,
             wanted=f"rank {rank} by plan {plan.digest}",
             found=f"rank {part.rank} by plan {part.plan}",
@@ -193,7 +193,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         plan = _read(union, plan_key(save.folder), decode_plan)
         if (plan.digest, plan.world) != (snapshot.plan, snapshot.world):
             raise CorruptError(
-                "a snapshot has another plan",
+                "the plan of a snapshot has changed",
                 where=plan_key(save.folder),
                 wanted=snapshot.plan,
                 found=plan.digest,
@@ -201,7 +201,7 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) 
         with ThreadPoolExecutor(union.capabilities.parallel) as pool:
             parts = _parts(union, pool, save.folder, plan)
     except NotFoundError as error:
-        raise CorruptError("a part of a snapshot is gone", where=error.where) from None
+        raise CorruptError("a part of a snapshot is missing", where=error.where) from None
     manifest = finish_attempt(union, scratch, plan, save, parts)
     write_manifest(scratch, manifest)
     return manifest

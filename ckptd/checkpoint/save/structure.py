@@ -345,7 +345,7 @@ def _laid_owners(tensor: TensorEntry, owners: Runs3, holders: tuple[int, ...]) -
     lacking = set(files.tolist()) - set(holders)
     if lacking:
         raise UsageError(
-            "a rank lacks a tensor of which it holds a part by the layout",
+            "a rank lacks a tensor that the layout places on it",
             kind="structure",
             where=tensor.name,
             wanted=f"the tensor on rank {min(lacking)} as well",

@@ -141,7 +141,7 @@ def tier_specs(tiers: Iterable[Tier]) -> tuple[TierSpec, ...]:
     for tier in tiers:
         spec = _spec(tier)
         if spec.name in found:
-            raise UsageError(f"two {spec.name} tiers", where="tiers", wanted="one of each kind")
+            raise UsageError(f"{spec.name} tier given twice", where="tiers", wanted="one of each")
         found[spec.name] = spec
     return tuple(found[name] for name in NEAR if name in found)
 

@@ -237,9 +237,9 @@ class FileCopy:
         try:
             raw = self._source.get(key)
         except NotFoundError:
-            raise CorruptError("the witness is gone", where=key) from None
+            raise CorruptError("the witness is missing", where=key) from None
         if digest_hex(raw) != manifest.witness.digest:
-            raise CorruptError("the witness is not what was written", kind="digest", where=key)
+            raise CorruptError("the witness is corrupt: digest mismatch", kind="digest", where=key)
         self._target.store.put(data_folder(self._name, self._attempt) + WITNESS, raw)
 
     def _commit(self) -> None:

@@ -265,7 +265,7 @@ class Scan:
             bad = [b for b in range(first, last + 1) if (file, b) in self._bad_blocks]
         self._findings.note(
             "digest",
-            "a chunk is not what was written",
+            "a chunk is corrupt: digest mismatch",
             entry,
             tensor=self._places.filemap.tensors[target.tensor].name,
             chunk=target.name,
@@ -285,7 +285,7 @@ class Scan:
             held = self._places.chunks_at(file, lo, hi)
             self._findings.note(
                 "digest",
-                "a block is not what was written, though the chunks referred to are",
+                "a block is corrupt, though this checkpoint's chunks in it are good",
                 entry,
                 tensor=held[0][0] if held else "",
                 chunk=held[0][1] if held else "",

@@ -83,8 +83,8 @@ _FROM_ENVIRONMENT = (
 )
 """torchrun takes these from variables ``PET_...`` as well."""
 _TRUE = ("1", "true", "yes")
-_TORCHRUN = Rare("Of torchrun, less often")
-_WITHOUT_EFFECT = Rare("Of torchrun, accepted so that its command lines run; without effect")
+_TORCHRUN = Rare("Less used options of torchrun")
+_WITHOUT_EFFECT = Rare("Options of torchrun without effect, accepted so that its command lines run")
 _RECOVERY = Rare("Layouts, watching, recovery")
 _also, _void, _deep = (
     partial(Parameter, group=group) for group in (_TORCHRUN, _WITHOUT_EFFECT, _RECOVERY)

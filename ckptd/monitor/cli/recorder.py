@@ -33,9 +33,9 @@ class RecorderBuildDocument(Document, frozen=True, kw_only=True, tag="recorder b
 def build(*, json: Json = False) -> Reply:
     """Build the native recorder for the PyTorch that is installed here.
 
-    It needs a C++ compiler and takes about 20 s; again only after an update of PyTorch. Ranks
+    It needs a C++ compiler and takes about 20 s; repeat it after an update of PyTorch. Ranks
     that start later find it by themselves. Without it collectives are recorded by Python.
-    The copy that loads use for large runs is built with it, in a second; without it numpy copies.
+    It also builds the fast copy of large loads, in a second; without it loads copy by numpy.
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError(

@@ -92,7 +92,7 @@ class WatchOptions:
 class SimulatedJob:
     """A job that does not exist, to look at."""
 
-    simulate: Annotated[int | None, Parameter(help="Show a simulated job of so many ranks.")] = None
+    simulate: Annotated[int | None, Parameter(help="Show a simulated job of N ranks.")] = None
     fault: Annotated[
         tuple[str, ...],
         Parameter(help="Fault of the simulated job: KIND:RANK or KIND:RANK@SECONDS."),

@@ -155,7 +155,7 @@ def reshard(
     ] = None,
     trust: Annotated[
         bool,
-        flag("Buffers of the source are in the order of its layout, as ckptd diff has shown."),
+        flag("Trust the order of tensors in the source's buffers, once ckptd diff confirmed it."),
     ] = False,
     dequantize: Dequantize = False,
     explain: Annotated[bool, flag("Show what would be done and its cost.")] = False,

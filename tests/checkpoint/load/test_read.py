@@ -286,7 +286,7 @@ def test_an_older_file_without_the_chunk(store: Store) -> None:
     )
     with pytest.raises(CorruptError, match="frozen") as caught:
         read_whole(second, store)
-    assert "a file of an older checkpoint does not hold the chunk" in caught.value.message
+    assert "a file of an older checkpoint lacks a chunk" in caught.value.message
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ DAMAGES: dict[str, tuple[Damage, str, list[str]]] = {
     "bit of the first block": (
         lambda s, b: flip(s, _entry(b, 1).path, _entry(b, 1).data_start),
         [
-            "not what was written",
+            "digest mismatch",
             "block 0 of",
             "r00001.safetensors",
             "rank 1",
@@ -389,7 +389,7 @@ DAMAGES: dict[str, tuple[Damage, str, list[str]]] = {
     "bit of a middle block": (
         lambda s, b: flip(s, _entry(b, 0).path, _entry(b, 0).data_start + BLOCK_BYTES + 77),
         [
-            "not what was written",
+            "digest mismatch",
             "block 1 of",
             "r00000.safetensors",
             "rank 0",
@@ -398,7 +398,7 @@ DAMAGES: dict[str, tuple[Damage, str, list[str]]] = {
     ),
     "last bit": (
         lambda s, b: flip(s, _entry(b, 1).path, -1),
-        ["not what was written", "block 3 of", "rank 1", "tensor tail"],
+        ["digest mismatch", "block 3 of", "rank 1", "tensor tail"],
     ),
     "truncated": (
         lambda s, b: cut(s, _entry(b, 1).path, -1),
@@ -414,7 +414,7 @@ DAMAGES: dict[str, tuple[Damage, str, list[str]]] = {
     ),
     "index flipped": (
         lambda s, b: flip(s, digests_key(_entry(b, 0).path), 40),
-        ["not what was written", "r00000.digests", "rank 0"],
+        ["digest mismatch", "r00000.digests", "rank 0"],
     ),
     "index truncated": (
         lambda s, b: cut(s, digests_key(_entry(b, 0).path), 33),

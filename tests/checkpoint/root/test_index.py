@@ -250,7 +250,7 @@ def test_a_manifest_that_is_gone_or_changed(catalogue: Catalogue, store: Store) 
     store.delete([key])
     error = error_of(lambda: catalogue.manifest(record.name), CorruptError)
     assert (error.message, error.where) == (
-        "the manifest of step 7 of generation 1 is gone",
+        "the manifest of step 7 of generation 1 is missing",
         catalogue.where(key),
     )
 
@@ -266,7 +266,7 @@ def test_a_manifest_of_another_checkpoint() -> None:
     )
     store.put(commit_key(other.name), encode_record(forged))
     assert (
-        "the manifest is another checkpoint's"
+        "the manifest belongs to another checkpoint"
         in error_of(lambda: c.manifest(other.name), CorruptError).message
     )
 
@@ -275,7 +275,7 @@ def test_a_generation_of_another_number(catalogue: Catalogue, store: Store) -> N
     catalogue.claim(None, 1)
     store.put(generation_key(2), store.get(generation_key(1)))
     error = error_of(lambda: Catalogue(store).latest(), CorruptError)
-    assert "a record of another object" in error.message
+    assert "a record names another object" in error.message
     assert generation_key(2) in str(error.where)
 
 
@@ -283,7 +283,7 @@ def test_a_commit_of_another_step(catalogue: Catalogue, store: Store) -> None:
     record, other = one(catalogue), CommitName(8, 1)
     store.put(commit_key(other), encode_record(record))
     error = error_of(lambda: Catalogue(store).commit(other), CorruptError)
-    assert "a record of another object" in error.message
+    assert "a record names another object" in error.message
     assert commit_key(other) in str(error.where)
 
 

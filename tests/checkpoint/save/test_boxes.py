@@ -220,9 +220,9 @@ def test_parts_that_do_not_fit(tmp_path: Path) -> None:
         save = root.begin(1, 3, {"w": tensor(*PINWHEEL)})
         parts = [root.write(save, r, values, {"o": 1} if r else {}) for r in range(3)]
         for given, what in (
-            (parts[:2], "every rank"),
-            ([*parts, parts[0]], "every rank"),
-            (parts, "one object"),
+            (parts[:2], "one part of each rank"),
+            ([*parts, parts[0]], "one part of each rank"),
+            (parts, "the same object"),
         ):
             with pytest.raises(CkptdError, match=what) as caught:
                 root.commit(save, given)
@@ -261,7 +261,7 @@ def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
         assert "invalid name" in caught.value.message
         for value in (1, "y" * 40_000):
             parts = [root.write(save, r, values, {"w": value} if r else {}) for r in range(2)]
-            with pytest.raises(CkptdError, match="name of a tensor") as failed:
+            with pytest.raises(CkptdError, match="a tensor's name") as failed:
                 root.commit(save, parts)
             assert (failed.value.kind, failed.value.where) == ("structure", "w")
         assert root.latest() is None

@@ -23,7 +23,7 @@ def test_the_nearest_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tiers", "words"),
     [
-        ([Memory(), Memory(every=3)], "two memory tiers"),
+        ([Memory(), Memory(every=3)], "memory tier given twice"),
         (["memory"], "invalid tier"),
         ([Memory], "invalid tier"),
     ],

@@ -157,12 +157,12 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     ),
     "header: its length": (
         lambda s, b: flip(s, b.manifest.files[1].path, 1),
-        "the header's length is not what the manifest says",
+        "the length of a data file's header differs from the manifest",
         "r00001.safetensors",
     ),
     "index: a block": (
         lambda s, b: flip(s, digests_key(b.manifest.files[1].path), 33),
-        "a digest index is not what was written",
+        "a digest index is corrupt: digest mismatch",
         "r00001.digests",
     ),
     "index: gone": (
@@ -177,7 +177,7 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     ),
     "witness: flipped": (
         lambda s, b: flip(s, b.commit.folder + WITNESS, -1),
-        "the witness is not what was written",
+        "the witness is corrupt: digest mismatch",
         WITNESS,
     ),
     "witness: gone": (
@@ -187,12 +187,12 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     ),
     "manifest: flipped": (
         lambda s, b: flip(s, b.commit.folder + b.commit.manifest, 30),
-        "the manifest is not what was committed",
+        "the manifest is corrupt: size or digest mismatch",
         "manifest.json",
     ),
     "manifest: gone": (
         lambda s, b: s.delete([b.commit.folder + b.commit.manifest]),
-        "is gone",
+        "is missing",
         "manifest.json",
     ),
     "record: no JSON": (
@@ -336,7 +336,7 @@ def test_a_bad_block_outside_the_chunks_referred_to(store: Store) -> None:
     found = only(check(store, second))
     assert found.kind == "digest"
     assert "block 1" in found.where
-    assert "referred to" in found.message
+    assert "a block is corrupt" in found.message
     flip(store, entry.path, entry.data_start + 400_000 * 4 - 1)
     flip(store, entry.path, entry.data_start)
     assert check(store, second).ok

@@ -359,7 +359,7 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / built.manifest.files[0].path
     good = file.read_bytes()
     for raw, words in (
-        (good[:-1] + bytes([good[-1] ^ 1]), "not what was written"),
+        (good[:-1] + bytes([good[-1] ^ 1]), "digest mismatch"),
         (good[:-1], "a data file has the wrong size"),
         (good + b"x", "a data file has the wrong size"),
         (None, "a data file of the checkpoint is missing"),
