@@ -24,7 +24,7 @@ def failed_of(name: str) -> dict[str, str]:
     return failing(programs.OF_EVERY_KIND | (programs.OF_CUDA if name == "cuda" else {}))
 
 
-@pytest.mark.parametrize("name", ["cuda", "xpu", "sim"])
+@pytest.mark.parametrize("name", ["cuda", "xpu", "newdevice"])
 def test_devices_of_every_name(name: str) -> None:
     failed = run(failed_of, name, name=name)
     assert not failed, "\n".join(failed.values())

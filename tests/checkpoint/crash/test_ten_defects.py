@@ -43,6 +43,8 @@ from tests.processes import PATIENCE_S, wait_for_end
 
 __all__ = ["tmpfs"]
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 EIGHT = {f"t{i}": (2048, 64) for i in range(8)}  # 4 MiB in all
 
 
@@ -366,6 +368,7 @@ def stage_and_die(root: str, pid_file: str) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("writing_process")
 def test_what_survives_in_memory_holds_the_bytes(root: str, tmp_path: Path) -> None:
     """Defect 7, DLRover, ``engine.py``: a replica's memory is made and announced, never filled.
 
@@ -391,6 +394,7 @@ def test_what_survives_in_memory_holds_the_bytes(root: str, tmp_path: Path) -> N
                 assert torch.equal(live[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+@pytest.mark.usefixtures("writing_process")
 def test_a_killed_writing_process_hangs_nobody(root: str) -> None:
     """Defect 8, NVRx, ``core.py``: a poll of the worker's queue that never asks if it lives.
 

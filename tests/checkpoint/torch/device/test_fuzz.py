@@ -16,7 +16,7 @@ from tests.checkpoint.torch.device.fuzz import fuzz, tally_line
 from tests.simdevice import run, run_simulated_ranks
 from tests.simulated import ON_SIMULATED_DEVICES
 
-pytestmark = ON_SIMULATED_DEVICES
+pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
 SOME = 12
 """Programs that have each schedule, place, setting and optimizer among them."""

@@ -23,7 +23,7 @@ from tests.processes import until
 from tests.simdevice import installed, run
 from tests.simulated import ON_SIMULATED_DEVICES
 
-pytestmark = ON_SIMULATED_DEVICES
+pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
 GENERATIONS = 4
 RACES = 250

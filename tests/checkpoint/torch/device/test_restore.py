@@ -495,7 +495,7 @@ def loads_on(kind: str, root: str) -> None:
     assert different(state, wanted) == []
 
 
-@pytest.mark.parametrize("kind", ["xpu", "sim"])
+@pytest.mark.parametrize("kind", ["xpu", "newdevice"])
 def test_devices_by_other_names(kind: str) -> None:
     run(loads_on, kind, "memory://restored", name=kind, schedule="lazy")
 

@@ -35,7 +35,7 @@ from tests.simulated import ON_SIMULATED_DEVICES
 
 pytestmark = [pytest.mark.usefixtures("writing_thread"), *ON_SIMULATED_DEVICES]
 
-KINDS = {"cuda": "CUDA", "xpu": "XPU", "simd": "PrivateUse1"}
+KINDS = {"cuda": "CUDA", "xpu": "XPU", "newdevice": "PrivateUse1"}
 """Names of kinds of devices, and the dispatcher's key of each."""
 
 

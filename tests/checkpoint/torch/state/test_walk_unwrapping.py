@@ -24,6 +24,8 @@ from ckptd.checkpoint.torch.state.flatten import flatten
 from ckptd.errors import UsageError
 from ckptd.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("writing_thread")
+
 
 def net() -> nn.Module:
     torch.manual_seed(3)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckptd.testing.ranks import run_ranks
 
-pytestmark = [pytest.mark.dist]
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("writing_thread")]
 
 GUIDE = Path(__file__).parents[4] / "docs" / "guide" / "layouts.md"
 
