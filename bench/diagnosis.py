@@ -178,8 +178,7 @@ def skip(mesh: Mesh, rng: np.random.Generator) -> Case:
 
 def deadlock(mesh: Mesh, rng: np.random.Generator) -> Case:
     faults = [Fault(Planted.SWAP, _ranks(mesh, rng, 1)[0])]
-    stage = mesh.tp * (faults[0].rank // mesh.tp)
-    return play(mesh, faults, rng), {f"{VerdictKind.DEADLOCK} {stage + k}" for k in range(mesh.tp)}
+    return play(mesh, faults, rng), _wanted(VerdictKind.DEADLOCK, faults)
 
 
 def communication(mesh: Mesh, rng: np.random.Generator) -> Case:

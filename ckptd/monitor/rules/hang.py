@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptd.monitor.job import CallFlag, JobView
+from ckptd.monitor.rules.differing import outvoted, strayed
 from ckptd.monitor.rules.limits import ENGINE_S, CallLoops, HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.rules.naming import rank_suspects
@@ -353,15 +354,17 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     if not (age[rows] > limit[rows]).all():
         return
     free = _not_waiting(job)
-    details = [_where(job, int(r), free) for r in rows[:MOST_NAMED]]
     unsure = int(free[rows].sum())
+    odd, why = _one_apart(job, rows) if not unsure else (rows[:0], "")
+    named = odd if len(odd) else rows
+    details = [_where(job, int(r), free) for r in named[:MOST_NAMED]]
+    groups = _groups(job, codes, 0.5 if unsure or len(odd) else 0.9)
+    ranks = rank_suspects(job, named[:MOST_NAMED], 0.9 / len(odd) if len(odd) else 0.5, details)
     yield Verdict(
         kind=VerdictKind.DEADLOCK,
-        suspects=(
-            *_groups(job, codes, 0.5 if unsure else 0.9),
-            *rank_suspects(job, rows[:MOST_NAMED], 0.5, details)[:MOST_NAMED],
-        ),
+        suspects=(*ranks, *groups) if len(odd) else (*groups, *ranks[:MOST_NAMED]),
         evidence=(
+            *([why] if why else []),
             f"{len(rows)} ranks wait for each other in {len(codes)} groups",
             f"for {age[rows].min():.1f} s at least",
             *([f"{unsure} of them may hang elsewhere: {_ELSEWHERE}"] if unsure else []),
@@ -380,9 +383,26 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
             "limit s": float(limit[rows].max()),
             "engine s": _engine_s(job, codes),
         },
-        place=place_of(job, int(rows[0])),
+        place=place_of(job, int(named[0])),
         groups=tuple(int(g) for g in job.group_ids[codes][:MOST_NAMED]),
     )
+
+
+def _one_apart(job: JobView, circle: Array) -> tuple[Array, str]:
+    """Return those of a circle that explain it, and why; nobody where nothing tells."""
+    odd = strayed(job, circle)
+    if len(odd):
+        row = int(odd[0])
+        before = job.calls[job.last_call[row] - 1]
+        came = job.text(int(before["site"])) if before["site"] else job.text(int(before["op"]))
+        return odd, (
+            f"rank {job.ranks['rank'][row]} went from the call at {came} to the one at "
+            f"{place_of(job, row)}, which is new: it left calls out, or made others"
+        )
+    odd = outvoted(job, circle)
+    return odd, "a strict majority of each group is at another call than the named" if len(
+        odd
+    ) else ""
 
 
 _ELSEWHERE = "the call does not hold its caller up"
@@ -391,7 +411,10 @@ _ELSEWHERE = "the call does not hold its caller up"
 def _where(job: JobView, row: int, free: Array) -> str:
     rank = job.ranks[row]
     group = job.group_name(int(rank["pending_group"]))
-    text = f"in call {rank['pending_seq']} of group {group}"
+    text = f"in call {rank['pending_seq']} of {group}"
+    call = job.calls[job.last_call[row]] if job.last_call[row] >= 0 else None
+    if call is not None and call["site"] and call["group"] == rank["pending_group"]:
+        text += f" at {job.text(int(call['site']))}"
     return f"{text}; {_ELSEWHERE}" if free[row] else text
 
 

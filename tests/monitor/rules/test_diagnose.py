@@ -95,7 +95,7 @@ REDUCE = int((MESH.program[0] >= 0).sum()) - 3
         (Planted.CRASH, 2, [("crash", ["5"])]),
         (Planted.SIZE, REDUCE, [("mismatch", ["5"])]),
         (Planted.SKIP, REDUCE - 2, [("mismatch", ["5"])]),
-        (Planted.SWAP, 0, [("deadlock", ["4", "5", "6", "7"])]),
+        (Planted.SWAP, 0, [("deadlock", ["5"])]),
         (Planted.LINK, REDUCE + 1, [("communication hang", ["4", "5", "6", "7"])]),
     ],
 )
