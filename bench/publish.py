@@ -2,6 +2,7 @@
 
     python bench/publish.py                # 4 GB in bfloat16; takes 16 GB of memory
     python bench/publish.py --gb 1
+    python bench/publish.py --case deltas --gb 0.25     # changes alone
 
 Six processes of one machine. *gather and broadcast* is what frameworks do: rank 0 gathers each
 tensor whole (straight from the four ranks, over gloo), broadcasts it to the workers, and each cuts
@@ -18,10 +19,17 @@ taken from training, whatever ckptd does; beside the time a step takes stands th
 the trainers' own processes, servers left out. *A core each*: one rank trains on a core of its own,
 and one worker, of as many bytes as one of the six has, pulls on the other one; the server runs
 beside the worker, as on a host with a core to spare, or on the core that trains.
+
+*Changes* (``--case deltas``): one publisher, and one worker over sockets that has the version
+before, of bfloat16 weights of which some elements, scattered, take any other value, or change their
+last bit. The bound is the entropy of which elements changed and, of any values, their 16 bits; of
+last bits none. Processor time is that of a pass over both versions, beside that of the digest
+alone, of each the least of some; the first version is out of the cache.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import random
@@ -41,6 +49,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptd
+from ckptd.base.digest import digest
+from ckptd.publish.blocks import BLOCK_BYTES
+from ckptd.publish.deltas import encode
 from ckptd.testing.ranks import run_ranks
 
 HEADS, HD, WIDTH, HIDDEN, WORDS, RANK = 16, 64, 1024, 2816, 32768, 8
@@ -521,8 +532,81 @@ def world(folder: str, layers: int, reps: int, steps: int) -> dict[str, list[dic
     return found
 
 
+ONE = "mesh O = x:1\nspace s { A[a b] }\nlayout one of s on O { a = A[a b] }\n"
+PARTS = (0.001, 0.01, 0.045, 0.3, 1.0)
+
+
+def changed(old: np.ndarray[Any, Any], part: float, how: str) -> tuple[np.ndarray[Any, Any], int]:
+    """Return other weights, and how many elements changed."""
+    rng = np.random.default_rng(int(1e6 * part))
+    at = np.flatnonzero(rng.random(len(old)) < part)
+    new = old.copy()
+    new[at] ^= rng.integers(1, 1 << 16, len(at)).astype(np.uint16) if how == "any value" else 1
+    return new, len(at)
+
+
+def passes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any], reps: int) -> tuple[float, float]:
+    """Return processor seconds a GB of the digests alone, and with what changed beside them."""
+    pair = [x.view(np.uint8) for x in (old, new)]
+    found = []
+    for both in (False, True):
+        best = math.inf
+        for _ in range(reps):
+            begun = time.process_time()
+            for at in range(0, len(pair[0]), BLOCK_BYTES):
+                before, now = (x[at : at + BLOCK_BYTES] for x in pair)
+                digest(now.data)
+                if both:
+                    encode(before, now, 2)
+            best = min(best, time.process_time() - begun)
+        found.append(best / len(pair[0]) * 1e9)
+    return found[0], found[1]
+
+
+def deltas(options: Any) -> None:
+    """Measure what a change takes on the wire, and on the sender."""
+    rows = int(options.gb * 1e9) // (2 * 4096)
+    values = (torch.randn(rows * 4096) * 0.02).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    state = {"a": torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(rows, 4096)}
+    into = {"a": torch.zeros_like(state["a"])}
+    table, data = [], []
+    with (
+        ckptd.Publisher(ONE, f"{options.dir}/at") as publisher,
+        ckptd.Subscriber(ONE, {"m": into}, f"{options.dir}/at") as subscriber,
+    ):
+        subscriber._far = True
+        publisher.publish(0, {"m": state}).wait()
+        assert subscriber.update(wait_s=60)
+        for how in ("any value", "last bit"):
+            for part in PARTS:
+                new, count = changed(values, part, how)
+                alone, both = passes(values, new, options.reps)
+                values[:] = new  # the state's memory
+                publisher.publish(1, {"m": state}).wait()
+                report = subscriber.update(wait_s=60)
+                assert report is not None
+                assert torch.equal(into["a"].view(torch.int16), state["a"].view(torch.int16))
+                wire, bits = report.bytes_received, 16 if how == "any value" else 0
+                rest = 1 - part
+                each = -(part * math.log2(part) + (rest * math.log2(rest) if rest else 0))
+                bound = max(1.0, len(values) * (each + bits * part) / 8)
+                row = [how, 100 * part, wire / 1e6, wire / (2 * count), wire / bound]
+                row += [wire / report.bytes_needed, alone, both, both / alone]
+                table.append(row if part < 1 or bits else [*row[:4], float("nan"), *row[5:]])
+                data.append(row)
+    head = ["change", "elements %", "on the wire MB", "wire / changed bytes"]
+    head += ["wire / entropy (aim 1.6)", "wire / whole (aim 1.01)"]
+    head += ["digest alone s/GB", "with what changed s/GB", "ratio (aim 1.3)"]
+    text = f"{state['a'].nbytes / 1e9:.2f} GB of bfloat16.\n\n" + common.table(head, table)
+    command = " ".join(["python", "bench/publish.py", *sys.argv[1:]])
+    common.publish("publish_deltas", command, text, data)
+
+
 def main() -> None:
     options = common.arguments(__doc__, gb=4.0, steps=60)
+    if options.case == "deltas":
+        deltas(options)
+        return
     layers = layers_of(options.gb)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ckptd-bench-") as folder:
         needed = Worker(0, layers).nbytes

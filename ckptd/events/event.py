@@ -223,6 +223,8 @@ class VersionApplied(_Moment, frozen=True, kw_only=True, tag=True):
         As in `VersionPublished`.
     bytes, unchanged
         What was pulled, and what was left out since the tensors held it.
+    received
+        So many bytes came over sockets for it: fewer than `bytes` where what changed was enough.
     duration_ns
         Of the update, without the wait for a version.
     lag_ns
@@ -232,6 +234,7 @@ class VersionApplied(_Moment, frozen=True, kw_only=True, tag=True):
     number: _Count
     bytes: _Count = 0
     unchanged: _Count = 0
+    received: _Count = 0
     duration_ns: _Count = 0
     lag_ns: _Count = 0
 

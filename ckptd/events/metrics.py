@@ -172,6 +172,7 @@ class Metrics:
             self._add_version("skipped" if event.skipped else "published", event)
         elif isinstance(event, VersionApplied):
             self._add_version("applied", event)
+            self._version_bytes["received",] += event.received
             self._lag[()] = event.lag_ns / 1e9
 
     def _add_version(self, outcome: str, event: VersionPublished | VersionApplied) -> None:

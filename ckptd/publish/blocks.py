@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import digest
-from ckptd.errors import UsageError
+from ckptd.errors import CorruptError, UsageError
+from ckptd.publish.deltas import WHOLE, apply
 from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
 from ckptd.publish.tiles import quantize_tiles, tile_counts, tile_maxima
 from ckptd.reshard.changes import Linear, largest
@@ -34,6 +36,15 @@ class SlotBytes(Protocol):
     @property
     def data(self) -> memoryview:
         """The bytes."""
+
+
+class KnownChanges(Protocol):
+    """The changes since a version that a worker holds; see `ckptd.publish.chains`."""
+
+    def of(
+        self, tensor: PublishedTensor, block: BlockRead, cut: tuple[int, int] | None
+    ) -> bytes | None:
+        """Return the delta of a part, or of some bytes of it; None: its values are sent."""
 
 
 def tensor_bytes(slot: SlotBytes, tensor: PublishedTensor) -> U8:
@@ -171,13 +182,20 @@ class BlockDigests:
         return known
 
     def complete(
-        self, slot: SlotBytes, tensors: Mapping[str, PublishedTensor]
+        self,
+        slot: SlotBytes,
+        tensors: Mapping[str, PublishedTensor],
+        beside: Callable[[str, int], object] = lambda name, block: None,
     ) -> dict[str, list[bytes]]:
-        """Compute what nothing has needed yet, and return all; last first, as readers begin."""
+        """Compute what nothing has needed yet, and return all; last first, as readers begin.
+
+        `beside` is called with each block of each tensor while its bytes are in the cache.
+        """
         for name in reversed(self._found):
             data = tensor_bytes(slot, tensors[name])
             for at in reversed(range(0, len(data), BLOCK_BYTES)):
                 self.of(name, data, (at, min(at + BLOCK_BYTES, len(data))))
+                beside(name, at // BLOCK_BYTES)
         return self._found
 
 
@@ -209,7 +227,8 @@ def outgoing(
     blocks: Sequence[BlockRead],
     digests: BlockDigests,
     scratch: Callable[[int], U8],
-) -> tuple[list[memoryview], bytes]:
+    changes: KnownChanges | None = None,
+) -> tuple[list[memoryview], bytes, tuple[int, ...]]:
     """Return parts, which `read_bytes` has checked, as they are sent, and the digest of them all.
 
     What lies together is sent out of the slot; the rest is gathered.
@@ -220,11 +239,14 @@ def outgoing(
         Of this version.
     scratch
         Returns memory of so many bytes, for what is gathered.
+    changes
+        Since the version that the parts say.
 
     Returns
     -------
-    list, bytes
+    list, bytes, tuple
         The second is the digest of the digests of runs, cut at blocks, and of what is gathered.
+        The third has the sizes of deltas, one for each of these; none where no delta is known.
     """
     runs = [run_of(tensors[b.tensor], b) for b in blocks]
     gathered = [b for b, run in zip(blocks, runs, strict=True) if run is None]
@@ -235,18 +257,61 @@ def outgoing(
     at = 0
     parts: list[memoryview] = []
     found: list[bytes] = []
+    sent: list[tuple[bytes, memoryview]] = []
+    known = False
     for block, run in zip(blocks, runs, strict=True):
         tensor = tensors[block.tensor]
+        pieces: list[tuple[tuple[int, int] | None, memoryview]] = []
         if run is None:
             end = next(ends)
             part, at = room[at:end], end
             found.append(digest(part.data))
+            pieces.append((None, part.data))
         else:
             data = tensor_bytes(slot, tensor)
             part = data[slice(*run)]
             found += [digests.of(tensor.name, data, cut) for cut in _cuts(run)]
+            pieces += [(cut, data[slice(*cut)].data) for cut in _cuts(run)]
         parts.append(part.data)
-    return parts, digest(b"".join(found))
+        for cut, piece in pieces if changes is not None else ():
+            has = block.since and not block.tiles and len(piece)
+            delta = changes.of(tensor, block, cut) if changes is not None and has else None
+            known |= delta is not None
+            sent.append((WHOLE, piece) if delta is None else (delta, memoryview(b"")))
+    if not known:
+        return parts, digest(b"".join(found)), ()
+    counts = tuple(len(head) + len(rest) for head, rest in sent)
+    joined = [memoryview(part) for pair in sent for part in pair if len(part)]
+    return joined, digest(b"".join(found)), counts
+
+
+def incoming(
+    tensors: Sequence[PublishedTensor],
+    blocks: Sequence[BlockRead],
+    data: memoryview,
+    sizes: Sequence[int],
+    into: U8,
+) -> None:
+    """Make the values that a worker holds of parts those of the version, by deltas of `outgoing`.
+
+    Raises
+    ------
+    CorruptError
+        They are no deltas of these parts.
+    """
+    places: list[tuple[int, int]] = []
+    at = 0
+    for block in blocks:
+        tensor = tensors[block.tensor]
+        run = run_of(tensor, block)
+        size = dtype_of(block.cast or tensor.dtype).itemsize
+        lengths = [read_bytes(tensors, [block])] if run is None else [b - a for a, b in _cuts(run)]
+        places += [(length, size) for length in lengths]
+    if len(places) != len(sizes) or sum(sizes) != len(data):
+        raise CorruptError("malformed delta of a block", wanted=f"{len(places)} deltas")
+    for end, length, (nbytes, size) in zip(accumulate(sizes), sizes, places, strict=True):
+        apply(into[at : at + nbytes], data[end - length : end], size)
+        at += nbytes
 
 
 def incoming_digest(

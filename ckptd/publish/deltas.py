@@ -38,7 +38,7 @@ _HEAD = struct.Struct("<BI")
 _LENGTH = struct.Struct("<I")
 _PACKED = 1 << 31
 _SPARSE_SHARE = 0.75
-_MAYBE_PLANES = 0.25
+_MAYBE_PLANES = 0.5
 _FAR_APART = 128
 """Elements between changed ones on average, from where on two bytes tell it in less room."""
 _local = threading.local()  # contexts of zstd serve one thread each

@@ -9,8 +9,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from ckptd.base.net.connection import Connection, greet_server
 from ckptd.base.runtime.host import host_id
 from ckptd.checkpoint.save.arena import CONTROL_BYTES
 from ckptd.errors import CkptdError, CorruptError, TransientStoreError
-from ckptd.publish.blocks import incoming_digest
+from ckptd.publish.blocks import incoming, incoming_digest
 from ckptd.publish.messages import (
     ANSWER,
     MOST_BODY,
@@ -54,6 +54,42 @@ _SEALED = slice(0, 24)
 _AHEAD = 1
 _AHEAD_BYTES = 32 << 10
 """Largest question that is asked ahead: it fits the buffers of a socket whose other end sends."""
+
+
+class ReadRequest(NamedTuple):
+    """Parts of tensors that are asked for.
+
+    Attributes
+    ----------
+    blocks
+        The parts.
+    into
+        Where their values go, one after the other.
+    held
+        Fills `into` with what the worker holds, before deltas are applied to it.
+    """
+
+    blocks: tuple[BlockRead, ...]
+    into: U8
+    held: Callable[[], object] = lambda: None
+
+
+class Arrived(NamedTuple):
+    """An answer to a `ReadRequest`.
+
+    Attributes
+    ----------
+    data
+        The buffer of the request.
+    nbytes
+        So many bytes came.
+    good
+        Whether `data` are the values. If not, the worker held other ones than it said.
+    """
+
+    data: U8
+    nbytes: int
+    good: bool
 
 
 class ServerLink:
@@ -188,6 +224,10 @@ class ServerLink:
     def reads(
         self, number: int, requests: Iterable[tuple[tuple[BlockRead, ...], U8]]
     ) -> Iterator[U8]:
+        """Yield each buffer once it is filled with its blocks; see `arrivals`."""
+        return (a.data for a in self.arrivals(number, (ReadRequest(*r) for r in requests)))
+
+    def arrivals(self, number: int, requests: Iterable[ReadRequest]) -> Iterator[Arrived]:
         """Yield each buffer once it is filled with its blocks, which come with a digest.
 
         Tensors are those that were asked after last. The next parts are asked for already: the
@@ -195,39 +235,49 @@ class ServerLink:
         the answers before it, else both ends might send and neither receive.
         After an error, or where the caller stops early, this link is lost.
         """
-        waiting: deque[tuple[U8, tuple[BlockRead, ...]]] = deque()
+        waiting: deque[ReadRequest] = deque()
         with self._lock:
             try:
-                for blocks, into in requests:
-                    question = msgspec.msgpack.encode(AskRead(number, blocks))
+                for request in requests:
+                    question = msgspec.msgpack.encode(AskRead(number, request.blocks))
                     while waiting and len(question) > _AHEAD_BYTES:
-                        yield self.read(*waiting.popleft())
+                        yield self.read(waiting.popleft())
                     self._connection.send(question)
-                    waiting.append((into, blocks))
+                    waiting.append(request)
                     if len(waiting) > _AHEAD:
-                        yield self.read(*waiting.popleft())
+                        yield self.read(waiting.popleft())
                 while waiting:
-                    yield self.read(*waiting.popleft())
+                    yield self.read(waiting.popleft())
             except BaseException:  # answers to what was asked ahead would be taken for others
                 self._connection.close()
                 raise
 
-    def read(self, into: U8, blocks: Sequence[BlockRead]) -> U8:
+    def read(self, request: ReadRequest) -> Arrived:
         """Fill a buffer with the next answer to `AskRead`, which asked for these parts."""
+        blocks, into, held = request
         answer, nbytes = self._connection.receive(ANSWER, self._wait_s, most_bulk=MOST_READ_BYTES)
         found = self._checked(answer, ReadBytes)
-        if nbytes != len(into):
+        if (nbytes != len(into)) if not found.sizes else nbytes > len(into) + len(found.sizes):
             raise self._connection.fail(
                 "the answer holds other bytes than requested", kind="link-protocol", found=nbytes
             )
-        self._connection.fill(into.data, self._wait_s)
-        if incoming_digest(self.places, blocks, into) != found.digest:
+        deltas = memoryview(bytearray(nbytes)) if found.sizes else into.data
+        self._connection.fill(deltas, self._wait_s)
+        good = True
+        if found.sizes:
+            held()
+            try:
+                incoming(self.places, blocks, deltas, found.sizes, into)
+            except CorruptError:
+                good = False
+        good = good and incoming_digest(self.places, blocks, into) == found.digest
+        if not good and not found.sizes:
             raise CorruptError(
                 "bytes from a publisher were corrupted in transit",
                 where=self._connection.peer,
                 hint="nothing was written to the tensors; update() again",
             )
-        return into
+        return Arrived(into, nbytes, good)
 
     def _checked(self, answer: Any, kind: type[T]) -> T:
         if isinstance(answer, PublishRefusal):

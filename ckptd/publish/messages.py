@@ -14,7 +14,7 @@ from msgspec import Meta
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import UsageError
 
-PURPOSE = "ckptd publish 2"
+PURPOSE = "ckptd publish 3"
 """Of connections; its number rises with messages that older programs do not know."""
 MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""
@@ -108,9 +108,10 @@ class SetDirectory(_Order, frozen=True, tag="directory"):
 
 
 class SetTensors(_Order, frozen=True, tag="tensors"):
-    """The contents of each slot."""
+    """The contents of each slot, and most memory for what changed from version to version."""
 
     tensors: tuple[PublishedTensor, ...]
+    delta_bytes: int = 0
 
 
 class SlotMemory(_Order, frozen=True, tag="slot"):
@@ -300,6 +301,9 @@ class BlockRead(msgspec.Struct, frozen=True, array_like=True):
         float32 and row-major.
     scales
         Of the tiles, row-major, as bytes of float32, where there is a `cast`.
+    since
+        The version that the worker holds in this place, in the type that is sent: what changed
+        since then is enough. 0: the values are sent.
     """
 
     tensor: _Number
@@ -309,6 +313,7 @@ class BlockRead(msgspec.Struct, frozen=True, array_like=True):
     cast: Annotated[str, Meta(max_length=64)] = ""
     tiles: Annotated[tuple[TileSteps, ...], Meta(max_length=64)] = ()
     scales: bytes = b""
+    since: _Number = 0
 
 
 class AskRead(_Question, frozen=True, tag="read"):
@@ -402,9 +407,17 @@ class ChangedBlocks(_Answer, frozen=True, tag="changes"):
 
 
 class ReadBytes(_Answer, frozen=True, tag="read"):
-    """The bytes that were asked for follow; their digest is of `ckptd.publish.blocks.outgoing`."""
+    """The bytes that were asked for follow; their digest is of `ckptd.publish.blocks.outgoing`.
+
+    Attributes
+    ----------
+    sizes
+        Bytes of the deltas that follow in place of the values, see
+        `ckptd.publish.blocks.incoming`; empty: the values do.
+    """
 
     digest: bytes
+    sizes: Annotated[tuple[_Number, ...], Meta(max_length=1 << 17)] = ()
 
 
 class PublishRefusal(_Answer, frozen=True, tag="refused"):

@@ -9,11 +9,12 @@ the worker's type is smaller. Nothing is written before everything is there.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from ckptd.lay.local import local_tensors
 from ckptd.lay.resolve import Bound
 from ckptd.lay.values import Values
 from ckptd.publish.carrier import SlotReader
-from ckptd.publish.link import MappedVersion
+from ckptd.publish.link import Arrived, MappedVersion, ReadRequest, ServerLink
 from ckptd.publish.messages import (
     AskChanged,
     AskTensors,
@@ -55,9 +56,12 @@ from ckptd.types import DType, dtype_of
 
 U8 = NDArray[np.uint8]
 T = TypeVar("T")
+_log = logging.getLogger("ckptd")
 
 _MESSAGE_BYTES = 2 << 20
 """Of what is asked for at a time: two fit the buffers of a socket, so both ends work at once."""
+_DELTA_TIMES = 4
+"""So many times that where deltas may come in place of it."""
 _LEAST_MESSAGE_BYTES = 4096
 _MOST_BLOCKS = 4096
 _NARROW = frozenset(
@@ -91,7 +95,8 @@ class PullReport:
         Of the parts of published tensors that the own tensors are made of, in the smaller of both
         types; and of the magnitudes that scales are made of.
     bytes_received
-        Over sockets.
+        Over sockets: less than is needed where what changed since an earlier version was enough,
+        more where some of it had to come whole after that.
     bytes_mapped
         Read out of slots of this host.
     bytes_unchanged
@@ -295,7 +300,10 @@ class PullPlan:
         """
         staged = StagedPull(self._takings.fills, step)
         quantized = self._quantized
-        givers = [_Giver(links[g], self._takings.of(g), quantized, step) for g in self.givers]
+        since = 0 if held is None else held.number
+        givers = [
+            _Giver(links[g], self._takings.of(g), quantized, step, since) for g in self.givers
+        ]
         if held is not None:
             # Digests of a new version take a moment: waited for where something may be left out,
             # and now and then to see what has come to rest.
@@ -498,6 +506,19 @@ def _put(part: _Part, arrivals: Arrivals) -> None:
 
 
 _Message = list[tuple[BlockRead, Incoming, PartBlock, DType]]
+
+
+def _take_held(message: _Message, into: U8) -> None:
+    """Put what own tensors hold where deltas are applied to it."""
+    at = 0
+    for read, incoming, part, dtype in message:
+        end = at + part.block.numel * dtype.itemsize
+        if read.since:
+            cut = part.block
+            place_of(incoming).take(cut.target_start, cut.shape, cut.target_strides, into[at:end])
+        at = end
+
+
 _Measured = tuple[BlockRead, QuantizedTensor, Block]
 
 
@@ -549,14 +570,19 @@ class _Giver:
         Own tensors of which something changed.
     """
 
+    # The version that the own tensors hold, perhaps: the digest of what deltas make of it shows.
+    _since: int
+
     def __init__(
         self,
         link: SlotReader,
         incoming: list[Incoming],
         quantized: Mapping[str, QuantizedTensor],
         step: Callable[[], object],
+        since: int = 0,
     ) -> None:
         self._link = link
+        self._since = since if isinstance(link, ServerLink) else 0
         self._step = step
         self._incoming = incoming
         self._quantized = [quantized.get(i.tensor.name) for i in incoming]
@@ -582,6 +608,8 @@ class _Giver:
             i.segment.pieces if q is None else _along_axes(i.segment.pieces, q)
             for i, q in zip(incoming, self._quantized, strict=True)
         ]
+        self._alike: set[tuple[int, int]] = set()
+        """Parts that are in the own tensors as they are sent."""
         self._casts = {
             (number, part): self._cast(number, i, part)
             for number, i in enumerate(incoming)
@@ -601,7 +629,10 @@ class _Giver:
             return target.dtype.name
         plain = change is not None and (change.scale, change.shift) == (1.0, 0.0)
         smaller = target.dtype.itemsize < source.itemsize
-        return target.dtype.name if plain and smaller and of == 1 else ""
+        cast = target.dtype.name if plain and smaller and of == 1 else ""
+        if of == 1 and (cast or change is None):
+            self._alike.add((number, part))
+        return cast
 
     def _sent(self, number: int, part: int) -> DType:
         """Return the type in which a part comes over a socket."""
@@ -740,7 +771,8 @@ class _Giver:
         if self._bytes and self._link.local:
             self._map(number, share)
         elif self._bytes:
-            for found in self._received(number, _MESSAGE_BYTES, into):
+            limit = _MESSAGE_BYTES * (_DELTA_TIMES if self._since else 1)
+            for found in self._received(number, limit, into):
                 if stop.is_set():
                     raise _stopped()
                 for part in found.parts:
@@ -793,21 +825,59 @@ class _Giver:
         share.report += PullReport(bytes_mapped=self._bytes)
 
     def _received(self, number: int, limit: int, into: U8 | None = None) -> Iterator[_Share]:
-        asked: deque[_Message] = deque()
-
-        def requests() -> Iterator[tuple[tuple[BlockRead, ...], U8]]:
+        def buffers() -> Iterator[tuple[_Message, U8]]:
             at = 0
             for message, nbytes in self._messages(limit):
-                asked.append(message)
-                data = np.empty(nbytes, np.uint8) if into is None else into[at : at + nbytes]
+                yield (
+                    message,
+                    np.empty(nbytes, np.uint8) if into is None else into[at : at + nbytes],
+                )
                 at += nbytes
-                yield tuple(read for read, *_ in message), data
 
-        for data in self._link.reads(number, requests()):
+        again: list[tuple[_Message, U8]] = []
+        yield from self._filled(number, buffers(), again)
+        for message, _ in again:
+            _log.warning(
+                "tensors hold other values than they got, and are pulled whole: %s, ...",
+                message[0][1].tensor.name,
+            )
+            message[:] = [
+                (msgspec.structs.replace(read, since=0), source, block, dtype)
+                for read, source, block, dtype in message
+            ]
+        yield from self._filled(number, again, [])
+
+    def _filled(
+        self,
+        number: int,
+        buffers: Iterable[tuple[_Message, U8]],
+        again: list[tuple[_Message, U8]],
+    ) -> Iterator[_Share]:
+        """Yield what is in buffers that are filled; those with other values go to `again`."""
+        asked: deque[_Message] = deque()
+
+        def requests() -> Iterator[ReadRequest]:
+            for message, data in buffers:
+                asked.append(message)
+                blocks = tuple(read for read, *_ in message)
+                yield ReadRequest(blocks, data, partial(_take_held, message, data))
+
+        link = self._link
+        arrivals = (
+            link.arrivals(number, requests())
+            if isinstance(link, ServerLink)
+            else (Arrived(d, len(d), True) for d in link.reads(number, (r[:2] for r in requests())))
+        )
+        for data, nbytes, good in arrivals:
             self._step()
-            share = _Share(report=PullReport(bytes_received=len(data)))
+            message = asked.popleft()
+            share = _Share(report=PullReport(bytes_received=nbytes))
+            if not good:
+                again.append((message, data))
+                yield share
+                continue
             at = 0
-            for _, incoming, block, dtype in asked.popleft():
+            for _, incoming, block, dtype in message:
                 end = at + block.block.numel * dtype.itemsize
                 share.parts.append(_Part(incoming, block, dtype, data=data[at:end]))
                 at = end
@@ -833,6 +903,7 @@ class _Giver:
                         cut.shape,
                         cut.source_strides,
                         self._casts[number, piece.part],
+                        since=self._since if (number, piece.part) in self._alike else 0,
                     )
                     if (quantized := self._quantized[number]) is not None:
                         read = msgspec.structs.replace(

@@ -38,6 +38,7 @@ from ckptd.checkpoint.save.arena import Slot
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, NotFoundError, ProcessError, StoreError
 from ckptd.publish.blocks import BLOCK_BYTES, BlockDigests, outgoing, read_bytes
+from ckptd.publish.chains import DeltaBook, VersionDeltas
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     MOST_BODY,
@@ -139,6 +140,7 @@ class PublishServer:
         self._digested = threading.Condition(self._lock)
         self._blocks: dict[int, BlockDigests] = {}
         self._pending: set[int] = set()
+        self._deltas = DeltaBook()
         self._about: PublishedAbout | None = None
         self._entries: tuple[ServerEntry, ...] = ()
         self._leader: ServerEntry | None = None
@@ -224,7 +226,8 @@ class PublishServer:
                     self._about = PublishedAbout(
                         self._opening.epoch, self._opening.world, layout, sizes, globs
                     )
-            case SetTensors(tensors):
+            case SetTensors(tensors, delta_bytes):
+                self._deltas.budget_bytes = delta_bytes
                 self._tensors = {t.name: t for t in tensors}
             case SlotMemory(number, nbytes) if fd is not None:
                 self._put_slot(number, _Shared(Slot(number, nbytes, fd)))
@@ -308,6 +311,9 @@ class PublishServer:
     def _seal(self, number: int, slot: _Shared) -> None:
         with self._lock:
             self._versions = {n: s for n, s in self._versions.items() if s is not slot}
+            before = max((n for n in self._versions if n < number), default=0)
+            if before:
+                self._deltas.begin(before, number)
             self._versions[number] = slot
             kept = {n: b for n, b in self._blocks.items() if n in self._versions}
             self._blocks = kept | {number: BlockDigests(self._tensors.values())}
@@ -335,22 +341,34 @@ class PublishServer:
         NotFoundError
             kind ``no-version``: it is not there, or not any more.
         """
+        with self._lent(number) as slot:
+            if slot is None or slot.sealed != number:
+                raise _not_there(f"version {number}")
+            yield slot
+            if slot.sealed != number:  # no hold
+                raise _not_there(f"version {number} was overwritten")
+
+    @contextlib.contextmanager
+    def _lent(self, number: int) -> Iterator[Slot | None]:
+        """Give the slot that a version was in, if there is one, whatever is in it by now."""
         with self._lock:
             found = self._versions.get(number)
             if found is not None:
                 found.readers += 1
-        if found is None:
-            raise _not_there(f"version {number}")
         try:
-            if found.slot.sealed != number:
-                raise _not_there(f"version {number}")
-            yield found.slot
-            if found.slot.sealed != number:  # no hold
-                raise _not_there(f"version {number} was overwritten")
+            yield None if found is None else found.slot
         finally:
-            with self._lock:
-                found.readers -= 1
-                found.close_if_unused()
+            if found is not None:
+                with self._lock:
+                    found.readers -= 1
+                    found.close_if_unused()
+
+    @contextlib.contextmanager
+    def changes(self, since: int, number: int, slot: Slot) -> Iterator[VersionDeltas | None]:
+        """Give what changed from one version to another one, which is in `slot`; None: unknown."""
+        steps = self._deltas.between(since, number)
+        with self._lent(steps[-1].base if steps else 0) as old:
+            yield VersionDeltas(self._deltas, steps, slot, old) if steps else None
 
     def _digest(self, number: int) -> None:
         """Digest a version block by block, for workers that hold another one."""
@@ -358,7 +376,7 @@ class PublishServer:
         whole: dict[str, list[bytes]] | None = None
         with contextlib.suppress(NotFoundError):
             with self.reading(number) as slot:
-                found = self.digests(number).complete(slot, self._tensors)
+                found = self._digested_beside(number, slot)
             whole = found  # nothing was written meanwhile: else these are of two versions
         with self._digested:
             self._pending.discard(number)
@@ -367,6 +385,21 @@ class PublishServer:
             while len(self._digests) > _KEPT_DIGESTS:
                 self._digests.popitem(last=False)
             self._digested.notify_all()
+
+    def _digested_beside(self, number: int, slot: Slot) -> dict[str, list[bytes]]:
+        """Digest all blocks, and find what changed in those that workers ask deltas of."""
+        casts: dict[str, list[str]] = {}
+        for name, cast in list(self._deltas.asked):
+            casts.setdefault(name, []).append(cast)
+        before = self._deltas.before(number)
+        with self.changes(before, number, slot) as changes:
+
+            def beside(name: str, block: int) -> None:
+                for cast in casts.get(name, ()):
+                    if changes is not None:
+                        changes.block(self._tensors[name], cast, block)
+
+            return self.digests(number).complete(slot, self._tensors, beside)
 
     def digests(self, number: int) -> BlockDigests:
         """Return the digests of a version, as far as they are known."""
@@ -516,11 +549,16 @@ class _Session:
         read_bytes(known, blocks)
         sent = False
         try:
-            with self._server.reading(number) as slot:
-                found = outgoing(slot, known, blocks, self._server.digests(number), self._scratch)
-                parts, all_of_it = found
+            since = max((b.since for b in blocks), default=0)
+            with (
+                self._server.reading(number) as slot,
+                self._server.changes(since, number, slot) as changes,
+            ):
+                digests = self._server.digests(number)
+                found = outgoing(slot, known, blocks, digests, self._scratch, changes)
+                parts, all_of_it, sizes = found
                 sent = True
-                self._connection.send_parts(ReadBytes(all_of_it), parts)
+                self._connection.send_parts(ReadBytes(all_of_it, sizes), parts)
         except NotFoundError as error:
             if sent:  # no refusal can follow
                 raise self._connection.fail(error.message) from error

@@ -65,7 +65,7 @@ def test_what_is_sent_is_what_is_gathered_and_both_ends_have_one_digest(slot: Sl
         wanted = np.empty(read_bytes(TENSORS, blocks), np.uint8)
         gather_blocks(slot, TENSORS, blocks, wanted)
         known = digests if number % 2 else BlockDigests(TENSORS)  # computed before, or not
-        parts, sent = outgoing(slot, TENSORS, blocks, known, lambda n: np.empty(n, np.uint8))
+        parts, sent, _ = outgoing(slot, TENSORS, blocks, known, lambda n: np.empty(n, np.uint8))
         found = np.frombuffer(b"".join(parts), np.uint8).copy()
         assert np.array_equal(found, wanted)
         assert incoming_digest(TENSORS, blocks, found) == sent

@@ -115,7 +115,9 @@ def test_only_what_changed_travels(pair: Pair) -> None:
     report = pair.update()
     assert report.bytes_needed == pair.full[CHANGED].nbytes
     assert report.bytes_needed + report.bytes_unchanged == every
-    assert report.bytes_received + report.bytes_mapped == report.bytes_needed
+    moved = report.bytes_received + report.bytes_mapped  # of a socket at most so many
+    assert 0 < moved <= report.bytes_needed
+    assert pair.subscriber._far or moved == report.bytes_needed
     pair.publish()
     # The same values under another step. What changed is not looked after until it rests.
     assert pair.update().bytes_needed == pair.full[CHANGED].nbytes

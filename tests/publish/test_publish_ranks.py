@@ -44,7 +44,9 @@ def world(place: str, far: bool) -> list[list[str]]:
             assert report is not None
             assert subscriber.version == report.version
             assert report.version.step == step
-            assert (report.bytes_received if far else report.bytes_mapped) == report.bytes_needed
+            moved = report.bytes_received if far else report.bytes_mapped
+            whole_too = step == 1 or not far  # after that what changed is enough
+            assert moved == report.bytes_needed if whole_too else 0 < moved < report.bytes_needed
             assert report.bytes_needed == sum(t.nbytes for t in part.state_dict().values())
             found.append(differing(dict(part.state_dict()), worker_part(whole(step), rank - 2)))
             assert subscriber.update() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ class _Native(NamedTuple):
 
 
 _SMALL_BYTES = 16 << 10
+_ROOM_BYTES = 2 << 20
+_local = threading.local()
 # Giving the GIL back and taking it again costs more than the copy.
 _copy_small = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
@@ -98,10 +101,17 @@ def differing(
             return None
         values = np.ascontiguousarray(xor[at].view(np.uint8).reshape(-1, size).T)
         return (np.diff(at, prepend=-1) - 1).astype(np.uint32), values
-    gaps, planes = np.empty(most, np.uint32), np.empty((size, most), np.uint8)
+    nbytes = (4 + size) * most
+    room: NDArray[np.uint8] | None = getattr(_local, "room", None)
+    if room is None or nbytes > _ROOM_BYTES:
+        room = np.empty(max(nbytes, _ROOM_BYTES), np.uint8)
+    if len(room) == _ROOM_BYTES:
+        _local.room = room  # asked of the system once a thread, and not once a block
+    gaps = room[: 4 * most].view(np.uint32)
+    planes = room[4 * most : (4 + size) * most].reshape(size, most)
     shift, to, of = size.bit_length() - 1, _address(gaps), _address(planes)
     found = native.differ(_address(old), _address(new), len(old), shift, to, of, most)
-    return None if found < 0 else (gaps[:found], planes[:, :found])
+    return None if found < 0 else (gaps[:found].copy(), planes[:, :found].copy())
 
 
 def copies_natively() -> bool:

@@ -76,6 +76,8 @@ from ckptd.types import dtype_of
 
 _log = logging.getLogger("ckptd")
 _ALIGN = 64
+_DELTA_SHARE = 4
+"""Of the memory of a slot, a part that the server keeps of what changed from version to version."""
 _KNOWN = 64
 """Versions of which it stays known whether they were whole; of those before, which were not."""
 _POLL_S = 0.02
@@ -337,7 +339,10 @@ class Publisher(OfOneProcess):
 
     def _first(self, state: Mapping[str, Any], leaves: Leaves) -> _Shape:
         shape = self._agreement.on_every_rank(lambda: self._described(state, leaves))
-        self._client.send(SetTensors(shape.tensors))
+        left = shape.nbytes // _DELTA_SHARE
+        if self._budget_bytes is not None:
+            left = min(left, self._budget_bytes - shape.nbytes * self._slot_count)
+        self._client.send(SetTensors(shape.tensors, left))
         if self._board.rank == 0:
             side = shape.side
             text, sizes = side.laid.program.text, dict(side.form.bound.sizes)

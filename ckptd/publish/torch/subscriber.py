@@ -327,6 +327,7 @@ class Subscriber(OfOneProcess):
                 number=report.version.number,
                 bytes=report.bytes_needed,
                 unchanged=report.bytes_unchanged,
+                received=report.bytes_received,
                 duration_ns=int(report.seconds * 1e9),
                 lag_ns=int(report.lag_s * 1e9),
             )

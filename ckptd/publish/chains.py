@@ -1,0 +1,223 @@
+"""The changes from one version to a later one, as a rank's server has them.
+
+A slot that is filled is not the one of the version before, so both lie in memory for a while: what
+changed in a block is found then, once, and kept within a budget. Deltas of successive versions are
+joined for a worker that holds an older one. Where one is missing the block travels whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.checkpoint.save.arena import Slot
+from ckptd.errors import UsageError
+from ckptd.publish.blocks import BLOCK_BYTES, tensor_bytes
+from ckptd.publish.deltas import WHOLE, apply, encode
+from ckptd.publish.messages import MOST_READ_BYTES, BlockRead, PublishedTensor
+from ckptd.reshard.changes import Linear
+from ckptd.reshard.live.memory import ArrayMemory
+from ckptd.types import DType, dtype_of
+
+U8 = NDArray[np.uint8]
+
+_MOST_STEPS = 16
+_KEPT_BYTES = 256
+"""Memory that a delta takes besides its own bytes, roughly."""
+_MOST_DENSE = MOST_READ_BYTES // BLOCK_BYTES
+"""Blocks of one part that are looked at for it, and that are kept unpacked."""
+
+_Key = tuple[str, str, int]
+"""Of a delta: a tensor, the type it is sent in, and a block."""
+
+
+@dataclass(eq=False)
+class DeltaStep:
+    """The changes from version `base` to `number`, as far as they are known."""
+
+    base: int
+    number: int
+    kept: dict[_Key, bytes] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class DeltaBook:
+    """The steps from version to version, within a budget. Thread-safe.
+
+    Attributes
+    ----------
+    budget_bytes
+        Most memory for deltas that are kept; those of older versions go first.
+    asked
+        Tensors that workers asked deltas of, with the types that these are sent in.
+    """
+
+    def __init__(self) -> None:
+        self.budget_bytes = 0
+        self.asked: set[tuple[str, str]] = set()
+        self._steps: OrderedDict[int, DeltaStep] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, base: int, number: int) -> None:
+        """Note that a version has the one before it beside it."""
+        with self._lock:
+            self._steps[number] = DeltaStep(base, number)
+            while len(self._steps) > _MOST_STEPS:
+                self._steps.popitem(last=False)
+
+    def before(self, number: int) -> int:
+        """Return the version whose slot was beside that of another one; 0: there is none."""
+        with self._lock:
+            step = self._steps.get(number)
+            return 0 if step is None else step.base
+
+    def between(self, since: int, number: int) -> list[DeltaStep]:
+        """Return the steps from one version to another one, in their order; empty: not all."""
+        out: list[DeltaStep] = []
+        with self._lock:
+            while number > since and (step := self._steps.get(number)) is not None:
+                out.append(step)
+                number = step.base
+        return out[::-1] if number == since else []
+
+    def keep(self, step: DeltaStep, key: _Key, delta: bytes) -> None:
+        """Keep a delta, if that is possible without those of later versions than its own."""
+        with self._lock:
+            size = len(delta) + _KEPT_BYTES
+            for number in list(self._steps):
+                if sum(s.nbytes for s in self._steps.values()) + size <= self.budget_bytes:
+                    break
+                if number >= step.number:
+                    return
+                del self._steps[number]
+            if self._steps.get(step.number) is step and key not in step.kept:
+                step.kept[key] = delta
+                step.nbytes += size
+
+
+class VersionDeltas:
+    """The changes since one version, for parts of the tensors of a later one.
+
+    Parameters
+    ----------
+    book
+        Keeps what is found.
+    steps
+        From that version to the later one.
+    new, old
+        The slots of the later version and of the one before it; without that nothing is found that
+        is not kept.
+    """
+
+    def __init__(
+        self, book: DeltaBook, steps: Sequence[DeltaStep], new: Slot, old: Slot | None
+    ) -> None:
+        self._book = book
+        self._steps = steps
+        self._new = new
+        self._old = old
+        self._dense: dict[_Key, U8 | None] = {}
+
+    def of(
+        self, tensor: PublishedTensor, block: BlockRead, cut: tuple[int, int] | None
+    ) -> bytes | None:
+        """Return the delta of a part, or of some bytes of it; None: it is not known, or no gain.
+
+        Parameters
+        ----------
+        cut
+            First byte and end, within one block; None: all of the part, which is gathered.
+        """
+        dtype = dtype_of(tensor.dtype)
+        sent, per = dtype_of(block.cast) if block.cast else dtype, BLOCK_BYTES // dtype.itemsize
+        name = tensor.name, block.cast
+        self._book.asked.add(name)
+        if cut is not None:
+            start, end = cut
+            if start % BLOCK_BYTES == 0 and end in (
+                start + BLOCK_BYTES,
+                tensor.numel * dtype.itemsize,
+            ):
+                return self.block(tensor, block.cast, start // BLOCK_BYTES)
+            xor = self._xor(tensor, block.cast, start // BLOCK_BYTES)
+            return None if xor is None else _of_xor(xor[start % BLOCK_BYTES :][: end - start], sent)
+        last = block.start + sum(
+            (n - 1) * s for n, s in zip(block.shape, block.strides, strict=True)
+        )
+        blocks = range(block.start // per, last // per + 1)
+        if len(blocks) > _MOST_DENSE:
+            return None
+        found = [self._xor(tensor, block.cast, n) for n in blocks]
+        known = [x for x in found if x is not None]
+        if len(known) < len(found) or not known:
+            return None
+        all_of_it = known[0] if len(known) == 1 else np.concatenate(known)
+        out = np.empty(int(np.prod(block.shape)) * sent.itemsize, np.uint8)
+        at = block.start - blocks[0] * per
+        ArrayMemory(all_of_it, sent).take(at, block.shape, block.strides, out)
+        return _of_xor(out, sent)
+
+    def block(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:
+        """Return the delta of a whole block; None as `of`."""
+        if len(self._steps) == 1:
+            return self._found(tensor, cast, index)
+        xor = self._xor(tensor, cast, index)
+        return None if xor is None else _of_xor(xor, dtype_of(cast or tensor.dtype))
+
+    def _xor(self, tensor: PublishedTensor, cast: str, index: int) -> U8 | None:
+        """Return which bits of a block have changed."""
+        key = tensor.name, cast, index
+        if key in self._dense:
+            return self._dense[key]
+        dtype, size = dtype_of(tensor.dtype), dtype_of(cast or tensor.dtype).itemsize
+        per = BLOCK_BYTES // dtype.itemsize
+        xor: U8 | None = np.zeros(min(per, tensor.numel - index * per) * size, np.uint8)
+        last = self._found(tensor, cast, index)
+        for delta in [s.kept.get(key) for s in self._steps[:-1]] + [last]:
+            if delta is None or delta == WHOLE:
+                xor = None
+                break
+            if xor is not None:
+                apply(xor, delta, size)
+        if len(self._dense) >= _MOST_DENSE:
+            self._dense.clear()
+        self._dense[key] = xor
+        return xor
+
+    def _found(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:
+        """Return the delta of the last step, found now where it is not kept."""
+        step, key = self._steps[-1], (tensor.name, cast, index)
+        delta = step.kept.get(key)
+        if delta is None and self._old is not None and self._old.sealed == step.base:
+            try:
+                old, new = (_values(s, tensor, cast, index) for s in (self._old, self._new))
+            except UsageError:  # a value that does not fit, and that may be in no part asked for
+                return None
+            delta = encode(old, new, dtype_of(cast or tensor.dtype).itemsize)
+            if delta[:1] == WHOLE:
+                delta = WHOLE
+            if (self._old.sealed, self._new.sealed) != (step.base, step.number):
+                return None  # of bytes that were written meanwhile
+            self._book.keep(step, key, delta)
+        return None if delta == WHOLE else delta
+
+
+def _values(slot: Slot, tensor: PublishedTensor, cast: str, index: int) -> U8:
+    """Return a block of a tensor in the type that it is sent in."""
+    data = tensor_bytes(slot, tensor)[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+    if not cast:
+        return data
+    dtype, sent = dtype_of(tensor.dtype), dtype_of(cast)
+    out = np.empty(len(data) // dtype.itemsize * sent.itemsize, np.uint8)
+    Linear(tensor.name).apply(out.view(sent.numpy), data.view(dtype.numpy))
+    return out
+
+
+def _of_xor(xor: U8, dtype: DType) -> bytes | None:
+    delta = encode(np.zeros_like(xor), np.ascontiguousarray(xor), dtype.itemsize)
+    return None if delta[:1] == WHOLE else delta
