@@ -1,4 +1,4 @@
-"""What a save costs a training loop, and the share of time that is lost for each interval.
+"""Cost of a save for a training loop, and the share of time that is lost for each interval.
 
     python bench/cadence.py            # measure, write the table and docs/guide/cadence.svg
     python bench/cadence.py --draw     # draw the last results again
@@ -81,7 +81,7 @@ def lost(loop: Loop, folder: str, every: int) -> dict[str, Any]:
 
 
 def cost(loop: Loop, folder: str, saves: int) -> dict[str, float]:
-    """Let `Auto` measure, with a failure rate at which it saves every few seconds."""
+    """Return what `Auto` measures, with a failure rate at which it saves every few seconds."""
     import ckptd
 
     common.remove(folder)

@@ -1,4 +1,4 @@
-"""What the benches share: a GPT-like state, the disk's own limit, cold caches, tables.
+"""Common parts of the benches: a GPT-like state, the disk's own limit, cold caches, tables.
 
 Every bench measures its cases in alternation in one run, in fresh processes, and reports medians
 and ratios: the figures of one machine are noise.
@@ -125,7 +125,7 @@ def drop_caches(folder: str) -> None:
     """Make the next read of `folder` a cold one, into memory that the machine really has.
 
     A virtual machine gives memory that it does not use back to its host, and pays for each page
-    when it comes back: 1.3 s for 2 GB of page cache here, whoever reads. Which case pays would
+    when it comes back: 1.3 s for 2 GB of page cache here, in any reader. Which case pays would
     depend on what ran before it, so the page cache is filled from a file of holes first.
     """
     os.sync()

@@ -1,4 +1,4 @@
-"""What a daemon costs that takes real signed sheets over HTTP: 16 to 10,240 ranks, 8 a node.
+"""Cost of a daemon that takes real signed sheets over HTTP: 16 to 10,240 ranks, 8 a node.
 
     python bench/daemon.py [--seconds 10] [--most 10240]
 

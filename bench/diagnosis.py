@@ -1,4 +1,4 @@
-"""What the diagnosis finds in simulated jobs of 1,024 to 32,768 ranks, and what a round costs.
+"""Findings of the diagnosis in simulated jobs of 1,024 to 32,768 ranks, and the cost of a round.
 
     python bench/diagnosis.py              # measure; table, results and docs/guide/diagnosis.svg
     python bench/diagnosis.py --quick      # the smallest jobs once; nothing is written
@@ -11,7 +11,7 @@ looked at before they were fixed. A case is right if the class is right and the 
 the planted ones.
 
 One thing was changed after a first look at the second set, and no threshold: nodes are probed as
-often as they probe. Receivers that fewer than three had probed were told as so many slow links.
+often as they probe. Receivers that fewer than three had probed were reported as many slow links.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def hang_unheard_more(mesh: Mesh, rng: np.random.Generator) -> Case:
 
 
 def culprit_unheard(mesh: Mesh, rng: np.random.Generator) -> Case:
-    """That silent ranks are told is right, if the culprit is among them; who it was, is not."""
+    """Return a case with a silent culprit: right is to name the silent ranks, and no culprit."""
     faults = _faults(mesh, rng, Planted.HANG, 1)
     silent = [faults[0].rank // mesh.per_node]
     return play(mesh, faults, rng, silent=silent), _wanted(VerdictKind.CANNOT_SAY, faults)
@@ -382,7 +382,7 @@ def text(data: dict[str, Rows]) -> str:
 2,000,000 on. Exact: cases in which exactly the planted were named. Wrong: suspects that were not
 planted. CPU is the median of a round on one core, of ratios the slowest. After a first look at
 these seeds each node is probed as often as it probes (receivers that fewer than three had probed
-were told as so many slow links, 6 % of them at 128 nodes); no threshold was changed.
+were reported as many slow links, 6 % of them at 128 nodes); no threshold was changed.
 
 Standing still (where its node is silent, the culprit is found if it is among the silent suspects):
 

@@ -46,7 +46,7 @@ class Case:
     most
         Nodes at most, if not `nodes`.
     past
-        Steps before it: a slow rank is told by its own past, and one of two by nothing.
+        Steps before it: a slow rank is found by its own past, and one of two by nothing.
     """
 
     nodes: int
@@ -218,7 +218,7 @@ def _split(rows: list[dict[str, Any]], step: dict[str, Any], struck: float) -> d
             last[what] = max(e.get("at", e["t"]) for e in newest.values())
     moments = [struck, *last.values(), step["t"]]
     names = {"born": "agree", "imported": "import", "initialised": "init", "loaded": "load"}
-    # A process that goes on is not born anew: what is first in any case is to agree.
+    # A process that goes on is not started again: in any case the first part is to agree.
     parts = ["agree", *[names[what] for what in last][1:], "step"]
     return {part: b - a for part, a, b in zip(parts, moments, moments[1:], strict=False)}
 
@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--system", choices=SYSTEMS, action="append")
-    parser.add_argument("--reps", type=int, default=0, help="default: 20 of ours, 5 of stock")
+    parser.add_argument("--reps", type=int, default=0, help="default: 20 of ckptd, 5 of torchrun")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
     # So that a time-out around this leaves nothing behind.

@@ -89,7 +89,7 @@ def _a(name: str) -> float:
 
 @dataclass(frozen=True)
 class System:
-    """What a job is run with.
+    """System that runs a job.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ saves beside the loop and has NCCL's limit of 10 min."""
 
 @dataclass
 class Account:
-    """What a month came to.
+    """Sums over a month.
 
     Attributes
     ----------
@@ -171,7 +171,7 @@ def month(system: System, ranks: int, seed: int, days: float = 30.0) -> Account:
 
 
 class _Time:
-    """What both kinds of month share: faults, saves, and the account."""
+    """Common base of both kinds of month: faults, saves, and the account."""
 
     def __init__(self, system: System, ranks: int, seed: int, days: float) -> None:
         self.system, self.ranks = system, ranks
@@ -341,7 +341,7 @@ class _Month(_Time):
             self.hear(self.up(name))
 
     def tick(self) -> None:
-        """Let time pass for the controller until it trains again."""
+        """Advance the controller's time until the job trains again."""
         for node in self.machine.nodes:
             if self.alive[node.name] and node.up:
                 node.seen = self.now

@@ -1,4 +1,4 @@
-"""What the decisions of a controller cost, by ranks: processor time of state machine and policy.
+"""Cost of a controller's decisions, by ranks: processor time of state machine and policy.
 
 python bench/elastic_scale.py
 """

@@ -76,9 +76,9 @@ def main() -> None:
 
 
 def updater(torch: Any, state: Any) -> Callable[[Any], None]:
-    """Return what changes the state by a gradient: of an optimizer where steps are to be watched.
+    """Return what changes the state by a gradient: an optimizer's step where steps are watched.
 
-    Nowhere else: the first one imports torch's compiler, and whoever starts anew would wait for it.
+    Nowhere else: the first one imports torch's compiler, and a restart would wait for it.
     """
     part = state[: 1 << 16]
     if "BENCH_OPTIMIZER" not in os.environ:
@@ -94,7 +94,7 @@ def updater(torch: Any, state: Any) -> Callable[[Any], None]:
 
 
 def load(torch: Any) -> tuple[int, Any]:
-    """Return step and state, from the last file or made anew."""
+    """Return step and state, from the last file, else step 0 and zeros."""
     found = sorted(HERE.glob("state-*[0-9]"))
     if not found:
         return 0, torch.zeros(STATE // 4)

@@ -538,7 +538,7 @@ def one_rank() -> None:
 
 
 def pretend_cuda() -> None:
-    """Let what asks for a device unconditionally run without one, here and in its processes."""
+    """Make code that asks for a device unconditionally run without one, here and in children."""
     import torch
 
     os.environ[PRETEND] = "1"

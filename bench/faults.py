@@ -32,7 +32,7 @@ LATENCY = ("crash", "mismatch", "non-communication hang", "deadlock", "communica
 
 
 class Run(msgspec.Struct):
-    """What ``python -m tests.monitor.faults.run --out`` writes."""
+    """Output of ``python -m tests.monitor.faults.run --out``."""
 
     summary: dict[str, Any]
     outcomes: list[Outcome]

@@ -889,8 +889,8 @@ def recorder(run: Run) -> None:
 
 
 def zygote(run: Run) -> None:
-    """What importing leaves behind, and whether a fork of it has a device."""
-    # As its launcher starts it: what numpy would start threads for is told not to.
+    """Check what importing leaves behind, and whether a fork of it has a device."""
+    # As its launcher starts it: numpy's libraries must start no threads.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     command = [sys.executable, __file__, "forking", "--dir", str(run.folder)]
     command += ["--out", str(run.folder / "forking.jsonl")]

@@ -1,4 +1,4 @@
-"""What is to be known of ckptd on a GPU, in three calls of ten minutes.
+"""Checks of ckptd on a GPU, in three calls of ten minutes.
 
     python -m bench.gpu_session --list
     python -m bench.gpu_session --wheels wheels                  # where there is a network
@@ -46,18 +46,18 @@ SCRATCH_BYTES = 30e9
 
 
 class Check(NamedTuple):
-    """What a process of its own finds out.
+    """A check, which runs in a process of its own.
 
     Attributes
     ----------
     call
         In which of the three it runs.
     limit_s
-        After so long it is ended.
+        Limit of the process, in seconds.
     what
-        What it finds out.
+        The question that it answers.
     needs
-        What no simulated device has, or does not work with one; empty: it runs on one as well.
+        Reason why it needs a real device; empty: it runs on a simulated one as well.
     """
 
     call: int
@@ -420,7 +420,7 @@ def unpack(wheels: Path, site: Path) -> list[str]:
 
 
 class Found(NamedTuple):
-    """What some calls have found: figures and ends by check; the last run of each."""
+    """Results of some calls: figures and ends by check; the last run of each."""
 
     figures: dict[str, dict[str, Any]]
     ends: dict[str, dict[str, Any]]

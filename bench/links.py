@@ -5,7 +5,7 @@
 
 Four nodes, each in a network namespace, and a veth pair for each pair of them. htb shapes one link
 (point), all that a node sends (row), all that it receives (column), both (node) to 60 Mbit/s, or
-nothing passes between two nodes (partition). The node is drawn anew in each run. The agent's own
+nothing passes between two nodes (partition). Each run draws another node. The agent's own
 probe measures all 12 directions, one source at a time, twice (the least counts), and
 `ckptd.monitor.links` reads the matrix. Named first: the first suspect is what was planted.
 Spurious: runs in which more is named, and how many things. Says so and ends where the kernel lacks

@@ -1,4 +1,4 @@
-"""What a rank costs that is lost in the middle of a step, and what it costs to be ready for that.
+"""Cost of a rank that is lost in the middle of a step, and of being ready for that.
 
     python bench/midstep.py [--reps N] [--steps N]
 

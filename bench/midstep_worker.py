@@ -22,7 +22,7 @@ STEP, STEPS = 3, 4
 
 
 def train(world: World, folder: Path, kept: KeptGradients) -> None:
-    """Train in one generation; a third rank stops as it is told."""
+    """Train in one generation; the third rank stops where ``STOP`` says."""
     keeps = os.environ["KEEPS"] == "1"
     stop = int(os.environ["STOP"]) if world.generation == 1 and world.rank == 2 else None
     dist.init_process_group("gloo")

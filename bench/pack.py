@@ -1,4 +1,4 @@
-"""What packing data files costs and saves: byte planes under zstd, for the tensors of a training.
+"""Cost and gain of packing data files: byte planes under zstd, for the tensors of a training.
 
     python bench/pack.py [--mib 128] [--reps 5]
 

@@ -142,7 +142,7 @@ def stored(layout: Layout, tensors: list[Tensor]) -> Iterator[tuple[str, Stored]
 
 @dataclass
 class Load:
-    """What one rank's plan came to."""
+    """Figures of one rank's plan."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0

@@ -153,7 +153,7 @@ def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 class Trainer:
-    """What a rank of the trainer has."""
+    """State of a rank of the trainer."""
 
     def __init__(self, rank: int, layers: int, ways: int = 2) -> None:
         self.ways = ways
@@ -174,7 +174,7 @@ class Trainer:
 
 
 class Worker:
-    """What a worker has."""
+    """State of a worker."""
 
     def __init__(self, tp: int, layers: int, ways: int = 2) -> None:
         self.tp, self.ways = tp, ways

@@ -1,4 +1,4 @@
-"""What recording costs a collective, and a training step; beside what else records them.
+"""Cost of recording for a collective, and for a training step; beside other recorders.
 
     python bench/recorder.py [--reps N] [--calls N]
 
@@ -102,7 +102,7 @@ def straggler() -> tuple[Any, str]:
         from nvidia_resiliency_ext.straggler import Detector
 
         Detector.initialize(report_time_interval=3600.0)
-    except Exception as error:  # noqa: BLE001 - whatever it lacks is what is told
+    except Exception as error:  # noqa: BLE001 - whatever it lacks is reported
         return None, repr(error)
 
     def section() -> AbstractContextManager[None]:
@@ -245,7 +245,7 @@ def reading(folder: str, calls: int) -> dict[str, float]:
 
 @contextmanager
 def idle_driver() -> Iterator[None]:
-    """Let events of the simulated devices be made and asked in no time, by functions of libc.
+    """Replace the driver of the simulated devices: events cost no time, by functions of libc.
 
     An event that is 0 was never recorded: it has come.
     """

@@ -1,4 +1,4 @@
-"""What comparing replicas costs at 16 to 16,384 simulated ranks of a 405B job.
+"""Cost of comparing replicas at 16 to 16,384 simulated ranks of a 405B job.
 
     python bench/replicas.py
 

@@ -119,7 +119,7 @@ def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str
     begun = time.perf_counter()
     prepared = prepare(stock, source, target)
     planned = time.perf_counter() - begun
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     before = peak()
     job = ReshardJob(
         stock.source,

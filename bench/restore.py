@@ -162,7 +162,7 @@ def accelerator() -> str:
 
 
 class State:
-    """What is saved, and whether what is loaded is that."""
+    """The state that is saved; compares a loaded one with it."""
 
     def __init__(self, layers: int, width: int, device: str = "cpu") -> None:
         make = common.noise()
@@ -259,7 +259,7 @@ def size_of(options: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def other_process(folder: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Let another process save, and give where its node's agent is read."""
+    """Start another process that saves, and yield the address of its node's agent."""
     command = [sys.executable, __file__, "--role", "node", "--dir", folder]
     command += size_of(options)
     with subprocess.Popen(
@@ -490,7 +490,7 @@ def report(
         "The first load of a process from a peer or a store also gets its memory.\n\n"
     )
     if left_out:
-        text += f"Not measured, for want of an accelerator: {', '.join(left_out)}.\n\n"
+        text += f"Not measured, without an accelerator: {', '.join(left_out)}.\n\n"
     text += common.table(head, rows)
     command = f"python bench/restore.py --reps {options.reps} --layers {options.layers}"
     command += f" --width {options.width}"

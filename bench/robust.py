@@ -1,4 +1,4 @@
-"""What aggregation rules make of wrong workers: accuracy, and time a step.
+"""Aggregation rules with wrong workers: accuracy, and time a step.
 
     python bench/robust.py [--reps N] [--steps N]
 
@@ -6,8 +6,8 @@ Eight simulated workers train one network on a classification problem (ten class
 that a linear map cannot tell apart), each on a batch of its own. Some of them are wrong in every
 step, in one of four ways: noise of ten times the length, the gradient turned around and ten times
 as long, labels one class off, and one bit of the exponent flipped in one number of a hundred. Every
-seed makes data, network and wrong workers anew. Time is that of the rule alone, one thread, on the
-gradients of all eight workers.
+seed makes other data, networks and wrong workers. Time is that of the rule alone, one thread, on
+the gradients of all eight workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a 405B job with Adam moments costs at 16 to 16,384 simulated ranks.
+"""Cost of saves and loads of a 405B job with Adam moments at 16 to 16,384 simulated ranks.
 
     python bench/scale.py
 
@@ -246,7 +246,7 @@ def torch_store(kind: str) -> Iterator[Any]:
 
 
 def others_post(store: Any, found: list[RankGroup], world: int, save: str) -> None:
-    """Let all ranks but the first post what a first save exchanges, the last rank first."""
+    """Post what all ranks but the first exchange at a first save, the last rank first."""
     bodies = [(r, g.structure.encode()) for g in found for r in g.ranks]
     for rank, raw in sorted(bodies, reverse=True)[:-1]:
         board = Ahead(store, rank, world, "job/", SECRET)
@@ -259,14 +259,14 @@ def others_post(store: Any, found: list[RankGroup], world: int, save: str) -> No
 
 
 def others_open(store: Any, world: int) -> None:
-    """Let all ranks but the first post the numbers that they draw, the last one first."""
+    """Post the numbers that all ranks but the first draw, the last one first."""
     for rank in reversed(range(1, world)):
         with suppress(Absent):
             Agreement(Ahead(store, rank, world, "job/opening/", SECRET), 60.0).life()
 
 
 def others_write(store: Store, reported: list[RankPart], save: SaveRequest) -> None:
-    """Let all ranks report their parts, and the first of each block join those of it."""
+    """Write the parts of all ranks, and join those of each block as its first rank does."""
     for part in reported:
         path = store.local_path(reported_key(save.folder, part.rank))
         assert path is not None
@@ -277,7 +277,7 @@ def others_write(store: Store, reported: list[RankPart], save: SaveRequest) -> N
 
 
 class Bill:
-    """What rank 0 pays, by stage: processor seconds of this process, and round trips."""
+    """Cost for rank 0, by stage: processor seconds of this process, and round trips."""
 
     def __init__(self, job_store: Counted, store: Meter) -> None:
         self._job_store, self._store = job_store, store

@@ -1,4 +1,4 @@
-"""Recoveries inside a Slurm allocation: workers anew, a node less, launchers anew.
+"""Recoveries inside a Slurm allocation: restarted workers, a lost node, restarted launchers.
 
 A real Slurm of four nodes on this machine (``scripts/slurm``, as root), one batch job with a rank
 on each node. Cases take turns; measured is from the fault until a later generation has made its

@@ -185,7 +185,7 @@ def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, 
 
 @dataclass
 class Steps:
-    """What some steps took: in all, of the training thread's core, in the save, in the update."""
+    """Times of some steps: in all, of the training thread's core, in the save, in the update."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)

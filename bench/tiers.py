@@ -1,4 +1,4 @@
-"""What a save costs a training loop on each tier, and how often to save to which.
+"""Cost of a save for a training loop on each tier, and how often to save to which.
 
     python bench/tiers.py            # measure, write the table and docs/guide/tiers.svg
     python bench/tiers.py --draw     # draw the last results again
@@ -35,7 +35,7 @@ KINDS = {
     "a node is lost: peer": ("peer", 24.0),
     "the whole job is lost: root": ("root", 30 * 24.0),
 }
-"""What happens, the tier that brings the state back, and the hours between two such failures."""
+"""Failures, with the tier that brings the state back, and the hours between two of the kind."""
 
 
 class Loop:

@@ -1,9 +1,9 @@
-"""What restoring from near tiers costs at 16 to 16,384 simulated ranks, 8 a node.
+"""Cost of restoring from near tiers at 16 to 16,384 simulated ranks, 8 a node.
 
     python bench/tiers_scale.py
 
 The nodes are simulated (stores in this process, each with the parts of its own ranks and of those
-that it keeps as a peer), the code is the real one: who is whose peer, finding the complete
+that it keeps as a peer), the code is the real one: choosing peers, finding the complete
 snapshots among all nodes and finishing the newest one (rank 0, once a restore; two reads of every
 part), what rank 0 sends to all, and what every rank does with it. The network is not in it: rank 0
 makes as many requests as the column says, 16 at a time.

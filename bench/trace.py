@@ -1,4 +1,4 @@
-"""What one save and one load run through: files, functions, calls, threads.
+"""Trace of one save and one load: files, functions, calls, threads.
 
     scripts/trace [save|load] [--repeat] [--list] [--json] [--package ckptd]
     scripts/trace --cost save|load [--repeat] [--tensors 4000] [--json]

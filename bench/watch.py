@@ -1,4 +1,4 @@
-"""What a round of the watch costs: from packed sheets to verdicts, at 16 to 16,384 ranks.
+"""Cost of a round of the watch: from packed sheets to verdicts, at 16 to 16,384 ranks.
 
     python bench/watch.py [--reps 10]
 

@@ -1,4 +1,4 @@
-"""What watching a node costs: real ring writers, the watcher's process, a daemon beside it.
+"""Cost of watching a node: real ring writers, the watcher's process, a daemon beside it.
 
     python bench/watcher.py [--ranks N] [--seconds N]
 

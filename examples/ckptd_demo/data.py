@@ -95,7 +95,7 @@ def _sources(folder: Path) -> list[Path]:
 
 
 class SampleOrder:
-    """The order of all samples, for ever: epoch after epoch, each shuffled anew.
+    """The order of all samples, for ever: epoch after epoch, each shuffled in another way.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ FINISH = "finish"
 
 
 class ElasticSpec(msgspec.Struct, frozen=True):
-    """What the job is; it lies in its folder as ``spec.json``.
+    """Description of the job; it lies in its folder as ``spec.json``.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What the runs' reports prove: losses, samples and states compared."""
+"""Proofs from the runs' reports: losses, samples and states compared."""
 
 from __future__ import annotations
 

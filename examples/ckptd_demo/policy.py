@@ -41,7 +41,7 @@ _PRELOADED = ["ckptd_demo.policyjob", "ckptd.checkpoint.torch", "torch._dynamo"]
 
 
 class PolicyRows(msgspec.Struct, frozen=True):
-    """What the ranks reported."""
+    """Reports of the ranks."""
 
     published: list[PublishedRow]
     applied: list[list[AppliedRow]]

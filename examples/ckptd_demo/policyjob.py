@@ -165,7 +165,7 @@ class AppliedRow(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What the rollout sampled last."""
+    """Last samples of the rollout."""
 
     step: int
     samples: list[list[int]]

@@ -352,7 +352,7 @@ class Nodes:
         return self._folder / f"{name}.log"
 
     def kill(self, name: str) -> None:
-        """Let a node be gone: its launcher, by SIGKILL, and with it whatever it started."""
+        """Kill a node: its launcher, by SIGKILL, and with it all that it started."""
         self.look()
         self.processes[name].kill()
         self.processes[name].wait(_END_S)

@@ -33,7 +33,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """What the kill hit, as seen from outside.
+    """Effect of the kill, as seen from outside.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Relaid(msgspec.Struct, frozen=True):
-    """What became of a checkpoint that went to another layout and back.
+    """Result of a checkpoint that went to another layout and back.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Relaid(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What one generation trained.
+    """Steps of one generation.
 
     Attributes
     ----------
@@ -185,7 +185,7 @@ class LifeReport(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """What a save at every step costs a step, by a run that saves in every second block of steps.
+    """Cost of a save at every step, by a run that saves in every second block of steps.
 
     Attributes
     ----------
@@ -211,18 +211,18 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was done to a rank of the watched job, and what the monitor said.
+    """Fault of a rank of the watched job, and the monitor's diagnosis.
 
     Attributes
     ----------
     what, rank
-        What was done, and to whom.
+        The fault, and the rank.
     wanted, said
         The class of incident that is right, and that of the first incident afterwards.
     suspects, evidence
-        Whom it named, and its first reason.
+        The nodes and ranks that it named, and its first reason.
     after_s, floor_s
-        Seconds from the deed to the incident, and how many of them are a time-out that has to pass.
+        Seconds from fault to incident, and how many of them are a time-out that has to pass.
     right
         The class is right and the rank alone is named.
     """
@@ -258,18 +258,18 @@ class Watched(msgspec.Struct, frozen=True):
 
 
 class Deed(msgspec.Struct, frozen=True):
-    """What was done to the nodes of the elastic job, and what it did.
+    """Fault of nodes of the elastic job, and how the job went on.
 
     Attributes
     ----------
     what
-        What was done, and to whom.
+        The fault, and the nodes.
     ranks
         On how many it trained then.
     after_s
         Seconds from the deed to the first step of the next generation.
     right
-        It trained on as many as there should be, and without whom was at fault.
+        It trained on as many ranks as there should be, and without the node at fault.
     """
 
     what: str

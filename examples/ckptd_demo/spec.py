@@ -1,4 +1,4 @@
-"""What one run of the trainer is told, and the files it reports in."""
+"""Order to one run of the trainer, and the files of its reports."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class SimulatedSaves:
     def _events(self, step: int, generation: int) -> Iterator[AnyEvent]:
         remote = step // EVERY_STEPS % _REMOTE_EVERY == 0
         spans = (*_SPANS, *_UPLOAD[: 2 * remote])
-        begun = now_ns() - 4 * _SECOND  # it is told when all of it is over
+        begun = now_ns() - 4 * _SECOND  # it is reported when all of it is over
         slowest = int(self._rng.integers(self._ranks))
         for rank in range(self._ranks):
             who = SaveId(step, generation, f"{generation}-{step}", rank).fields()
@@ -155,10 +155,10 @@ class PlantedAt:
     ----------
     kind
         One of the simulator's, or ``slow`` (own time), ``silent`` (the node's agent), ``wire``
-        (all links of the node), ``restart`` (a crash, after which the job begins anew from its
+        (all links of the node), ``restart`` (a crash, after which the job begins again from its
         last save).
     rank
-        Whose.
+        The rank.
     after_s
         Seconds after the start.
     """
@@ -300,7 +300,7 @@ class Simulation:
         """Return own seconds, and seconds in calls, of the last steps."""
         own = self._own(begun)
         wire = any(f.kind == WIRE for f in begun)
-        # Whoever is done waits for the last: calls end together.
+        # Ranks that are done wait for the last: calls end together.
         return own, own.max(1, keepdims=True) - own + _INSIDE_S + wire * _WIRE_S
 
     def _own(self, begun: Sequence[PlantedAt]) -> Array:

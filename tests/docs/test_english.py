@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TOPS = ("ckptd", "plugins", "bench", "examples")
 
 # On one worker, for it reads each file once.
 pytestmark = pytest.mark.xdist_group("english")
@@ -51,9 +52,9 @@ def hits(text: str, patterns: dict[str, str]) -> list[str]:
 
 @cache
 def texts() -> dict[str, list[tuple[str, str]]]:
-    """Return messages, docstrings and comments of the packages, each with its place."""
+    """Return messages, docstrings and comments of packages and benches, each with its place."""
     found: dict[str, list[tuple[str, str]]] = {"messages": [], "docstrings": [], "comments": []}
-    for path in [p for top in ("ckptd", "plugins") for p in sorted((ROOT / top).rglob("*.py"))]:
+    for path in [p for top in TOPS for p in sorted((ROOT / top).rglob("*.py"))]:
         source, where = path.read_text(), str(path.relative_to(ROOT))
         docstrings: set[ast.AST] = set()
         parts: set[ast.AST] = set()
