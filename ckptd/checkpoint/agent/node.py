@@ -35,15 +35,15 @@ from ckptd.events.event import AnyEvent
 _log = logging.getLogger("ckptd")
 _POLL_S = 0.2
 _FIRST_S = 60.0
-"""An agent to which nobody ever speaks ends after so many seconds."""
+"""An agent without any connection ends after so many seconds."""
 
 
 class NodeAgent:
     """Serves the trainers of one job on one node.
 
-    It ends when no trainer is connected, everything that was sealed is where it should be, and
-    nobody is to come back for what lies in memory: the trainers of a job that died are awaited for
-    as long as they had asked for.
+    It ends when no trainer is connected, all sealed snapshots are on their tiers, and no trainer
+    may come back for those in memory: the next life of a job that died is awaited for as long as
+    its trainers had asked for.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class NodeAgent:
         self._at_once = threading.Event()
 
     def end(self, *, now: bool = False) -> None:
-        """Await nobody any more: end as soon as the trainers have ended. For a signal handler.
+        """Wait for no new trainer: end as soon as those here have ended. For a signal handler.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class NodeAgent:
                 self._attend(channel, first, pid)
             elif isinstance(first, AskEnd | AskStatus):
                 self._answer(channel, first)
-        except EOFError:  # it only looked whether somebody listens
+        except EOFError:  # it only looked whether an agent listens
             _log.debug("process %d connected and sent nothing", pid)
         except msgspec.MsgspecError as error:
             _log.warning("cannot understand process %d, perhaps of another version: %s", pid, error)

@@ -31,7 +31,7 @@ Root = Annotated[str, Parameter(help="Path or URL of a root.")]
 Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP, ROOT@STEP-gGENERATION or ROOT@TAG.")]
 
 _PATIENCE_S = 30.0
-"""How long a call that may heal is tried again: somebody sits there and waits."""
+"""Seconds for which a call that may heal is tried again: a person waits for it."""
 
 _ADDRESS = re.compile(
     r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?|([A-Za-z][A-Za-z0-9._-]{0,63}))", re.DOTALL

@@ -42,7 +42,7 @@ class GcDocument(Document, frozen=True, kw_only=True, tag="gc"):
     kept
         Checkpoints that stay, with the reasons.
     notes
-        What somebody should look at.
+        Remarks for a person.
     deleted, skipped, swept
         Items that are gone, those that stayed because something changed meanwhile (with `why`),
         and names of what interrupted calls had left. Empty in a dry run.
@@ -149,7 +149,7 @@ def _best(text: str) -> Best:
 
 
 def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
-    """Ask a person; refuse where nobody can answer."""
+    """Ask a person; refuse where there is no terminal to ask."""
     if yes or not plan.items:
         return
     if not ask or not sys.stdin.isatty():

@@ -25,7 +25,7 @@ from ckptd.errors import CorruptError, RefusedError, StoreError, UsageError, siz
 _MOST_SHOWN = 100
 _DETAIL_WIDTH = 100
 _UNREAD = "unreadable-format"
-"""Kind of a tensor that nobody can check here, which does not make the rest bad."""
+"""Kind of a tensor that cannot be checked here, which does not make the rest bad."""
 _NOT_CORRUPT = frozenset({"permission", "no-space", "store", "store-transient", "stalled"})
 """Kinds that tell of a store that failed, and not of bytes that are wrong."""
 

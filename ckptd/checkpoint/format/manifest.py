@@ -69,8 +69,8 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     data_bytes
         Length of the data section.
     index
-        XXH3-128 of the digest index file, as hexadecimal digits. Empty: nobody wrote digests, and
-        only the file's size can be checked (see `UNDIGESTED`).
+        XXH3-128 of the digest index file, as hexadecimal digits. Empty: the file has no digests,
+        and only its size can be checked (see `UNDIGESTED`).
     digests
         That index; empty: it is a file.
     """

@@ -28,7 +28,7 @@ from ckptd.types import DTYPES, DType, dtype_of
 SAMPLE = "sample-1"
 FULL = "full-1"
 DATA = "data-1"
-"""The values of `SAMPLE`, which nobody wrote: every tensor lies in one piece in the one file."""
+"""The values of `SAMPLE`, not stored: every tensor lies in one piece in the one file."""
 KINDS = frozenset({SAMPLE, FULL, DATA})
 
 MAX_VALUES = 1_000_000

@@ -327,7 +327,7 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
 def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     """Read the digest index of a data file, and check it against the manifest.
 
-    From the manifest where it has it. None for a file of which nobody wrote digests.
+    From the manifest where it has it. None for a file without digests.
 
     Raises
     ------
@@ -391,10 +391,10 @@ class _Open:
 class LocalFiles:
     """One descriptor a file: read-ahead lives in it, and threads with their own read half as fast.
 
-    Memory that nobody can shorten, as segments of snapshots, is mapped: a read copies page by page,
-    and takes twice the time. Reading a file that somebody truncates is an error, and touching its
-    mapping is a SIGBUS: files on disks are mapped where a `GuardedMapping` keeps that away, and
-    only what the page cache has is taken from there. Others are read.
+    Sealed memory, as that of snapshots, is mapped: a read copies page by page, and takes twice the
+    time. To read a file that another process truncates is an error, and to touch its mapping is a
+    SIGBUS: files on disks are mapped where a `GuardedMapping` prevents that, and only pages in the
+    page cache are taken from there. Others are read.
 
     A file stays the one that was opened first: what was verified is not taken from elsewhere later.
 
@@ -508,7 +508,7 @@ class LocalFiles:
                 yield data
 
     def is_cached(self, file: int, start: int, end: int) -> bool:
-        """Tell whether both ends of a range are in the page cache; False where nobody knows.
+        """Tell whether both ends of a range are in the page cache; False where it is unknown.
 
         Raises
         ------
@@ -584,8 +584,8 @@ class LocalFiles:
         Raises
         ------
         CorruptError
-            kind ``truncated``: the file ended. Committed files never change, so that somebody
-            tampered with it.
+            kind ``truncated``: the file ended. Committed files never change, so another program
+            truncated it.
         StoreError
             The system failed to read.
         """
@@ -627,9 +627,9 @@ def _seals(fd: int) -> int | None:
 
 
 def _sealed_memory(fd: int, start: int, size: int) -> NDArray[np.uint8] | None:
-    """Map `size` bytes of a file that nobody can shorten; None for any other.
+    """Map `size` bytes of a file that is sealed against truncation; None for any other.
 
-    Only the kernel's seal is trusted: touching what was cut off is a SIGBUS.
+    Only the kernel's seal is trusted: to touch a part that was cut off is a SIGBUS.
     """
     seals = _seals(fd)
     if start < 0 or size <= 0 or seals is None or not seals & fcntl.F_SEAL_SHRINK:

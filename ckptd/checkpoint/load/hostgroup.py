@@ -103,7 +103,7 @@ class SharedMemory:
 
     It lies in /dev/shm where that has room, else in the folder for temporary files. Its blocks
     are reserved when it is made, so that touching it never fails (a sparse file without room
-    behind it kills with SIGBUS). The owner unlinks it as soon as everybody has it open, so a
+    behind it kills with SIGBUS). The owner unlinks it as soon as all ranks have it open, so a
     killed job leaves nothing.
     """
 
@@ -181,7 +181,7 @@ class SharedMemory:
         return SharedMemory(path, fd, size, owner=False)
 
     def unlink(self) -> None:
-        """Take the name away; the memory lives while somebody has it mapped. Idempotent."""
+        """Remove the name; the memory lives as long as any process maps it. Idempotent."""
         if self._owner:
             self._owner = False
             os.unlink(self.path)
@@ -471,8 +471,8 @@ class HostGroup:
     def same_files(self, identity: bytes) -> bool:
         """Tell whether all local ranks open the very same files; empty for one that cannot.
 
-        Ranks verify for one another what each copies for itself: from equal copies of a file in
-        different places one would take bytes that nobody looked at.
+        Ranks verify for one another what each copies for itself: from another copy of a file a
+        rank would take bytes that no rank has verified.
         """
         return bool(identity) and set(self.exchange("files", identity)) == {identity}
 

@@ -125,8 +125,8 @@ def merge(pairs: NDArray[np.int64], gap: int = 0) -> Runs:
 def coalesce(runs: Runs, gap: int, needed: Runs) -> Runs:
     """Fill holes of at most `gap` positions in `runs`, but never one that `needed` touches.
 
-    A hole that somebody needs is somebody else's to read: two readers of one place could undo
-    each other's check.
+    Another reader reads a hole that is needed: two readers of one place could undo each other's
+    check.
     """
     if gap <= 0 or len(runs) < 2:
         return runs

@@ -160,7 +160,7 @@ class Fetcher:
             self._all(new, work, "checking sizes and digest indexes", threads)
 
     def check_unchanged(self) -> None:
-        """Look again at the files without digests that somebody has read of this checkpoint.
+        """Check again the files without digests that any rank has read of this checkpoint.
 
         Other programs write theirs again under the same name: what was read would be of two. The
         same goes for the files that say where things lie.
@@ -234,10 +234,10 @@ class Fetcher:
         Parameters
         ----------
         runs
-            Blocks that are this reader's to bring.
+            Blocks that this reader brings.
         everybody
-            Blocks that all readers of this host want; a hole of one block that nobody wants is
-            read along to save a request.
+            Blocks that the readers of this host want; a hole of one block between them is read
+            along to save a request.
         buffer
             Where the bytes go; None for local files, whose bytes stay in the page cache.
         on_bytes
@@ -712,7 +712,7 @@ class _Run:
         return needs
 
     def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
-        """Read for this rank only: nobody else is there, or memory cannot be shared."""
+        """Read for this rank only: it is alone on its host, or memory cannot be shared."""
         self._schedule = make_schedule(
             self._plan.line, [runs], 0, budget_blocks=blocks // self._group.local_world, gap=gap
         )

@@ -46,11 +46,11 @@ class UnionSource(NamedTuple):
     name
         The same for one source on every rank; empty where ranks do not tell one another.
     keys
-        What it has, where that is known: it is asked for nothing else. Among thousands of nodes
-        nobody can ask one after the other who has what.
+        The keys that it has, where they are known: it is asked for no other. Thousands of nodes
+        cannot be asked one after the other.
     former
-        Of a node that was part of an earlier life only: nobody asks it before it may have what
-        no other has.
+        Of a node that was part of an earlier life only: it is asked last, for keys that no other
+        source has.
     """
 
     store: Store
@@ -97,7 +97,7 @@ class UnionStore(ReadOnlyStore):
         self.options = {}
         self.capabilities = _together([s.store.capabilities for s in self._sources])
 
-    # -- whom to ask -----------------------------------------------------------------------------
+    # -- choice of a source ----------------------------------------------------------------------
 
     def serving(self, key: str) -> object:
         """Return what represents the source that serves `key` at the moment; for `distrust`."""

@@ -296,7 +296,7 @@ def lives_of(generations: Sequence[Generation]) -> list[float]:
 def mtbf_s(lives: Sequence[float], world: int) -> float | None:
     """Return the mean time between failures for `world` ranks in seconds; None with few lives.
 
-    It is taken from the median, as for failures at random: one night in which nobody began again
+    It is taken from the median, as for failures at random: one night in which the job stayed down
     would spoil a mean.
     """
     if len(lives) < ENOUGH:

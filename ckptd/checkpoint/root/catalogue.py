@@ -594,8 +594,8 @@ def publish_manifest(
     write_id, created
         As in the record; a new id, and now, when empty.
     root, claim
-        As in the record: of whom it is. When empty, the root that was opened, and the claim of the
-        generation as the catalogue knows it.
+        As in the record: its root, and its generation's claim. When empty, the root that was
+        opened, and the claim of the generation as the catalogue knows it.
 
     Raises
     ------

@@ -368,7 +368,7 @@ class BoxRoot:
 
     @contextmanager
     def open(self, step: int | None = None) -> Iterator[CkptdReader]:
-        """Read a checkpoint, the newest one by default; nobody deletes it meanwhile.
+        """Read a checkpoint, the newest one by default, under a lease that keeps it.
 
         Where no lease can be written, the checkpoint is read without one, which is logged.
 

@@ -431,7 +431,7 @@ _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.5
 _ASK_S = 1.0
 _DIRECT_S = 5.0
-"""After so long without a new part, those are looked for that nobody has joined."""
+"""Seconds without a new part after which single, unjoined parts are looked for."""
 
 TOGETHER = 128
 """So many ranks in a row have their parts joined by the first of them, but those of rank 0."""

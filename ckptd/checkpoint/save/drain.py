@@ -317,7 +317,7 @@ def share_part(
 def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> None:
     """Tell the committer, which looks here first, and free the space: a full disk must not fill up.
 
-    Nobody can commit what is removed here, since this rank has not reported its part.
+    No process can commit the removed files, since this rank has not reported its part.
     """
     failed = RankPart(rank=rank, plan=save.plan, error=error.to_dict())
     remove_file(store, rank, save)

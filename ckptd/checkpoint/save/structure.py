@@ -564,13 +564,13 @@ class ReplicaHolders:
     # -- what is asked ---------------------------------------------------------------------------
 
     def tensor(self, name: str) -> Shared:
-        """Return with whom this rank compares a tensor that it has."""
+        """Return the group of ranks with which this rank compares a tensor that it has."""
         if name in self._own_values:
             return Shared("own", False, True)
         return self._shared("tensor", self._tensors[name])
 
     def object(self, name: str) -> Shared:
-        """Return with whom this rank compares a replicated object that it has."""
+        """Return the group of ranks with which this rank compares a replicated object."""
         return self._shared("object", self._objects[name])
 
     @property

@@ -189,7 +189,7 @@ class FileCopy:
             return False
         if entry.index:
             return digest_hex(raw) == entry.index
-        # Nobody wrote digests of the original: an earlier copy made these, and made them last.
+        # The original has no digests: an earlier copy made these, and made them last.
         self._digested(number, raw)
         return True
 

@@ -496,7 +496,7 @@ class _Verification:
         names = [
             (self._filemap.tensors[c.tensor].name, self._filemap.chunk_name(file, c))
             for c in self._filemap.chunks(file)
-            # Where a chunk lies in an older file that is damaged nobody knows.
+            # In an older file that is damaged the place of a chunk is unknown.
             if not own or c.end > available
         ]
         for tensor, chunk in names[:_MOST_CHUNKS]:

@@ -537,7 +537,7 @@ class DeviceCopies:
         return found
 
     def lock_later(self, slot: Slot, devices: Iterable[torch.device]) -> None:
-        """Page-lock a slot for the snapshots after this one, in a thread that nobody waits for."""
+        """Page-lock a slot for later snapshots, in a thread of its own; returns at once."""
         device = next((d for d in devices if kind_of(d).locks_in_place), None)
         if device is not None and not self.pins.is_locked(slot, kind_of(device)):
             with suppress(RuntimeError):  # closed
@@ -548,7 +548,7 @@ class DeviceCopies:
         try:
             kind.ignore_captures(device)
             self.pins.lock(slot, kind)
-        except Exception as error:  # noqa: BLE001 - nobody waits for this thread
+        except Exception as error:  # noqa: BLE001 - no other thread would see it
             _log.warning("a slot is not page-locked: %r", error)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class SavePlanner:
         self.structure = ""
         """Digest of this rank's structure at the last call of `plan`."""
         self.holders: ReplicaHolders | None = None
-        """With whom this rank holds what in common, by the last plan; None in a job of one."""
+        """Ranks that hold the same parts as this one, by the last plan; None in a job of one."""
         self._plan: SavePlan | None = None
         self._planned: Structure | None = None
         self._failures = 0

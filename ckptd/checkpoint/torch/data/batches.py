@@ -481,7 +481,7 @@ class Batches(OfOneProcess):
         Raises
         ------
         MismatchError
-            Nobody can tell what this rank's share is.
+            This rank's share cannot be told from the saved positions.
         """
         rank, world = rank_and_world()
         for state in states:
@@ -768,7 +768,7 @@ def _without_first(loader: torch.utils.data.DataLoader[Any], skip: int) -> Itera
     """Return an iterator over a loader that leaves out its first batches unmade."""
     which = "sampler" if loader.batch_sampler is None else "batch_sampler"
     kept = getattr(loader, which)
-    # A loader refuses another sampler so that nobody gives it other data; these are the same.
+    # A loader refuses another sampler, since it could give other data; this one gives the same.
     object.__setattr__(loader, which, _Skipping(kept, skip))
     try:
         inner = iter(loader)

@@ -62,7 +62,7 @@ def materialise(
     Raises
     ------
     UsageError
-        Somebody holds a weak reference to the tensor, which forbids the swap.
+        There is a weak reference to the tensor, which forbids the swap.
     """
     metas = [
         leaf

@@ -256,7 +256,7 @@ def match(
         for one in (name, *leaf.aliases):
             source = names[one]
             source = saved.aliases.get(source, source)
-            # An alias that nobody wants may give the tensor its value, and is no copy.
+            # An unwanted alias may give the tensor its value, and is no copy.
             if source in saved.tensors and (one in some or not sources):
                 sources.setdefault(saved.tensors[source], one)
         if not sources:
@@ -456,7 +456,7 @@ def apply_objects(
     tensors
         Names of the leaves that were filled; None when all were, but for those of optimizers
         whose groups are not among `values`. Memory that was made for others does not enter the
-        state: an optimizer must not find moments that nobody wrote.
+        state: an optimizer must not find moments that no load has written.
     required, strict
         Of modules that take their state by code of their own: which names must be among what they
         are given, and how they are asked. Without `required`, all where all were filled.

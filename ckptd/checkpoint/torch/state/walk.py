@@ -48,7 +48,7 @@ def is_optimizer(value: Any) -> bool:
     try:
         groups = getattr(value, "param_groups", None)
         return isinstance(groups, list | tuple) and callable(getattr(value, "step", None))
-    except Exception:  # noqa: BLE001 - somebody's property; then it is none that can be used
+    except Exception:  # noqa: BLE001 - a property of the user's class raises: not an optimizer
         return False
 
 
@@ -77,7 +77,7 @@ def unwrapped(value: Any, where: str, others: Iterable[Any]) -> tuple[Any, Any]:
         inner = [i for i in _inside(value) if not any(i.value is s for s in seen)]
         own = _params(value)
         same = [i for i in inner if own & _params(i.value)]
-        # What is far away may be anybody's; what the wrapper itself holds, nobody else may have.
+        # A distant value may belong to another object; one in the wrapper itself may not.
         lost = [i for i in inner if i.near and i not in same and id(i.value) not in known]
         lost = [i for i in lost if _params(i.value)]
         if lost:
@@ -157,7 +157,7 @@ def _inside(wrapper: Any) -> list[_Inner]:
         if is_optimizer(value):
             found.append(_Inner(at, value, depth == 0))
         elif isinstance(value, Mapping):
-            with suppress(Exception):  # a mapping of somebody's own
+            with suppress(Exception):  # a mapping of the user's own class
                 items = [(f"{at}[{k!r}]", v, depth) for k, v in islice(value.items(), _MOST)]
                 left.extend(items)
         elif isinstance(value, list | tuple | set | frozenset):

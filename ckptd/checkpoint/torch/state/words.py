@@ -61,7 +61,7 @@ class ModulePlace(NamedTuple):
     module: nn.Module
 
 
-# --- code of somebody's own -----------------------------------------------------------------------
+# --- code of user modules -------------------------------------------------------------------------
 
 
 def _is_own(function: Any) -> bool:
@@ -423,7 +423,7 @@ class Saying:
 def is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
     """Tell whether a value is a tensor on the very memory of `tensor`, seen in the same way.
 
-    Memory that nobody can compare is taken to be the same: it cannot be saved in either case.
+    Memory that cannot be compared is taken to be the same: it cannot be saved in either case.
     """
     if not isinstance(value, torch.Tensor):
         return False
