@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from ckptd.base.net.connection import Codec, Greeting, Refusal, tune
+from ckptd.base.net.connection import HELLO, Codec, Refusal, answer_hello, tune
 from ckptd.base.net.door import Strangers
-from ckptd.decoding import converter, msgpack_decoder
+from ckptd.base.net.roles import Certified
+from ckptd.base.net.tls import TlsSession, identity
+from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.messages import FromNode, FromOperator
-from ckptd.errors import CkptdError, CorruptError, RefusedError
+from ckptd.errors import CkptdError, RefusedError
 
 _HANDSHAKE_S = 5.0
 _HALF_FRAME_S = 10.0
@@ -24,25 +26,14 @@ _MOST_UNSENT_BYTES = 16 << 20
 _MOST_TEXT = 400
 _FROM_NODE = msgpack_decoder(FromNode)
 _FROM_OPERATOR = msgpack_decoder(FromOperator)
-_Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-
-
-class _Who(msgspec.Struct, frozen=True):
-    """The statement of a client about itself in the handshake."""
-
-    job: _Word
-    role: Literal["node", "operator"]
-    name: _Word
-
-
-_who = converter(_Who)
+_MOST_NAME = 256
 
 
 class Listener(Protocol):
     """Receives what peers send; called in the event loop, in the order of each connection."""
 
     def joined(self, peer: PeerConnection) -> None:
-        """Note that a peer has shown that it knows the secret."""
+        """Note that a peer has proved what it is."""
 
     def received(self, peer: PeerConnection, message: Any) -> None:
         """Take a message of a peer that has joined."""
@@ -57,7 +48,7 @@ class PeerConnection(asyncio.Protocol):
     Attributes
     ----------
     role, name
-        From the handshake, signed.
+        From the handshake.
     where
         The other end's address.
     here
@@ -68,10 +59,10 @@ class PeerConnection(asyncio.Protocol):
         self.role, self.name, self.where, self.here = "", "", "", False
         self._door = door
         self._transport: asyncio.Transport | None = None
-        self._greeting = Greeting(door.secret, PURPOSE)
+        self._tls: TlsSession | None = None
         self._codec = Codec("", MOST_FRAME_BYTES)
         self._kind: Any = None
-        """Decoder of its messages, once it has proved that it knows the secret."""
+        """Decoder of its messages, once it has proved what it is."""
         self._timer: asyncio.TimerHandle | None = None
         self._received_at = 0.0
 
@@ -84,7 +75,10 @@ class PeerConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        transport.write(self._codec.pack(body))
+        if self._tls is None:
+            return
+        self._tls.write(memoryview(self._codec.pack(body)))
+        transport.write(self._tls.to_send())
         if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self.cut()
 
@@ -109,12 +103,13 @@ class PeerConnection(asyncio.Protocol):
         tune(tcp.get_extra_info("socket"))
         self._door.enter(self)
         self._timer = self._door.loop.call_later(_HANDSHAKE_S, self.cut)
-        self.send(self._greeting.challenge)
+        own = identity(self._door.secret, "controller", scope=self._door.job)
+        self._tls = TlsSession(own, server=True, where=self.where)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         try:
-            self._codec.feed(data)
+            self._codec.feed(self._plain(data))
             if self._kind is None and not self._shake():
                 return
             while (message := self._codec.take(self._kind)) is not None:
@@ -132,32 +127,43 @@ class PeerConnection(asyncio.Protocol):
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _plain(self, data: bytes) -> bytes:
+        tls, transport = self._tls, self._transport
+        if tls is None or transport is None:
+            return b""
+        tls.feed(data)
+        try:
+            return tls.read() if tls.shake() else b""
+        finally:
+            if out := tls.to_send():
+                transport.write(out)
+
     def _shake(self) -> bool:
-        """Take the client's proof if it is there; return whether it was, and is good."""
-        proof = self._codec.take(Greeting.kind)
-        if proof is None:
+        """Take the client's first message if it is there; return whether it was, and is good."""
+        peer = None if self._tls is None else self._tls.peer
+        if peer is None or (hello := self._codec.take(HELLO)) is None:
             return False
-        answer = self._greeting.answer(proof, {"life": self._door.life}, self._refuse)
+        about: dict[str, str | int | bool] = {"life": self._door.life}
+        answer = answer_hello(hello, PURPOSE, peer, about, self._refusal(hello.about, peer))
         self.send(answer)
         if isinstance(answer, Refusal):
             raise RefusedError(answer.text, kind=answer.kind)
-        self._greeting.use_keys(self._codec, proof)
-        try:
-            who = _who(proof.about)
-        except msgspec.ValidationError as error:
-            raise CorruptError("a client did not identify itself", found=error) from error
-        self.role, self.name = who.role, who.name
+        self._codec.let_in()
+        self.role, self.name = peer.role, peer.node
         self._received_at = self._door.loop.time()
-        self._kind = _FROM_NODE if who.role == "node" else _FROM_OPERATOR
+        self._kind = _FROM_NODE if self.role == "agent" else _FROM_OPERATOR
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
         self._door.join(self)
         return True
 
-    def _refuse(self, about: dict[str, Any], proved: bool) -> Refusal | None:
+    def _refusal(self, about: dict[str, Any], peer: Certified) -> Refusal | None:
         if about.get("job") == self._door.job:
-            return None
+            known = 0 < len(peer.node) <= _MOST_NAME
+            return (
+                None if known else Refusal("permission", "a certificate has no name, or a long one")
+            )
         text = f"this is the controller of job {self._door.job!r}"
         return Refusal("not-the-controller", text[:_MOST_TEXT])
 
@@ -165,7 +171,7 @@ class PeerConnection(asyncio.Protocol):
         """Cut off a peer that sends half a frame and no more, or as a node nothing at all."""
         silent = self._door.loop.time() - self._received_at
         if (self._codec.half and silent > _HALF_FRAME_S) or (
-            self.role == "node" and silent > _SILENCE_S
+            self.role == "agent" and silent > _SILENCE_S
         ):
             self.cut()
         else:
@@ -229,7 +235,7 @@ class ListeningSocket:
         self._strangers.enter(peer)
 
     def join(self, peer: PeerConnection) -> None:
-        """Note that a peer knows the secret."""
+        """Note that a peer has proved what it is."""
         self._strangers.leave(peer)
         self._peers.add(peer)
         self.listener.joined(peer)

@@ -1,4 +1,4 @@
-"""Calling the controller: a connection whose two sides have proved that they know the secret."""
+"""Calling the controller: a connection whose two sides have proved what they are."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import time
 from typing import Literal
 
 from ckptd.base.net.address import parse_address
-from ckptd.base.net.connection import Challenge, Connection, greet_server
-from ckptd.decoding import msgpack_decoder
+from ckptd.base.net.connection import Connection, greet_server
 
 PURPOSE = "controller"
-"""Of the connections to a controller, see `ckptd.base.net.connection.Greeting`."""
+"""Of the connections to a controller, see `ckptd.base.net.roles.DOORS`."""
 MOST_FRAME_BYTES = 4 << 20
 """Largest message between a controller and its peers."""
 _SEND_S = 2.0
-_CHALLENGE = msgpack_decoder(Challenge)
 
 
 def dial(
     address: str,
     *,
     job: str,
-    role: Literal["node", "operator"],
+    role: Literal["agent", "operator"],
     name: str,
     secret: bytes,
     timeout_s: float,
@@ -52,8 +50,11 @@ def dial(
             connection,
             secret,
             PURPOSE,
+            role=role,
+            node=name,
+            scope=job,
             wait_s=end - time.monotonic(),
-            about={"job": job, "role": role, "name": name},
+            about={"job": job},
         )
     except BaseException:
         connection.release()
@@ -62,10 +63,10 @@ def dial(
 
 
 def await_greeting(address: str, timeout_s: float) -> None:
-    """Return once the server at `address` has greeted: its process is there and runs.
+    """Return once the server at `address` has answered: its process is there and runs.
 
     That it can be connected to proves neither: the kernel accepts connections to a process that is
-    stopped. The secret is not needed, because the server sends the first message.
+    stopped. The secret is not needed, because in TLS the server proves itself first.
 
     Parameters
     ----------
@@ -78,11 +79,13 @@ def await_greeting(address: str, timeout_s: float) -> None:
     UsageError
         It is no address.
     TransientStoreError
-        Kind ``link-late``: no greeting within `timeout_s`. Kinds of `Connection`: nothing listens
-        there, or what does is no server of ckptd.
+        Kind ``link-late``: no answer within `timeout_s`. Kinds of `Connection`: nothing listens
+        there.
+    StoreError
+        What listens there is no server of ckptd.
     """
     connection = Connection(parse_address(address).connect(timeout_s), address, _SEND_S)
     try:
-        connection.receive(_CHALLENGE, timeout_s)
+        connection.shake(None, timeout_s)
     finally:
         connection.release()

@@ -269,7 +269,7 @@ class NodeLink:
         connection, life = dial(
             address,
             job=self._job,
-            role="node",
+            role="agent",
             name=self._up().node,
             secret=self._secret,
             timeout_s=_DIAL_S,
@@ -320,10 +320,14 @@ class NodeLink:
 
     def _wait(self, connection: Connection, timeout_s: float) -> bool:
         """Take in what comes within `timeout_s`; return whether somebody is in a hurry."""
+        come = connection.readable()
         ready, _, _ = select.select(
-            [connection.fileno(), self._wake_in.fileno()], [], [], max(timeout_s, 0.0)
+            [connection.fileno(), self._wake_in.fileno()],
+            [],
+            [],
+            0.0 if come else max(timeout_s, 0.0),
         )
-        if connection.fileno() in ready:
+        if come or connection.fileno() in ready:
             for message in connection.take(_TO_NODE, 0.0):
                 self._take(message)
         if self._wake_in.fileno() in ready:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.net.address import Address, UnixAddress, parse_address
 from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.net.roles import Role
 from ckptd.base.runtime.host import host_id
 from ckptd.checkpoint.save.arena import CONTROL_BYTES
 from ckptd.errors import CkptdError, CorruptError, TransientStoreError
@@ -123,6 +123,7 @@ class ServerLink:
         wait_s: float = 60.0,
         connect_s: float = _CONNECT_S,
         far: bool = False,
+        role: Role = "worker",
     ) -> ServerLink:
         """Connect: on the same host through the Unix socket, else over TCP.
 
@@ -134,6 +135,8 @@ class ServerLink:
             For all of it: both ways, and the greeting.
         far
             Take no Unix socket: as if the server were on another host.
+        role
+            Of this process.
 
         Raises
         ------
@@ -150,7 +153,7 @@ class ServerLink:
             try:
                 sock = address.connect(max(_LEAST_S, end - time.monotonic()))
                 connection = Connection(sock, str(address), wait_s, MOST_BODY)
-                return ServerLink._greeted(connection, entry, secret, wait_s, end)
+                return ServerLink._greeted(connection, entry, secret, role, wait_s, end)
             except TransientStoreError as error:
                 # Another container of this host, say: its files are not seen here. But a server
                 # that lets a connection wait lets the other one wait, too.
@@ -159,11 +162,16 @@ class ServerLink:
 
     @staticmethod
     def _greeted(
-        connection: Connection, entry: ServerEntry, secret: bytes, wait_s: float, end: float
+        connection: Connection,
+        entry: ServerEntry,
+        secret: bytes,
+        role: Role,
+        wait_s: float,
+        end: float,
     ) -> ServerLink:
         try:
             left = max(_LEAST_S, end - time.monotonic())
-            about = greet_server(connection, secret, PURPOSE, wait_s=left)
+            about = greet_server(connection, secret, PURPOSE, role=role, wait_s=left)
             if entry.epoch and about.get("epoch") != entry.epoch:
                 raise connection.fail("another publisher listens there")
         except BaseException:
@@ -291,12 +299,7 @@ class ServerLink:
         """Whether the other end is gone."""
         if self._connection.broken:
             return True
-        poll = select.poll()
-        try:
-            poll.register(self._connection.fileno(), select.POLLIN)
-        except (OSError, ValueError):
-            return True
-        return bool(poll.poll(0))  # nothing comes unasked but the end
+        return self._connection.readable()  # nothing comes unasked but the end
 
     def close(self) -> None:
         """End it. Idempotent."""

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import UsageError
 
-PURPOSE = "ckptd publish 3"
+PURPOSE = "publish 3"
 """Of connections; its number rises with messages that older programs do not know."""
 MOST_BODY = 16 << 20
 """Largest message in bytes: the names of a large model's tensors."""

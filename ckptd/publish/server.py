@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -430,7 +429,9 @@ class PublishServer:
     def _connect_up(self) -> ServerLink | None:
         """Return the connection to the leader."""
         if self._up is None and self._opening is not None and self._leader is not None:
-            self._up = ServerLink.to(self._leader, self._opening.secret, wait_s=_GREETING_S)
+            self._up = ServerLink.to(
+                self._leader, self._opening.secret, wait_s=_GREETING_S, role="rank"
+            )
         return self._up
 
     def _note(self, question: AskCommit | AskDrop) -> None:
@@ -463,16 +464,15 @@ class _Session:
         """Answer until the worker leaves."""
         if not self._connection.local:
             step_back(LAST)  # it gathers and sends what others map
-        poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLIN)
         while not self._server._ended.is_set():
-            if not poll.poll(int(_TICK_S * 1000)):
+            if not self._connection.readable(_TICK_S):
                 continue
             question, _ = self._connection.receive(QUESTION, _GREETING_S)
             # One that only waits for a newer version does not keep the server of a dead trainer.
             waits = isinstance(question, AskNewest)
             with contextlib.nullcontext() if waits else self._server.active():
                 try:
+                    self._connection.permit(question, PURPOSE)
                     self._answer(question)
                 except CkptdError as error:
                     if self._connection.broken:
@@ -574,7 +574,7 @@ def _is_ending(opening: Opening) -> bool:
     """Whether the server of a trainer that is gone has the address still."""
     there = ServerEntry("", str(Address(opening.bind, opening.port)), "", "")
     try:
-        link = ServerLink.to(there, opening.secret, wait_s=_GREETING_S)
+        link = ServerLink.to(there, opening.secret, wait_s=_GREETING_S, role="rank")
     except CkptdError:
         return False
     link.close()

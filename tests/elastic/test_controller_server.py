@@ -15,6 +15,7 @@ import pytest
 
 from ckptd.base.net.address import parse_address
 from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.net.roles import Role
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE, dial
 from ckptd.elastic.messages import Beat, Envelope, LeaseRenewal, Left, NodeUp, ToNode
@@ -55,8 +56,23 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
-HEAD = struct.Struct("<II16s")
+HEAD = struct.Struct("<II")
 TO_NODE = msgpack_decoder(ToNode)
+
+
+def greeted(
+    connection: Connection, name: str, *, secret: bytes = KEY, role: Role = "agent"
+) -> None:
+    greet_server(
+        connection,
+        secret,
+        PURPOSE,
+        role=role,
+        node=name,
+        scope="j",
+        wait_s=PATIENCE_S,
+        about={"job": "j"},
+    )
 
 
 @contextlib.contextmanager
@@ -66,8 +82,7 @@ def shaken(
     """A client that has shaken hands, and then does what it likes."""
     with plain(controller) as sock:
         connection = Connection(sock, "controller", PATIENCE_S, MOST_FRAME_BYTES)
-        about = {"job": "j", "role": "node", "name": name}
-        greet_server(connection, secret, PURPOSE, wait_s=PATIENCE_S, about=about)
+        greeted(connection, name, secret=secret)
         yield connection, sock
 
 
@@ -81,8 +96,8 @@ def beat(name: str = "evil", number: int = 1) -> Beat:
         os.urandom(4096),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\0" * 2000,
-        HEAD.pack(0, 0, bytes(16)),
-        HEAD.pack(9, 0, bytes(16)) + b"\x91" * 9,
+        HEAD.pack(0, 0),
+        HEAD.pack(9, 0) + b"\x91" * 9,
         b"\n" * 24,
     ],
     ids=["random", "http", "zeros", "empty", "deep", "newline"],
@@ -98,7 +113,7 @@ def test_another_job_is_told_so(controller: ControllerProcess) -> None:
         dial(
             controller.address,
             job="other",
-            role="node",
+            role="agent",
             name="n",
             secret=KEY,
             timeout_s=PATIENCE_S,
@@ -111,7 +126,7 @@ def test_huge_lengths_of_strangers_are_hung_up_on(
     controller: ControllerProcess, length: int
 ) -> None:
     with plain(controller) as sock:
-        sock.sendall(HEAD.pack(length, 0, b"x" * 16))
+        sock.sendall(HEAD.pack(length, 0))
         assert is_closed(sock)
 
 
@@ -119,8 +134,8 @@ def test_huge_lengths_of_strangers_are_hung_up_on(
 def test_huge_lengths_of_peers_are_hung_up_on(
     controller: ControllerProcess, lengths: tuple[int, int]
 ) -> None:
-    with shaken(controller) as (_, sock):
-        sock.sendall(HEAD.pack(*lengths, b"x" * 16))
+    with shaken(controller) as (connection, sock):
+        connection._put(memoryview(HEAD.pack(*lengths)))
         assert is_closed(sock)
 
 
@@ -132,14 +147,20 @@ def test_a_wrong_secret_is_told_and_hung_up_on(controller: ControllerProcess) ->
         assert "evil" not in {row.name for row in operator.status().nodes}
 
 
-def test_a_client_that_does_not_say_what_it_is_is_hung_up_on(
+def test_a_client_of_no_job_or_role_or_name_is_told_and_hung_up_on(
     controller: ControllerProcess,
 ) -> None:
-    for about in ({"job": "j"}, {"job": "j", "role": "king", "name": "n"}):
+    for role, name in (("rank", "n"), ("reader", "n"), ("controller", "n"), ("agent", "n" * 257)):
         with plain(controller) as sock:
             connection = Connection(sock, "controller", PATIENCE_S)
-            greet_server(connection, KEY, PURPOSE, wait_s=PATIENCE_S, about=about)
+            with pytest.raises(StoreError) as caught:
+                greeted(connection, name, role=role)
+            assert caught.value.kind == "permission"
             assert is_closed(sock)
+    with plain(controller) as sock:
+        connection = Connection(sock, "controller", PATIENCE_S)
+        with pytest.raises(RefusedError):
+            greet_server(connection, KEY, PURPOSE, role="agent", wait_s=PATIENCE_S)
 
 
 def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
@@ -154,14 +175,13 @@ def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
 
     with plain(controller) as sock, Recorded(fileno=sock.detach()) as recorded:
         connection = Connection(recorded, "controller", PATIENCE_S)
-        about = {"job": "j", "role": "node", "name": "twice"}
-        greet_server(connection, KEY, PURPOSE, wait_s=PATIENCE_S, about=about)
+        greeted(connection, "twice")
         connection.send(beat("twice"))
         until(lambda: any(isinstance(m, LeaseRenewal) for m in connection.take(TO_NODE, 1.0)))
         recorded.sendall(said[-1])
         assert is_closed(recorded)
     with plain(controller) as sock:
-        sock.sendall(said[0] + said[1])
+        sock.sendall(b"".join(said))
         assert is_closed(sock)
 
 
@@ -177,7 +197,7 @@ def test_an_impossible_message_with_the_right_key_is_hung_up_on(
 ) -> None:
     for body in (b"\xc1", msgspec.msgpack.encode({"type": "Order"}), b"\x91" * 4000):
         with shaken(controller) as (connection, sock):
-            sock.sendall(connection.codec.pack(body))
+            connection.send(body)
             assert is_closed(sock)
 
 
@@ -185,12 +205,12 @@ def test_an_impossible_message_with_the_right_key_is_hung_up_on(
 def test_half_of_something_and_silence_end_by_a_deadline(tmp_path: Path) -> None:
     with controlled(tmp_path, "--nodes", "2") as controller, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(plain(controller)) for _ in range(3)]
-        socks[1].sendall(HEAD.pack(10, 0, bytes(16)))
+        socks[1].sendall(HEAD.pack(10, 0))
         socks[2].sendall(b"\0")
         assert all(is_closed(sock) for sock in socks)
         connection, sock = stack.enter_context(shaken(controller, "half"))
         connection.send(beat("half"))
-        sock.sendall(connection.codec.pack(beat("half", 2))[:10])
+        connection._put(memoryview(connection.codec.pack(beat("half", 2))[:10]))
         assert is_closed(sock)
 
 

@@ -67,7 +67,11 @@ def test_a_goodbye_is_acknowledged(tmp_path: Path) -> None:
 
 def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> None:
     with controlled(tmp_path) as c:
-        for job, secret, word in (("k", SECRET, "job 'j'"), ("j", "y" * 32, "secret")):
+        for job, secret, word in (
+            ("k", SECRET, "job 'j'"),
+            ("k", "y" * 32, "another job"),
+            ("j", "y" * 32, "secret"),
+        ):
             link = NodeLink(
                 c.seat,
                 job,

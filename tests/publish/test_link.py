@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.base.net.connection import Connection
+from ckptd.base.net.connection import HELLO, Admitted, Connection, greet_server
+from ckptd.base.net.tls import identity
 from ckptd.publish.blocks import incoming_digest, read_bytes
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
     MOST_BODY,
+    PURPOSE,
     QUESTION,
     AskTensors,
     BlockRead,
@@ -27,6 +29,7 @@ from ckptd.publish.messages import (
 TENSOR = PublishedTensor("a", "float32", 0, 1 << 20)
 BUFFER_BYTES = 64 << 10
 WAIT_S = 10.0
+SECRET = b"s" * 32
 
 
 def test_long_questions_and_long_answers_do_not_wait_for_each_other() -> None:
@@ -37,10 +40,9 @@ def test_long_questions_and_long_answers_do_not_wait_for_each_other() -> None:
         ours.connect(listening.getsockname())
         theirs, _ = listening.accept()
         ends = [Connection(s, "the other end", WAIT_S, MOST_BODY) for s in (ours, theirs)]
-        for end in ends:
-            end.codec.use_keys(b"", b"")
         server = threading.Thread(target=_answer, args=(ends[1],))
         server.start()
+        greet_server(ends[0], SECRET, PURPOSE, role="worker", wait_s=WAIT_S)
         link = ServerLink(ends[0], ServerEntry("", "", "", ""), WAIT_S)
         try:
             link.ask(AskTensors(("a",)), TensorPlaces)
@@ -64,6 +66,11 @@ def _questions() -> Iterator[tuple[tuple[BlockRead, ...], NDArray[np.uint8]]]:
 
 
 def _answer(connection: Connection) -> None:
+    connection.expect_tls(identity(SECRET, "rank"))
+    while not connection.take(HELLO, WAIT_S):
+        pass
+    connection.send(Admitted())
+    connection.codec.let_in()
     connection.receive(QUESTION, WAIT_S)
     connection.send(TensorPlaces((TENSOR,)))
     for blocks, _ in _questions():

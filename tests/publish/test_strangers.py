@@ -13,12 +13,13 @@ import msgspec
 import pytest
 
 from ckptd.base.net.address import parse_address
-from ckptd.base.net.connection import ClientProof, Connection
+from ckptd.base.net.connection import Connection, greet_server
 from ckptd.checkpoint.save.arena import Slot
 from ckptd.errors import CkptdError, StoreError
 from ckptd.publish.client import PublishClient
 from ckptd.publish.link import ServerLink
 from ckptd.publish.messages import (
+    PURPOSE,
     AskNewest,
     AskRead,
     AskTensors,
@@ -98,44 +99,32 @@ def gives(sock: socket.socket) -> bytes:
     return out
 
 
-def challenge(sock: socket.socket) -> bytes:
-    """Take a server's greeting."""
-    head = sock.recv(24, socket.MSG_WAITALL)
-    return sock.recv(int.from_bytes(head[:4], "little"), socket.MSG_WAITALL)
-
-
 def test_a_stranger_gets_nothing(served: Served) -> None:
     for said in (b"GET / HTTP/1.1\r\n\r\n" * 8, b"\xff" * 64, bytes(24), b"\xff\xff\xff\x7f" * 8):
         with served.connect() as sock:
-            challenge(sock)
             sock.sendall(said)
-            assert gives(sock) == b""
+            assert b"epoch" not in gives(sock)
     with pytest.raises(StoreError) as caught:
         ServerLink.to(served.entry, b"x" * 32)
     assert caught.value.kind == "permission"
     # What a worker has sent once is worth nothing in another connection.
     recorded: list[bytes] = []
-    sent = Connection.send
 
-    def records(connection: Connection, message: msgspec.Struct, bulk: object = None) -> None:
-        if isinstance(message, ClientProof):
-            recorded.append(connection.codec.pack(message))
-            connection._sock.sendall(recorded[-1])
-        else:
-            sent(connection, message)
+    class Recorded(socket.socket):
+        def sendall(self, data: bytes, *args: int) -> None:  # type: ignore[override]
+            recorded.append(bytes(data))
+            super().sendall(data, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "send", records)
-        served.link().close()
+    with Recorded(fileno=served.connect().detach()) as sock:
+        connection = Connection(sock, "a server", 30.0)
+        greet_server(connection, SECRET, PURPOSE, role="worker", wait_s=30.0)
     with served.connect() as sock:
-        challenge(sock)
-        sock.sendall(recorded[0])
+        sock.sendall(b"".join(recorded))
         said = gives(sock)
-    assert recorded
-    assert said
-    assert b"epoch" not in said  # a refusal
+    assert len(recorded) == 2
+    assert said  # it proves itself first, and gives no more
+    assert len(said) < 2000
     with served.connect() as sock:
-        challenge(sock)
         sock.sendall(recorded[0][:30])  # half a greeting, and no more
         served.serves()
 

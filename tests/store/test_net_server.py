@@ -18,13 +18,16 @@ import pytest
 
 from ckptd.base.net.address import Address, parse_server
 from ckptd.base.net.connection import (
+    HELLO,
     VERSION,
-    Challenge,
-    ClientProof,
+    Admitted,
     Connection,
-    ServerProof,
+    Hello,
+    Refusal,
     greet_server,
 )
+from ckptd.base.net.roles import Role
+from ckptd.base.net.tls import TlsSession, identity
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
 from ckptd.store.base import Store, StoreSpec
@@ -34,7 +37,8 @@ from ckptd.store.net.messages import Complete, ObjectPiece
 from tests.processes import until
 from tests.store.netserver import ServerProcess, server_process
 
-HEAD = struct.Struct("<II16s")
+HEAD = struct.Struct("<II")
+RECORD = struct.Struct(">BHH")
 ANSWER = msgpack_decoder(messages.Answer)
 LIMITS = Limits(greeting_s=60.0)
 
@@ -56,12 +60,21 @@ def dial(url: str) -> socket.socket:
     return socket.create_connection(address, timeout=30)
 
 
-def friend(spec: StoreSpec) -> tuple[Connection, socket.socket]:
+def knock(sock: socket.socket) -> bool:
+    """Begin a handshake; return whether the server answers, and so holds this connection."""
+    session = TlsSession(None, server=False, where="server")
+    session.shake()
+    sock.sendall(session.to_send())
+    return bool(sock.recv(1))
+
+
+def friend(spec: StoreSpec, role: Role = "rank") -> tuple[Connection, socket.socket]:
     """A client that knows the secret, and then does what it likes."""
     sock = dial(spec.url)
     wire = Connection(sock, "server", 30.0)
     try:
-        greet_server(wire, bytes.fromhex(spec.options["secret"]), messages.PURPOSE, wait_s=30.0)
+        secret = bytes.fromhex(spec.options["secret"])
+        greet_server(wire, secret, messages.PURPOSE, role=role, wait_s=30.0)
     except BaseException:
         wire.release()
         raise
@@ -100,17 +113,21 @@ def strange_bytes(dice: random.Random) -> bytes:
     body = dice.choice(
         [
             dice.randbytes(dice.randrange(200)),
-            msgspec.msgpack.encode(ClientProof(dice.randbytes(32), dice.randbytes(32))),
+            msgspec.msgpack.encode(Hello(VERSION, messages.PURPOSE)),
             msgspec.msgpack.encode(messages.Get("a")),
-            msgspec.msgpack.encode(ClientProof(b"", b"")),
         ]
     )
-    honest = HEAD.pack(len(body), 0, bytes(16)) + body
+    honest = HEAD.pack(len(body), 0) + body
+    hello = TlsSession(None, server=False, where="server")
+    hello.shake()
+    greeting = hello.to_send()
     return dice.choice(
         [
             dice.randbytes(dice.randrange(1, 3000)),
-            HEAD.pack(dice.choice(lengths), dice.choice(lengths), dice.randbytes(16)) + body,
-            honest[: dice.randrange(1, len(honest) + 1)],
+            HEAD.pack(dice.choice(lengths), dice.choice(lengths)) + body,
+            RECORD.pack(22, 0x0301, dice.choice(lengths) % 65536) + body,
+            greeting[: dice.randrange(1, len(greeting) + 1)],
+            greeting + honest,
             honest,
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         ]
@@ -179,9 +196,9 @@ def test_strangers_do_not_pile_up(memory: MemoryStore) -> None:
             assert still_serves(store)
             held = [dial(server.url) for _ in range(3)]
             for sock in held:
-                assert sock.recv(1)  # the challenge: this one has a place
+                assert knock(sock)  # this one has a place
             with dial(server.url) as fourth:
-                assert fourth.recv(1)  # the oldest makes room for it, and no other
+                assert knock(fourth)  # the oldest makes room for it, and no other
                 until_closed(held[0])
                 until(lambda: server.counts().refused == 1)
             assert still_serves(store)  # who is in stays in
@@ -231,12 +248,13 @@ def test_a_false_server_is_found_out() -> None:
         def lie() -> None:
             sock, _ = listener.accept()
             wire = Connection(sock, "client", 30.0)
-            wire.send(Challenge(VERSION, bytes(32)))
-            wire.receive(msgpack_decoder(ClientProof), 30.0)
-            wire.send(ServerProof(bytes(32)))
-            until_closed(sock)
+            wire.expect_tls(identity(b"of another job..", "agent"))
+            with suppress(CkptdError):
+                wire.take(HELLO, 30.0)
+                heard.extend(wire.take(HELLO, 30.0))
             wire.release()
 
+        heard: list[object] = []
         liar = threading.Thread(target=lie)
         liar.start()
         url = f"ckptd://127.0.0.1:{listener.getsockname()[1]}"
@@ -246,6 +264,7 @@ def test_a_false_server_is_found_out() -> None:
             assert caught.value.kind == "permission"
         liar.join(60)
         assert not liar.is_alive()
+        assert not heard
 
 
 def test_another_version_is_told() -> None:
@@ -254,14 +273,18 @@ def test_another_version_is_told() -> None:
         def speak() -> None:
             sock, _ = listener.accept()
             wire = Connection(sock, "client", 30.0)
-            wire.send(Challenge(VERSION + 1, bytes(32)))
+            wire.expect_tls(identity(bytes.fromhex(secret), "agent"))
+            while not wire.take(HELLO, 30.0):
+                pass
+            wire.send(Refusal("version", str(VERSION + 1)))
             until_closed(sock)
             wire.release()
 
+        secret = new_secret()
         newer = threading.Thread(target=speak)
         newer.start()
         url = f"ckptd://127.0.0.1:{listener.getsockname()[1]}"
-        with StoreSpec(url, {"secret": new_secret()}).open() as store:
+        with StoreSpec(url, {"secret": secret}).open() as store:
             with pytest.raises(StoreError) as caught:
                 store.stat("a")
         assert "the server speaks another version of the protocol" in caught.value.message
@@ -280,7 +303,7 @@ def befriend(spec: StoreSpec, rounds: int, seed: int) -> None:
         lambda: messages.Read("a", dice.randrange(-9, 9), dice.choice([-1, 0, 1 << 62])),
         lambda: messages.Put("p", dice.choice([-1, 0, 5, 1 << 62]), dice.random() < 0.5),
         lambda: messages.BeginWriter("w", dice.choice([-1, 0, 5])),
-        lambda: ObjectPiece(dice.randbytes(16)),
+        lambda: ObjectPiece(),
         lambda: messages.CommitWriter(),
         lambda: messages.AbortWriter(),
         lambda: messages.List("../"),
@@ -288,7 +311,7 @@ def befriend(spec: StoreSpec, rounds: int, seed: int) -> None:
         lambda: messages.Delete(tuple("x" * 5 for _ in range(dice.randrange(5000)))),
         lambda: messages.Open("a"),
         lambda: Complete(),
-        lambda: Challenge(1, b""),
+        lambda: Admitted(),
     ]
     for _ in range(rounds):
         wire, sock = friend(spec)
@@ -318,7 +341,7 @@ def test_a_length_is_checked_before_anything_is_allocated(
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wire, sock = friend(server.describe())
-    sock.sendall(HEAD.pack(*lengths, bytes(16)))
+    wire._put(memoryview(HEAD.pack(*lengths)))
     assert until_closed(sock) == b""  # at once: it waits for nothing more
     wire.release()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
@@ -327,12 +350,16 @@ def test_a_length_is_checked_before_anything_is_allocated(
 
 
 class _Recorder:
-    """Passes one connection on, frame by frame, and lets a function change what the client says."""
+    """Passes one connection on, record by record, and lets a function change what the client says.
+
+    Records are numbered from when `armed` is set.
+    """
 
     def __init__(self, url: str, change: Callable[[int, bytes], list[bytes]]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._target = url
         self._change = change
+        self.armed = False
         self.url = f"ckptd://127.0.0.1:{self._listener.getsockname()[1]}"
         self._threads = [threading.Thread(target=self._run)]
         self._threads[0].start()
@@ -346,12 +373,11 @@ class _Recorder:
             stream = client.makefile("rb")
             number = 0
             try:
-                while head := stream.read(HEAD.size):
-                    body_bytes, bulk_bytes, _ = HEAD.unpack(head)
-                    frame = head + stream.read(body_bytes + bulk_bytes)
-                    for changed in self._change(number, frame):
+                while head := stream.read(RECORD.size):
+                    record = head + stream.read(RECORD.unpack(head)[2])
+                    for changed in self._change(number, record) if self.armed else [record]:
                         server.sendall(changed)
-                    number += 1
+                    number += self.armed
                 server.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the server hung up
@@ -373,23 +399,24 @@ class _Recorder:
         self._listener.close()
 
 
-def _flip(frame: bytes, at: int) -> bytes:
-    changed = bytearray(frame)
+def _flip(record: bytes, at: int) -> bytes:
+    changed = bytearray(record)
     changed[at] ^= 1
     return bytes(changed)
 
 
 _DELETE = msgspec.msgpack.encode(messages.Delete(("b",)))
-FORGED = HEAD.pack(len(_DELETE), 0, bytes(16)) + _DELETE
-# The client's frames: 0 its proof, then two deletions.
+_FRAME = HEAD.pack(len(_DELETE), 0) + _DELETE
+FORGED = RECORD.pack(23, 0x0303, len(_FRAME)) + _FRAME
+# The client's records: three deletions.
 CHANGES: dict[str, Callable[[int, bytes], list[bytes]]] = {
-    "replayed": lambda n, f: [f, f] if n == 1 else [f],
-    "dropped": lambda n, f: [] if n == 1 else [f],
-    "head changed": lambda n, f: [_flip(f, 4)] if n == 2 else [f],
-    "mac changed": lambda n, f: [_flip(f, 20)] if n == 2 else [f],
-    "message changed": lambda n, f: [_flip(f, len(f) - 1)] if n == 2 else [f],
-    "injected": lambda n, f: [FORGED, f] if n == 1 else [f],
-    "injected before the proof": lambda n, f: [FORGED, f],
+    "replayed": lambda n, f: [f, f] if n == 0 else [f],
+    "dropped": lambda n, f: [] if n == 0 else [f],
+    "head changed": lambda n, f: [_flip(f, 4)] if n == 1 else [f],
+    "seal changed": lambda n, f: [_flip(f, len(f) - 1)] if n == 1 else [f],
+    "message changed": lambda n, f: [_flip(f, 20)] if n == 1 else [f],
+    "injected": lambda n, f: [FORGED, f] if n == 0 else [f],
+    "injected in the clear": lambda n, f: [_FRAME, f] if n == 0 else [f],
 }
 
 
@@ -403,8 +430,9 @@ def test_nobody_in_between_can_change_what_is_said(
     wire = None
     try:
         spec = StoreSpec(recorder.url, server.describe().options)
+        wire, _ = friend(spec)
+        recorder.armed = True
         with pytest.raises(CkptdError):
-            wire, _ = friend(spec)
             for key in "abc":
                 wire.send(messages.Delete((key,)))
             for _ in "abc":
@@ -419,12 +447,13 @@ def test_nobody_in_between_can_change_what_is_said(
 
 
 def test_bytes_of_a_put_cannot_be_changed(server: StoreServer, memory: MemoryStore) -> None:
-    recorder = _Recorder(server.url, lambda n, f: [_flip(f, len(f) - 1)] if n == 2 else [f])
+    recorder = _Recorder(server.url, lambda n, f: [_flip(f, len(f) - 20)] if len(f) > 4000 else [f])
+    recorder.armed = True
     try:
         options = server.describe().options | {"retry_s": 0.0, "connect_s": 1.0}
         with StoreSpec(recorder.url, options).open() as store:
             with pytest.raises(TransientStoreError):
-                store.put("a", b"x" * 1000)
+                store.put("a", b"x" * 4000)
     finally:
         recorder.close()
     assert not memory.exists("a")
@@ -460,11 +489,11 @@ def test_an_idle_connection_ends_and_nobody_notices(memory: MemoryStore) -> None
 def test_a_client_that_is_gone_leaves_no_part_of_its_object(
     server: StoreServer, memory: MemoryStore
 ) -> None:
-    wire, sock = friend(server.describe())
+    wire, _ = friend(server.describe())
     wire.send(messages.BeginWriter("a", 100))
     assert isinstance(wire.receive(ANSWER, 30.0)[0], Complete)
     wire.send(ObjectPiece(), memoryview(bytes(50)))
-    sock.sendall(b"half a fra")
+    wire._put(memoryview(b"half a"))
     wire.release()
     until(lambda: server.counts().served == 0)
     assert [*memory.list()] == []

@@ -1,4 +1,4 @@
-"""`Door`: holds connections until they have proved that they know the secret, then serves them.
+"""`Door`: holds connections until both ends have proved themselves, then serves them.
 
 A connection that has not done so is a stranger. All listeners hold strangers in one way, which is
 `Strangers`: so many at once, then the oldest goes for the next one, and silence ends after seconds.
@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ckptd.base.net.address import same_user
-from ckptd.base.net.connection import MOST_BODY_BYTES, Connection, Greeting, Refusal
+from ckptd.base.net.connection import (
+    HELLO,
+    MOST_BODY_BYTES,
+    Connection,
+    Refusal,
+    answer_hello,
+)
+from ckptd.base.net.roles import DOORS
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, UsageError
 
@@ -100,26 +107,21 @@ class Counts:
     refused: int
 
 
-@dataclass(eq=False)
-class _Stranger:
-    wire: Connection
-    greeting: Greeting
-
-
 class Door:
     """Lets the clients of one listening socket in, and serves each in a thread of its own.
 
-    One more thread holds the strangers; none of them has a thread. Over a Unix socket clients run
-    as our user, and need no secret.
+    One more thread holds the strangers; none of them has a thread. Between hosts a client shows a
+    certificate of the job's authority, of a role that may ask here; over a Unix socket it runs as
+    our user, and needs nothing.
 
     Parameters
     ----------
     listener
         Listens; the door closes it.
     secret
-        What clients have to know that connect from now on.
+        Of the authority of clients that connect from now on.
     purpose
-        See `Greeting`.
+        One of `DOORS`.
     serve
         Serves one client, and returns whether it keeps the connection, which is closed otherwise.
         An error of the connection ends it and is nothing else.
@@ -162,7 +164,7 @@ class Door:
         self._served: dict[Connection, threading.Thread] = {}
         self._accepted = self._refused = 0
         self._closing = threading.Event()
-        self._strangers: Strangers[_Stranger] = Strangers(strangers, self._cut, greeting_s)
+        self._strangers: Strangers[Connection] = Strangers(strangers, self._cut, greeting_s)
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -206,11 +208,11 @@ class Door:
                 for key, _ in selector.select(_TICK_S):
                     if key.data is None:
                         self._accept()
-                    elif not key.data.wire.broken:  # not cut off in this round
+                    elif not key.data.broken:  # not cut off in this round
                         self._hear(key.data)
                 self._strangers.cut_late()
-            for stranger in self._strangers.held():
-                self._cut(stranger)
+            for wire in self._strangers.held():
+                self._cut(wire)
 
     def _accept(self) -> None:
         try:
@@ -227,55 +229,57 @@ class Door:
         except OSError:  # it is gone already
             sock.close()
             return
-        stranger = _Stranger(wire, Greeting(self._secret(), self._purpose))
-        self._strangers.enter(stranger)
-        self._selector.register(wire, selectors.EVENT_READ, stranger)
+        self._strangers.enter(wire)
+        self._selector.register(wire, selectors.EVENT_READ, wire)
         if self._local and not same_user(sock):
-            self._end(stranger)
-            return
-        with self._ended_by_errors(stranger):
-            wire.send(stranger.greeting.challenge)  # the buffer of a new connection has room
+            self._end(wire)
+        elif not self._local:
+            from ckptd.base.net.tls import identity
 
-    def _hear(self, stranger: _Stranger) -> None:
-        wire = stranger.wire
-        with self._ended_by_errors(stranger):
-            for proof in wire.take(Greeting.kind, 0.0):
-                answer = stranger.greeting.answer(proof, self._about(), self._full)
+            role = DOORS[self._purpose].serves
+            with self._ended_by_errors(wire):
+                wire.expect_tls(identity(self._secret(), role))
+
+    def _hear(self, wire: Connection) -> None:
+        with self._ended_by_errors(wire):
+            for hello in wire.take(HELLO, 0.0):
+                answer = answer_hello(
+                    hello, self._purpose, wire.proved, self._about(), self._full()
+                )
                 wire.send(answer)
                 if isinstance(answer, Refusal) or wire.codec.half:
-                    self._end(stranger)
+                    self._end(wire)
                     return
-                stranger.greeting.use_keys(wire.codec, proof)
-                self._let_in(stranger)
+                wire.codec.let_in()
+                self._let_in(wire)
                 return
 
-    def _full(self, about: object, proved: bool) -> Refusal | None:
+    def _full(self) -> Refusal | None:
         with self._lock:
-            full = proved and len(self._served) >= self._clients
+            full = len(self._served) >= self._clients
         return Refusal("link-busy", "the server is full") if full else None
 
     @contextlib.contextmanager
-    def _ended_by_errors(self, stranger: _Stranger) -> Iterator[None]:
+    def _ended_by_errors(self, wire: Connection) -> Iterator[None]:
         try:
             yield
-        except CkptdError:
-            self._end(stranger)
+        except (CkptdError, OSError):
+            self._end(wire)
 
-    def _end(self, stranger: _Stranger) -> None:
-        if self._strangers.leave(stranger):
-            self._cut(stranger)
+    def _end(self, wire: Connection) -> None:
+        if self._strangers.leave(wire):
+            self._cut(wire)
 
-    def _cut(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.wire)
-        stranger.wire.release()
+    def _cut(self, wire: Connection) -> None:
+        self._selector.unregister(wire)
+        wire.release()
         with self._lock:
             self._refused += 1
 
     # -- clients: a thread each ----------------------------------------------------------------
 
-    def _let_in(self, stranger: _Stranger) -> None:
-        wire = stranger.wire
-        self._strangers.leave(stranger)
+    def _let_in(self, wire: Connection) -> None:
+        self._strangers.leave(wire)
         self._selector.unregister(wire)
         thread = threading.Thread(
             target=self._run_client, args=(wire,), name=f"serve {self._name}", daemon=True

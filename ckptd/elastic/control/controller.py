@@ -170,7 +170,7 @@ class Controller:
 
     def joined(self, peer: PeerConnection) -> None:
         """See `Listener`."""
-        if peer.role != "node":
+        if peer.role != "agent":
             return
         before = self._nodes.get(peer.name)
         if before is not None and before.up is None and before.before is not None:
@@ -188,7 +188,7 @@ class Controller:
         """See `Listener`."""
         self._subscribers.discard(peer)
         node = self._nodes.get(peer.name)
-        if peer.role != "node" or node is None:
+        if peer.role != "agent" or node is None:
             return
         if node.before is not None and node.before.peer is peer:
             node.before = None
@@ -214,7 +214,7 @@ class Controller:
 
     def received(self, peer: PeerConnection, message: Any) -> None:
         """See `Listener`."""
-        if peer.role == "node":
+        if peer.role == "agent":
             node = self._nodes.get(peer.name)
             if node is not None and node.peer is peer:
                 self._of_node(node, message)

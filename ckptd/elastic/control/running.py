@@ -184,7 +184,7 @@ class _Run:
         end = loop.time() + _LINGER_S
         quiet = loop.time() + 2 * _PAUSE_S
         while loop.time() < end:
-            if any(peer.role == "node" for peer in door.peers):
+            if any(peer.role == "agent" for peer in door.peers):
                 quiet = loop.time() + 2 * _PAUSE_S
             elif loop.time() > quiet:
                 return

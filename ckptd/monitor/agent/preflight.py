@@ -47,7 +47,7 @@ from ckptd.monitor.preflight import (
 
 
 PURPOSE = "preflight"
-"""Of the connections to a coordinator, see `ckptd.base.net.connection.Greeting`."""
+"""Of the connections to a coordinator, see `ckptd.base.net.roles.DOORS`."""
 ORDER_S = 30.0
 """For one order to be done, in seconds."""
 _RETRY_S = 0.2
@@ -204,7 +204,7 @@ def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[C
             host = str(sock.getsockname()[0])
             wire = Connection(sock, peer, ORDER_S)
             with _released_on_error(wire):
-                greet_server(wire, secret, PURPOSE, wait_s=_GREETING_S)
+                greet_server(wire, secret, PURPOSE, role="agent", wait_s=_GREETING_S)
             return wire, host
         except (OSError, TransientStoreError) as error:
             if time.monotonic() > end:

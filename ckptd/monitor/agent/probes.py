@@ -103,6 +103,7 @@ class Answerer:
 
     def _answer(self, wire: Connection) -> None:
         asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)
+        wire.permit(asked, _PURPOSE)
         if isinstance(asked, _Give) and 0 <= asked.size <= MOST_PROBE_BYTES:
             wire.send(_Pong(), memoryview(bytes(asked.size)))
             return
@@ -173,7 +174,7 @@ def _probed(
     wire = Connection(sock, f"{address[0]}:{address[1]}", _PROBE_S)
     shows = "node"
     try:
-        greet_server(wire, secret, _PURPOSE, wait_s=_GREETING_S)
+        greet_server(wire, secret, _PURPOSE, role="agent", wait_s=_GREETING_S)
         shows = "link"
         return [measure(wire) for measure in measures], "", shows
     except CkptdError as error:

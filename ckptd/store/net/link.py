@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ckptd.base.net.address import Address, UnixAddress, same_user
+from ckptd.base.net.address import Address, UnixAddress
 from ckptd.base.net.connection import Connection, greet_server
 from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import converter, msgpack_decoder
-from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.store.base import Capabilities
 from ckptd.store.net.messages import (
     MOST_PIECE_BYTES,
@@ -62,11 +62,7 @@ class StoreLink:
         self.clean = True
         self._answer_s = answer_s
         try:
-            if address.local and not same_user(sock):
-                raise StoreError(
-                    "the server runs as another user", kind="permission", where=address.url
-                )
-            greeting = greet_server(self.wire, secret, PURPOSE, wait_s=connect_s)
+            greeting = greet_server(self.wire, secret, PURPOSE, role="rank", wait_s=connect_s)
             try:
                 self.capabilities = _promised(greeting)
             except msgspec.ValidationError as error:
@@ -101,7 +97,7 @@ class StoreLink:
         self.expect(Complete, wait_s)
         self.clean = True
 
-    def receive_bytes(self, view: memoryview, *, sealed: bool) -> None:
+    def receive_bytes(self, view: memoryview) -> None:
         """Fill `view` from the pieces of an answer, and finish it."""
         done = 0
         while done < len(view):
@@ -109,8 +105,7 @@ class StoreLink:
             answer, count = self._receive(None, most_bulk=left)
             if not isinstance(answer, ObjectPiece) or not count:
                 raise self._surprise(answer)
-            part = view[done : done + count]
-            self.wire.fill(part, self._answer_s, answer.seal if sealed else None)
+            self.wire.fill(view[done : done + count], self._answer_s)
             done += count
         self.finish()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 PURPOSE = "store"
-"""Of these connections, see `ckptd.base.net.connection.Greeting`."""
+"""Of these connections, see `ckptd.base.net.connection.Hello`."""
 PIECE_BYTES = 4 << 20
 """Bytes behind one `ObjectPiece`, as they are sent."""
 MOST_PIECE_BYTES = 8 << 20
@@ -25,7 +25,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Get(_Message, frozen=True, tag="get"):
-    """The whole object, or bytes [`start`, `end`). Answer: `Sized`, sealed pieces, `Complete`."""
+    """The whole object, or bytes [`start`, `end`). Answer: `Sized`, pieces, `Complete`."""
 
     key: str
     start: int = 0
@@ -41,7 +41,7 @@ class Read(_Message, frozen=True, tag="read"):
 
 
 class Put(_Message, frozen=True, tag="put"):
-    """A small object of `size` bytes; sealed pieces follow at once. Answer: `Complete`."""
+    """A small object of `size` bytes; pieces follow at once. Answer: `Complete`."""
 
     key: str
     size: int
@@ -56,9 +56,7 @@ class BeginWriter(_Message, frozen=True, tag="begin"):
 
 
 class ObjectPiece(_Message, frozen=True, tag="piece"):
-    """Bytes of an object follow; `seal` is their keyed hash where they are sealed."""
-
-    seal: bytes = b""
+    """Bytes of an object follow."""
 
 
 class CommitWriter(_Message, frozen=True, tag="commit"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable
 from itertools import islice
@@ -28,7 +27,7 @@ _MOST_FIELD = 4000
 _COPIED_BYTES = 2 << 20
 """Read and sent at a time, where the store gives no descriptor."""
 _MAPPED_BYTES = 1 << 20
-"""From so many bytes on it is worth mapping a descriptor's file."""
+"""From so many bytes on it is worth asking the store for a descriptor."""
 _WHOLE_BYTES = 64 << 20
 """Up to here a get reads the object at once, so that one that is replaced is not seen mixed."""
 
@@ -77,6 +76,7 @@ class Session:
 
     def _guarded(self, request: Request, body: bytes) -> None:
         try:
+            self._wire.permit(request, messages.PURPOSE)
             self._rules.check(request)
             answer = self._answer(request, body)
             if answer is not None:
@@ -147,58 +147,39 @@ class Session:
             self._wire.send(messages.Sized(len(data)))
             for at in range(0, len(data), messages.PIECE_BYTES):
                 piece = data[at : at + messages.PIECE_BYTES]
-                self._wire.send(ObjectPiece(self._wire.codec.seal(piece)), piece)
+                self._wire.send(ObjectPiece(), piece)
         else:
             check_end(request.key, end, self._store.stat(request.key).size)
             self._wire.send(messages.Sized(end - start))
-            self._copy(request.key, _range(start, end), sealed=True)
+            self._copy(request.key, _range(start, end))
 
     def _read(self, key: str, offset: int, length: int) -> None:
         wanted = _range(offset, offset + length)
         opened = self._store.open_file(key) if length >= _MAPPED_BYTES else None
         if opened is None:
-            self._copy(key, wanted, sealed=False)
+            self._copy(key, wanted)
             return
         try:
             if offset + opened.shift < 0:
-                self._copy(key, wanted, sealed=False)
+                self._copy(key, wanted)
                 return
             # Another object may follow in the same file.
             check_end(key, wanted.end, self._store.stat(key).size)
             place = ByteRange(offset + opened.shift, wanted.end + opened.shift)
-            if self._wire.local:
-                for at in range(place.start, place.end, messages.PIECE_BYTES):
-                    count = min(messages.PIECE_BYTES, place.end - at)
-                    self._wire.send_file(ObjectPiece(), opened.fd, at, count)
-            else:
-                self._send_mapped(opened.fd, place)
+            for at in range(place.start, place.end, messages.PIECE_BYTES):
+                count = min(messages.PIECE_BYTES, place.end - at)
+                self._wire.send_file(ObjectPiece(), opened.fd, at, count)
         finally:
             os.close(opened.fd)
 
-    def _send_mapped(self, fd: int, place: ByteRange) -> None:
-        """Send from a mapping: a copy less than by reading first.
-
-        Only the kernel touches it: where the file was truncated meanwhile, sending fails, while
-        touching it here would be a SIGBUS. Over TCP sendfile(2) is slower: it makes small packets.
-        """
-        skip = place.start % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(
-            fd, skip + place.length, prot=mmap.PROT_READ, offset=place.start - skip
-        ) as mapped:
-            mapped.madvise(mmap.MADV_SEQUENTIAL)
-            with memoryview(mapped) as whole:
-                for at in range(skip, len(whole), messages.PIECE_BYTES):
-                    with whole[at : at + messages.PIECE_BYTES] as piece:
-                        self._wire.send(ObjectPiece(), piece)
-
-    def _copy(self, key: str, wanted: ByteRange, *, sealed: bool) -> None:
+    def _copy(self, key: str, wanted: ByteRange) -> None:
         room = _room(min(_COPIED_BYTES, wanted.length), wanted.start)
         if not wanted.length:
             self._store.read_into(key, wanted.start, room)  # it may not exist, or be shorter
         for at in range(wanted.start, wanted.end, _COPIED_BYTES):
             piece = room[: min(_COPIED_BYTES, wanted.end - at)]
             self._store.read_into(key, at, piece)
-            self._wire.send(ObjectPiece(self._wire.codec.seal(piece) if sealed else b""), piece)
+            self._wire.send(ObjectPiece(), piece)
 
     def _open(self, key: str) -> Complete | None:
         if not self._wire.local:
@@ -215,7 +196,7 @@ class Session:
     # -- writing -------------------------------------------------------------------------------
 
     def _body(self, size: int) -> bytes:
-        """Receive the sealed pieces of a put; memory grows with what really arrives."""
+        """Receive the pieces of a put; memory grows with what really arrives."""
         if not 0 <= size <= messages.MOST_PUT_BYTES:
             raise self._wire.fail("a put of impossible size", kind="link-protocol", found=size)
         body = bytearray()
@@ -227,7 +208,7 @@ class Session:
             start = len(body)
             body += bytes(count)
             with memoryview(body) as view:
-                self._wire.fill(view[start:], self._limits.frame_s, message.seal)
+                self._wire.fill(view[start:], self._limits.frame_s)
         return bytes(body)
 
     def _write(self, request: messages.BeginWriter) -> Complete | None:

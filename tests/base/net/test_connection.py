@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,24 +15,25 @@ import pytest
 
 from ckptd.base.net.connection import (
     FIRST_BYTES,
+    HELLO,
     MOST_BODY_BYTES,
     VERSION,
-    Challenge,
-    ClientProof,
+    Admitted,
     Codec,
     Connection,
-    Greeting,
+    Hello,
     Refusal,
-    Refuse,
-    ServerProof,
+    answer_hello,
     greet_server,
 )
+from ckptd.base.net.roles import Certified, Role
+from ckptd.base.net.tls import PROTOCOL, identity
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 from tests.processes import PATIENCE_S
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
-HEAD = struct.Struct("<II16s")
+HEAD = struct.Struct("<II")
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -44,15 +44,11 @@ class Note(msgspec.Struct, frozen=True, tag=True):
 NOTE = msgpack_decoder(Note)
 
 
-def codecs(secret: bytes = SECRET, other: bytes = SECRET, **more: Any) -> tuple[Codec, Codec]:
-    """Two ends after a handshake, without its proofs."""
-    server, client = Greeting(other, "test"), Greeting(secret, "test")
-    client._nonce = server._nonce
-    proof = ClientProof(os.urandom(32), b"")
-    here, there = Codec("there", **more), Codec("here", **more)
-    server.use_keys(there, proof)
-    here.use_keys(client._keyed("to server", proof), client._keyed("to client", proof))
-    return here, there
+def codec(**more: Any) -> Codec:
+    """One end, after the handshake."""
+    found = Codec("there", **more)
+    found.let_in()
+    return found
 
 
 def taken(codec: Codec, data: bytes) -> list[Any]:
@@ -74,90 +70,29 @@ def refused(codec: Codec, data: bytes) -> CkptdError:
 # --- frames ---------------------------------------------------------------------------------------
 
 
-def test_messages_pass_both_ways_in_any_pieces() -> None:
-    client, server = codecs()
-    raw = client.pack(Note(1)) + client.pack(Note(2, "x"))
-    got = [message for k in range(len(raw)) for message in taken(server, raw[k : k + 1])]
+def test_messages_pass_in_any_pieces() -> None:
+    here, there = codec(), codec()
+    raw = here.pack(Note(1)) + here.pack(Note(2, "x"))
+    got = [message for k in range(len(raw)) for message in taken(there, raw[k : k + 1])]
     assert got == [Note(1), Note(2, "x")]
-    assert not server.half
-    assert taken(client, server.pack(Note(3)) + server.pack(Note(4))) == [Note(3), Note(4)]
-
-
-def test_another_secret_is_refused() -> None:
-    client, server = codecs(other=OTHER)
-    refused(server, client.pack(Note(1)))
-
-
-def test_keys_are_those_of_one_purpose_and_one_connection() -> None:
-    proof = ClientProof(os.urandom(32), b"")
-    one, other = Greeting(SECRET, "one"), Greeting(SECRET, "other")
-    other._nonce = one._nonce
-    fresh = Greeting(SECRET, "one")
-    keys = {
-        greeting._keyed(label, p)
-        for greeting in (one, other, fresh)
-        for label in ("client", "server", "to client", "to server")
-        for p in (proof, ClientProof(os.urandom(32), b""))
-    }
-    assert len(keys) == 24
-
-
-def test_a_frame_counts_once_in_its_order_and_direction() -> None:
-    client, server = codecs()
-    first = client.pack(Note(1))
-    assert taken(server, first)
-    refused(server, first)
-    client, server = codecs()
-    client.pack(Note(1))
-    refused(server, client.pack(Note(2)))
-    client, server = codecs()
-    refused(client, client.pack(Note(1)))
-
-
-def test_any_changed_byte_is_noticed() -> None:
-    length = len(codecs()[0].pack(Note(1)))
-    for k in range(8, length):
-        client, server = codecs()
-        raw = client.pack(Note(1))
-        refused(server, raw[:k] + bytes([raw[k] ^ 1]) + raw[k + 1 :])
-
-
-def test_what_is_protected_is_the_number_the_lengths_and_the_message() -> None:
-    """The MAC of a frame, computed from its description."""
-    codec = Codec("right")
-    codec.use_keys(b"k" * 32, b"r" * 32)
-    for number in range(2):
-        body = msgspec.msgpack.encode(Note(7))
-        fields = struct.pack("<QII", number, len(body), 3)
-        mac = hashlib.blake2b(fields + body, key=b"k" * 32, digest_size=16).digest()
-        assert codec.pack(Note(7), 3) == HEAD.pack(len(body), 3, mac) + body
+    assert not there.half
+    assert taken(here, there.pack(Note(3)) + there.pack(Note(4))) == [Note(3), Note(4)]
 
 
 def test_lengths_are_checked_before_anything_is_kept() -> None:
     stranger = Codec("stranger")
-    assert "too large" in refused(stranger, HEAD.pack(FIRST_BYTES + 1, 0, b"")).message
-    client, server = codecs()
-    assert taken(server, HEAD.pack(FIRST_BYTES + 1, 0, b"")) == []
-    refused(codecs()[1], HEAD.pack(MOST_BODY_BYTES + 1, 0, b""))
-    refused(codecs()[1], HEAD.pack(10, 1, b""))
-    refused(codecs(most_body=10)[1], HEAD.pack(11, 0, b""))
+    assert "too large" in refused(stranger, HEAD.pack(FIRST_BYTES + 1, 0)).message
+    assert taken(codec(), HEAD.pack(FIRST_BYTES + 1, 0)) == []
+    refused(codec(), HEAD.pack(MOST_BODY_BYTES + 1, 0))
+    refused(codec(), HEAD.pack(10, 1))
+    refused(codec(most_body=10), HEAD.pack(11, 0))
     with pytest.raises(TransientStoreError, match="too large to be sent"):
-        client.pack(bytes(MOST_BODY_BYTES + 1))
+        codec().pack(bytes(MOST_BODY_BYTES + 1))
 
 
-def test_a_signed_frame_that_is_no_message_is_refused() -> None:
+def test_a_frame_that_is_no_message_is_refused() -> None:
     for body in (b"", b"\xc1", b"\x91" * 2000, msgspec.msgpack.encode({"type": "Other"})):
-        client, server = codecs()
-        assert "not a valid message" in refused(server, client.pack(body)).message
-
-
-def test_a_seal_fits_its_bytes_and_direction() -> None:
-    client, server = codecs()
-    seal = client.seal(memoryview(b"data"))
-    server.check_seal(memoryview(b"data"), seal)
-    for codec, data in ((server, b"date"), (client, b"data")):
-        with pytest.raises(TransientStoreError, match="checksum"):
-            codec.check_seal(memoryview(data), seal)
+        assert "not a valid message" in refused(codec(), codec().pack(body)).message
 
 
 # --- blocking ends --------------------------------------------------------------------------------
@@ -181,43 +116,78 @@ def ends(tcp: bool = True) -> Iterator[tuple[Connection, Connection]]:
         there.release()
 
 
-def greeted(
+def serve(
+    server: Connection,
+    answer: Callable[[Hello, Certified | None], msgspec.Struct],
+    secret: bytes = SECRET,
+    role: Role = "agent",
+) -> threading.Thread:
+    """Be the other side of one handshake, in a thread that ends with it."""
+
+    def run() -> None:
+        try:
+            if not server.local:
+                server.expect_tls(identity(secret, role))
+            hellos: list[Any] = []
+            while not hellos:
+                hellos = server.take(HELLO, PATIENCE_S)
+            server.send(answer(hellos[0], server.proved))
+            server.codec.let_in()
+        except CkptdError:
+            server.release()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def greet(
     client: Connection,
     server: Connection,
-    secret: bytes = SECRET,
-    refuse: Refuse = lambda *_: None,
-) -> tuple[Any, Any]:
-    """Shake hands; return what each side was told."""
-    said: list[Any] = []
-    about: dict[str, str | int | bool] = {"life": "c1"}
-
-    def serve() -> None:
-        greeting = Greeting(SECRET, "test")
-        server.send(greeting.challenge)
-        proof, _ = server.receive(Greeting.kind, PATIENCE_S)
-        answer = greeting.answer(proof, about, refuse)
-        server.send(answer)
-        greeting.use_keys(server.codec, proof)
-        said.append(proof.about)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
+    answer: Callable[[Hello, Certified | None], msgspec.Struct] = lambda *_: Admitted(
+        {"life": "c1"}
+    ),
+    **more: Any,
+) -> Any:
+    theirs = {name: more.pop(name) for name in ("server_secret", "server_role") if name in more}
+    thread = serve(
+        server, answer, theirs.get("server_secret", SECRET), theirs.get("server_role", "agent")
+    )
+    ours: dict[str, Any] = {"secret": SECRET, "purpose": "probe", "role": "agent"} | more
     try:
-        got = greet_server(client, secret, "test", wait_s=PATIENCE_S, about={"job": "j", "n": 1})
+        return greet_server(client, wait_s=PATIENCE_S, **ours)
     finally:
         thread.join(PATIENCE_S)
-    return got, said[0]
 
 
-def test_both_ends_prove_themselves_and_say_what_they_are() -> None:
-    with ends() as (client, server):
-        assert greeted(client, server) == ({"life": "c1"}, {"job": "j", "n": 1})
-        data = os.urandom(300_000)
-        client.send(Note(1), memoryview(data))
-        message, count = server.receive(NOTE, PATIENCE_S, most_bulk=1 << 20)
-        room = bytearray(count)
-        server.fill(memoryview(room), PATIENCE_S)
-        assert (message, bytes(room)) == (Note(1), data)
+@pytest.mark.parametrize("tcp", [True, False])
+def test_both_ends_prove_themselves_and_say_what_they_are(tcp: bool) -> None:
+    said: list[Any] = []
+
+    def answer(hello: Hello, peer: Certified | None) -> Admitted:
+        said.extend([hello, peer])
+        return Admitted({"life": "c1"})
+
+    with ends(tcp) as (client, server):
+        about = {"job": "j", "n": 1}
+        assert greet(client, server, answer, node="a/b ü", about=about) == {"life": "c1"}
+        assert said == [
+            Hello(VERSION, "probe", about),
+            Certified("agent", "a/b ü") if tcp else None,
+        ]
+        assert client.proved == (Certified("agent", socket.gethostname()) if tcp else None)
+        parts = [memoryview(os.urandom(size)) for size in (300_000, 0, 1, 70_000, 5)]
+        for act in (
+            lambda: client.send_parts(Note(1), parts),
+            lambda: client.send(Note(1), memoryview(b"".join(parts))),
+        ):
+            thread = threading.Thread(target=act)
+            thread.start()
+            message, count = server.receive(NOTE, PATIENCE_S, most_bulk=1 << 20)
+            room = bytearray(count)
+            server.fill(memoryview(room), PATIENCE_S)
+            thread.join(PATIENCE_S)
+            assert (message, bytes(room)) == (Note(1), b"".join(parts))
         server.send(Note(2))
         server.send(Note(3))
         got = client.take(NOTE, PATIENCE_S)
@@ -225,16 +195,83 @@ def test_both_ends_prove_themselves_and_say_what_they_are() -> None:
             got += client.take(NOTE, PATIENCE_S)
         assert got == [Note(2), Note(3)]
         assert client.take(NOTE, 0.0) == []
-        assert client.here == "127.0.0.1"
 
 
-def test_another_secret_is_said_and_nothing_else() -> None:
+def test_what_has_come_already_is_readable() -> None:
+    """One read takes all from the kernel: what is left of it is not waited for."""
     with ends() as (client, server):
-        with pytest.raises(StoreError) as caught:
-            greeted(client, server, OTHER)
+        greet(client, server)
+        server.send(Note(1))
+        server.send(Note(2), memoryview(b"bulk"))
+        assert client.receive(NOTE, PATIENCE_S)[0] == Note(1)
+        assert client.readable()
+        assert client.receive(NOTE, PATIENCE_S, most_bulk=4) == (Note(2), 4)
+        room = bytearray(4)
+        client.fill(memoryview(room), PATIENCE_S)
+        assert room == b"bulk"
+        assert not client.readable()
+
+
+@pytest.mark.parametrize("tcp", [True, False])
+def test_a_file_is_sent_and_its_early_end_is_no_signal(tcp: bool) -> None:
+    with ends(tcp) as (client, server), open(os.memfd_create("file"), "wb+", 0) as file:
+        greet(client, server)
+        data = os.urandom(700_000)
+        file.write(data)
+        sender = threading.Thread(
+            target=lambda: server.send_file(Note(1), file.fileno(), 5, 699_000)
+        )
+        sender.start()
+        assert client.receive(NOTE, PATIENCE_S, most_bulk=1 << 20) == (Note(1), 699_000)
+        room = bytearray(699_000)
+        client.fill(memoryview(room), PATIENCE_S)
+        sender.join(PATIENCE_S)
+        assert room == data[5 : 5 + 699_000]
+        file.truncate(10)
+        with pytest.raises(TransientStoreError, match="a file ended"):
+            server.send_file(Note(1), file.fileno(), 0, 100)
+
+
+@pytest.mark.parametrize("whose", ["client's", "server's"])
+def test_another_secret_is_said_and_nothing_else(whose: str) -> None:
+    heard: list[Any] = []
+
+    def answer(hello: Hello, peer: Certified | None) -> Admitted:
+        heard.append(hello)
+        return Admitted()
+
+    more = {"secret": OTHER} if whose == "client's" else {"server_secret": OTHER}
+    with ends() as (client, server):
+        with pytest.raises(StoreError, match="different secrets") as caught:
+            greet(client, server, answer, **more)
         assert caught.value.kind == "permission"
+        assert not heard
     with ends() as (client, server), pytest.raises(UsageError):
-        greet_server(client, b"", "test", wait_s=1.0)
+        greet_server(client, b"", "probe", role="agent", wait_s=1.0)
+
+
+def test_a_client_without_a_certificate_is_not_heard() -> None:
+    with ends() as (client, server):
+        thread = serve(server, lambda *_: Admitted())
+        client.shake(None, PATIENCE_S)  # the server has proved itself
+        with pytest.raises(CkptdError):
+            client.send(Hello(VERSION, "probe"))
+            client.receive(msgpack_decoder(Admitted), PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert server.broken
+        assert server.proved is None
+
+
+def test_a_server_of_another_role_is_not_told_anything() -> None:
+    with ends() as (client, server):
+        heard: list[Any] = []
+        thread = serve(server, lambda hello, _: heard.append(hello) or Admitted(), role="rank")
+        with pytest.raises(StoreError) as caught:
+            greet_server(client, SECRET, "probe", role="agent", wait_s=PATIENCE_S)
+        assert (caught.value.kind, caught.value.found) == ("permission", "rank")
+        client.release()
+        thread.join(PATIENCE_S)
+        assert not heard
 
 
 @pytest.mark.parametrize(
@@ -242,84 +279,57 @@ def test_another_secret_is_said_and_nothing_else() -> None:
     [
         (Refusal("not-the-controller", "of job k"), RefusedError),
         (Refusal("link-busy"), TransientStoreError),
+        (Refusal("permission", "no"), StoreError),
         (Refusal("made-up", "x" * 100), TransientStoreError),
     ],
 )
 def test_reasons_of_a_server(refusal: Refusal, kind: type[CkptdError]) -> None:
-    proofs: list[bool] = []
-
-    def refuse(about: dict[str, Any], proved: bool) -> Refusal:
-        proofs.append(proved)
-        return refusal
-
     with ends() as (client, server):
         with pytest.raises(kind) as caught:
-            greeted(client, server, refuse=refuse)
+            greet(client, server, lambda *_: refusal)
         made_up = refusal.kind == "made-up"
         assert caught.value.kind == ("link-protocol" if made_up else refusal.kind)
-        assert proofs == [True]
 
 
-def test_all_that_is_said_goes_into_the_proofs() -> None:
-    greeting = Greeting(SECRET, "test")
-    nonce = os.urandom(32)
-
-    class Client(Greeting):
-        _nonce = greeting._nonce
-
-        def proof(self, about: dict[str, Any], told: dict[str, Any]) -> ClientProof:
-            with ends(tcp=False) as (client, server):
-                server.send(Challenge(VERSION, greeting._nonce))
-                thread = threading.Thread(target=self._greet, args=(client, about))
-                thread.start()
-                proof, _ = server.receive(Greeting.kind, PATIENCE_S)
-                server.release()
-                thread.join(PATIENCE_S)
-            return ClientProof(proof.nonce, proof.mac, told)
-
-        def _greet(self, client: Connection, about: dict[str, Any]) -> None:
-            with pytest.raises(TransientStoreError):
-                greet_server(client, SECRET, "test", wait_s=PATIENCE_S, about=about)
-
-    client = Client(SECRET, "test")
-    good = client.proof({"job": "j", "role": "node"}, {"job": "j", "role": "node"})
-    assert isinstance(greeting.answer(good, {}), ServerProof)
-    for told in ({}, {"job": "k", "role": "node"}, {"job": "j", "role": "operator"}):
-        assert isinstance(greeting.answer(client.proof(good.about, told), {}), Refusal)
-    replayed = ClientProof(good.nonce, good.mac, good.about)
-    assert isinstance(Greeting(SECRET, "test").answer(replayed, {}), Refusal)
-    assert isinstance(greeting.answer(ClientProof(nonce, b""), {}), Refusal)
+def test_what_a_server_answers() -> None:
+    agent = Certified("agent", "n")
+    assert answer_hello(Hello(VERSION, "probe"), "probe", agent, {"a": 1}) == Admitted({"a": 1})
+    assert answer_hello(Hello(VERSION, "probe"), "probe", None, {}) == Admitted()
+    busy = Refusal("link-busy")
+    assert answer_hello(Hello(VERSION, "probe"), "probe", agent, {}, busy) == busy
+    for hello, peer, kind in (
+        (Hello(VERSION + 1, "probe"), agent, "version"),
+        (Hello(VERSION, "store"), agent, "permission"),
+        (Hello(VERSION, "probe"), Certified("rank", "n"), "permission"),
+        (Hello(VERSION, "probe"), Certified("", ""), "permission"),
+    ):
+        found = answer_hello(hello, "probe", peer, {}, busy)
+        assert isinstance(found, Refusal)
+        assert found.kind == kind
 
 
-def test_a_server_that_cannot_prove_itself_is_found_out() -> None:
+def test_another_version_is_said() -> None:
+    with ends(tcp=False) as (client, server):
+        with pytest.raises(StoreError, match="another version of the protocol") as caught:
+            greet(client, server, lambda *_: Refusal("version", "7"))
+        assert (caught.value.wanted, caught.value.found) == (str(VERSION), "7")
     with ends() as (client, server):
-
-        def lie() -> None:
-            server.send(Challenge(VERSION, bytes(32)))
-            server.receive(Greeting.kind, PATIENCE_S)
-            server.send(ServerProof(bytes(32)))
-
-        liar = threading.Thread(target=lie)
-        liar.start()
-        with pytest.raises(StoreError) as caught:
-            greet_server(client, SECRET, "test", wait_s=PATIENCE_S)
-        assert caught.value.kind == "permission"
-        liar.join(PATIENCE_S)
+        context = identity(SECRET, "agent").context(server=True)
+        context.set_alpn_protocols(["ckptd/9"])
+        try:
+            with pytest.raises(StoreError, match="another version of the protocol"):
+                greet(client, server)
+        finally:
+            context.set_alpn_protocols([PROTOCOL])
 
 
-@pytest.mark.parametrize(
-    ("challenge", "words"),
-    [
-        (Challenge(VERSION + 1, bytes(32)), "the server speaks another version of the protocol"),
-        (Challenge(VERSION, b"x"), "unexpected greeting"),
-    ],
-)
-def test_another_protocol(challenge: Challenge, words: str) -> None:
+def test_what_is_no_server_of_ours() -> None:
+    """A server of the version before greets first, and without TLS."""
     with ends() as (client, server):
-        server.send(challenge)
-        with pytest.raises(StoreError) as caught:
-            greet_server(client, SECRET, "test", wait_s=PATIENCE_S)
-        assert words in caught.value.message
+        server.codec.let_in()
+        server.send(Note(1, "x" * 100))
+        with pytest.raises(StoreError, match="another version of the protocol"):
+            greet_server(client, SECRET, "probe", role="agent", wait_s=PATIENCE_S)
 
 
 def test_a_descriptor_passes_beside_a_message() -> None:

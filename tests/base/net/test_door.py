@@ -31,7 +31,7 @@ def echo(wire: Connection) -> None:
 def opened(**more: Any) -> Iterator[tuple[Door, tuple[str, int]]]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     limits: dict[str, Any] = {"clients": 2, "greeting_s": PATIENCE_S, "send_s": PATIENCE_S}
-    door = Door(listener, lambda: SECRET, "test", echo, name="tests", **limits | more)
+    door = Door(listener, lambda: SECRET, "probe", echo, name="tests", **limits | more)
     try:
         yield door, listener.getsockname()
     finally:
@@ -42,7 +42,7 @@ def opened(**more: Any) -> Iterator[tuple[Door, tuple[str, int]]]:
 def client(address: tuple[str, int], secret: bytes = SECRET) -> Iterator[Connection]:
     wire = Connection(socket.create_connection(address, PATIENCE_S), "door", PATIENCE_S)
     try:
-        greet_server(wire, secret, "test", wait_s=PATIENCE_S)
+        greet_server(wire, secret, "probe", role="agent", wait_s=PATIENCE_S)
         yield wire
     finally:
         wire.release()
@@ -113,7 +113,7 @@ def test_a_door_to_the_network_needs_a_secret() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(UsageError, match="needs a secret"),
     ):
-        Door(listener, lambda: b"", "test", echo, name="t", clients=1, greeting_s=1.0, send_s=1.0)
+        Door(listener, lambda: b"", "probe", echo, name="t", clients=1, greeting_s=1.0, send_s=1.0)
 
 
 def test_the_oldest_stranger_goes_first() -> None:

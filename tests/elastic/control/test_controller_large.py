@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from ckptd.base.net.address import parse_address
-from ckptd.base.net.connection import Challenge, ClientProof, Codec, Greeting, ServerProof, _proof
+from ckptd.base.net.connection import VERSION, Admitted, Codec, Hello
+from ckptd.base.net.tls import TlsSession, identity
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import PURPOSE
 from ckptd.elastic.messages import (
@@ -36,15 +37,8 @@ from tests.processes import PATIENCE_S
 NODES = 1000
 BEAT_S = 0.5
 WATCHED_S = 10.0
-CHALLENGE = msgpack_decoder(Challenge)
-WELCOME = msgpack_decoder(ServerProof)
+WELCOME = msgpack_decoder(Admitted)
 TO_NODE = msgpack_decoder(ToNode)
-
-
-def proof_of(greeting: Greeting, name: str) -> ClientProof:
-    about: dict[str, str | int | bool] = {"job": "j", "role": "node", "name": name}
-    bare = ClientProof(secrets.token_bytes(32), b"", about)
-    return ClientProof(bare.nonce, _proof(greeting._keyed("client", bare), about), about)
 
 
 class SmallNode(asyncio.Protocol):
@@ -53,27 +47,33 @@ class SmallNode(asyncio.Protocol):
     def __init__(self, name: str, counts: dict[str, int]) -> None:
         self.name, self.counts = name, counts
         self.codec = Codec(name)
-        self.proof: ClientProof | None = None
-        self.met = False
+        own = identity(SECRET.encode(), "agent", name, "j")
+        self.tls = TlsSession(own, server=False, where="controller")
+        self.greeted = self.met = False
         self.running = self.fenced = self.number = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.tls.shake()
+        transport.write(self.tls.to_send())
+
+    def write(self, message: object) -> None:
+        self.tls.write(memoryview(self.codec.pack(msgspec.msgpack.encode(message))))
+        self.transport.write(self.tls.to_send())
 
     def data_received(self, data: bytes) -> None:
-        self.codec.feed(data)
-        if self.proof is None and (challenge := self.codec.take(CHALLENGE)) is not None:
-            self.greeting = Greeting(SECRET.encode(), PURPOSE)
-            self.greeting._nonce = challenge.nonce
-            self.proof = proof_of(self.greeting, self.name)
-            self.transport.write(self.codec.pack(self.proof))
-        if self.proof is not None and not self.met:
+        self.tls.feed(data)
+        if not self.tls.shake():
+            return
+        self.codec.feed(self.tls.read())
+        if not self.greeted:
+            self.greeted = True
+            self.write(Hello(VERSION, PURPOSE, {"job": "j"}))
+        if not self.met:
             if self.codec.take(WELCOME) is None:
                 return
-            keyed = self.greeting._keyed
-            proof = self.proof
-            self.codec.use_keys(keyed("to server", proof), keyed("to client", proof))
+            self.codec.let_in()
             self.met = True
             self.beat()
         while self.met and (message := self.codec.take(TO_NODE)) is not None:
@@ -98,13 +98,13 @@ class SmallNode(asyncio.Protocol):
 
     def say(self, event: Fenced | Progress | Saved) -> None:
         assert self.met
-        self.transport.write(self.codec.pack(Envelope(event=event)))
+        self.write(Envelope(event=event))
 
     def beat(self) -> None:
         if self.met:
             self.number += 1
             up = NodeUp(node=self.name, life="l", slots=8, fenced=self.fenced, running=self.running)
-            self.transport.write(self.codec.pack(Beat(number=self.number, up=up)))
+            self.write(Beat(number=self.number, up=up))
 
     async def beats(self, later_s: float) -> None:
         await asyncio.sleep(later_s)

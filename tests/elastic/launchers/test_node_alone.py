@@ -316,7 +316,7 @@ def test_people_are_told_that_the_port_is_another_jobs(tmp_path: Path) -> None:
             assert not one.link.there
         finally:
             one.close()
-    assert "this is the controller of job 'j'" in one.said[0]
+    assert "the controller of another job answers" in one.said[0]
     assert (
         "all nodes of job another need the same job name and address of the controller"
         in one.said[0]

@@ -130,7 +130,7 @@ def test_silent_connections_keep_no_node_out(
 def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_path: Path) -> None:
     def leaving(address: tuple[str, int]) -> object:
         wire = Connection(socket.create_connection(address), "coordinator", ORDER_S)
-        greet_server(wire, SECRET, PURPOSE, wait_s=END_S)
+        greet_server(wire, SECRET, PURPOSE, role="agent", wait_s=END_S)
         wire.send(NodeHello("gone", 1, "127.0.0.1", 1))
         wire.release()
         return None

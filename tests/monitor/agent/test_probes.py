@@ -82,7 +82,7 @@ def test_a_node_that_does_not_greet_says_nothing_of_the_link() -> None:
             sock = socket.create_connection(("127.0.0.1", answerer.port))
             wire = Connection(sock, "answerer", 60.0)
             others.callback(wire.release)
-            greet_server(wire, SECRET, "probe", wait_s=60.0)
+            greet_server(wire, SECRET, "probe", role="agent", wait_s=60.0)
         result = measure(probe(shown_address(answerer)), SECRET)
         assert result.shows == "node"
         assert "the server is full" in result.error

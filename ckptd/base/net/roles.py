@@ -1,0 +1,66 @@
+"""`DOORS`: which role may ask what of which server; the certificate of each end says its role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["controller", "agent", "rank", "worker", "operator", "reader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """The role and the node that a certificate names."""
+
+    role: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """The messages that may pass at one kind of door.
+
+    Attributes
+    ----------
+    serves
+        The role that answers there.
+    may
+        Names of messages that a client may send, by its role.
+    """
+
+    serves: Role
+    may: Mapping[str, frozenset[str]]
+
+
+_READS = frozenset({"Get", "Read", "Open", "Stat", "List", "Children"})
+_WRITES = frozenset({"Put", "BeginWriter", "Delete", "Sync", "Sweep", "AbortWriter"})
+_PULLS = frozenset(
+    {"AskAbout", "AskWhere", "AskNewest", "AskHold", "AskRelease", "AskTensors", "AskMap"}
+    | {"AskChanged", "AskRead"}
+)
+
+DOORS: Mapping[str, Asks] = {
+    "controller": Asks(
+        "controller",
+        {
+            "agent": frozenset({"Beat", "Envelope", "Hosting", "Timed"}),
+            "operator": frozenset({"Ask", "Subscribe", "OperatorCommand", "Announce"}),
+        },
+    ),
+    "store": Asks(
+        "agent",
+        {
+            "agent": _READS | _WRITES,
+            "rank": _READS | _WRITES,
+            "worker": _READS,
+            "operator": _READS,
+            "reader": _READS,
+        },
+    ),
+    "publish 3": Asks("rank", {"rank": _PULLS | {"AskCommit", "AskDrop"}, "worker": _PULLS}),
+    "probe": Asks("agent", {"agent": frozenset({"_Ping", "_Take", "_Give"})}),
+    "preflight": Asks(
+        "agent", {"agent": frozenset({"NodeHello", "Tested", "ClockReading", "Probed"})}
+    ),
+}
