@@ -2,8 +2,8 @@
 
 msgspec collects what it knows of a Struct when that is decoded for the first time, and puts it
 where all threads find it before it is complete: a second thread that decodes the same type
-meanwhile reads a null pointer and takes the process along (SIGSEGV, msgspec 0.22.0). So nobody
-decodes by a bare type: each module gets its decoder from here. One is made at a time, also where
+meanwhile reads a null pointer and takes the process along (SIGSEGV, msgspec 0.22.0). So no module
+decodes by a bare type: each gets its decoder from here. One is made at a time, also where
 two threads import modules, and no process is forked while one is half made.
 
 What is decoded comes from elsewhere, and some of it is logged: text that a logger of ckptd is given

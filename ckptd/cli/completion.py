@@ -45,7 +45,7 @@ def install_completion(
 
 
 def _confirm(shell: Shell | None) -> None:
-    """Ask a person; refuse where nobody can answer."""
+    """Ask a person; refuse where there is no terminal to ask."""
     whose = f"{shell}'s start-up file" if shell else "the shell's start-up file"
     if not sys.stdin.isatty():
         raise RefusedError(

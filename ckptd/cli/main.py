@@ -234,8 +234,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code.
 
-    0 fine, 1 failed, 2 usage, 3 corrupt, 4 not found, 5 refused; 130 interrupted, 141 nobody reads
-    the output any more.
+    0 fine, 1 failed, 2 usage, 3 corrupt, 4 not found, 5 refused; 130 interrupted, 141 the reader
+    of the output is gone.
     """
     argv = list(argv)
     if argv[:1] == ["run"]:

@@ -141,7 +141,7 @@ def print_error(error: CkptdError, as_json: bool) -> None:
 
 
 def warn(text: str) -> None:
-    """Print what somebody should look at to standard error, and into the document of ``--json``."""
+    """Print a warning to standard error, and add it to the document of ``--json``."""
     _warnings.append(text)
     note(text)
 
@@ -324,7 +324,7 @@ def print_rows(rows: Iterable[R], columns: Mapping[str, Callable[[R], object]]) 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Progress | None]:
-    """Give a function for ``(bytes done, bytes total)``; None where nobody sees a bar.
+    """Give a function for ``(bytes done, bytes total)``; None where no terminal shows a bar.
 
     The bar lives on standard error and is gone afterwards.
     """

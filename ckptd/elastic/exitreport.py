@@ -73,7 +73,7 @@ def note_end(error: BaseException | None) -> None:
 
 
 def note_uncaught() -> None:
-    """Leave word of what nobody has caught, in a process that runs its program by itself."""
+    """Write a report of an uncaught error, in a process that runs its program by itself."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -72,8 +72,8 @@ class NodeLink:
         Is given each new `lease_until`, at once.
     seated
         Returns whether the life of a controller, the last that was connected, is still the one that
-        was seated last; asked while there is no connection. Where it is, nobody else can have
-        begun a generation, and the lease is renewed without a controller: see
+        was seated last; asked while there is no connection. Where it is, no other controller can
+        have begun a generation, and the lease is renewed without a controller: see
         `ckptd.elastic.leader.LeaderRecord.still`.
     """
 
@@ -319,7 +319,7 @@ class NodeLink:
                 beat_at = 0.0
 
     def _wait(self, connection: Connection, timeout_s: float) -> bool:
-        """Take in what comes within `timeout_s`; return whether somebody is in a hurry."""
+        """Receive for up to `timeout_s`; return whether an event here waits to be sent."""
         come = connection.readable()
         ready, _, _ = select.select(
             [connection.fileno(), self._wake_in.fileno()],

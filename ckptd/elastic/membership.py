@@ -62,13 +62,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     fruitless
         Generations in a row before this one that failed without a new committed step.
     out
-        Nodes that somebody has ordered out: a controller that follows uses them no more than this
-        one did.
+        Nodes that an operator ordered out: the next controller does not use them either.
     resting
         Nodes that are left out for a time, and until when, in seconds since 1970.
     parked
-        Whether somebody has paused the job: a controller that follows starts it no more than this
-        one did.
+        Whether the job was paused by order: the next controller does not start it either.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -148,7 +146,7 @@ def decode_record(raw: bytes, where: str) -> Record:
 def check_log(records: Sequence[Record], where: str) -> None:
     """Refuse a log whose generations do not rise, or whose steps fall.
 
-    A generation may be written again, with the same ranks, when somebody has ordered something.
+    A generation may be written again, with the same ranks, after an order of an operator.
 
     Raises
     ------

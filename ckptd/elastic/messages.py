@@ -279,7 +279,7 @@ class Tick(JobEvent, frozen=True, kw_only=True, tag=True):
     ----------
     away
         Seconds for which the controller itself did not run: it was stopped (Ctrl-Z), its container
-        was paused, its machine slept. It has heard nobody meanwhile, and that is nobody's silence.
+        was paused, its machine slept. It heard no node meanwhile, and that counts as no silence.
     stopped
         Nodes on the controller's machine whose launcher is stopped: their workers are not, and
         train on until their lease ends.
@@ -698,7 +698,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     running, fenced
         The generation whose workers run on it (0: none); none up to this one runs any more.
     out_until_s
-        Seconds for which it is left out; 0 if it is not, null if until somebody orders otherwise.
+        Seconds for which it is left out; 0 if it is not, null until an operator orders otherwise.
     faults
         How often it was at fault lately.
     spare

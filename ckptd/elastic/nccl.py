@@ -1,6 +1,6 @@
 """The requirements of recovery in process on NCCL: settings, and a version.
 
-A session (`ckptd.elastic.session`) sets what nobody has set; ``ckptd doctor`` looks at the rest.
+A session (`ckptd.elastic.session`) sets variables that are unset; ``ckptd doctor`` checks others.
 Programs without a session keep PyTorch's settings: there the watchdog that ends a process is what
 ends a collective whose peer is gone.
 """
@@ -76,7 +76,7 @@ def wrong_settings(environ: Mapping[str, str]) -> Iterator[NcclSetting]:
 
 
 def defaults_in(environ: Mapping[str, str]) -> Collection[str]:
-    """Return names of variables that a launcher has set because nobody else had."""
+    """Return names of variables that a launcher has set because they were unset."""
     return environ.get(DEFAULTS_VARIABLE, "").split(",")
 
 

@@ -89,7 +89,7 @@ class OperatorLink:
         return self._do(order)
 
     def suspect(self, suspected: Suspected) -> Answer:
-        """Hand over whom the monitor has named; see `order`."""
+        """Hand over the nodes that the monitor has named; see `order`."""
         return self._do(suspected)
 
     def notice(self, notice: Notice) -> Answer:

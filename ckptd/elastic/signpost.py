@@ -86,5 +86,5 @@ def _runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return False  # somebody else's by now
+        return False  # another user's by now
     return True

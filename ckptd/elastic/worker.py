@@ -52,7 +52,7 @@ class WorkerLink(OfOneProcess):
     rank, generation
         Of this worker, now: both change where a session goes on in another generation.
     lease
-        Until when this worker may step; None where nobody said.
+        Until when this worker may step; None without a lease.
     welcome
         What the launcher said last of this job; None until it has answered.
     """
@@ -191,7 +191,7 @@ class WorkerLink(OfOneProcess):
         self._flush()
 
     def broken(self, reason: str) -> None:
-        """Say that a call failed though nobody had interrupted it."""
+        """Report that a call failed without an interrupt."""
         self.tell(Broken(generation=self.generation, reason=reason[:2000]))
 
     def done(self) -> None:

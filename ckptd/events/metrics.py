@@ -1,7 +1,7 @@
 """Counters and histograms of saves and loads, for Prometheus: a collector fed by events.
 
 The names, with what they count: ``docs/reference/metrics.md``. Events are kept as they come and
-added up when somebody asks, so that the training loop pays for an append and nothing else.
+added up when metrics are read, so that the training loop pays for an append and nothing else.
 """
 
 from __future__ import annotations

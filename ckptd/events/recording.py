@@ -40,7 +40,7 @@ class Recording:
         return self._subscription.flush()
 
     def close(self) -> None:
-        """Write what has come and, when nobody else records to this folder, stop."""
+        """Write the events so far and stop, unless another user of this folder still records."""
         with _lock:
             if _open.get(self.folder) is not self:
                 return  # closed, or of the process that this one was forked from

@@ -1,4 +1,4 @@
-"""All ranks that hold a cell, without a list of them, and which of them gives it to whom."""
+"""All ranks that hold a cell, without a list of them, and which of them gives it to which rank."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class RuleForm:
         Raises
         ------
         UsageError
-            ``on`` and the indexes contradict each other: nobody holds the tensor.
+            ``on`` and the indexes contradict each other: no rank holds the tensor.
         """
         fixed = self.fixed(indexes)
         for axis, coordinate in self.on.items():
@@ -263,7 +263,7 @@ class RuleForm:
         Raises
         ------
         MismatchError
-            Nobody holds a cell.
+            No rank holds a cell.
         """
         out = np.zeros(1, dtype=np.int64)
         for d, (h, p) in enumerate(zip(self.held, self.places, strict=True)):

@@ -246,7 +246,7 @@ class StoredForm:
         Raises
         ------
         MismatchError
-            Nobody holds a cell.
+            No rank holds a cell.
         """
         if rule.plain:
             return rule.owners
@@ -304,7 +304,7 @@ class StoredForm:
                     owners[cell] = rank + whose * stride
         for cell in range(rule.grid.ncells):
             if cell not in axes:
-                # Fills inside of a split: nobody's buffer has them.
+                # Fills inside of a split: no rank's buffer has them.
                 axes[cell] = Axis(((rule.grid.cell_box(cell).numel, 1),))
                 owners[cell] = holders[cell : cell + 1]
         found = [axes[c] for c in range(rule.grid.ncells)]

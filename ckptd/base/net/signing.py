@@ -193,7 +193,7 @@ def check_folder(folder: Path) -> None:
     Raises
     ------
     RefusedError
-        The folder for agents' sockets, or a job's secret, belongs to somebody else, is a link, or
+        The folder for agents' sockets, or a job's secret, belongs to another user, is a link, or
         others may enter, write or read it.
     """
     info = os.lstat(folder)

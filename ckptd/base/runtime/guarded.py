@@ -1,4 +1,4 @@
-"""`GuardedMapping`: a file of a disk, mapped, and touched only while nobody can shorten it."""
+"""`GuardedMapping`: a file of a disk, mapped, and touched only while no process can shorten it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _AGAIN_S = 1.0
 class GuardedMapping:
     """The start of a file, mapped.
 
-    To touch what somebody has cut off is a SIGBUS, and so is a page that the disk cannot give. So
-    the bytes are touched under a lease of the kernel (F_SETLEASE), for a few milliseconds at a
-    time: who opens the file for writing or truncates it waits for that long. Their pages are mapped
+    To touch a part that was cut off is a SIGBUS, and so is a page that the disk cannot give. So the
+    bytes are touched under a lease of the kernel (F_SETLEASE), for a few milliseconds at a time: a
+    process that opens the file for writing or truncates it waits that long. Their pages are mapped
     first, by a call that reports errors. What cannot be guarded has to be read.
 
     Parameters
@@ -92,12 +92,12 @@ class GuardedMapping:
                 return False
             try:
                 if not self._users:
-                    # Sent when somebody waits: ignored, where SIGIO would end the process. The
+                    # Sent when a writer waits: ignored, where SIGIO would end the process. The
                     # kernel forgets it with each lease.
                     fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
                     fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
                 elif not self._is_leased():
-                    return False  # somebody waits for it
+                    return False  # a writer waits for it
             except OSError as error:
                 # A process that writes the file closes it; another user's file stays refused.
                 again_s = _AGAIN_S if error.errno == errno.EAGAIN else math.inf
@@ -110,7 +110,7 @@ class GuardedMapping:
         return fcntl.fcntl(self._fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
     def _is_kept(self) -> bool:
-        """Tell whether the file is as long as it was, and nobody waits to change it."""
+        """Tell whether the file is as long as it was, and no process waits to change it."""
         return self._is_leased() and os.fstat(self._fd).st_size >= self._end
 
     def _leave(self) -> None:

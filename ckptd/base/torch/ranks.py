@@ -280,7 +280,7 @@ class Agreement:
         return wait(self.board, key, rank, alive=runs, stall_s=timeout_s)
 
     def _answer(self, key: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
-        """Rank 0 makes the answer; its error is everybody's."""
+        """Return rank 0's answer; every rank raises its error."""
         if self.board.rank == 0:
             self._note(key)
             try:

@@ -54,4 +54,4 @@ class Watch(Protocol):
         """
 
     def forget(self, job: str) -> None:
-        """Remove what belongs to the name of a job that nobody will use again."""
+        """Remove the files of a job whose name will not be used again."""

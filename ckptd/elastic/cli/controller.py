@@ -157,7 +157,7 @@ def controller(
 
 
 def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it any more, and the job goes on
+    with suppress(OSError, ValueError):  # the reader is gone, and the job goes on
         print(text, file=sys.stderr, flush=True)
 
 

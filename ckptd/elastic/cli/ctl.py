@@ -47,7 +47,7 @@ class CtlOrderDocument(Document, frozen=True, kw_only=True, tag="ctl order"):
     Attributes
     ----------
     order, nodes
-        What was ordered, of whom.
+        The order, and its nodes.
     state, generation, step
         Of the job when this returned; of the moment after the order without ``--wait``.
     """

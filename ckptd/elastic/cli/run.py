@@ -796,7 +796,7 @@ class _Run:
             self._remove_leavings()
 
     def _remove_leavings(self) -> None:
-        """Remove what belongs to the name of a job that nobody will use again."""
+        """Remove the files of a job whose name will not be used again."""
         from ckptd.base.net.signing import secret_path
         from ckptd.base.runtime.agentlink import run_folder
         from ckptd.elastic.launchers.nodename import name_lock
@@ -833,7 +833,7 @@ def _beside() -> Watch:
 
 
 def _print(text: str) -> None:
-    """Tell people; that nobody reads it any more is no reason to end a job."""
+    """Print for people; a reader that is gone is no reason to end a job."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

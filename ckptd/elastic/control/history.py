@@ -137,7 +137,7 @@ class Recovery(
 ):
     """One restart, from the last sign that all was well to the next committed step; seconds.
 
-    The parts add up to `total`. A part that nobody told of is 0, and its time is in the next one.
+    The parts add up to `total`. A part that was not reported is 0: its time is in the next one.
 
     Attributes
     ----------
@@ -146,14 +146,14 @@ class Recovery(
     cause
         Why, in a few words.
     planned
-        Whether somebody wanted it; of a planned one, the time of the save before it is not counted:
+        Whether it was ordered; of a planned one, the time of the save before it is not counted:
         ranks train meanwhile.
     before, after
         The generations; in other encodings ``from`` and ``to``.
     level
         How deep it went.
     detect, fence, plan
-        Until the controller knew; until nobody of the old generation ran; until there was a layout.
+        Until the controller knew; until no rank of the old one ran; until there was a layout.
     spawn, import_, init, load, first_step
         Until the slowest rank had its process, its imports, its process group, its state, and until
         a step was committed.
@@ -164,7 +164,7 @@ class Recovery(
     total
         All of it.
     steps_lost
-        Steps that were made again; null if nobody told which were made.
+        Steps that were made again; null if no rank reported its steps.
     """
 
     at: float

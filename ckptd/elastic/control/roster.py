@@ -34,7 +34,7 @@ class Node:
     running
         The generation whose workers run on it, as far as is known; 0 if none do.
     out_until
-        Not used before this moment; infinite until somebody orders otherwise.
+        Not used before this moment; infinite until an operator orders otherwise.
     faults
         When it was at fault.
     outs, out_at
@@ -100,7 +100,7 @@ class Roster:
         return name in self._nodes
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Leave out of every silence the time for which nobody listened."""
+        """Leave out of every silence the time in which the controller did not listen."""
         for node in self:
             node.seen = max(node.seen, min(node.seen + seconds, now))
             if node.idle_since is not None:
@@ -163,7 +163,7 @@ class Roster:
         Parameters
         ----------
         all_up
-            Those that are left out for a time as well; never those that somebody has ordered out.
+            Those that are left out for a time as well; never those that an operator ordered out.
         clean_s
             None that was left out because of its faults in the last so many seconds.
         """

@@ -212,7 +212,7 @@ class _Run:
         door.life = self._lives[-1]
 
     async def _watch_seat(self, history: RecoveryHistory) -> None:
-        """End as soon as somebody else has the seat: this one's echoes must renew no lease then."""
+        """End once another controller has the seat: this one's echoes must renew no lease then."""
         setup = self._setup
         failing = False
         while True:

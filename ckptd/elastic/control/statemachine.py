@@ -249,7 +249,7 @@ class StateMachine:
                 self._out.append(Tell(text=f"{node.name} has lost a slot: {text}"))
         self._changed |= other or had != (node.up, node.slots)
         if not node.running and node.fenced >= self.generation:
-            # It may have fenced while it was cut off: nobody will hear of that by itself.
+            # It may have fenced while it was cut off, and will not report that again.
             self._changed |= node.stuck_at is not None
             node.stuck_at = None
         if known > self.generation:
@@ -688,7 +688,7 @@ class StateMachine:
     def _planned(
         self, reason: str, now: float, *, within_s: float = math.inf, leaving: bool = False
     ) -> None:
-        """Restart because somebody wants it, but let the ranks save first where they train.
+        """Restart by order, after a save of the ranks where they train.
 
         A node that is `leaving` may have the only copy of its part of a step, in its memory.
         """
@@ -854,7 +854,7 @@ class StateMachine:
                 node.dismissed = None  # what is there will have to do
             return False
         if self.nodes.usable_slots(now) >= self.job.planned.world:
-            return False  # somebody else came
+            return False  # another node came
         return self._coming(now) or any(n.dismissed is not None and not n.up for n in self.nodes)
 
     def _coming(self, now: float) -> bool:

@@ -162,7 +162,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     reason
         Why.
     planned
-        Whether the restart under way is one that somebody wanted.
+        Whether the restart under way was ordered.
     detect_s
         At a fault: from the last sign that all was well until it was known; 0 if nothing tells.
     quiet_s

@@ -61,7 +61,7 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
     unless = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if slots > 1:  # as torchrun does, lest every rank takes all cores
         unless["OMP_NUM_THREADS"] = "1"
-    # What a launcher around this one has set, and nobody since, was not asked for either.
+    # A variable of a launcher around this one, unchanged since, was not the user's wish either.
     theirs = {name: base.get(name) for name in defaults_in(base)}
     ours = (n for n, value in unless.items() if n not in base or theirs.get(n) == value)
     more[DEFAULTS_VARIABLE] = ",".join(ours)

@@ -1,8 +1,8 @@
 """Whether a worker was killed for lack of memory, by what the kernel counts and logs.
 
-Nobody asks before it kills, and a process that gets SIGKILL cannot say why. The kernel counts such
-kills, for each control group and for the machine, and logs whom it chose; how much memory a worker
-held is looked at while it lives.
+A process that gets SIGKILL cannot say why. The kernel counts its kills for lack of memory, for each
+control group and for the machine, and logs the process; how much memory a worker held is looked at
+while it lives.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _field(path: Path, name: str) -> int:
 def _logged(pid: int) -> str:
     """Return what the kernel's log says of a process that was killed for lack of memory.
 
-    It may be readable by nobody but root, and its numbers are those of the machine, which a
-    container's differ from: a line of another one is not taken.
+    It may be readable by root only, and its numbers are those of the machine, which a
+    container's differ from: a line of another process is not taken.
     """
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -431,7 +431,7 @@ class NodeLauncher:
         if not by_itself or worker.generation != self._node.started or self._ended_by_lease:
             return
         stepped = stepped or self._progress.has("stepped", worker.seat.rank)
-        # What was left before is not of this end: somebody else has ended it since.
+        # An earlier exit report does not explain this end: another process has ended it since.
         words = words if words is not None and words.code == code else None
         end = _End(worker, code, stepped, words, memory)
         if code and not any(other.code for other in self._ends):

@@ -178,7 +178,7 @@ class _Tail:
         self._thread.join(_LOOK_S * 50)
 
     def _follow(self) -> None:
-        # Where nobody reads the console any more, the files still have all of it.
+        # Where the console's reader is gone, the files still have all of it.
         with suppress(OSError, ValueError), open(self._path, errors="replace") as file:
             begun = ""
             while True:

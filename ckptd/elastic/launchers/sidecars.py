@@ -396,7 +396,7 @@ class ControllerSupervisor:
     def _may_live(self) -> bool:
         """Whether a controller that was recorded may live, though this node hears none."""
         if self._places is not None and self._places.local:
-            return self._answers(self._seated())  # nobody else can see to this machine's record
+            return self._answers(self._seated())  # no other node reads this machine's record
         return bool(self._seated())
 
     def _answers(self, *addresses: str) -> bool:

@@ -101,7 +101,7 @@ class NodeSlots:
 
 
 def _given(count: int, environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return the variable that names devices, and those of the slots; none where nobody knows."""
+    """Return the variable that names devices, and those of the slots; none if unknown."""
     here = [name for kind, name in _CHOICES.items() if kind in accelerators_here()]
     for variable in (*here, *_CHOICES.values()):
         if named := environ.get(variable, ""):

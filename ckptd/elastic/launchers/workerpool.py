@@ -283,7 +283,7 @@ class WorkerPool:
         self._unregister(worker.pidfd)
         worker.dead = True
         if worker.orphan:
-            self._gone(worker, -signal.SIGKILL)  # nobody is left who could tell
+            self._gone(worker, -signal.SIGKILL)  # no process is left that could report its end
         else:
             self._changed(worker)
 

@@ -80,7 +80,7 @@ class Worker:
     def forked(self, pid: int) -> None:
         """Note that it is there."""
         self.pid = pid
-        with suppress(ProcessLookupError):  # its mother has died, and somebody has reaped it
+        with suppress(ProcessLookupError):  # its parent has died, and init has reaped it
             self.pidfd = os.pidfd_open(pid)
 
     def open_gate(self, environ: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Checks between rules: which shadow each other, hold the same cells, or leave cells to nobody.
+"""Checks between rules: which shadow each other, hold the same cells, or leave cells to no rank.
 
 A rule holds all of a family but for the axes that its reference fixes at a number, so what rules
 hold is compared by those numbers, never cell by cell.
@@ -160,7 +160,7 @@ def _duplicate(resolved: Resolved, family: Family, first: int, second: int) -> F
     )
 
 
-# --- cells that nobody holds --------------------------------------------------------------------
+# --- cells that no rule holds -------------------------------------------------------------------
 
 
 def uncovered_findings(

@@ -81,7 +81,7 @@ class Lets:
         elif not isinstance(let.value, Number | Arithmetic | Size):
             kind = self.dims
         before = kind.setdefault(let.name, let)
-        # Each file has its own beginnings of names; atoms and sizes are everybody's.
+        # Each file has its own beginnings of names; all files share atoms and sizes.
         apart = kind is self.names and before.at.file != let.at.file
         if before.value != let.value and not apart:
             place = f"{before.at.file}:{before.at.line}"

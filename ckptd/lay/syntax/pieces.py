@@ -377,7 +377,7 @@ def count(what: str) -> Syntax[int]:
 
 
 def show_count(value: int) -> str:
-    """Return a whole number: millions as ``40e6``, so that nobody counts zeros."""
+    """Return a whole number: millions as ``40e6``, so that no zeros must be counted."""
     for power in (9, 6):
         if value >= 10**power and value % 10**power == 0:
             return f"{value // 10**power}e{power}"

@@ -28,7 +28,7 @@ from ckptd.elastic.torch.session.groups import GroupAborts
 from ckptd.errors import UsageError
 
 _SIGNAL = signal.SIGURG
-"""Ignored where nobody handles it, and used by next to nobody."""
+"""Ignored where no handler is set, and hardly ever used."""
 _POKE_S = 0.02
 _STORES_S = 0.1
 """After so long the connection to the job's store is shut down too."""

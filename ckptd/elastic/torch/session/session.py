@@ -171,8 +171,8 @@ class _Session:
         self._link.broken(repr(error))
         if self._over_within(_CAUSE_S):
             return True
-        # The controller soon takes it for a fault by itself and ends the generation for it: nobody
-        # would ever see where the program has failed.
+        # The controller soon takes it for a fault by itself and ends the generation for it: the
+        # place where the program failed would never be shown.
         who = self._link.rank, self._link.generation
         _log.warning("rank %d: generation %d failed here, for no known cause", *who, exc_info=error)
         return self._over_within(_BROKEN_S - _CAUSE_S)

@@ -152,7 +152,7 @@ class Zygote:
         number = self._fds.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
-        # It is left waiting: until the launcher says Reap, nobody else can have its id.
+        # It stays a zombie: until the launcher says Reap, no other process can get its id.
         info = os.waitid(os.P_PID, self._pids[number], os.WEXITED | os.WNOWAIT)
         if info is None:  # not without WNOHANG
             return
@@ -160,7 +160,7 @@ class Zygote:
         self._tell(Exited(number, -info.si_status if killed else info.si_status))
 
     def _end(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """The launcher is gone: nobody shall go on, nor what they have started in their groups."""
+        """Kill all workers and their groups: the launcher is gone."""
         for pid in self._pids.values():
             for kill in (os.killpg, os.kill):
                 with suppress(ProcessLookupError):

@@ -292,12 +292,12 @@ def _tell_uncaught(error: BaseException, *, once: bool) -> None:
         return
     try:
         sys.excepthook(type(error), error, trace)
-    except Exception:  # noqa: BLE001 - somebody else's hook; the interpreter shows both as well
+    except Exception:  # noqa: BLE001 - a hook of the program; the interpreter shows both as well
         traceback.print_exc()
         sys.__excepthook__(type(error), error, trace)
 
 
 def _end_by_interrupt() -> NoReturn:
-    """End as the interpreter does when nobody has caught Ctrl-C: by the signal, after all else."""
+    """End as the interpreter does after an uncaught Ctrl-C: by the signal, after all else."""
     sys.excepthook = lambda *_: None
     raise KeyboardInterrupt

@@ -16,7 +16,7 @@ _BACKLOG = 2048
 def host_store(host: str) -> TCPStore:
     """Start a fresh store in this process, on a free port of `host` and of no other address.
 
-    Left to itself, torch's store listens on all addresses, for everybody who reaches one of them.
+    By default torch's store listens on all addresses, for any process that reaches one of them.
 
     Raises
     ------
