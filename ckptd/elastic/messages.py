@@ -375,9 +375,24 @@ class SaveNow(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Tell(Action, frozen=True, kw_only=True, tag=True):
-    """Tell people."""
+    """Tell people: those who look at the job, and on consoles of launchers if it is `aloud`.
 
-    text: str
+    Attributes
+    ----------
+    text
+        One sentence, or some.
+    aloud
+        Whether launchers print it.
+    nodes
+        Whose launchers; those of all nodes if empty.
+    command
+        What a person may do about it: a command, without the name of the job.
+    """
+
+    text: _Text
+    aloud: bool = False
+    nodes: tuple[_Word, ...] = ()
+    command: _Short = ""
 
 
 class Finish(Action, frozen=True, kw_only=True, tag=True):
@@ -873,7 +888,7 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 # --- who says what --------------------------------------------------------------------------------
 
 FromNode = Beat | Envelope | Hosting | Timed
-ToNode = LeaseRenewal | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Shutdown | Taken
+ToNode = LeaseRenewal | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Tell | Shutdown | Taken
 FromOperator = Ask | Subscribe | OperatorCommand | Announce
 ToOperator = Status | Answer
 

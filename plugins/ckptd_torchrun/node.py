@@ -29,6 +29,7 @@ from ckptd.elastic.launchers import (
     SaveNow,
     Shutdown,
     StoreAt,
+    Tell,
     Timed,
     ToNode,
 )
@@ -165,6 +166,8 @@ class TorchrunNode:
                     self._store = order
                 case SaveNow():
                     self._save = order
+                case Tell():
+                    _LOG.warning("%s\n  next:   %s", order.text, order.command)
                 case Shutdown():
                     self._bye, self._fence_at = order, time.monotonic()
             if self._inside:

@@ -41,6 +41,7 @@ from ckptd.elastic.messages import (
     StoreAt,
     Subscribe,
     Suspected,
+    Tell,
     Timed,
     ToNode,
     ToOperator,
@@ -81,6 +82,7 @@ TO_NODE = [
     StoreAt(generation=2, host="h", port=65535),
     SaveNow(generation=2),
     DaemonAt("http://10.0.0.1:8400"),
+    Tell(text="node b is left out", aloud=True, nodes=("b",), command="ckptd ctl add b"),
     Shutdown(kind="done", text="", code=0),
 ]
 FROM_OPERATOR = [

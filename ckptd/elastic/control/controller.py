@@ -480,6 +480,9 @@ class Controller:
             self._send_status()
         elif isinstance(action, Tell):
             self._history.tell(action.text)
+            for name in (action.nodes or tuple(self._nodes)) if action.aloud else ():
+                if (node := self._nodes.get(name)) is not None:
+                    node.peer.send(action)
         elif isinstance(action, Finish | Abort):
             # A controller that another one has followed must not end the job.
             await self._appender.check()

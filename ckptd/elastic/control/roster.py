@@ -39,6 +39,8 @@ class Node:
         When it was at fault.
     outs, out_at
         How often it was left out because of them, and when last.
+    out_why
+        Why it was left out last, for people.
     leaving
         The life that will be taken away: not used any more.
     dismissed
@@ -66,6 +68,7 @@ class Node:
     faults: list[float] = field(default_factory=list)
     outs: int = 0
     out_at: float = -math.inf
+    out_why: str = ""
     leaving: str | None = None
     dismissed: str | None = None
     asked: str | None = None

@@ -8,6 +8,7 @@ fault needs no rule of its own.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,8 @@ _MOST_REASON = 1000
 """Characters of a node's reason that are kept: it goes into each status."""
 _CLEAN = 24
 """Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
+_SHORTER = 12
+"""A node that no other one replaces is left out for so much less."""
 _PAUSED_BEFORE = "paused before the controller was restarted"
 _UP = (State.RUNNING, State.DONE)
 _ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
@@ -248,6 +251,8 @@ class StateMachine:
             if text not in before:
                 self._out.append(Tell(text=f"{node.name} has lost a slot: {text}"))
         self._changed |= other or had != (node.up, node.slots)
+        if (other or not had[0]) and node.out_until > now:
+            self._say_left_out(node, now, (node.name,))
         if not node.running and node.fenced >= self.generation:
             # It may have fenced while it was cut off, and will not report that again.
             self._changed |= node.stuck_at is not None
@@ -461,7 +466,10 @@ class StateMachine:
 
     def _suspected(self, event: Suspected, now: float) -> None:
         for name in event.nodes:
-            self.nodes[name].out_until = max(self.nodes[name].out_until, now + self.settings.out_s)
+            node = self.nodes[name]
+            node.out_until = max(node.out_until, now + self._out_s(name, now))
+            node.out_why = event.reason
+            self._say_left_out(node, now)
         self._changed = True
         stale = self.record is None or event.generation not in (0, self.record.generation)
         meant = not event.nodes or any(self._is_member(name) for name in event.nodes)
@@ -485,8 +493,10 @@ class StateMachine:
             return
         if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
             for name in event.nodes:
-                self.nodes[name].out_until = math.inf
+                node = self.nodes[name]
+                node.out_until, node.out_why = math.inf, text
                 self._out_before.discard(name)
+                self._say_left_out(node, now)
             if not any(self._is_member(name) for name in event.nodes):
                 return
         if kind is OrderKind.RESUME:
@@ -772,11 +782,34 @@ class StateMachine:
 
     def _blame(self, node: str, now: float) -> bool:
         """Count a fault of a node; return whether it is left out because of it."""
-        s = self.settings
-        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s)
+        s, out_s = self.settings, self._out_s(node, now)
+        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=out_s)
         if out:
-            self._out.append(Tell(text=f"{node} failed {s.flaps} times: it is excluded"))
+            within = f"{s.flap_window_s / 60:g} min"
+            self.nodes[node].out_why = f"it failed {s.flaps} times within {within}"
+            self._say_left_out(self.nodes[node], now)
         return out
+
+    def _out_s(self, name: str, now: float) -> float:
+        """Return for how long a node is left out: one that none replaces, for a short time."""
+        others = sum(n.slots for n in self.nodes if n.name != name and n.usable(now))
+        return self.settings.out_s / (1 if others >= self.job.planned.world else _SHORTER)
+
+    def _say_left_out(self, node: Node, now: float, nodes: tuple[str, ...] = ()) -> None:
+        """Say that a node is left out, until when and why, and what ends that."""
+        until = "until it is taken back"
+        if node.out_until < math.inf:
+            ends = time.strftime("%H:%M", time.gmtime(self._epoch + node.out_until))
+            until = f"for {(node.out_until - now) / 60:.0f} min, until {ends} UTC"
+        why = node.out_why or "as a controller before this one decided"
+        self._out.append(
+            Tell(
+                text=f"node {node.name} is left out {until}: {why}",
+                aloud=True,
+                nodes=nodes,
+                command=f"ckptd ctl add {node.name}",
+            )
+        )
 
     def _cheapest(self) -> int:
         """Return 0 if all survivors can go on as they are, 1 if workers must be started."""

@@ -49,6 +49,7 @@ from ckptd.elastic.messages import (
     SaveNow,
     Shutdown,
     StoreAt,
+    Tell,
     Timed,
     ToNode,
     Welcome,
@@ -335,6 +336,9 @@ class NodeLauncher:
             self._save(order)
         elif isinstance(order, DaemonAt):
             self._daemon_at(order.url)
+        elif isinstance(order, Tell):
+            command = f"\n  next:   {order.command} --job {self._s.job}" if order.command else ""
+            self._say(order.text + command)
         elif isinstance(order, Shutdown):
             self._ending = LauncherEnding(order.kind, order.text, order.code)
 

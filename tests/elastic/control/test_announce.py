@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
-from ckptd.elastic.messages import Announce, Answer, DaemonAt, ToOperator
+from ckptd.elastic.messages import (
+    Announce,
+    Answer,
+    DaemonAt,
+    Order,
+    OrderKind,
+    Tell,
+    ToOperator,
+)
 from ckptd.monitor.daemon.controller import ControllerLink
 from tests.elastic.controlled import (
     SECRET,
@@ -57,6 +66,23 @@ def test_nodes_are_told_on_each_connection_and_when_it_changes(tmp_path: Path) -
         operator = c.operator()
         status_when(operator, lambda s: s.daemon == SECOND)
         operator.close()
+
+
+def test_all_launchers_are_told_of_a_node_that_is_left_out(tmp_path: Path) -> None:
+    with controlled(tmp_path, "--nodes", "1:2") as c, pretended(2, c.seat) as nodes:
+        operator = c.operator()
+        name = nodes[1].name
+        until(lambda: any(n.name == name and n.up for n in operator.status().nodes), "its beat")
+        operator.order(Order(kind=OrderKind.EXCLUDE, nodes=(name,), reason="its fan is loud"))
+        for node in nodes:
+            (tell,) = until(partial(tells, node), "told")
+            assert tell.text == f"node {name} is left out until it is taken back: its fan is loud"
+            assert tell.command == f"ckptd ctl add {name}"
+        operator.close()
+
+
+def tells(node: PretendedNode) -> list[Tell]:
+    return [order for order in list(node.orders) if isinstance(order, Tell)]
 
 
 def test_a_daemon_that_other_machines_cannot_reach_is_not_told(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from ckptd.elastic.control.statemachine import State
@@ -237,6 +239,54 @@ def test_a_node_that_is_often_at_fault_is_left_out_while_others_suffice() -> Non
     record = d.machine.record
     assert record is not None
     assert record.nodes == {"b", "c", "d"}
+
+
+def said_aloud(actions: Sequence[Action]) -> list[Tell]:
+    return [a for a in actions if isinstance(a, Tell) and a.aloud]
+
+
+def fail_twice(d: Driver, node: str, *names: str) -> list[Tell]:
+    """Have a node fail twice, with steps between; return what launchers print of it."""
+    told: list[Tell] = []
+    for _ in range(2):
+        generation = d.machine.generation
+        d.hear(Progress(generation=generation, step=d.machine.step + 1))
+        told += said_aloud(d.hear(Ended(node=node, generation=generation, code=-9)))
+        told += said_aloud([*d.all_fenced(*names), *d.pass_time(2, *names)])
+    return told
+
+
+def test_every_launcher_says_who_is_left_out_until_when_why_and_what_ends_it() -> None:
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0, flaps=2)
+    d.up("d", "a", "b", "c")
+    (told,) = fail_twice(d, "a", "a", "b", "c", "d")
+    assert told.nodes == ()
+    assert told.text.startswith("node a is left out for 60 min, until ")
+    assert told.text.endswith("UTC: it failed 2 times within 10 min")
+    assert told.command == "ckptd ctl add a"
+    # Its launcher is started again: that one prints it too, and no other one does.
+    d.life["a"], d.running["a"], d.fenced["a"] = "2", 0, 0
+    (again,) = said_aloud(d.hear(d.said("a")))
+    assert again.nodes == ("a",)
+    assert "it failed 2 times" in again.text
+    assert said_aloud(d.hear(d.said("a"))) == []
+    (ordered,) = said_aloud(d.hear(Order(kind=OrderKind.EXCLUDE, nodes=("b",), reason="hot")))
+    assert ordered.text == "node b is left out until it is taken back: hot"
+
+
+def test_a_node_that_no_other_one_replaces_is_left_out_for_a_short_time() -> None:
+    d = Driver("abc", gather_s=1.0, patience_s=1.0, flaps=2, grow_s=1.0)
+    d.up("a", "b", "c")
+    (told,) = fail_twice(d, "a", "a", "b", "c")
+    assert "for 5 min" in told.text
+    d.hear(Progress(generation=d.machine.generation, step=d.machine.step + 1))
+    d.pass_time(200, "a", "b", "c")
+    assert d.machine.state is State.RUNNING
+    d.pass_time(200, "a", "b", "c")
+    d.all_fenced("a", "b", "c")
+    d.pass_time(5, "a", "b", "c")
+    assert d.machine.record is not None
+    assert d.machine.record.nodes == {"a", "b", "c"}
 
 
 def test_a_worker_that_fails_because_another_node_is_lost_is_no_fault_of_its_node() -> None:
