@@ -62,7 +62,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     probes
         Results of link probes made on its account.
     acknowledged_at, note
-        When a person took note of it, and what they wrote; None and empty if nobody has.
+        When a person took note of it, and what they wrote; None and empty until then.
     """
 
     id: str

@@ -2,7 +2,7 @@
 
 ``import torch`` loads whatever is registered as a device backend under the entry points
 ``torch.backends``. A folder on ``PYTHONPATH`` with the metadata of such a package makes every rank
-attach its recorder there and then, without a ``sitecustomize``, which may be somebody else's.
+attach its recorder there and then, without a ``sitecustomize``, which may exist already.
 """
 
 from __future__ import annotations

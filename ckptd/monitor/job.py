@@ -55,7 +55,7 @@ class CallFlag(enum.IntFlag):
     """Its device has not come to it yet: what is before it in the queue still runs."""
     UNSEEN = 32
     """Its end is not known. The time that represents it is when the call was enqueued, or when
-    somebody stopped looking."""
+    the recorder stopped looking."""
 
 
 GROUP: np.dtype[Any] = np.dtype(
@@ -118,7 +118,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     alive
         Whether the process runs, by pidfd.
     exit_code
-        How it ended, negative for a signal; None while it runs or if nobody knows.
+        How it ended, negative for a signal; None while it runs or if unknown.
     process_state
         The kernel's letter (``R S D T Z``), or empty where it could not be read.
     answers
@@ -272,7 +272,7 @@ class JobView:
         return ids, codes
 
     def code_of(self, groups: Array) -> Array:
-        """Return the place in `group_ids` of each group; -1 for one that nobody reports."""
+        """Return the place in `group_ids` of each group; -1 for one that no rank reports."""
         if not len(self.group_ids):
             return np.full(len(groups), -1)
         at = np.minimum(np.searchsorted(self.group_ids, groups), len(self.group_ids) - 1)

@@ -533,7 +533,7 @@ class LinkProber:
     # --- what comes back ------------------------------------------------------------------------
 
     def take(self, result: ProbeResult) -> None:
-        """Take a result; one that nobody asked for is left alone."""
+        """Take a result; one that was not asked for is ignored."""
         asked = self._reach.pop(result.nonce, None)
         shows = result.shows
         if asked is not None and asked[:2] == (result.src, result.dst) and shows != "nothing":

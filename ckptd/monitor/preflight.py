@@ -406,7 +406,7 @@ def unreached(
     while True:
         asked = Counter(node for p in left for node in (p.source, p.to))
         cut = Counter(node for p in left if p.cut for node in (p.source, p.to))
-        # The worst first: the others may be cut from nobody but that one.
+        # The worst first: the others may be cut from that one only.
         worst = max(cut, key=lambda node: (cut[node] / asked[node], cut[node]), default=None)
         if worst is None or cut[worst] < 2 or 2 * cut[worst] <= asked[worst]:
             return nodes, [p for p in left if p.cut]

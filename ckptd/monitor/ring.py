@@ -285,7 +285,7 @@ class RingGroup:
         words[base + _COMPLETED] = seq
 
     def at_least(self, entered: int, completed: int, now: int) -> None:
-        """Take counts that somebody else made."""
+        """Raise the counts to those of another counter."""
         words, base = self._words, self._base
         if entered > self.entered:
             self.entered = entered

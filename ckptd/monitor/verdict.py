@@ -76,7 +76,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     kind
         Its class.
     suspects
-        Likeliest first. Empty where nobody can be named.
+        Likeliest first. Empty where no rank or node can be named.
     evidence
         Sentences, most telling first.
     rules_out

@@ -194,6 +194,6 @@ class PublishClient(OfOneProcess):
         self._channel.shut()  # its thread is woken
         self._receiver.join(_LEAVE_S)  # it may wait for the board of a job that ends
         self._channel.close()
-        # Nobody waits: a worker that pulls gets the rest. The thread collects its exit code.
+        # Do not wait: a worker that pulls gets the rest. The thread collects the exit code.
         threading.Thread(target=self._process.wait, daemon=True).start()
         self._ended = True

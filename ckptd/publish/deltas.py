@@ -1,7 +1,7 @@
 """The change of a block of values, in as few bytes as that takes; exact to the bit.
 
-A delta is the XOR of a block's old and new bytes, so NaNs, signs of zeros and types that nobody
-computes with are as any other bits, and deltas of successive versions are joined without
+A delta is the XOR of a block's old and new bytes, so NaNs, signs of zeros and types without
+arithmetic are as any other bits, and deltas of successive versions are joined without
 either. Its first byte says which form is the smallest:
 
 - nothing: no more bytes;

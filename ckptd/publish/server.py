@@ -156,7 +156,7 @@ class PublishServer:
     # --- the rank -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until the publisher is closed or dead, and nobody needs the versions any more."""
+        """Serve until the publisher is closed or dead, and no worker needs the versions."""
         stopped = False
         try:
             while not stopped:

@@ -70,7 +70,7 @@ class VersionTable:
         self._change = threading.Condition()
 
     def place(self, number: int, step: int) -> SlotChoice:
-        """Return where a version goes; what was there is gone, and nobody may take it any more.
+        """Return the slot of a version; an earlier one in it is gone, and no worker may take it.
 
         The newest whole version stays until there is another whole one, so a worker that comes
         late always finds one.

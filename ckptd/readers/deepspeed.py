@@ -865,7 +865,7 @@ def _weights(model: _Model, trained: Collection[str]) -> Iterator[ForeignPiece]:
 
 
 def _frozen(names: Listing, model: _Model) -> Iterator[ForeignPiece]:
-    """Yield the shares of parameters that stage 3 cuts and nobody trains."""
+    """Yield the shares of frozen parameters, which stage 3 cuts as well."""
     files = {rank: file for rank, file in model.files.items() if rank != _ALL_RANKS}
     for rank, file in sorted(files.items()):
         found = model.found if file == model.file else load_torch(names, file)

@@ -4,7 +4,7 @@ From a reader's table it makes a manifest and the records around it, and one dat
 file that it finds. Offsets in a data file follow from the manifest, as always; this store turns
 them into bytes of the foreign file when they are read. So nothing above it learns a format.
 
-Nobody wrote digests: the manifest requires ``undigested``, sizes are checked, bytes are not.
+There are no digests: the manifest requires ``undigested``, sizes are checked, bytes are not.
 """
 
 from __future__ import annotations

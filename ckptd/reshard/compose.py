@@ -188,7 +188,7 @@ class Composed:
     merged
         Further names that the source's layout calls copies, and that the target has no name for.
     duplicates
-        Tensors of the source that are copies of others; nobody has compared them yet.
+        Tensors of the source that are copies of others, and not compared yet.
     aliases
         Further names of stored target parameters, by name.
     """

@@ -183,7 +183,7 @@ def _numbered(values: Mapping[str, ObjectEntry]) -> list[dict[str, Any]] | None:
 def _flattened(
     values: Mapping[str, ObjectEntry], params: Sequence[str]
 ) -> list[dict[str, Any]] | None:
-    """Return groups of the parameters that have the same values; None if one is nobody's."""
+    """Return groups of the parameters that have the same values; None if one is in no group."""
     by_param: dict[str, dict[str, Any]] = {}
     known = set(params)
     for name, entry in values.items():

@@ -700,7 +700,7 @@ def _shares_buffers(form: StoredForm) -> bool:
 
 
 def _note(form: StoredForm) -> str:
-    """Say what nobody can check: that values lie where the layout has them."""
+    """Return the note that it is not verified that values lie where the layout has them."""
     if _shares_buffers(form):
         parting = "".join(f"; {f.where}: {f.message}" for f in order_findings(form.bound.layout))
         return f"order not verified: the buffers do not say which tensor lies where{parting}"

@@ -65,8 +65,8 @@ class Ledger:
         Parameters
         ----------
         idle
-            Tells that waiting helps no more: nobody is at work who would give something back.
-            Raises what went wrong there.
+            Tells that waiting helps no more: no thread is at work that would give memory back.
+            Raises the error of such a thread.
 
         Raises
         ------
@@ -320,7 +320,7 @@ class Reading:
 
     @cached_property
     def _fetcher(self) -> Fetcher:
-        # No open descriptors: what they read stays in the page cache, and nobody reads it again.
+        # No open descriptors: what they read stays in the page cache, and is not read again.
         return Fetcher(
             self._source.store,
             self._source,

@@ -106,8 +106,8 @@ class SourceTensors:
     left_out
         Of files of ranks: how many values are no tensors, and names of the first ones.
     has_sections
-        Whether names begin with a section of a state, as a job of ckptd saves it: what somebody
-        else calls ``model.`` is a part of the names of weights.
+        Whether names begin with a section of a state, as a job of ckptd saves it: elsewhere
+        ``model.`` is a part of the names of weights.
     outside
         Names of tensors and objects that are left out: they are not in the section that was asked
         for.

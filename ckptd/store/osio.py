@@ -174,7 +174,7 @@ class PagePool:
     size
         Bytes of a block.
     most_idle
-        Blocks that are kept while nobody has them.
+        Unused blocks that are kept.
     """
 
     def __init__(self, size: int, most_idle: int) -> None:

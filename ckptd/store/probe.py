@@ -96,7 +96,7 @@ def probe_store(
         yield from _writes(spec, store, speed)
     finally:
         if here is not None and fresh:
-            with suppress(OSError):  # made by us; no longer empty: somebody's by now
+            with suppress(OSError):  # made here; no longer empty: another process uses it
                 here.parent.rmdir()
 
 

@@ -222,7 +222,7 @@ def _gone_with(pid: int) -> None:
         while time.monotonic() < end:
             os.kill(pid, 0)
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state == "Z":  # dead, and nobody has asked yet how it ended
+            if state == "Z":  # a zombie: dead, and not waited for yet
                 return
             time.sleep(0.05)
 

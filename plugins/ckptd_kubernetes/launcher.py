@@ -75,7 +75,7 @@ class KubernetesPods(Launcher):
         before = self._had.get(name)
         if before is None or before in self._ours:
             return Machine(name=name)
-        # Somebody else has deleted it, and by now all trace of it is gone.
+        # It was deleted from outside, and by now all trace of it is gone.
         return Machine(name=name, code=KILLED, reason="its pod was deleted")
 
     def hints(self, timeout_s: float) -> tuple[Hint, ...]:
@@ -175,7 +175,7 @@ class KubernetesPods(Launcher):
         while uids:
             pods = [p for p in self._pods(_left(end)).values() if p.uid in uids]
             below = self._below(0.0)
-            # Of a machine that is not ready nobody can say more: a lease ends what runs there.
+            # Nothing more is known of a machine that is not ready: a lease ends what runs there.
             held = [p for p in pods if p.machine not in below or is_ready(below[p.machine])]
             if not held:
                 return
@@ -200,7 +200,7 @@ class KubernetesPods(Launcher):
 
 
 class Kubernetes(KubernetesPods):
-    """Pods that the controller makes itself, one a node, and that nobody else makes again.
+    """Pods that the controller makes itself, one a node; only it replaces them.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ __all__ = ["DRAIN_S", "KILLED", "Seen", "is_ready", "machine_of", "notice_of", "
 KILLED = 137
 """Exit code of a shell for a process that was killed."""
 DRAIN_S = 30.0
-"""How long a node is left where nobody says: what clouds give before they take a machine back."""
+"""Default notice of a node's end, in seconds, as clouds give before they take a machine back."""
 _TAINTS = {
     "node.kubernetes.io/unschedulable": DRAIN_S,
     "node.kubernetes.io/out-of-service": 0.0,
@@ -114,7 +114,7 @@ def machine_of(name: str, pod: Seen | None, machine: Json | None) -> Machine:
 
 
 def notice_of(pod: Seen, machine: Json | None) -> tuple[float, str] | None:
-    """Return in how many seconds a pod will be gone, and why; None if nobody says so.
+    """Return in how many seconds a pod will be gone, and why; None without such a notice.
 
     By its own deletion or disruption, or by a taint or condition of its node.
     """
@@ -167,7 +167,7 @@ def _tolerated(pod: Json, taint: Mapping[str, Any]) -> float | None:
 
 
 def _code(pod: Json) -> int:
-    """Return what the trainer's container ended with; as if killed where nobody says."""
+    """Return the exit code of the trainer's container; that of a kill where it is unknown."""
     for status in _items(_of(pod, "status").get("containerStatuses")):
         code = _of(_of(status, "state"), "terminated").get("exitCode")
         if isinstance(code, int) and (code or _of(pod, "status").get("phase") == "Succeeded"):

@@ -127,7 +127,7 @@ class _Machine:
         """Follow one instruction; return whether it was the last."""
         if name in _PUSH:
             if isinstance(argument, str):
-                # Half a surrogate pair is a letter to pickle, and to nobody who encodes the text.
+                # Half a surrogate pair is a letter to pickle, and cannot be encoded as text.
                 argument = argument.encode("utf-8", "replace").decode()
             self.stack.append(argument)
         elif name in _MAKE:

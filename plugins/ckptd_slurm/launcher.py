@@ -180,7 +180,7 @@ class SlurmLauncher(Launcher):
         """Have the job ended and submitted again. Slurm kills the batch step some seconds later.
 
         It starts again after two minutes at the earliest: Slurm lets nodes settle. That is set when
-        the last process is gone, so only somebody outside of the job can take it back.
+        the last process is gone, so only an order from outside of the job can take it back.
         """
         self._slurm.requeue(self.job, timeout_s)
         return True

@@ -1,7 +1,7 @@
 """Unmodified torchrun as a launcher: ``torchrun --rdzv-backend=ckptd ...``.
 
 torchrun looks for rendezvous handlers among the entry points of group ``torchrun.handlers``, and
-asks the handler who trains with whom. This one asks the job's controller. Each generation has a
+asks the handler which of them train together. This one asks the controller. Each generation has a
 fresh store, hosted by the agent of its first node; the agents' own threads never wait for anything
 that another generation could leave undone.
 """

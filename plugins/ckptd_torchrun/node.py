@@ -390,7 +390,7 @@ class TorchrunNode:
                 outside = not self._inside and self._is_over()
                 save, self._save = self._save, None
             if save is not None and not self.reports.save_soon(save.generation):
-                # Nobody to wait for: the script saves when it does.
+                # No worker to wait for: the script saves when it does.
                 self._tell(Saved(generation=save.generation, step=0))
             if outside:
                 self._enforce()

@@ -35,7 +35,7 @@ def connect_store(host: str, port: int) -> TCPStore:
     Raises
     ------
     TransientStoreError
-        kind ``link-lost``: nobody listens there any more.
+        kind ``link-lost``: no process listens there any more.
     """
     try:
         return TCPStore(host, port, None, is_master=False, timeout=_CONNECT, wait_for_workers=False)

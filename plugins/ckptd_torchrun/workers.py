@@ -104,7 +104,7 @@ class Workers:
             os.eventfd_write(self._wake, 1)
 
     def freeze(self) -> None:
-        """Stop them where they are: no step is made from now on, and nobody sees them end.
+        """Stop them where they are: no step is made from now on, and their ends are hidden.
 
         Only once all have been started: one that is stopped before its program is loaded stops the
         thread that starts it as well.

@@ -125,7 +125,7 @@ class PreflightNode:
     name
         Its name; a node that never comes is missed by it.
     rank
-        Its number among the nodes, -1 where nobody gave it one.
+        Its number among the nodes, -1 where it was given none.
     folder
         Where it writes for a moment to test its disk.
     """
@@ -240,7 +240,7 @@ _MOST_HELLOS = 4096
 _TURN_S = 15.0
 _SKEWS = 3
 _GIVE_UP = 3
-"""Peers that a node does not reach, reaching none, after which nobody is sent to it any more."""
+"""Failed peers of a node that reaches none, after which no further peer probes it."""
 _AGAIN = 16
 _CONFIRMED_BY = 2
 """Probes of a pair, some time apart."""

@@ -68,7 +68,7 @@ class Process:
         except OSError:
             stat = -1
         found = cls(pid, pidfd, stat)
-        # Looked at after both were opened: the number cannot have gone to somebody else between.
+        # Checked after both were opened: the number cannot have gone to another process between.
         if stat < 0 or (birth and process_birth(pid) != birth):
             found.close()
             return None
@@ -128,7 +128,7 @@ class Process:
         return ticks, moved
 
     def runs(self) -> bool:
-        """Return whether it has not ended; one that nobody collected yet has."""
+        """Return whether it has not ended; a zombie has ended."""
         if self._pidfd >= 0:
             poll = select.poll()  # select() knows no descriptors above 1023
             poll.register(self._pidfd, select.POLLIN)
@@ -136,7 +136,7 @@ class Process:
         return self.state() not in ("", "Z", "X")
 
     def exit_code(self) -> int | None:
-        """Return how it ended, negative for a signal; None while it runs or if nobody knows."""
+        """Return how it ended, negative for a signal; None while it runs or if unknown."""
         if self._how is None and not self.runs():
             self._how = self._from_proc()
             if self._how is None:

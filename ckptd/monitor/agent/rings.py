@@ -1,4 +1,4 @@
-"""The rings of a node's ranks: found, opened, followed, and removed when nobody needs them.
+"""The rings of a node's ranks: found, opened, followed, and removed when no longer needed.
 
 Nothing in a ring is trusted, and nothing in the folder either: files of other users are not
 opened, and one that is damaged is reported once and left alone until it is another file.
@@ -54,8 +54,8 @@ class Ring:
         The kernel's letter, empty if unknown; ``R`` also for one that does something, though it
         sleeps or waits for a disk at the moment.
     answers
-        1 if the process's threads run though Python does not (somebody holds the GIL), 0 if none
-        of them does, -1 if Python runs or nobody knows. Of one that has ended, 1 if a signal ended
+        1 if the process's threads run though Python does not (one holds the GIL), 0 if none
+        of them does, -1 if Python runs or it is unknown. Of one that has ended, 1 if a signal ended
         it while its launcher had asked no other one to end.
     """
 
@@ -172,7 +172,7 @@ class Ring:
         """Return whether a process without heartbeat has its GIL held (1) or is frozen (0).
 
         Python's thread of the heartbeat wakes every few milliseconds while it waits for the GIL,
-        which the kernel counts; in a frozen process nobody wakes.
+        which the kernel counts; in a frozen process no thread wakes.
         """
         process = self.process
         if process is None or now - self._beat[1] < _STALE_S or self._beats == 0:

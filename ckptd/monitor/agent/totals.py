@@ -108,7 +108,7 @@ class Collectives:
         if len(place.numbers):
             fresh |= np.isin(numbers, place.numbers)
             lost = ~np.isin(place.numbers, numbers)
-            if lost.any():  # nobody will ever see them end
+            if lost.any():  # their end will never be seen
                 self._new.append((place.row, place.open[lost]))
         going = np.isnan(calls["end"])
         going &= fresh
@@ -117,7 +117,7 @@ class Collectives:
         place.seen = max(place.seen, int(numbers[-1]))
 
     def count(self, ring: Ring) -> None:
-        """Take the counts of a rank of which nobody sees single calls."""
+        """Take the counts of a rank whose single calls are not recorded."""
         if ring.counters[Counter.STATE] != RecorderState.COUNTERS:
             return
         place = self._place(ring)
@@ -371,7 +371,7 @@ class RingSamples:
                 reader.close()
             self._readers[ring] = None
             return
-        # What nobody fetches is dropped: a daemon that comes back wants what is new.
+        # Samples that are not fetched are dropped: a daemon that comes back wants new ones.
         if len(new) and self._count + len(new) <= _MOST_SAMPLES:
             self._rows.append((ring.rank, new))
             self._count += len(new)

@@ -226,7 +226,7 @@ def _secret() -> bytes:
 def _listener(place: _Place) -> socket.socket | None:
     """Return the coordinator's listener; None if another node coordinates.
 
-    Node 0 does. Where nobody has a number, it is the node that has the address.
+    Node 0 does. Where no node has a number, it is the node that has the address.
     """
     if place.rank > 0:
         return None

@@ -198,7 +198,7 @@ class _Watched:
         arguments = ["--port", str(self._port), "--linger", _LINGER_S, *self._floors]
         if self._daemon is not None:
             token = access_token(job_secret(self._name, base))
-        elif not self._named:  # nobody will ask for it later: nothing of it is to stay
+        elif not self._named:  # it has no name to ask for later: nothing of it is to stay
             beside.setdefault(SECRET_VARIABLE, new_secret())
             arguments += ["--history", str(folder / "history.sqlite")]
         self._side = DaemonSupervisor(

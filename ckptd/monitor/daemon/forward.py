@@ -264,7 +264,7 @@ def _bare(report: NodeReport) -> NodeReport:
 
 
 def _with_rows_of(new: NodeReport, old: NodeReport) -> NodeReport:
-    """Return `new` with what `old` told once and nobody has passed on."""
+    """Return `new` with the rows that only `old` had and that were not passed on yet."""
     ranks, before = new.table("ranks")["rank"], old.table("ranks")["rank"]
     order = np.argsort(ranks, kind="stable")
     parts = {"gaps": (old.gaps + new.gaps)[-_MOST_ROWS * GAP.itemsize :]}

@@ -112,7 +112,7 @@ class DaemonPlace:
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None  # nobody holds it: what lies there was left by one that was killed
+            return None  # not locked: the files were left by a daemon that was killed
         except BlockingIOError:
             pass
         finally:

@@ -38,8 +38,8 @@ def url_of(sock: socket.socket, name: str | None = None) -> str:
 class _Patient(H11Protocol):
     """Closes connections that begin a request and do not finish its head in time.
 
-    Of strangers, so many are held at once; then the oldest goes for the next one, so that silent
-    connections keep nobody out.
+    A limited number of unproved connections is held at once; then the oldest goes for the next
+    one, so that silent connections block no other.
     """
 
     strangers: ClassVar[Strangers[_Patient]]

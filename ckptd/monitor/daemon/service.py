@@ -236,8 +236,8 @@ class Service:
         Raises
         ------
         NotFoundError
-            No incident has that id; or no controller of this job answers, or nobody says where it
-            is.
+            No incident has that id; or no controller of this job answers, or its address is not
+            known.
         ConflictError
             Nothing is to be done about it now.
         """

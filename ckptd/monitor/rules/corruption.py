@@ -150,7 +150,7 @@ NORM_STEPS = 3
 NORMS_LATE = 64
 """Norms come of every step. No rank is so many steps late: then steps are made again."""
 LATE_S = 3.0
-"""So long after the last word of a step, nobody else is waited for."""
+"""Seconds after the last report of a step, after which missing ranks are not waited for."""
 
 
 class SumTable:
@@ -217,7 +217,7 @@ class SumTable:
         yield from self._judge_norms(now)
 
     def _complete(self, step: int, book: dict[int, list[tuple[Array, Array]]], now: float) -> bool:
-        # A later step of everybody's, or silence: a rank that has not reported by then does not.
+        # A later step of all ranks, or silence: a rank that has not reported by then does not.
         later = max(book) > step and now - self._seen_at.get(step, now) > LATE_S / 3
         return later or now - self._seen_at.get(step, now) > LATE_S
 

@@ -118,7 +118,7 @@ class Endings:
         return out
 
     def _well(self, job: JobView, rows: Array) -> Array:
-        """Return whose end is in order: as they said, or nobody waits for them."""
+        """Return the ranks that ended well: they said so, or no rank waits for them."""
         ranks = job.ranks
         unknown = ranks["exit_code"] == NO_EXIT
         done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
@@ -158,7 +158,7 @@ class Endings:
         return out
 
     def _awaited(self, job: JobView) -> Array:
-        """Return for whom others have waited for long: members who have not completed the call."""
+        """Return members that have not completed a call, for which others have waited for long."""
         ranks = job.ranks
         long = ranks["alive"] & (ranks["pending_group"] != 0)
         long &= ranks["pending_age"] > self.wait_s

@@ -85,7 +85,7 @@ def waits(job: JobView, gone: Array) -> Waits:
 
 
 def held_up(job: JobView, wait: Waits, seconds: float) -> Array:
-    """Return for whom a rank that runs has waited for longer than `seconds`."""
+    """Return the ranks for which a rank that runs has waited for longer than `seconds`."""
     runs = ~np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
     return _awaited_in(job, wait, wait.inside & runs & (job.ranks["pending_age"] > seconds))
 
@@ -129,7 +129,7 @@ def _reach(job: JobView, start: Array, waiting: Array, code: Array) -> Array:
 
 
 def _core(job: JobView, waiting: Array, code: Array) -> Array:
-    """Return those of `waiting` for whom one of them waits, and who wait for one of them."""
+    """Return those of `waiting` for which one of them waits, and which wait for one of them."""
     rows, seq = job.groups, job.ranks["pending_seq"]
     core: Array = waiting.copy()
     while core.any():
@@ -255,7 +255,7 @@ _BUSY = b"R"
 
 
 def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:
-    """Return for which ranks somebody waits who does nothing else.
+    """Return the ranks for which another rank waits that does nothing else.
 
     A call that does not hold its caller up may be open while the rank makes others, and a receive
     that was begun early while it computes.
@@ -389,7 +389,7 @@ def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
 
 
 def _one_apart(job: JobView, circle: Array) -> tuple[Array, str]:
-    """Return those of a circle that explain it, and why; nobody where nothing tells."""
+    """Return those of a circle that explain it, and why; none where nothing tells."""
     odd = strayed(job, circle)
     if len(odd):
         row = int(odd[0])
@@ -472,7 +472,7 @@ def _complete(job: JobView, wait: Waits, limit: Array, known: Array) -> Iterator
         elif not len(queued):
             yield _stuck(job, rows, int(job.group_ids[code]), last, longest, engine)
         elif len(queued) == len(rows) or not known[queued].all():
-            # Nobody is held up, or nothing shows how much work such a call usually comes behind: a
+            # No rank is held up, or nothing shows how much work such a call usually comes behind: a
             # first one behind the replays of graphs comes minutes after it was enqueued.
             if last > max(longest, engine):
                 yield _before(job, queued, len(rows), last, longest, engine)
@@ -671,9 +671,9 @@ def _ends_unseen(job: JobView) -> Array:
 
 
 def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
-    """Yield that no rank moves, where their last calls may go on without anybody knowing.
+    """Yield that no rank moves, where their last calls may go on unseen.
 
-    A program that computes for long looks the same: this accuses nobody, and waits for the time
+    A program that computes for long looks the same: this names no rank, and waits for the time
     after which the backend itself gives up.
     """
     ranks = job.ranks
@@ -707,7 +707,7 @@ def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
     )
 
 
-# --- nobody to ask ------------------------------------------------------------------------------
+# --- ranks that cannot be asked -----------------------------------------------------------------
 
 
 def _silent(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:

@@ -146,7 +146,7 @@ def _among(values: Array, some: Array) -> tuple[Array, Array]:
 
 
 def _standing(job: JobView, limits: HangLimits) -> Array:
-    """Return the groups in which somebody has waited for longer than a pause of the machine."""
+    """Return the groups in which a rank has waited for longer than a pause of the machine."""
     ranks = job.ranks
     long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
     out: Array = np.unique(ranks["pending_group"][long])

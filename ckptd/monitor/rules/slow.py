@@ -22,7 +22,7 @@ def self_times(calls: Array, rows: int, phase: Phase = Phase.TRAIN) -> tuple[Arr
     """Return the seconds that each rank spent by itself in each step.
 
     A gap counts to the step of the call that ends it. Gaps before another phase's call, or after
-    it, are left out: a checkpoint or an evaluation is nobody's slowness.
+    it, are left out: a checkpoint or an evaluation makes no rank slow.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class SlowLimits:
         Ranks of a replica up to which it may be one node: if the whole replica is slow in each
         window, its ranks are, and not their data.
     shared
-        If more than this share of ranks stands out at once, the job changed and nobody is named.
+        If more than this share of ranks stands out at once, the job changed and no rank is named.
     """
 
     steps: int = 20
@@ -236,7 +236,7 @@ class SlowLimits:
 
 @dataclass(frozen=True)
 class RankRoles:
-    """Whom a rank may be compared with; one element a row of ``JobView.ranks``, counted from 0.
+    """Ranks that a rank may be compared with; one element a row of ``JobView.ranks``, from 0.
 
     Attributes
     ----------
@@ -258,7 +258,7 @@ def scores(seconds: Array, roles: RankRoles, limits: SlowLimits, past: Array | N
     seconds
         Own time, shape (steps, ranks), NaN where not known.
     roles
-        Who is compared with whom.
+        Ranks that are compared with each other.
     limits
         Least size of a cohort.
     past
@@ -404,7 +404,7 @@ def slow_ranks(
         `ckptd.monitor.rules.slow.self_times`. Only the last steps count that the windows need
         (60), and of half as many only a rank is named that is much slower.
     roles
-        Who is compared with whom.
+        Ranks that are compared with each other.
     limits
         Settings.
     past
@@ -621,7 +621,7 @@ def few_slow(
     own, wall
         Own time and whole time of steps, shape (steps, ranks), oldest first.
     roles
-        Who is compared with whom.
+        Ranks that are compared with each other.
     limits, few
         Settings.
     """
@@ -754,7 +754,7 @@ _TENSOR = re.compile(r"(^|[\W_])(tp|tensor|sp|cp|context)($|[\W_\d])")
 
 
 def roles_of(job: JobView, names: Mapping[int, GroupInfo]) -> RankRoles:
-    """Return whom each rank of `job` may be compared with.
+    """Return the ranks that each rank of `job` may be compared with.
 
     Ranks of one data-parallel group, by its kind or name, do the same work, as those do that share
     its tensors with them; those at the same place of such groups get the same data. Where
@@ -835,9 +835,9 @@ class StepPace:
     Attributes
     ----------
     longer
-        Whether steps take longer than they did although nobody's own time does.
+        Whether steps take longer than they did although no rank's own time does.
     roles
-        Whom each rank of the last job is compared with.
+        Ranks that each rank of the last job is compared with.
     """
 
     def __init__(self, limits: SlowLimits) -> None:

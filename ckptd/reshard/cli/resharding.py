@@ -209,7 +209,7 @@ class ReshardRun:
         """Write this process's share."""
         source = self._prepared.stock.source
         if self._share.number == 1:
-            # Without the files of this share nobody commits.
+            # Without the files of this share no process commits.
             check_duplicates(self._prepared.stock, self._prepared.assembled.composed.duplicates)
         with progress_bar("resharding") as bar:
             if self._place is not None:

@@ -1,6 +1,6 @@
 """Live ranks to live ranks: tensors of one layout become those of another, without a disk.
 
-Every process knows its own part from the two layouts; nobody gathers or coordinates. Process p
+Every process knows its own part from the two layouts; none gathers or coordinates. Process p
 sends to p+1, p+2, ... and receives from p-1, p-2, ...: in each step every process has one to send
 to and one to receive from, so what is staged does not grow with their number, and no circle of
 waits can close: the process that is furthest behind always finds its partner waiting. One thread

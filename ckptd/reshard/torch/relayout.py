@@ -396,7 +396,7 @@ def relayout(
     every = agreement.on_every_rank
     source = every(lambda: RelayoutSide.of(source_state, source_layout, agreement, source_ranks))
     target = every(lambda: RelayoutSide.of(target_state, target_layout, agreement, target_ranks))
-    # Nobody makes connections for a move that some rank will not join.
+    # No rank makes connections for a move that another rank will not join.
     move = every(lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or (
         TorchTransport(process_group, timeout_s) if board.world > 1 else LoneTransport()

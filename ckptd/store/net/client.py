@@ -74,7 +74,7 @@ class NetStore(Store):
     but for `Store.local_path`; over a Unix socket `open_file` gives descriptors of what the server
     can open, so that nothing is copied. Besides the errors of that store each call may raise
     `TransientStoreError` of kind ``link-lost``, ``link-late``, ``link-busy`` or ``link-protocol``,
-    `StoreError` of kind ``permission``, and `RefusedError` where the server lets nobody change it.
+    `StoreError` of kind ``permission``, and `RefusedError` where the server is read-only.
 
     Over TCP all of it passes through TLS 1.3 (`ckptd.base.net.tls`): without the secret nobody in
     between can read or change a byte.

@@ -39,7 +39,7 @@ class Rules:
         UsageError
             Kind ``bad-key``.
         RefusedError
-            The server of a store lets nobody change it.
+            The server of a store is read-only.
         StoreError
             Kind ``permission``.
         """

@@ -110,7 +110,7 @@ _NAMES = {
 }
 
 # Of several tensor arguments, the one whose size is the same on all ranks: the root of a scatter
-# has inputs that nobody else has, an uneven gather has the same outputs everywhere.
+# has inputs that no other rank has, an uneven gather has the same outputs everywhere.
 _SECOND = {
     "reduce_scatter_",
     "_reduce_scatter_base_",

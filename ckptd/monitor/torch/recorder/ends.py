@@ -30,7 +30,7 @@ See `DeviceCall.ended`.
 
 
 Forgotten = Callable[[], None]
-"""Called where nobody has waited for a work for so long that its wait is looked for no more."""
+"""Called where the program has not waited for a work for so long that it is forgotten."""
 
 
 class _Awaited(NamedTuple):
@@ -41,7 +41,7 @@ class _Awaited(NamedTuple):
 
 
 class Ends:
-    """Tells when works end: by their future, or when somebody waits, as the caller does at once.
+    """Tells when works end: by their future, or when the program waits, as the caller does at once.
 
     The future of an accelerator's work fires when that is enqueued: see `DeviceEnds`.
     """
@@ -137,10 +137,10 @@ class Ends:
     def at_its_wait(
         self, work: Any, ended: Ended, output: Any = None, forgotten: Forgotten | None = None
     ) -> None:
-        """Call `ended` when somebody has waited for `work`, or for what it writes if that is given.
+        """Call `ended` when the program has waited for `work`, or for `output` if that is given.
 
         Where the caller waits at once this is cheaper than a future, which takes the GIL in a
-        thread of the backend. Where nobody waits, and nobody says by `forgotten` that it looks
+        thread of the backend. Without a wait, and without `forgotten`, by which the caller looks
         itself, the call counts as one whose end is not known: for ever under way, it would look
         like a hang.
         """
@@ -246,7 +246,7 @@ class QueuedCall:
         self.begun: torch.Event | None = begun
         """Behind what was enqueued before it; None once the device has come there."""
         self.work: Any = None
-        """From when the backend took the call until somebody has waited for it."""
+        """From when the backend took the call until the program has waited for it."""
         self.end: torch.Event | None = None
         """Behind the program's wait."""
         self.anchor: _Anchor | None = None
@@ -309,7 +309,7 @@ class DeviceEnds:
     def enqueue(self, device: torch.device, call: DeviceCall) -> QueuedCall | None:
         """Take note that a call is about to be enqueued behind what the current stream holds.
 
-        None where nobody will know when it ends: it is captured into a graph, which runs later, or
+        None where its end will not be known: it is captured into a graph, which runs later, or
         this kind of device has no events, which is logged once. The backend may block before it
         takes the call, so devices are looked at from now on.
         """
@@ -321,7 +321,7 @@ class DeviceEnds:
         queued = QueuedCall(call, kind, device, stream, begun)
         self._pending.append(queued)
         if len(self._pending) > _MOST:
-            # Nobody could look at them in time. For ever under way, they would look like a hang.
+            # Too many to look at in time. For ever under way, they would look like a hang.
             self._end(self._pending.popleft(), seen=False)
         return queued
 
@@ -356,13 +356,13 @@ class DeviceEnds:
         """Take note that the backend has taken a call: `work`, which writes `output`.
 
         A call that is coalesced with others has no work, or one that counts as completed before it
-        has begun: nobody will know when it ends.
+        has begun: its end will not be known.
         """
         if work is None or getattr(distributed_c10d._world, "pg_coalesce_state", None):
             self._end(queued, seen=False)
             return
         queued.work = work
-        # Where nobody waits the work itself is asked.
+        # Without a wait of the program the work itself is asked.
         self._ends.at_its_wait(work, partial(self._waited, queued), output, _nothing)
 
     def _waited(self, queued: QueuedCall, failed: bool) -> None:

@@ -66,7 +66,7 @@ class Recorder:
         self._aside = False
         self._by_hand = False
         self._settled = self._told_only = False
-        """Whether a checkpointer has told a step; and whether nobody else counts since."""
+        """Whether a checkpointer has told a step; and whether only its numbers count since."""
         self._optimizer: weakref.ref[Any] | None = None
         self._optimizer_hook: Any = None
 

@@ -1,7 +1,7 @@
 """A job's layout: the program, bound to what the ranks of the job really hold.
 
 Sizes follow from the shapes of all ranks, so ranks tell each other theirs once: a digest a rank,
-and each distinct description to everybody. From then on every rank knows what all others hold.
+and each distinct description to all. From then on every rank knows what all others hold.
 """
 
 from __future__ import annotations
