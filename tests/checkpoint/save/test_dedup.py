@@ -377,7 +377,7 @@ def test_a_rank_whose_word_from_rank_0_is_damaged_fails_the_save(store: Store) -
     lying = Liar(store.url.removeprefix("memory://"))
     jobs = ranks_of(lying, 2)
     arrays = values(1, SHAPES)
-    with pytest.raises(Exception, match="announces"):
+    with pytest.raises(Exception, match="announcement of rank 0"):
         saved_by(jobs, 1, arrays)
     for job in jobs:
         job.close()
