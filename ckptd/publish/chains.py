@@ -7,10 +7,12 @@ joined for a worker that holds an older one. Where one is missing the block trav
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +31,10 @@ U8 = NDArray[np.uint8]
 _MOST_STEPS = 16
 _KEPT_BYTES = 256
 """Memory that a delta takes besides its own bytes, roughly."""
-_MOST_DENSE = MOST_READ_BYTES // BLOCK_BYTES
-"""Blocks of one part that are looked at for it, and that are kept unpacked."""
+_MOST_BLOCKS = MOST_READ_BYTES // BLOCK_BYTES
+"""Blocks that a part may run through whose change is found."""
+_AT_ONCE = 2
+"""Parts that are gathered out of many blocks at a time: each takes the memory of these."""
 
 _Key = tuple[str, str, int]
 """Of a delta: a tensor, the type it is sent in, and a block."""
@@ -54,12 +58,16 @@ class DeltaBook:
     budget_bytes
         Most memory for deltas that are kept; those of older versions go first.
     asked
-        Tensors that workers asked deltas of, with the types that these are sent in.
+        Tensors that workers asked deltas of, with the types that these are sent in, and of which
+        version the last time.
+    room
+        Held by what gathers a part out of many blocks.
     """
 
     def __init__(self) -> None:
         self.budget_bytes = 0
-        self.asked: set[tuple[str, str]] = set()
+        self.asked: dict[tuple[str, str], int] = {}
+        self.room = threading.Semaphore(_AT_ONCE)
         self._steps: OrderedDict[int, DeltaStep] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -69,6 +77,14 @@ class DeltaBook:
             self._steps[number] = DeltaStep(base, number)
             while len(self._steps) > _MOST_STEPS:
                 self._steps.popitem(last=False)
+
+    def wanted(self, number: int) -> dict[str, list[str]]:
+        """Return the types in which tensors were asked of, of late, by name."""
+        out: dict[str, list[str]] = {}
+        for (name, cast), last in list(self.asked.items()):
+            if number - last <= _MOST_STEPS:
+                out.setdefault(name, []).append(cast)
+        return out
 
     def before(self, number: int) -> int:
         """Return the version whose slot was beside that of another one; 0: there is none."""
@@ -121,7 +137,7 @@ class VersionDeltas:
         self._steps = steps
         self._new = new
         self._old = old
-        self._dense: dict[_Key, U8 | None] = {}
+        self._last: tuple[object, U8 | None] = None, None
 
     def of(
         self, tensor: PublishedTensor, block: BlockRead, cut: tuple[int, int] | None
@@ -133,60 +149,54 @@ class VersionDeltas:
         cut
             First byte and end, within one block; None: all of the part, which is gathered.
         """
-        dtype = dtype_of(tensor.dtype)
-        sent, per = dtype_of(block.cast) if block.cast else dtype, BLOCK_BYTES // dtype.itemsize
-        name = tensor.name, block.cast
-        self._book.asked.add(name)
+        size, cast = dtype_of(tensor.dtype).itemsize, block.cast
+        sent = dtype_of(cast or tensor.dtype)
+        self._book.asked[tensor.name, cast] = self._steps[-1].number
         if cut is not None:
             start, end = cut
-            if start % BLOCK_BYTES == 0 and end in (
-                start + BLOCK_BYTES,
-                tensor.numel * dtype.itemsize,
-            ):
-                return self.block(tensor, block.cast, start // BLOCK_BYTES)
-            xor = self._xor(tensor, block.cast, start // BLOCK_BYTES)
-            return None if xor is None else _of_xor(xor[start % BLOCK_BYTES :][: end - start], sent)
-        last = block.start + sum(
-            (n - 1) * s for n, s in zip(block.shape, block.strides, strict=True)
-        )
-        blocks = range(block.start // per, last // per + 1)
-        if len(blocks) > _MOST_DENSE:
+            index, at = divmod(start, BLOCK_BYTES)
+            if not at and end in (start + BLOCK_BYTES, tensor.numel * size):
+                return self.block(tensor, cast, index)
+            xor = self._xor(tensor, cast, range(index, index + 1))
+            return None if xor is None else _of_xor(xor[at : at + end - start], sent)
+        last = sum((n - 1) * s for n, s in zip(block.shape, block.strides, strict=True))
+        first, at = divmod(block.start, BLOCK_BYTES // size)
+        blocks = range(first, (block.start + last) * size // BLOCK_BYTES + 1)
+        if len(blocks) > _MOST_BLOCKS:
             return None
-        found = [self._xor(tensor, block.cast, n) for n in blocks]
-        known = [x for x in found if x is not None]
-        if len(known) < len(found) or not known:
-            return None
-        all_of_it = known[0] if len(known) == 1 else np.concatenate(known)
-        out = np.empty(int(np.prod(block.shape)) * sent.itemsize, np.uint8)
-        at = block.start - blocks[0] * per
-        ArrayMemory(all_of_it, sent).take(at, block.shape, block.strides, out)
-        return _of_xor(out, sent)
+        with self._book.room:
+            xor = self._xor(tensor, cast, blocks)
+            if xor is None:
+                return None
+            out = np.empty(math.prod(block.shape) * sent.itemsize, np.uint8)
+            ArrayMemory(xor, sent).take(at, block.shape, block.strides, out)
+            return _of_xor(out, sent)
 
     def block(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:
         """Return the delta of a whole block; None as `of`."""
         if len(self._steps) == 1:
             return self._found(tensor, cast, index)
-        xor = self._xor(tensor, cast, index)
+        xor = self._xor(tensor, cast, range(index, index + 1))
         return None if xor is None else _of_xor(xor, dtype_of(cast or tensor.dtype))
 
-    def _xor(self, tensor: PublishedTensor, cast: str, index: int) -> U8 | None:
-        """Return which bits of a block have changed."""
-        key = tensor.name, cast, index
-        if key in self._dense:
-            return self._dense[key]
-        dtype, size = dtype_of(tensor.dtype), dtype_of(cast or tensor.dtype).itemsize
-        per = BLOCK_BYTES // dtype.itemsize
-        xor: U8 | None = np.zeros(min(per, tensor.numel - index * per) * size, np.uint8)
-        last = self._found(tensor, cast, index)
-        for delta in [s.kept.get(key) for s in self._steps[:-1]] + [last]:
-            if delta is None or delta == WHOLE:
-                xor = None
-                break
-            if xor is not None:
-                apply(xor, delta, size)
-        if len(self._dense) >= _MOST_DENSE:
-            self._dense.clear()
-        self._dense[key] = xor
+    def _xor(self, tensor: PublishedTensor, cast: str, blocks: range) -> U8 | None:
+        """Return which bits of some blocks have changed; None where a delta is missing."""
+        key = tensor.name, cast, blocks
+        if self._last[0] == key:  # small parts of one block come one after the other
+            return self._last[1]
+        size = dtype_of(cast or tensor.dtype).itemsize
+        per = BLOCK_BYTES // dtype_of(tensor.dtype).itemsize
+        end = min(blocks.stop * per, tensor.numel)
+        xor: U8 | None = np.zeros((end - blocks.start * per) * size, np.uint8)
+        for index, at in zip(blocks, count(0, per * size), strict=False):
+            found = [s.kept.get((tensor.name, cast, index), WHOLE) for s in self._steps[:-1]]
+            for delta in (*found, self._found(tensor, cast, index)):
+                if xor is None or delta is None or delta == WHOLE:
+                    xor = None
+                    break
+                apply(xor[at : at + per * size], delta, size)
+        if len(blocks) == 1:
+            self._last = key, xor
         return xor
 
     def _found(self, tensor: PublishedTensor, cast: str, index: int) -> bytes | None:

@@ -785,7 +785,9 @@ class _Giver:
     def stream(self, number: int, limit: int) -> Iterator[_Share]:
         """Get everything, in messages that take at most `limit` bytes together."""
         yield self._counted()
-        yield from self._received(number, max(_LEAST_MESSAGE_BYTES, limit // 2))
+        # Of two that are under way one may have its deltas beside it.
+        messages = 3 if self._since else 2
+        yield from self._received(number, max(_LEAST_MESSAGE_BYTES, limit // messages))
 
     def _counted(self) -> _Share:
         """Return a share with nothing in it yet, and what it is going to be."""

@@ -387,10 +387,7 @@ class PublishServer:
 
     def _digested_beside(self, number: int, slot: Slot) -> dict[str, list[bytes]]:
         """Digest all blocks, and find what changed in those that workers ask deltas of."""
-        casts: dict[str, list[str]] = {}
-        for name, cast in list(self._deltas.asked):
-            casts.setdefault(name, []).append(cast)
-        before = self._deltas.before(number)
+        casts, before = self._deltas.wanted(number), self._deltas.before(number)
         with self.changes(before, number, slot) as changes:
 
             def beside(name: str, block: int) -> None:

@@ -59,6 +59,7 @@ POINTS: dict[str, tuple[str, Any, str]] = {
     "worker asks for tensors": ("worker", pull._Giver, "__init__"),
     "worker maps": ("worker", ServerLink, "map"),
     "worker pulls": ("worker", ServerLink, "read"),
+    "worker applies changes": ("worker", pull, "_take_held"),
     "worker has all": ("worker", pull.StagedPull, "add"),
     "worker applies": ("worker", pull.StagedPull, "apply"),
     "worker writes a part": ("worker", pull, "_put"),

@@ -33,6 +33,7 @@ def live(folder: Path, spec: Kill) -> KillWorld:
     [
         Kill("worker writes a part", 0, "worker-0", nth=5),
         Kill("worker pulls", 1, "trainer-0", nth=3, far=True),
+        Kill("worker applies changes", 0, "server-1", far=True),
     ],
     ids=str,
 )
@@ -52,11 +53,13 @@ def every_kill() -> list[Kill]:
             others.remove("worker")  # none has begun, or all have ended
         mine += [Kill(point, 0, f"{party}-{rank}") for party in others for rank in (0, 1)]
         calls = (1, 2, 9) if point in ("worker pulls", "worker writes a part") else (1,)
-        ways = (True,) if point == "worker pulls" else (False, True) if point in WAYS else (False,)
+        ways = (True,) if point in FAR else (False, True) if point in WAYS else (False,)
         out += [replace(k, nth=n, far=far) for k in mine for n in calls for far in ways]
     return out
 
 
+FAR = ("worker pulls", "worker applies changes")
+"""Points of what comes over sockets alone; from the second version on it is what changed."""
 WAYS = ("worker has all", "worker applies", "worker writes a part")
 """Points of what comes over sockets as well as of what is mapped."""
 
