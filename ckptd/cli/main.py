@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     report_crashes()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # who follows a log sees each line as it comes
+            stream.reconfigure(line_buffering=True)  # a log shows each line as it comes
     # A tenth of the time of a short verb went into looking for cycles in what is imported.
     gc.set_threshold(_OBJECTS)
     code = run(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""Going on with other ranks: what to train on, in which layout, and who decides.
+"""Going on with other ranks: which nodes to train on, in which layout, by whose decision.
 
 The names of the consistency kit that belong to a training loop need torch, and are imported on
 first use.

@@ -297,7 +297,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Append(Action, frozen=True, kw_only=True, tag=True):
-    """Write a record to the log; who finds another one in its place is no controller any more."""
+    """Write a record to the log; a process that finds another there is no controller any more."""
 
     record: Record
 
@@ -310,8 +310,8 @@ class Fence(Action, frozen=True, kw_only=True, tag=True):
     nodes, generation
         Where, and which.
     level
-        0: workers with a session leave their generation and stay; who has none, or does not come
-        out, is killed. From 1 on every worker is killed.
+        0: workers with a session leave their generation and stay; one without, or one that does
+        not come out, is killed. From 1 on every worker is killed.
     """
 
     nodes: tuple[str, ...]
@@ -330,7 +330,7 @@ class Start(Action, frozen=True, kw_only=True, tag=True):
         0: idle sessions take seats, and workers are started where there are too few of them. From 1
         on all workers are new processes.
     nodes
-        Who is to be told; empty for all nodes of the record.
+        Nodes to notify; empty for all nodes of the record.
     """
 
     record: Record
@@ -885,7 +885,7 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
     """The job is over: end."""
 
 
-# --- who says what --------------------------------------------------------------------------------
+# --- messages by sender ---------------------------------------------------------------------------
 
 FromNode = Beat | Envelope | Hosting | Timed
 ToNode = LeaseRenewal | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Tell | Shutdown | Taken

@@ -42,7 +42,7 @@ class OperatorLink:
     job, secret
         Name of the job and its secret, see `ckptd.base.net.signing.job_secret`.
     name
-        Who the operator is, for the controller's records.
+        Name of the operator, for the controller's records.
     timeout_s
         For one call; within it attempts are repeated, since a controller may be on its way back.
     """

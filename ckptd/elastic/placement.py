@@ -43,7 +43,7 @@ class SlotPosition(msgspec.Struct, frozen=True):
     Attributes
     ----------
     slot
-        Who.
+        The slot.
     at
         Where.
     stays
@@ -75,7 +75,7 @@ def units(slots: Sequence[NodeSlot], tp: int) -> int:
 def place(
     slots: Sequence[NodeSlot], pp: int, dp: int, tp: int, *, keep: bool
 ) -> tuple[tuple[SlotPosition, ...], tuple[NodeSlot, ...]]:
-    """Return who takes which place, in the order of ranks, and who is left over.
+    """Return which slot takes which place, in the order of ranks, and which slots are left over.
 
     Whole groups keep their stage and replica where those still exist; groups of replicas that are
     gone fill the holes of their own stage next, since they hold its parameters; then spares.

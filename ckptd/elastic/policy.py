@@ -1,6 +1,6 @@
 """Which layout the survivors train on: a pure function that explains itself.
 
-Cheapest first: a spare takes the place of who is gone; else data-parallel replicas are dropped;
+Cheapest first: a spare takes the place of a lost slot; else data-parallel replicas are dropped;
 else the pipeline is cut another way, where the job says that its layers allow it; the tensor-
 parallel size only changes if the job says that it may. The number of micro-batches is a constant
 of the job, so that none of this changes what a step computes.

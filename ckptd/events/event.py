@@ -240,7 +240,7 @@ class VersionApplied(_Moment, frozen=True, kw_only=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
-    """First line of a file: who writes it, and what its clocks said at one moment.
+    """First line of a file: its writer, and what its clocks said at one moment.
 
     Attributes
     ----------

@@ -172,7 +172,7 @@ class RankTensors:
     def held_cells(
         self, meeting: Meeting, indexes: tuple[int, ...], zero: Sequence[str]
     ) -> tuple[HeldCell, ...]:
-        """Return the cells that a meeting touches with who holds each; the same for alike layers.
+        """Return the cells that a meeting touches, with their holders; the same for alike layers.
 
         Parameters
         ----------
@@ -473,7 +473,7 @@ class Transfers:
     def _give(
         self, rank: int, piece: LocalPiece, state: str, merged: dict[tuple[int, str], list[Block]]
     ) -> None:
-        """Add what others take of one tensor, by who takes it."""
+        """Add what others take of one tensor, by taker."""
         rule = self.composition.source.rules[piece.rule]
         zero = self.source.zero(rule, piece.indexes, state)
         mine = rank

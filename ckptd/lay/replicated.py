@@ -130,7 +130,7 @@ class ReplicatedParts:
     def _boxes(self) -> dict[tuple[int, Who], dict[int, Box]]:
         return {}
 
-    # --- who holds what -------------------------------------------------------------------------
+    # --- holders --------------------------------------------------------------------------------
 
     def _apart(self, key: TensorKey) -> tuple[str, ...] | None:
         """Return the axes along which holders of a cell have values of their own; None: all."""

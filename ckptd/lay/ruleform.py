@@ -1,4 +1,4 @@
-"""One equation in stored form: its dimensions without splits, and who holds what of them."""
+"""One equation in stored form: its dimensions without splits, and the holders of their parts."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class RuleForm:
                 numbers[p.axis] = self.cuts[p.axis].local(numbers[p.axis], fixed)
         return write_name(self.equation.name, numbers)
 
-    # --- who holds it ---------------------------------------------------------------------------
+    # --- holders --------------------------------------------------------------------------------
 
     @cached_property
     def on(self) -> Mapping[str, int]:
@@ -203,7 +203,7 @@ class RuleForm:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """All rank axes that say who holds what of it."""
+        """All rank axes that decide which ranks hold which parts of it."""
         found = {a for p in self.places for a in p.axes} | set(self.on)
         found |= {a for c in self.cuts.values() for a in c.axes}
         return frozenset(a for a in found if self.mesh.strides.get(a))

@@ -95,7 +95,7 @@ def _guard() -> None:
             # A child of the zygote sees to that itself.
             if "ckptd.elastic.torch.session.zygote_child" not in sys.modules:
                 importlib.import_module("ckptd.elastic.exitreport").note_uncaught()
-        except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
+        except Exception as error:  # noqa: BLE001 - the launcher kills late ranks too
             _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)
 
 

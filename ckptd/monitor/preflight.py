@@ -550,7 +550,7 @@ def _seconds(what: str, target: SuspectKind, probes: Sequence[PairProbe]) -> Arr
 def absent_findings(
     came: Sequence[tuple[str, int]], nodes: int, names: Sequence[str], text: str
 ) -> list[PreflightFinding]:
-    """Return who did not come, and who was not expected.
+    """Return the nodes that did not come, and those that were not expected.
 
     Parameters
     ----------

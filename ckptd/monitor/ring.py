@@ -2,7 +2,7 @@
 
 The file is memory-mapped, and all its sizes are fixed: header | slots | groups | members | texts
 
-- *header*: who the rank is (checksummed, never changes), then 8-byte counters that the rank
+- *header*: the rank's identity (checksummed, never changes), then 8-byte counters that the rank
   stores one at a time.
 - *slots*: one for each of the last calls. Its first 8 bytes are the commit index: 0 while the rest
   is written, then the number of the call, counted from 1. Call ``n`` lies in slot
@@ -755,7 +755,7 @@ class RingReader(RankFile):
     # --- what others ask ------------------------------------------------------------------------
 
     def header(self) -> RingHeader:
-        """Return who writes the ring, and how its recorder is; errors as of the class."""
+        """Return the rank of the ring, and its recorder's state; errors as of the class."""
         return self._header(self._read_counters())
 
     def view(self, calls: int | None = None, *, members: bool = True) -> RankView:

@@ -3,7 +3,7 @@
 header | slots; a ring as that of calls: all sizes fixed, the commit index of a slot stored last.
 The file of ``x.ring`` is ``x.samples``. A rank that takes no samples has none.
 
-- *header*, 256 bytes: who the rank is (checksummed), and at 128 the number of samples written.
+- *header*, 256 bytes: the rank's identity (checksummed), and at 128 the number of samples written.
 - *slots*: sample ``n``, counted from 1, lies in slot ``(n - 1) % slots``.
 
 A sample says: after `step`, the set `set` has `value`. Checksums of one set and step are equal on

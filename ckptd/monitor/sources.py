@@ -116,7 +116,7 @@ class ReportSources:
         self._tell(report)
 
     def _make_room(self, report: NodeReport, now: float) -> None:
-        """Forget earlier lives of the same agents, and who was silent for long."""
+        """Forget earlier lives of the same agents, and agents that were silent for long."""
         nodes = set(report.nodes)
         for name, source in list(self.by_name.items()):
             other = source.report.nodes

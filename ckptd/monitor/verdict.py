@@ -1,4 +1,4 @@
-"""A verdict: what is wrong, who is suspected, why, and what would refute it."""
+"""A verdict: what is wrong, which ranks or nodes are suspected, why, and what would refute it."""
 
 from __future__ import annotations
 

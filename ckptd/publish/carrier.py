@@ -1,6 +1,6 @@
 """Another way for the bytes than a server's socket: the contract of carriers.
 
-Which version there is, and who holds it, is always asked of the servers. A carrier brings the parts
+Servers always say which version there is, and which ranks hold it. A carrier brings the parts
 of tensors themselves: over a process group, or by a device's or a network's own means. It reads a
 slot that is held, and is asked for blocks, as one-sided transports are.
 `ckptd.testing.carrier` has the tests that every carrier has to pass.

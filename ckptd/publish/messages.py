@@ -65,7 +65,7 @@ class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Opening(_Order, frozen=True, tag="opening"):
-    """The first: who this is, and where it listens.
+    """The first message: the sender, and its address.
 
     Attributes
     ----------

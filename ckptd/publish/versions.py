@@ -49,7 +49,7 @@ class _Entry:
 
 
 class VersionTable:
-    """The slots of a publisher, and who holds what. Thread-safe.
+    """The slots of a publisher, and the workers that hold versions. Thread-safe.
 
     Parameters
     ----------

@@ -724,7 +724,7 @@ _Sharer = tuple["_Rank", int, int]
 def _orders(
     group: Mapping[str, tuple[int, ...]], ranks: Sequence[_Rank], number: int
 ) -> Iterator[list[_Sharer]]:
-    """Yield who may have which share of a group's buffer; of experts there are two ways.
+    """Yield which rank may have which share of a group's buffer; of experts there are two ways.
 
     Experts have local numbers in names: of four on two ranks, both have 0 and 1. Neighbours have
     different experts by default; with ``use_data_before_expert_parallelism`` they share them.

@@ -346,7 +346,7 @@ def _add_objects(build: _Builder, carried: Carried) -> None:
 
 
 def _same_ranks(build: _Builder, tensor: StockTensor) -> Owners:
-    """Return who holds an encoded object: rank 0, or each rank its own value."""
+    """Return the holders of an encoded object: rank 0, or each rank its own value."""
     if tensor.ranks is None:
         return Owners(((0, 0, tensor.grid.npieces),))
     return Owners.from_array(tensor.ranks)

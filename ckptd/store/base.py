@@ -807,7 +807,7 @@ _Options = TypeVar("_Options", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class RegistryProblem:
-    """A store that was announced and cannot be used: its scheme, who announced it, and why."""
+    """A store that was announced and cannot be used: its scheme, its package, and why."""
 
     scheme: str
     origin: str

@@ -1,7 +1,7 @@
 """Probing a store: what it really does, and not what it says it does.
 
 The probes write small objects below a folder of their own and remove them again. A store that
-cannot decide who creates an object first cannot keep checkpoints: two writers would both believe
+cannot decide which writer creates an object first cannot keep checkpoints: both would believe
 that they committed.
 """
 

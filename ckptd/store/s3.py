@@ -222,7 +222,7 @@ class S3Store(Store):
             )
 
     def _resolve(self, key: str, data: bytes, error: PreconditionError | StoreError) -> None:
-        """Find out who won: the answer may be to our own first try, or be lost on its way."""
+        """Find out which put won: the answer may be to our own first try, or be lost on its way."""
         try:
             found = self.get(key)
         except NotFoundError:

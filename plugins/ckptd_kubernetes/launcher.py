@@ -325,7 +325,7 @@ class JobPods(KubernetesPods):
     def replace(self, node: str, timeout_s: float) -> str:
         """Delete the pod: the Job makes another one of the same name where there is room.
 
-        That is another machine if this one is cordoned or not ready; who may do that is not us.
+        That is another machine if this one is cordoned or not ready; this launcher may not do that.
         """
         end = time.monotonic() + timeout_s
         pods = self._pods(timeout_s)

@@ -36,7 +36,7 @@ RANKS = 1 << 20
 """Most ranks that a job may have: what a dump claims is not allocated beyond."""
 
 STUCK = HangLimits(floors=dict.fromkeys(Phase, 0.0), warm_steps=0, majority_wait=0.0)
-"""Limits for dumps: who takes one says that the job stands still, and its ages are not known."""
+"""Limits for dumps: to take one is to say that the job stands still, and its ages are unknown."""
 
 _ITEM_BYTES = {
     "Float": 4,

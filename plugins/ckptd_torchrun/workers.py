@@ -77,7 +77,7 @@ class Workers:
         os.eventfd_write(self._wake, 1)
 
     def complete(self) -> int:
-        """Note who is there, and expect no more; return how many have been started."""
+        """Note the workers that are there, and expect no more; return how many were started."""
         self.look()
         self._starting = False
         return len(self._seen)

@@ -44,7 +44,7 @@ def uncovered(
     Parameters
     ----------
     grid, owners
-        The source tensor's pieces, and who holds them.
+        The source tensor's pieces, and the ranks that hold them.
     targets
         The regions of the local buffer, as for `plan`.
     limit

@@ -78,7 +78,7 @@ class DimCut:
 
     @cached_property
     def coordinates(self) -> _Ints:
-        """One row per cell: who holds it on `mesh_axes`. An empty dimension's cell: the first."""
+        """One row per cell: its holder on `mesh_axes`. An empty dimension's cell: the first."""
         shares = self.shares[self._order] if len(self.shares) else np.zeros(1, dtype=np.int64)
         columns = np.empty((len(shares), len(self.steps)), dtype=np.int64)
         for step in reversed(self.steps):

@@ -57,7 +57,7 @@ class Holder:
 
 
 class Sharded(NamedTuple):
-    """A distributed tensor's grid, and per dimension who holds its cells.
+    """A distributed tensor's grid, and per dimension the holders of its cells.
 
     A cell lies with the ranks whose coordinates agree with the holder of each dimension; on mesh
     dimensions that cut nothing, any coordinate holds it.

@@ -237,7 +237,7 @@ class NodeAgent:
     def _answer(self, channel: SocketChannel, asked: AskStatus | AskEnd) -> None:
         if isinstance(asked, AskEnd):
             self.end(now=asked.now)
-        with suppress(ProcessError):  # who asked has gone
+        with suppress(ProcessError):  # the process that asked has gone
             channel.send(self._status())
 
     def _status(self) -> AgentContents:

@@ -49,7 +49,7 @@ class ChunkRow(msgspec.Struct, frozen=True):
     flat
         First element and end of the range inside the cell, row-major; null for the whole cell.
     file, rank
-        Where it lies and who wrote it; null when it is absent.
+        The file that holds it and the rank that wrote it; null when it is absent.
     start, end
         Bytes of the file's data section; of a foreign checkpoint, of the file.
     """

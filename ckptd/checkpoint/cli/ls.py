@@ -46,7 +46,7 @@ class CheckpointRow(OfCheckpoint, frozen=True, kw_only=True):
     tags
         Its names; what has one is not deleted.
     leases
-        Who reads it at this moment.
+        The processes that read it at this moment.
     abandoned_by
         The generation that went on without it; null when it counts.
     damaged

@@ -25,7 +25,7 @@ _TEXT_CHARS = 24
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
-    """How one tensor is cut and who wrote the chunks.
+    """How one tensor is cut and which ranks wrote the chunks.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
     absent
         Number of chunks that no file holds, on purpose.
     ranks
-        Who wrote them: ``0-3``, ``0-28 step 4``.
+        The ranks that wrote them: ``0-3``, ``0-28 step 4``.
     """
 
     words: str

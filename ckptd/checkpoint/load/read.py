@@ -680,7 +680,7 @@ class _Run:
         self._from_memory, self._plan = plan, self._whole.of_files(others)
 
     def _prepare(self, budget_bytes: int | None) -> None:
-        """Agree with the host on who brings what when, and get the buffer for it."""
+        """Agree with the host on which rank brings what when, and get the buffer for it."""
         group, line = self._group, self._plan.line
         needs = self._agree_on_files(budget_bytes)
         gap = 0 if self._local else 1

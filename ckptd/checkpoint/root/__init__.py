@@ -1,3 +1,3 @@
-"""A root: its checkpoints, which of them count, who reads them, and which may go. No torch."""
+"""A root: its checkpoints, which of them count, are read, and may be deleted. No torch."""
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class BoxSave:
     Attributes
     ----------
     plan
-        Who writes what.
+        Which rank writes what.
     request
         The name of the attempt.
     """

@@ -507,7 +507,7 @@ def commit_attempt(
     DeadlineError
         Names the ranks that did not report.
     ConflictError
-        kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``: a
+        kind ``exists``: this checkpoint exists already, and its writer. kind ``superseded``: a
         newer generation runs; what this one writes is not on its line. kind ``other-root``: the
         root, or the generation's record, is another life's by now.
     StoreError

@@ -340,7 +340,7 @@ def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
 
 
 def _laid_owners(tensor: TensorEntry, owners: Runs3, holders: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return who writes the pieces of a tensor whose pieces and owners a layout says."""
+    """Return the writers of the pieces of a tensor whose pieces and owners a layout says."""
     files = Owners(owners).array(tensor.base)
     lacking = set(files.tolist()) - set(holders)
     if lacking:
@@ -355,7 +355,7 @@ def _laid_owners(tensor: TensorEntry, owners: Runs3, holders: tuple[int, ...]) -
 
 
 _Placed: TypeAlias = tuple[tuple[int, int, int], list[int]]
-"""Numbers of a grid and of its owners, and their base; then who writes, where that is counted."""
+"""Numbers of a grid and of its owners, and their base; then the writers, where counted."""
 
 
 class _Placing:

@@ -553,7 +553,7 @@ class Controller:
             return
         body = msgspec.msgpack.encode(self._status())
         if len(body) > MOST_FRAME_BYTES:
-            # Of more nodes than anybody can look at; only who watches loses something.
+            # Of more nodes than a person can look at; only an operator's view loses something.
             self._history.tell("the status is too large to be sent to operators")
             for peer in list(self._subscribers):
                 peer.cut()

@@ -231,7 +231,7 @@ class _Run:
     # --- signs ------------------------------------------------------------------------------------
 
     async def _leave_signs(self, outlook: LeaderView, machine: StateMachine) -> None:
-        """Show launchers that hear no controller that there is one, and who hears it."""
+        """Show launchers that hear no controller that there is one, and how many nodes it hears."""
         while True:
             hears, knows = machine.hears(time.monotonic(), _HEARD_S)
             # Where the place cannot be written its sign grows old, as it should: it can decide

@@ -574,7 +574,7 @@ class StateMachine:
         waited = now - since
         missing = None
         if self._settling and waited >= _MISSED_S:
-            # A stand-in never had a connection that could break: who has not come is the cause.
+            # A stand-in never had a connection that could break: the absent node is the cause.
             missing = next((n for n in sorted(self.members) if not self.nodes[n].up), None)
             reason = f"{reason}; no heartbeat from {missing}" if missing else reason
         if missing or waited >= self.settings.broken_s:
@@ -621,7 +621,7 @@ class StateMachine:
             self.level = 1  # the launchers are new already
 
     def _hurry(self, now: float) -> None:
-        """Have killed who does not come out; take for gone who does not kill."""
+        """Order the kill of sessions that do not come out; count nodes that do not kill as gone."""
         late = now - self._fenced_at - self.settings.fence_s
         if late < 0:
             return
@@ -814,7 +814,7 @@ class StateMachine:
     def _cheapest(self) -> int:
         """Return 0 if all survivors can go on as they are, 1 if workers must be started."""
         if self._then is not State.PLAN:
-            return 1  # who is parked or stopped gives its devices back
+            return 1  # a parked or stopped job gives its devices back
         here = [node for node in map(self.nodes.__getitem__, self.members) if node.up]
         return 0 if here and all(node.sessions for node in here) else 1
 

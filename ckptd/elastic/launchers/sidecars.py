@@ -367,7 +367,7 @@ class ControllerSupervisor:
         return False
 
     def _say_silent(self) -> None:
-        """Leave word beside the seat that this node hears no controller, and see who else does."""
+        """Write beside the seat that this node hears no controller, and see which others say so."""
         if self._outlook is not None:
             # Where the place cannot be reached, no seat can be taken either.
             with suppress(CkptdError):

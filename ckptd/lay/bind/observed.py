@@ -58,7 +58,7 @@ class Instance:
     numbers
         Numbers in names, at the coordinates that the rule uses.
     ranks
-        Who has one.
+        Ranks that have one.
     """
 
     equation: int

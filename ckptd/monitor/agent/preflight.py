@@ -635,7 +635,7 @@ class _Check:
             bytes_per_s=float(self._plan.probe_bytes / np.median(bulk)) if good else None,
         )
 
-    # -- who is not there ----------------------------------------------------------------------
+    # -- absent nodes --------------------------------------------------------------------------
 
     def _absent(self) -> list[PreflightFinding]:
         plan = self._plan

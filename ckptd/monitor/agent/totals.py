@@ -443,7 +443,7 @@ class RingTotals:
     collectives, samples
         What their collectives add up to, and what they sampled.
     differing
-        Who made a call that another rank of the node made differently.
+        Ranks that made a call otherwise than another rank of the node.
     """
 
     def __init__(self) -> None:

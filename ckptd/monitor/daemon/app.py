@@ -59,7 +59,7 @@ class DaemonApi:
     service
         The daemon.
     access
-        Who may log in.
+        Checks of logins and tokens.
     """
 
     def __init__(self, service: Service, access: Access) -> None:

@@ -43,7 +43,7 @@ class DaemonAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def login(self) -> str:
-        """URL for a browser; anybody who has it may act."""
+        """URL for a browser; it gives full access."""
         return f"{self.url}/?token={self.token}"
 
 

@@ -37,7 +37,7 @@ def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     as a consequence. So is one whose call failed or did not return, beside one that was in none,
     and one that its launcher ended since another rank had ended: one that SIGTERM ended is that,
     unless its agent saw that it alone was sent it. Where all have followed, and a backend gave up a
-    call after its time-out, the cause is who was waited for. A rank whose call failed may end
+    call after its time-out, the cause is the rank waited for. A rank whose call failed may end
     in any way: some programs leave with 0 then, and C++ aborts.
     """
     gone = np.flatnonzero(ended(job))

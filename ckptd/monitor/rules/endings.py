@@ -127,7 +127,7 @@ class Endings:
         return out
 
     def _left_early(self, job: JobView) -> Array:
-        """Return who ended with exit code 0 while its groups still called, and was missed for it.
+        """Return ranks that ended with exit code 0 while their groups still called and missed them.
 
         Its peers wait for it, or have ended with an error in a call that it has not entered.
         """
@@ -137,7 +137,7 @@ class Endings:
         if not done.any():
             return out
         failed = ~ranks["alive"] & (ranks["exit_code"] != 0) & (ranks["exit_code"] != NO_EXIT)
-        # A receive that was begun and given up may be open for ever: who waits for it does not move
+        # A receive that was begun and given up may be open for ever: a rank in it does not move
         # and does nothing else.
         quiet = (ranks["idle"] > self.wait_s) & (ranks["state"] != b"R")
         waits = ranks["alive"] & quiet & (ranks["pending_age"] > self.wait_s)

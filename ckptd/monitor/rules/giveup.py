@@ -1,4 +1,4 @@
-"""Crashes that follow from a call which a backend gave up, and who was waited for in it."""
+"""Crashes that follow from a call which a backend gave up, and the ranks waited for in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GivenUp:
 def given_up(job: JobView) -> GivenUp | None:
     """Return the first call that was given up by its time-out as the last one of a rank, if any.
 
-    What ranks did before shows who was waited for: counters of calls outlive the processes.
+    Counters of calls, which outlive the processes, show which ranks were waited for.
     """
     calls, last = job.calls, job.last_call
     rows = np.flatnonzero(last >= 0)

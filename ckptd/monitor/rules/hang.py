@@ -615,7 +615,7 @@ def _stuck(
     )
 
 
-# --- where no call shows who waits ---------------------------------------------------------------
+# --- where no call shows which ranks wait --------------------------------------------------------
 
 
 def _held_up_unseen(

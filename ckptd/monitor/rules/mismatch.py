@@ -199,7 +199,7 @@ def _verdict(
     odd = minority(values, voting)
     age = float(-calls["start"].min())
     if odd is None and len(calls) < voting and age < limits.majority_wait:
-        return None  # who is right is not known before most have come
+        return None  # the right call is not known before most have come
     named = calls if odd is None else calls[odd]
     share = 1 / len(np.unique(values)) if odd is None else 0.95 * voting / size
     return Verdict(
@@ -224,7 +224,7 @@ def _verdict(
 
 
 def _passed(job: JobView, calls: Array) -> int:
-    """Return members who made the call so long ago that it is not told any more: no vote comes."""
+    """Return members that made the call too long ago for it to be reported: no vote comes."""
     group, seq = calls["group"][0], int(calls["seq"][0])
     rows = job.groups[(job.groups["group"] == group) & (job.groups["entered"] >= seq)]
     return int((~np.isin(rows["row"], calls["row"])).sum())

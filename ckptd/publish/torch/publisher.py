@@ -652,7 +652,7 @@ class Publisher(OfOneProcess):
 
     @one_at_a_time
     def close(self) -> None:
-        """Complete the copying and end; who pulls a version gets the rest of it. Idempotent."""
+        """Complete the copying and end; a worker that pulls still gets the rest. Idempotent."""
         try:
             if not self._closed:
                 self._closed = True

@@ -303,7 +303,7 @@ def _box(cell: Cell, x: float, y: float, width: float, height: float) -> Iterato
 def _labels(
     label: str, holds: str, x: float, y: float, width: float, height: float
 ) -> Iterator[str]:
-    """Yield who holds a part and what it is, below each other or side by side, where they fit."""
+    """Yield the holders of a part and the part, below each other or side by side, if they fit."""
     beside = (len(label) + 2) * _LETTER
     if height < 12 or width < len(label) * _LETTER + 4:
         return

@@ -61,7 +61,7 @@ class TorchTransport:
             group: Any = dist.ProcessGroupGloo(
                 store, self.rank, self.world, timedelta(seconds=timeout_s)
             )
-            # One that has nothing to send closes at once, and would break off who still connects.
+            # One that has nothing to send closes at once, and would break off others' connections.
             group.barrier().wait()
         except RuntimeError as error:
             raise CkptdError(

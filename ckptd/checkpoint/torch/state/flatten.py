@@ -386,7 +386,7 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
 
 
 def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
-    """Add the leaves of all sites to `sink`; return who owns which parameter."""
+    """Add the leaves of all sites to `sink`; return the owner of each parameter."""
     owners = ParameterOwners(sites)
     for site in sites:
         _add(sink, site, owners)

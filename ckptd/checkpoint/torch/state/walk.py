@@ -53,7 +53,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def unwrapped(value: Any, where: str, others: Iterable[Any]) -> tuple[Any, Any]:
-    """Return the optimizer that has the state of `value`, which may be `value`, and who speaks.
+    """Return the optimizer with the state of `value`, perhaps `value` itself, and its speaker.
 
     That is the outermost wrapper with a ``state_dict`` and ``load_state_dict`` of its own, or None.
 

@@ -2,7 +2,7 @@
 
 A rank that is lost takes along the micro-batches that it has computed, and no others: those of the
 ranks that are left are sums in their memory, of gradients that no collective has written. With
-canonical sums it does not matter who computes a micro-batch, so the next generation hands out the
+canonical sums any rank may compute a micro-batch, so the next generation hands out the
 lost ones alone.
 """
 

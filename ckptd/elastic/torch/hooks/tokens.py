@@ -1,6 +1,6 @@
 """Gradients as sums over the tokens of the whole step, however they are shared out.
 
-Averages of averages weigh a token by who computed it: with other ranks, or with padding that falls
+Averages of averages weigh a token by its rank: with other ranks, or with padding that falls
 otherwise, the gradient changes. A sum divided by the global count does not.
 """
 

@@ -1,7 +1,7 @@
 """How far each group is, as PyTorch itself counts: what is left where no hook works.
 
 The flight recorder counts calls that were enqueued and that have completed, for each group. There
-are no single calls then: who is behind is seen; sizes, call sites and times are not. Its count of
+are no single calls then: late ranks are seen; sizes, call sites and times are not. Its count of
 completed calls stays too low where two of gloo's threads end one at the same time.
 """
 

@@ -294,7 +294,7 @@ def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = No
     Raises
     ------
     UsageError
-        There is no process group yet, and ``RANK`` and ``WORLD_SIZE`` do not say who this is. Or
+        There is no process group yet, and ``RANK`` and ``WORLD_SIZE`` do not name this rank. Or
         ``CKPTD_RECORDER`` says what there is not.
     StoreError
         kind ``no-space``: no room for the ring.

@@ -87,7 +87,7 @@ def check_replicas(
     every
         Steps between checks. Steps as marked for the recorder, else calls.
     group
-        Who holds what is no DTensor; the default group when None.
+        Ranks that hold the tensors that are no DTensors; the default group when None.
     budget
         Bytes that one check looks at, at most (but one chunk of 1 MiB at least). Where there are
         more, each check takes another part of them.

@@ -1,6 +1,6 @@
 """A state under a layout, for a save: rank-local tensors as parts of stored tensors.
 
-What a rank holds are cells of the stored tensors' grids, or ranges in cells; who writes each is
+A rank holds cells of the stored tensors' grids, or ranges in cells; the writer of each is
 said by the layout, with the work spread over replicas. Tensors that the layout does not name, and
 objects, are saved as without one; what follows a parameter gets the parameter's stored name.
 """
