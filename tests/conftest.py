@@ -58,8 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # The short suite draws the same examples each time, so that CI fails for the change and not
-    # for the dice. Campaigns draw new ones and print what reproduces a failure.
-    hypothesis.settings.register_profile("short", deadline=None, derandomize=True, database=None)
+    # for the dice. Campaigns draw new ones, 40 times as many, and print what reproduces a failure.
+    hypothesis.settings.register_profile(
+        "short", deadline=None, derandomize=True, database=None, max_examples=50
+    )
     hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
     hypothesis.settings.register_profile(
         "fast", hypothesis.settings.get_profile("short"), max_examples=15
@@ -86,6 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip_long = pytest.mark.skip(reason="a campaign: scripts/test --long")
     skip_plugins = pytest.mark.skip(reason="needs frameworks: scripts/test --plugins")
     for item in items:
+        if config.getoption("--long") and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.long)  # a campaign of every property
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip_long)
         if item.get_closest_marker("plugins") and not config.getoption("frameworks"):

@@ -161,7 +161,7 @@ class ReferringMachine(RuleBasedStateMachine):
 
 
 TestReferring = ReferringMachine.TestCase
-TestReferring.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestReferring.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from tests.lay.agreement.brute_judge import Judge
 from tests.lay.agreement.programs_random import Pair, pair, pairs
 from tests.lay.agreement.programs_random_constructs import CONSTRUCTS
 
-SHORT = 300
+SHORT = 200
 PARTS = 2
 LONG = 10_000
 
@@ -66,7 +66,7 @@ def test_agreement(part: int, report: Callable[[str], None]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(pairs())
 def test_agreement_shrinks(drawn: Pair) -> None:
     """The same, drawn by hypothesis, which finds the least program that fails."""

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 import ckptd
@@ -512,19 +512,16 @@ def outcome(look: Callable[[State], Leaves], state: State) -> Any:
         return type(error), str(error)
 
 
-@settings(max_examples=80)
 @given(st.lists(st.sampled_from(sorted({*CHANGES} - {*WRAPPED})), max_size=6))
 def test_what_is_recalled_is_what_is_there(changes: list[str]) -> None:
     compare(changes)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.sampled_from(sorted({*WORDS, "data", "tied", "in place"})), max_size=8))
 def test_what_is_said_is_asked_each_time(changes: list[str]) -> None:
     compare(changes)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.sampled_from([*WRAPPED, "in place", "value", "no state"]), max_size=6))
 def test_what_is_inside_of_others_is_looked_at_each_time(changes: list[str]) -> None:
     compare(changes)
@@ -555,7 +552,6 @@ def test_what_wraps_others_is_remembered(monkeypatch: Any) -> None:
             assert leaf.local.data_ptr() == other.local.data_ptr()
 
 
-@settings(max_examples=40)
 @given(st.lists(st.sampled_from(sorted({*TOLD, "rate", "group", "no state", "data"})), max_size=8))
 def test_what_optimizers_say_is_asked_each_time(changes: list[str]) -> None:
     compare(changes)
