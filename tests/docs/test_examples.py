@@ -16,6 +16,7 @@ import yaml
 
 from ckptd.cli.main import app, installed_verbs
 from ckptd.elastic.cli.run import separated
+from ckptd.elastic.control.states import ControllerSettings
 from tests.processes import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -128,7 +129,7 @@ def test_command_lines_of_the_jobs() -> None:
         verbs.add(command[1])
         if command[1] == "kubernetes" and "--" in command:  # what its pods run
             assert parses(["ckptd", "run", *command[command.index("--") + 1 :]])
-    assert verbs == {"controller", "kubernetes", "run"}
+    assert verbs == {"controller", "ctl", "kubernetes", "run", "serve"}
 
 
 def pods(part: Any) -> Iterator[dict[str, Any]]:
@@ -164,7 +165,14 @@ def test_the_controller_is_where_pods_look_for_it() -> None:
     pod = deployed["spec"]["template"]["spec"]
     service = of_kind("Service", objects("headless-service.yaml"))
     (port,) = service["spec"]["ports"]
-    control, launch = (container["command"] for container in pod["containers"])
+    control, watch, launch = (container["command"] for container in pod["containers"])
+    probe = pod["containers"][0]["livenessProbe"]
+    hung_s = probe["failureThreshold"] * (probe["periodSeconds"] + probe["timeoutSeconds"])
+    assert hung_s + probe["terminationGracePeriodSeconds"] < ControllerSettings().lease_s
+    asked = probe["exec"]["command"]
+    for one in (asked, watch):
+        assert words("--controller", one) == f"127.0.0.1:{port['port']}"
+        assert words("--job", one) == words("--job", control)
     host = f"{pod['hostname']}.{service['metadata']['name']}"
     assert words("--host", control) == host
     assert words("--port", control) == str(port["port"])

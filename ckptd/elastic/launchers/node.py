@@ -87,6 +87,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         After which a session that does not leave its generation is killed.
     grace_s
         After which workers are killed that were ordered to end.
+    give_up_s
+        After which a launcher without workers ends to which no controller answers.
     """
 
     job: str
@@ -97,10 +99,14 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float = 0.5
     interrupt_s: float = INTERRUPT_S
     grace_s: float = 30.0
+    give_up_s: float = 900.0
 
 
 class LauncherEnding(msgspec.Struct, frozen=True):
-    """How a launcher ended: the kind of `Shutdown` or ``left``, words for people, its exit code."""
+    """How a launcher ended, words for people, and its exit code.
+
+    The kind is that of `Shutdown`, ``left`` or ``no-controller``.
+    """
 
     kind: str
     text: str
@@ -275,6 +281,11 @@ class NodeLauncher:
         if silent != self._silent:
             self._silent = silent
             self._say_silence(silent, now)
+        silent_s = self._link.silent_s
+        if silent_s > self._s.give_up_s and not self._pool.workers.live() and not self._ending:
+            text = f"no controller has answered for {silent_s:.0f} s: this launcher gives up"
+            problem = self._link.problem
+            self._ending = LauncherEnding("no-controller", f"{text}{problem and ': '}{problem}", 1)
         self._refresh()
         # Its last order may lie in the inbox still: it ends as soon as it has put that there.
         if not self._link.alive and self._inbox.empty() and self._ending is None:
@@ -290,7 +301,10 @@ class NodeLauncher:
             )
         else:
             problem = self._link.problem
-            self._say(f"the controller cannot be reached yet{problem and ': '}{problem}")
+            self._say(
+                f"the controller cannot be reached yet{problem and ': '}{problem}; without one "
+                f"this launcher gives up after {self._s.give_up_s:.0f} s"
+            )
 
     # --- the lease --------------------------------------------------------------------------------
 

@@ -296,6 +296,11 @@ class ControllerSupervisor:
         """Whether the controller of this launcher has the seat, as far as is known."""
         return self._part is not None and bool(self._announced)
 
+    @property
+    def answered(self) -> bool:
+        """Whether one was ever heard of."""
+        return self._answered
+
     def addresses(self) -> str:
         """Return where the controller is now; for `NodeLink`.
 

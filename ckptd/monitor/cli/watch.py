@@ -126,6 +126,7 @@ class _Here:
 
     since: float = field(default_factory=time.monotonic)
     seated: bool = True
+    answered: bool = True
     host: str = "127.0.0.1"
 
 

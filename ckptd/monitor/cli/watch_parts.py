@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import stat
@@ -28,6 +29,8 @@ _MOST_LOG = 2000
 _MOST_NAMED = 4
 _TELLS_S = 5.0
 """After which a daemon that outlives a controller has told the next one where it is."""
+_UNWATCHED_S = 30.0
+"""For so long a daemon may take to be announced by a controller that answers."""
 _LIVED_S = 60.0
 _MOST_STARTS = 4
 """Of a daemon or a watcher, in a row, each of which has lived for less than `_LIVED_S`."""
@@ -151,6 +154,10 @@ class _Seat(Protocol):
         """Whether it has the seat, as far as is known."""
 
     @property
+    def answered(self) -> bool:
+        """Whether one was ever heard of."""
+
+    @property
     def host(self) -> str:
         """Address at which it listens, and the daemon as well."""
 
@@ -220,6 +227,8 @@ class DaemonSupervisor:
         self._started = 0
         self._another_at = -1.0
         """Start of the controller for which another launcher of this machine has a daemon."""
+        self._unwatched_by = 0.0
+        """When it is said that nobody watches; infinite: it was."""
         self._lost = self._served = False
         self._reader: Reader | None = None
         self._since = time.time()
@@ -253,8 +262,22 @@ class DaemonSupervisor:
         if told and self._reader is None:
             self._read_out(told)
         url = self._url or self._announced or login
+        self._say_unwatched(bool(url) or controller.since > 0.0 or not controller.answered)
         if url and self._watcher_arguments is not None:
             self._watch(url)
+
+    def _say_unwatched(self, watched: bool) -> None:
+        """Say it once if the job has a controller for long, and no launcher starts a daemon."""
+        now = time.monotonic()
+        if watched:
+            self._unwatched_by = max(self._unwatched_by, now + _UNWATCHED_S)
+        elif now > self._unwatched_by:
+            self._unwatched_by = math.inf
+            self._say(
+                "nobody watches this job: its controller was started elsewhere, and no daemon is "
+                "announced there. Where the controller runs, start one:\n"
+                f"  next:   ckptd serve --job {self._job} --controller HOST:PORT --bind ADDRESS"
+            )
 
     def _is_mine(self, since: float, seated: bool) -> bool:
         """Whether the daemon is this launcher's to start."""

@@ -24,7 +24,7 @@ class Watched:
         rings = ["--rings", str(folder / "rings")] if daemon else None
         self.watch = DaemonSupervisor("j", daemon, arguments, rings, env, folder, self.said.append)
         self._controller: Any = SimpleNamespace(
-            since=time.monotonic(), seated=True, host="127.0.0.1"
+            since=time.monotonic(), seated=True, answered=True, host="127.0.0.1"
         )
 
     def turn(self) -> int:
@@ -72,3 +72,21 @@ def test_a_daemon_that_is_killed_is_started_again(
         assert all(word in text for word, text in zip(words, one.said, strict=True))
     finally:
         one.watch.end(0.0)
+
+
+def test_a_job_whose_outside_controller_has_no_daemon_is_said_to_be_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.monitor.cli.watch_parts._UNWATCHED_S", 0.05)
+    one = Watched(tmp_path, None)
+    one._controller = SimpleNamespace(since=0.0, seated=False, answered=False, host="")
+    one.turn()
+    time.sleep(0.1)
+    assert one.turn() == 0, "no controller was heard of yet"
+    one._controller.answered = True
+    until(one.turn)
+    assert "nobody watches this job" in one.said[0]
+    assert "ckptd serve --job j --controller" in one.said[0]
+    time.sleep(0.1)
+    assert one.turn() == 1
+    one.watch.end(0.0)

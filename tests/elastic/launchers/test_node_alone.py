@@ -46,12 +46,13 @@ class Alone:
         addresses: Callable[[], str] = lambda: "",
         secret: bytes = b"x" * 32,
         job: str = "j",
+        give_up_s: float = 900.0,
     ) -> None:
         self.said: list[str] = []
         self.closed = False
         program = Program(mode="exec", argv=("sleep", "600"), environ=dict(os.environ), plain=True)
         self.launcher = NodeLauncher(
-            NodeSettings(job=job, node="n", slots=2, beat_s=0.05),
+            NodeSettings(job=job, node="n", slots=2, beat_s=0.05, give_up_s=give_up_s),
             program,
             Output(None, folder, "j", "default"),
             folder,
@@ -286,7 +287,9 @@ def test_people_are_told_that_no_controller_is_there_only_after_a_while(tmp_path
         assert one.said == []
         one.link._echoed_at -= 20.0
         one.until(lambda: one.said)
-        assert one.said == ["the controller cannot be reached yet: its address is unknown"]
+        (text,) = one.said
+        assert text.startswith("the controller cannot be reached yet: its address is unknown; ")
+        assert text.endswith("gives up after 900 s")
 
 
 def test_people_are_told_that_the_secret_is_another_one(
@@ -364,3 +367,22 @@ def test_a_gate_opens_for_nobody() -> None:
     worker = Worker(1, 1, RankAssignment(0, 0, 0, 0, 0), 0, gate=write)
     worker.open_gate({"A": "b"})
     assert worker.gate == -1
+
+
+def test_a_launcher_that_nobody_answers_ends_by_a_deadline_once_nothing_runs(
+    tmp_path: Path,
+) -> None:
+    one = Alone(tmp_path, give_up_s=1.0)
+    try:
+        (first, second) = one.started()
+        one.until(lambda: one.link.silent_s > 2.0)
+        assert one.launcher._ending is None, "its ranks may train until their lease ends"
+        for worker in (first, second):
+            worker.kill()
+        one.until(lambda: one.launcher._ending)
+        ending = one.launcher._ending
+        assert ending is not None
+        assert (ending.kind, ending.code) == ("no-controller", 1)
+        assert "no controller has answered for" in ending.text
+    finally:
+        one.close()
