@@ -10,17 +10,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["MOTO", "RADOSGW", "s3_moto", "s3_radosgw", "s3_url"]
+__all__ = ["MOTO", "RADOSGW", "s3_moto", "s3_radosgw", "s3_url", "start_moto"]
 
 BUCKET = "ckptd-test"
 _START_S = 900  # installing packages included, when that is needed
@@ -31,13 +30,13 @@ RADOSGW = pytest.param(
 _SCRIPT = Path(__file__).parent.parent / "scripts" / "s3-server"
 _NO_SERVER = 3
 
-# Ends with its standard input, so that it never outlives the tests, however they end.
+# Ends with its owner, so that it never outlives the tests, however they end.
 #
 # One request at a time: moto checks `If-None-Match` and then stores, without a lock, so that on a
 # busy machine two racing creators both win; and it answers 500 when an upload ends in between.
 # A real service does neither (radosgw, in the same tests, is not serialised).
 _MOTO = """
-import logging, sys, threading
+import logging, os, sys, threading, time
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -49,7 +48,11 @@ def one_at_a_time(environ, start_response):
 server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print(server.port, flush=True)
-sys.stdin.read()
+try:
+    while not os.kill(int(sys.argv[1]), 0):
+        time.sleep(0.2)
+except ProcessLookupError:
+    pass
 """
 
 
@@ -73,29 +76,59 @@ def _make_bucket(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-@pytest.fixture(scope="session")
-def s3_moto() -> Iterator[dict[str, Any]]:
-    """Options of a store on a moto server in a process of its own."""
+def start_moto(owner: int) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start a moto server that ends with the process `owner`; return it, and a store's options."""
     pytest.importorskip("moto.server", reason="the test extra is not installed")
-    with subprocess.Popen(
-        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        yield _make_bucket(
-            {
-                "endpoint_url": f"http://127.0.0.1:{port}",
-                "key": "test",
-                "secret": "test",
-                "region": "us-east-1",
-            }
-        )
-        server.stdin.close()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.send_signal(signal.SIGKILL)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _MOTO, str(owner)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    with server.stdout as said:
+        port = int(said.readline())
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "key": "test",
+        "secret": "test",
+        "region": "us-east-1",
+    }
+    return server, _make_bucket(options)
+
+
+_motos: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(scope="session")
+def s3_moto(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of a store on a moto server in a process of its own.
+
+    It takes 2 s of CPU to start, so the worker processes of one run share it.
+    """
+
+    def start(owner: int) -> dict[str, Any]:
+        server, options = start_moto(owner)
+        _motos.append(server)
+        return options
+
+    return _of_the_run(tmp_path_factory, "moto", start)
+
+
+def _of_the_run(
+    factory: pytest.TempPathFactory, name: str, start: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what one process of a run has started, for the process that leads the run."""
+    folder, leader = factory.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The workers are children of the process that leads the run, and their folders share one.
+        folder, leader = folder.parent, os.getppid()
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = folder / f"{name}.json"
+        if not answer.exists():
+            answer.write_text(json.dumps(start(leader)))
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
 
 
 @pytest.fixture(scope="session")
@@ -111,14 +144,9 @@ def s3_radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
         yield _options(_start(base / "s3-server", os.getpid()))
         subprocess.run([_SCRIPT, "stop", base / "s3-server"], timeout=60, check=False)
         return
-    # The workers are children of the process that leads the run, and their folders share one.
-    with (base.parent / "s3-server.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        answer = base.parent / "s3-server.json"
-        if not answer.exists():
-            started = _start(base.parent / "s3-server", os.getppid())
-            answer.write_text(json.dumps(started))
-        found = json.loads(answer.read_text())
+    found = _of_the_run(
+        tmp_path_factory, "s3-server", lambda owner: _start(base.parent / "s3-server", owner)
+    )
     yield _options(found)
 
 

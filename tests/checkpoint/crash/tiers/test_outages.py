@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.checkpoint.crash.mounts import Mounted, tmpfs
 from tests.processes import PATIENCE_S, agents_in, lives, until
-from tests.servers import _MOTO, _make_bucket, s3_url
+from tests.servers import s3_url, start_moto
 
 __all__ = ["tmpfs"]
 
@@ -188,23 +186,10 @@ def test_an_s3_server_that_stops_and_goes_on(
 @pytest.fixture
 def server() -> Iterator[tuple[int, dict[str, Any]]]:
     """An S3 server of this test's own: its process and the options of a store on it."""
-    pytest.importorskip("moto.server", reason="the test extra is not installed")
-    with subprocess.Popen(
-        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        endpoint = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        options = {
-            "endpoint_url": endpoint,
-            "key": "test",
-            "secret": "test",
-            "region": "us-east-1",
-        }
-        yield process.pid, _make_bucket(options)
-        process.send_signal(signal.SIGCONT)
-        process.stdin.close()
-        process.wait(30)
+    process, options = start_moto(os.getpid())
+    with process:
+        yield process.pid, options
+        process.kill()
 
 
 def test_a_full_disk_in_one_tier(
