@@ -298,7 +298,7 @@ class ControllerSupervisor:
 
     @property
     def answered(self) -> bool:
-        """Whether one was ever heard of."""
+        """Whether a controller has ever answered."""
         return self._answered
 
     def addresses(self) -> str:

@@ -155,7 +155,7 @@ class _Seat(Protocol):
 
     @property
     def answered(self) -> bool:
-        """Whether one was ever heard of."""
+        """Whether a controller has ever answered."""
 
     @property
     def host(self) -> str:
@@ -228,7 +228,7 @@ class DaemonSupervisor:
         self._another_at = -1.0
         """Start of the controller for which another launcher of this machine has a daemon."""
         self._unwatched_by = 0.0
-        """When it is said that nobody watches; infinite: it was."""
+        """When it is said that no daemon watches; infinite: it was."""
         self._lost = self._served = False
         self._reader: Reader | None = None
         self._since = time.time()
@@ -274,7 +274,7 @@ class DaemonSupervisor:
         elif now > self._unwatched_by:
             self._unwatched_by = math.inf
             self._say(
-                "nobody watches this job: its controller was started elsewhere, and no daemon is "
+                "no daemon watches this job: its controller was started elsewhere, and none is "
                 "announced there. Where the controller runs, start one:\n"
                 f"  next:   ckptd serve --job {self._job} --controller HOST:PORT --bind ADDRESS"
             )

@@ -85,7 +85,7 @@ def test_a_job_whose_outside_controller_has_no_daemon_is_said_to_be_unwatched(
     assert one.turn() == 0, "no controller was heard of yet"
     one._controller.answered = True
     until(one.turn)
-    assert "nobody watches this job" in one.said[0]
+    assert "no daemon watches this job" in one.said[0]
     assert "ckptd serve --job j --controller" in one.said[0]
     time.sleep(0.1)
     assert one.turn() == 1
