@@ -40,7 +40,7 @@ for line in sys.stdin:
     print("saved", step, ck.writer_pid, flush=True)
 ck.close()
 """
-"""Saves the steps that it is told to, and dies when it is told to."""
+"""Saves the steps that it is ordered to, and dies when it is ordered to."""
 
 
 class Trainer:

@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-c", "from ckptd.cli.main import main; main()"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left: exit code, standard output, standard error."""
+    """Result of a command: exit code, standard output, standard error."""
 
     code: int
     out: str

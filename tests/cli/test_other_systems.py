@@ -1,4 +1,4 @@
-"""What works where the system is not Linux: played by a Python that lacks what macOS lacks."""
+"""Verbs on systems other than Linux, played by a Python that lacks what macOS lacks."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_cell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def everywhere(value: Any) -> Any:
-    """Put escapes into all texts of a document that are not words of ours."""
+    """Put escapes into all texts of a document that are not ckptd's own words."""
     if isinstance(value, str):
         return value + EVIL
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What somebody sees: verbs on a real terminal, and the screens that they make."""
+"""Screens that a user sees: verbs on a real terminal."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ say([j.agent for j in jobs])
 @pytest.mark.parametrize(
     ("last", "step"),
     [
-        # All is sealed, and no agent was told that the snapshot is complete.
+        # All is sealed, and no agent knows that the snapshot is complete.
         ("[j.save(2) for j in jobs]", 2),
         # One rank has sealed, the other has not: the one before is committed at once.
         ("jobs[0].save(2); jobs[1].save(2, staged=False)", 1),

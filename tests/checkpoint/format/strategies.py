@@ -108,7 +108,7 @@ values = st.recursive(
 
 @dataclass
 class Model:
-    """What the files of a manifest hold, found by a walk over every piece.
+    """Contents of a manifest's files, found by a walk over every piece.
 
     Attributes
     ----------

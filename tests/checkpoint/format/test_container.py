@@ -23,7 +23,7 @@ from tests.checkpoint.format.strategies import DTYPE_NAMES, fqns
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """What safe_open gives for a logical dtype: the same, or bytes."""
+    """Return the type that safe_open gives for a logical dtype: the same, or bytes."""
     return getattr(torch, name) if DTYPES[name].safetensors else torch.uint8
 
 

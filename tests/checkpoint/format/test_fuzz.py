@@ -103,7 +103,7 @@ def read_packed(raw: bytes) -> None:
 
 
 def use_manifest(raw: bytes) -> None:
-    """What loading does after the checks: places of chunks, objects, the witness's plan."""
+    """Do as a load does after the checks: places of chunks, objects, the witness's plan."""
     manifest = decode_manifest(raw, "manifest.json")
     filemap = check_manifest(manifest, "manifest.json", len(raw))
     plan = WitnessPlan.of(manifest)

@@ -269,7 +269,7 @@ def take(values: Array, box: Box) -> Array:
 
 
 def seen_through(target: Array, region: Region) -> Array:
-    """What a region of a typed flat buffer holds, as an array of the box's shape."""
+    """Return a region of a typed flat buffer as an array of the box's shape."""
     return np.lib.stride_tricks.as_strided(
         target[region.start :],
         region.box.shape,

@@ -127,7 +127,7 @@ def test_ranks_agree_when_they_open_the_same_bytes(store: Segments) -> None:
     assert first != identity()
     os.close(old)
     store.inner.delete([KEY])
-    assert identity() not in (b"", first)  # missing: whoever reads it will say so
+    assert identity() not in (b"", first)  # missing: a read will say so
 
 
 def test_a_file_stays_the_one_that_was_verified(store: Segments) -> None:

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what was just written count as what is not in the page cache."""
+    """Make no page count as in the page cache, even one just written."""
     monkeypatch.setattr(readahead, "is_cached", lambda fd, *at: False)
 
 

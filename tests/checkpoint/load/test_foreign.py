@@ -1,4 +1,4 @@
-"""What a user names is a folder, or a file in one."""
+"""Names of foreign checkpoints: a folder, or a file in one."""
 
 from __future__ import annotations
 

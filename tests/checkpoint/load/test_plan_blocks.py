@@ -49,7 +49,7 @@ def members_of(runs: blocks.Runs) -> set[int]:
 
 
 def random_block(rng: random.Random) -> Block | None:
-    """What is common to a piece, which is packed, and a target, which need not be."""
+    """Return the block common to a piece, which is packed, and a target, which need not be."""
     shape = tuple(rng.choice([1, 2, 3, 9, 30]) for _ in range(rng.randrange(4)))
     piece = box_region(random_box(rng, shape))
     target, _ = random_region(rng, random_box(rng, shape), 0)

@@ -1,4 +1,4 @@
-"""Generations, commits and pins: who wins, who is told, and deaths at every operation."""
+"""Generations, commits and pins: races, their winners and errors, deaths at every operation."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_superseded_writer_is_told(catalogue: Catalogue) -> None:
 
 
 def test_a_zombie_at_every_operation_of_publish() -> None:
-    """The claim may come anywhere in a publish: the zombie is told, or was in time."""
+    """The claim may come anywhere in a publish: the zombie gets an error, or was in time."""
     number, landed, refused = 0, 0, 0
     while True:
         number += 1

@@ -343,7 +343,7 @@ def test_the_next_life_cleans_up_after_a_death(kind: str, every: int, ram: Path)
 
 
 def visit_hold(scene: Scene) -> Callable[[], None]:
-    """A reader who got hold of a checkpoint can read it until the end, whoever plans again."""
+    """A reader that got hold of a checkpoint can read it until the end, also if gc plans again."""
     held = hold(Catalogue(scene.store), CommitName(40, 2))
 
     def check() -> None:

@@ -60,7 +60,7 @@ def test_nothing_is_deleted_while_the_line_has_no_commit() -> None:
 
 @pytest.mark.parametrize("company", ["claim", "gc"])
 def test_a_claim_from_a_snapshot_and_gc(company: str) -> None:
-    """What is on the line when such a claim returns stays on it, wherever gc is by then."""
+    """A checkpoint on the line when such a claim returns stays on it, wherever gc is by then."""
     snapshot, base = CommitName(45, 2), CommitName(40, 2)
     number = held = 0
     while True:

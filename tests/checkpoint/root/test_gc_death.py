@@ -1,7 +1,8 @@
-"""Somebody relies on what a clean-up is about to delete, and then the clean-up dies.
+"""Another process relies on a checkpoint that a clean-up deletes, and then the clean-up dies.
 
-At every operation of a clean-up somebody comes and pins, leases or goes back to a checkpoint that
-it deletes; at every later operation the clean-up dies. Who was told yes has the checkpoint.
+At every operation of a clean-up another process pins, leases or goes back to a checkpoint that
+it deletes; at every later operation the clean-up dies. If that process succeeded, the checkpoint
+is there.
 """
 
 from __future__ import annotations

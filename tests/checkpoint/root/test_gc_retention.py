@@ -1,4 +1,4 @@
-"""What retention may delete: the inventory, the decision, and what a job does after a save."""
+"""Retention: the inventory, the decision, and the deletions of a job after a save."""
 
 from __future__ import annotations
 

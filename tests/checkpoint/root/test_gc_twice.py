@@ -34,7 +34,7 @@ _names = itertools.count()
 
 
 class Order:
-    """Whose turn it is."""
+    """The party that has the turn."""
 
     def __init__(self, turns: list[Turn]) -> None:
         self._turns: Iterator[Turn] = iter(turns)

@@ -1,4 +1,4 @@
-"""What is read from a root: listings, the line, records and manifests, whole or damaged."""
+"""Reading a root: listings, the line, records and manifests, whole or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: what a reader holds stays, and a reader who came too late is told."""
+"""Leases: a held checkpoint stays, and a reader that came too late gets an error."""
 
 from __future__ import annotations
 

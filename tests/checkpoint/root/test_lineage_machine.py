@@ -53,7 +53,7 @@ class Model:
     commits: set[CommitName] = field(default_factory=set)
     pins: set[CommitName] = field(default_factory=set)
     metadata: dict[CommitName, dict[str, Any]] = field(default_factory=dict)
-    """What was added; the name of one that was deleted does not come back."""
+    """Metadata by commit that was added; the name of a deleted one does not come back."""
     tags: dict[str, CommitName] = field(default_factory=dict)
 
     @property

@@ -1,6 +1,6 @@
-"""A root that is made anew, or vanishes, under a job that writes there, at every moment.
+"""A root that is made again, or vanishes, under a job that writes there, at every moment.
 
-What the old life does is refused, and whatever it leaves (it may die at any later moment) does not
+The old life's writes are refused, and all that it leaves (it may die at any later moment) does not
 count at the new root and damages nothing of it.
 """
 

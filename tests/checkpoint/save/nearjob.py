@@ -86,7 +86,7 @@ class NearJob:
         return self.client.answer().pid
 
     def meet(self, other: NearJob) -> None:
-        """Let another node's agent keep this one's shares."""
+        """Make another node's agent keep this one's shares."""
         answer = other.client.answer()
         self.client.set_peers(Partner(answer.memory, answer.secret))
 

@@ -100,7 +100,7 @@ def test_a_slot_that_was_filled_in_part_is_still_a_new_one() -> None:
 
 
 def test_memory_that_is_not_there_is_an_error() -> None:
-    """And no SIGBUS: a limit on the size of files stands for it."""
+    """No SIGBUS: a limit on the size of files plays the lack of memory."""
     code = """
     import resource, signal, sys
     import numpy as np

@@ -1,4 +1,4 @@
-"""What parts refer to is leased while a checkpoint is published, and must be its base's."""
+"""The chunks that parts refer to are leased while a checkpoint is published, and its base's."""
 
 from __future__ import annotations
 

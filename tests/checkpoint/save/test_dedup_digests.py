@@ -1,4 +1,4 @@
-"""What is referred to, and when the search is off: pure rules."""
+"""Which chunks are referred to, and when the search is off: pure rules."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ReferringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(pick=st.integers(0, 99))
     def load_an_older_one(self, pick: int) -> None:
-        """What came after it leaves the line, and may be deleted later."""
+        """Later checkpoints leave the line, and may be deleted later."""
         assert self.job is not None
         self.job.client.close(60.0)  # and with it the clean-up after its last save
         names = Catalogue(self.store).line()

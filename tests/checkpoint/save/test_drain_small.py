@@ -1,4 +1,4 @@
-"""What one rank saves of little is three objects, and all that one does with it goes on."""
+"""A small save of one rank is three objects, and all that one does with it goes on."""
 
 from __future__ import annotations
 

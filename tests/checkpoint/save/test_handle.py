@@ -1,4 +1,4 @@
-"""What a handle says of a save that goes to several tiers."""
+"""The handle of a save that goes to several tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node keeps, and when older snapshots go."""
+"""Snapshots that a node keeps, and when older ones go."""
 
 from __future__ import annotations
 

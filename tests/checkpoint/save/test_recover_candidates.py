@@ -1,4 +1,4 @@
-"""What a load may try: commits and complete snapshots of the line, newest first."""
+"""Candidates of a load: commits and complete snapshots of the line, newest first."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_two_ranks_compare_exactly_what_both_hold(
                 assert views[other].tensor(f"t{i}").key == shared.key
             for other in ranks - same:
                 assert views[other].tensor(f"t{i}").key != shared.key
-    # One digest stands for a table: whoever names it must have the same names in it.
+    # One digest represents a table: ranks that name it must have the same names in it.
     for one, other in itertools.combinations(range(WORLD), 2):
         for key in tables[one].keys() & tables[other].keys():
             assert tables[one][key] == tables[other][key]

@@ -72,7 +72,7 @@ def test_an_idle_process_that_dies_is_nobodys_concern(root: str) -> None:
 
 
 def test_what_is_reported_already_is_not_written_anew(root: str) -> None:
-    """Whoever commits may have read the part: the file that it tells of must stay as it is."""
+    """The committer may have read the part: the file that it tells of must stay as it is."""
     boards = [LocalBoard(0, 2)]
     boards.append(LocalBoard(1, 2, boards[0]))
     first = Job(StoreSpec(root), board=boards[0])

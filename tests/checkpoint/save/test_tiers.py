@@ -1,4 +1,4 @@
-"""What a user says of tiers, and what the agent gets to know."""
+"""Tiers as a user gives them, and as the agent gets them."""
 
 from __future__ import annotations
 

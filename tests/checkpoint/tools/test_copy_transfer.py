@@ -83,7 +83,7 @@ def assert_same(source: Catalogue, store: Store, step: int) -> None:
 
 
 def forget_leases(store: Store) -> None:
-    """Let the leases of a machine that died run out."""
+    """Delete the leases of a machine that died, as when they run out."""
     store.delete([o.key for o in store.list(LEASES)])
 
 
@@ -304,7 +304,7 @@ def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, targe
 
 
 def test_what_may_heal_is_tried_again(source: Catalogue, target: Store) -> None:
-    """The file begins anew, and progress does not count its bytes twice."""
+    """The file begins again, and progress does not count its bytes twice."""
     array = np.random.default_rng(1).standard_normal((3 << 20,)).astype(np.float32)
     put(source.store, {"x": Saved.whole(array)}, 30)
     faulty = Fault(target, FaultSpec((FaultRule("error", op="write", skip=2),)))

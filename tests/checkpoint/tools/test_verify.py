@@ -230,7 +230,7 @@ def test_no_such_checkpoint(store: Store) -> None:
 
 
 def republish(store: Store, built: Built, **changes: Any) -> None:
-    """Let the manifest say something else, with a commit record that fits."""
+    """Change the manifest, with a commit record that fits."""
     manifest = msgspec.structs.replace(built.manifest, **changes)
     name, raw = encode_manifest(manifest)
     store.put(built.commit.folder + name, raw)

@@ -136,7 +136,7 @@ def test_forwarder_and_lingering(serve: Any) -> None:
     simulated = serve("--job", "k", "--simulate", "4")
     until(lambda: simulated.client.get("/job")["world"] == 4)
     assert simulated.end(signal.SIGINT) == 0
-    assert root._process.poll() is None  # nobody was heard of yet, so there is nothing to end
+    assert root._process.poll() is None  # no rank has reported yet, so there is nothing to end
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def told() -> Any:
 
 
 def ends_of(pids: list[int]) -> bool:
-    """Whether the only daemon here has heard of the ends of these processes."""
+    """Whether the only daemon here knows the ends of these processes."""
     for one in daemons(run_folder()):
         told = DaemonClient(one.login).get("/ranks")
         alive = dict(zip(told["pid"], told["alive"], strict=True))

@@ -1,4 +1,4 @@
-"""What is started again beside a node's workers: the daemon, the watcher."""
+"""Processes that are started again beside a node's workers: the daemon, the watcher."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_arrays_among_weights_are_refused(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_items_of_dcp_that_are_subclasses(cli: Cli, tmp_path: Path) -> None:
-    """One is shorter than what it stands for, the other longer: both are healthy."""
+    """One is shorter than the tensor that it represents, the other longer: both are healthy."""
     wide = torch.zeros(1 << 14)
     folder = tmp_path / "dcp"
     state = {"model": {"w": torch.ones(3)}, "optim": {"long": two(), "short": Small(wide)}}
@@ -175,7 +175,7 @@ def test_items_of_dcp_that_are_subclasses(cli: Cli, tmp_path: Path) -> None:
 
 
 class Small(torch.Tensor):
-    """A subclass that takes less room than the tensor that it stands for."""
+    """A subclass that takes less room than the tensor that it represents."""
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Self:

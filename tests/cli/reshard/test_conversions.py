@@ -1,4 +1,4 @@
-"""What goes into a conversion comes out of it, or is named, counted and asked for."""
+"""All that goes into a conversion comes out of it, or is named, counted and asked for."""
 
 from __future__ import annotations
 
@@ -459,7 +459,7 @@ layout experts of dense on none {
 
 
 def test_a_dense_layer_becomes_several_experts(cli: Cli, tmp_path: Path) -> None:
-    """What the reference says of upcycling: files have each copy, and a root has it once."""
+    """Upcycling, as the reference describes it: files have each copy, and a root has it once."""
     shapes = {"w1": (6, 4), "w2": (4, 6)}
     dense = {
         f"layers.{n}.{w}": np.random.default_rng(n).standard_normal(shape).astype(np.float32)
