@@ -21,7 +21,10 @@ from ckptd.errors import DeadlineError, UsageError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from tests import programs
+from tests.writing import VARIABLE
 
+IN_THREAD = {VARIABLE: "thread"}
+"""Of ranks whose writing process is not what a test is about."""
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -316,7 +319,9 @@ def loop(
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_a_signal_to_one_rank_is_everybodys(tmp_path: Path, who: int, number: int) -> None:
-    ranks = run_ranks(3, loop, str(tmp_path), who, int(number), 0.02, 1000, deadline_s=200.0)
+    ranks = run_ranks(
+        3, loop, str(tmp_path), who, int(number), 0.02, 1000, deadline_s=200.0, env=IN_THREAD
+    )
     assert all(r == ranks[0] for r in ranks)
     assert ranks[0]["restored"]
     (step,) = ranks[0]["saved"]
@@ -349,7 +354,7 @@ def three_signals(root: str) -> list[int]:
 
 @pytest.mark.dist
 def test_the_same_signal_on_two_ranks_is_one_save(tmp_path: Path) -> None:
-    ranks = run_ranks(3, three_signals, str(tmp_path), deadline_s=200.0)
+    ranks = run_ranks(3, three_signals, str(tmp_path), deadline_s=200.0, env=IN_THREAD)
     assert all(r == ranks[0] for r in ranks)
     assert len(ranks[0]) == 2
 
@@ -357,7 +362,7 @@ def test_the_same_signal_on_two_ranks_is_one_save(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_auto_saves_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     auto = ckptd.Auto(mtbf_hours=1e-4)
-    ranks = run_ranks(3, loop, str(tmp_path), -1, 0, 0.02, auto, 3, deadline_s=200.0)
+    ranks = run_ranks(3, loop, str(tmp_path), -1, 0, 0.02, auto, 3, deadline_s=200.0, env=IN_THREAD)
     assert all(r == ranks[0] for r in ranks)
     assert ranks[0]["saved"][0] == 1
     assert len(ranks[0]["saved"]) == 3
