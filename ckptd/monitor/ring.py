@@ -905,7 +905,7 @@ class RingReader(RankFile):
         # Bytes are put together, and not tables: numpy copies tables column by column.
         first, second = (b"".join(self._slots(at, n) for at, n in parts) for _ in range(2))
         numbers = np.arange(written - wanted + 1, written + 1, dtype=np.uint64)
-        # A slot of an older or newer call than its place says was being overwritten, or is a lie.
+        # Sequence and position disagree: overwritten while read, or corrupt.
         rows, again = np.frombuffer(first, SLOT), np.frombuffer(second, SLOT)["commit"]
         whole: Rows = rows[(rows["commit"] == numbers) & (again == numbers)]
         return whole

@@ -532,7 +532,7 @@ class _Share:
 
 
 def _try(part: _Part) -> None:
-    """Raise `UsageError` where a value is too large: now, and not half applied."""
+    """Check for overflow before anything is applied; raises `UsageError`."""
     incoming, target = part.incoming, place_of(part.incoming)
     narrow = target.dtype.name in _NARROW or target.dtype.numpy.kind in "iu"
     if not narrow or part.quantized is not None:

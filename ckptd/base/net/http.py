@@ -186,7 +186,7 @@ class HttpClient:
             if fit and self._keep:
                 self._kept = connection
             elif connection is not None and response is not None:
-                # The socket stays open for as long as one of both does.
+                # The socket closes when both are closed.
                 response.close()
                 connection.close()
 

@@ -71,7 +71,7 @@ def open_direct(
     NotFoundError
         There is no checkpoint, or not of that step.
     ConflictError
-        Kind ``busy``: checkpoints are replaced faster than one can be held.
+        Kind ``busy``: each checkpoint was deleted before it could be leased.
     MismatchError, CorruptError, RefusedError
         It is damaged, or of a kind that is not read.
     """

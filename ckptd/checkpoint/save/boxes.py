@@ -377,7 +377,7 @@ class BoxRoot:
         NotFoundError
             There is none, or not this one.
         ConflictError
-            kind ``busy``: checkpoints are replaced faster than the newest one can be held.
+            kind ``busy``: each checkpoint was deleted before it could be leased.
         CorruptError
             Its metadata is damaged.
         """

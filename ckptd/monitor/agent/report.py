@@ -331,7 +331,7 @@ def _completed(view: RankView, ring: Ring) -> RankView:
     if ring.answers >= 0:
         more["answers"] = bool(ring.answers)
     if ring.starved_s > 0:
-        # What the machine keeps a rank from is no silence of the rank.
+        # CPU starvation does not count as silence.
         more["moved"] = min(view.moved + ring.starved_s, view.at)
     return msgspec.structs.replace(view, process_state=ring.state, **more)
 

@@ -79,7 +79,7 @@ def _free_since(calls: Array, same: Array) -> Array:
 
 
 AHEAD = 1 << 14
-"""A step so far beyond those of most ranks is a lie or a damage."""
+"""A step so far beyond those of most ranks is false or corrupt."""
 
 MOST_CELLS = 1 << 24
 """Cells of each table: what bounds its memory, whatever world a report claims."""
