@@ -554,7 +554,12 @@ class _Session:
                 digests = self._server.digests(number)
                 found = outgoing(slot, known, blocks, digests, self._scratch, changes)
                 parts, all_of_it, sizes = found
-                sent = True
+                if sizes:  # they are few bytes, and need no slot from here on
+                    parts = [memoryview(b"".join(parts))]
+                else:
+                    sent = True
+                    self._connection.send_parts(ReadBytes(all_of_it), parts)
+            if sizes:
                 self._connection.send_parts(ReadBytes(all_of_it, sizes), parts)
         except NotFoundError as error:
             if sent:  # no refusal can follow

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
+from ckptd.base.net.connection import Connection
 from ckptd.lay.copies import Composition
 from ckptd.publish import blocks, chains, pull, server
 from ckptd.publish.chains import DeltaBook, VersionDeltas
 from ckptd.publish.deltas import NOTHING
+from ckptd.publish.messages import ReadBytes
 from tests.lay.test_copies import composed
 from tests.lay.test_live import PAIRS
 from tests.publish.deltaworld import PATTERNS, Weights, World
@@ -176,6 +179,26 @@ def test_what_is_written_while_it_is_compared_is_not_kept(
         world.publish("few")
         world.servers[0].settle()
     assert not book.between(world.held, world.number)[0].kept
+    world.update()
+
+
+def test_a_slot_may_be_filled_as_soon_as_changes_are_sent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was fast lost its connection, since the server looked at the slot later."""
+    world.publish("few")
+    slot, send = world.servers[0].slots[world.number % 2], Connection.send_parts
+
+    def filled(connection: Connection, message: Any, parts: Sequence[memoryview]) -> None:
+        if isinstance(message, ReadBytes) and message.sizes:
+            slot.begin(99)
+        send(connection, message, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "send_parts", filled)
+        patch.setattr(pull, "_MESSAGE_BYTES", 1 << 20)  # all in one
+        world.update()
+    world.publish("few")
     world.update()
 
 
