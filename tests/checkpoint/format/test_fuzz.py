@@ -334,7 +334,7 @@ def campaign(name: str, count: int, seed: int, report: Callable[[str], None]) ->
     assert errors
 
 
-SHORT, LONG = 4000, 400_000
+SHORT, LONG = 2500, 400_000
 
 
 @pytest.mark.slow

@@ -472,7 +472,7 @@ class LocalLineageMachine(LineageMachine):
 
 
 TestLineage = LineageMachine.TestCase
-TestLineage.settings = settings(max_examples=60, stateful_step_count=30)
+TestLineage.settings = settings(max_examples=30, stateful_step_count=30)
 TestLineageLocal = LocalLineageMachine.TestCase
 TestLineageLocal.settings = settings(max_examples=12, stateful_step_count=25)
 

@@ -98,7 +98,9 @@ def test_found_66239_who_fenced_while_it_was_cut_off_is_used_again() -> None:
     assert d.machine.nodes["c"].stuck_at is None
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(25), *(pytest.param(n, marks=pytest.mark.long) for n in range(25, 40))]
+)
 def test_random_faults(seed: int) -> None:
     run(seed)
 
