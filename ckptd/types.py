@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ckptd.errors import CorruptError
@@ -18,8 +18,7 @@ from ckptd.errors import CorruptError
 __all__ = ["DTYPES", "Box", "ByteRange", "DType", "dtype_of"]
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(msgspec.Struct, frozen=True, dict=True):
     """A logical element type.
 
     Attributes
@@ -103,8 +102,7 @@ def dtype_of(name: str, where: str | None = None) -> DType:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """An axis-aligned box of a tensor: `offset` and `shape` per dimension, in elements."""
 
     offset: tuple[int, ...]
@@ -157,8 +155,7 @@ class Box:
                 yield Box((first + i, *box.offset), (1, *box.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(msgspec.Struct, frozen=True):
     """Bytes ``[start, end)`` of an object."""
 
     start: int

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from ckptd.errors import CorruptError
@@ -44,8 +44,7 @@ def block_count(data_bytes: int) -> int:
     return -(-data_bytes // BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class DigestIndex:
+class DigestIndex(msgspec.Struct, frozen=True):
     """Digests of one data file.
 
     Attributes

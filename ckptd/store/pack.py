@@ -11,10 +11,11 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 import zstandard
@@ -58,8 +59,7 @@ _FOR_PLANES = zstandard.ZstdCompressionParameters(
 _U8 = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class PackFrame:
+class PackFrame(msgspec.Struct, frozen=True):
     """A frame as it is stored.
 
     Attributes
@@ -254,8 +254,7 @@ def table_bytes(size: int, lead: int, frames: Sequence[tuple[int, int, int, int]
     return rows + head[:_SUMMED] + summed + _END_MAGIC
 
 
-@dataclass(frozen=True, slots=True)
-class PackTable:
+class PackTable(msgspec.Struct, frozen=True):
     """Where the frames of one packed object are.
 
     Attributes

@@ -12,15 +12,15 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from ckptd.base.grids.grid import Piece, reach_of, strides_of
 from ckptd.types import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True):
     """A box of a tensor and its place in a buffer.
 
     Attributes
@@ -149,8 +149,7 @@ def piece_regions(piece: Piece) -> list[Region]:
     return flat_regions(piece.box, *piece.flat)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """Copy ``source[source_start + i . source_strides]`` to ``target[target_start + i . ...]``.
 
     In lowest terms: dimensions of size one are dropped, and neighbours that step alike on both

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,8 +34,7 @@ class DimSegment(NamedTuple):
     local: int
 
 
-@dataclass(frozen=True, eq=False)
-class DimCut:
+class DimCut(msgspec.Struct, frozen=True, eq=False, dict=True):
     """A tensor dimension after all its cuts.
 
     A *share* is what one combination of coordinates on the cutting mesh dimensions holds; shares

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,8 +75,7 @@ def _merged(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True, dict=True):
     """One cut dimension: runs of ``(cell size, number of such cells)``, in order.
 
     Cells are never empty, so that the number of pieces is bounded by the number of elements; the
@@ -108,7 +107,7 @@ class Axis:
         if not 1 <= extent <= MAX_EXTENT:
             raise ValueError(f"a dimension of {extent} elements")
         if merge:
-            object.__setattr__(self, "runs", _merged(self.runs))
+            msgspec.structs.force_setattr(self, "runs", _merged(self.runs))
 
     def __hash__(self) -> int:
         return self._hash
@@ -193,8 +192,7 @@ class Axis:
             yield from repeat(size, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """One chunk: a cell, or a flat range inside a cell.
 
     Attributes
@@ -222,8 +220,7 @@ class Piece:
         return self.box.shape if self.flat is None else (self.numel,)
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(msgspec.Struct, frozen=True, dict=True):
     """A tensor's cut into pieces.
 
     Attributes

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -31,8 +31,7 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.types import Box
 
 
-@dataclass(frozen=True, slots=True)
-class PieceCopy:
+class PieceCopy(msgspec.Struct, frozen=True):
     """The copies out of one source piece.
 
     Attributes
@@ -244,8 +243,7 @@ _MAX_MARKS = 2**28
 _MAX_CELLS = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(msgspec.Struct, frozen=True):
     """The result of a proof, in numbers: every element of the target is written exactly once.
 
     Attributes

@@ -20,11 +20,11 @@ segments, so a mesh of 16,384 ranks costs milliseconds, and is kept for the next
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,8 +40,7 @@ Shape: TypeAlias = tuple[int, ...]
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Holders of the cells of one tensor dimension.
 
     Attributes

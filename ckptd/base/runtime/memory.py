@@ -19,8 +19,8 @@ import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -372,8 +372,7 @@ def _without(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class MappedRange:
+class MappedRange(msgspec.Struct, frozen=True):
     """A part of this process's memory that can be written.
 
     `shared`: other processes may map it as well.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -204,7 +203,7 @@ class _Rows:
         """Return one commit as a row."""
         record = self._records.get(name)
         return CheckpointRow(
-            **(told(record) if record else dataclasses.asdict(name)),
+            **(told(record) if record else msgspec.structs.asdict(name)),
             pinned=name in self._pins,
             tags=self._tags.get(name, ()),
             leases=tuple(self._leases.get(name, ())),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -32,8 +31,7 @@ MAX_HEADER_BYTES = 100_000_000
 _STORED_ITEMSIZE = {d.stored_code: d.itemsize for d in DTYPES.values() if d.safetensors}
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """One entry of a data file.
 
     Attributes

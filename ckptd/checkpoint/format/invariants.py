@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -321,8 +320,7 @@ def check_files(manifest: Manifest, filemap: FileMap, where: str = "manifest") -
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Absence:
+class Absence(msgspec.Struct, frozen=True):
     """Pieces of a tensor that no file holds.
 
     Attributes

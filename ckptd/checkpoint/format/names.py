@@ -9,8 +9,9 @@ import operator
 import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from ckptd.base.grids.grid import Piece
 from ckptd.errors import CorruptError, UsageError
@@ -44,8 +45,7 @@ _DATA_PATH = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CommitName:
+class CommitName(msgspec.Struct, frozen=True, order=True):
     """Identity of a checkpoint: `step`, and the `generation` that wrote it."""
 
     step: int

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -299,8 +299,7 @@ def check_elements(elements: I64, count: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Witness:
+class Witness(msgspec.Struct, frozen=True, dict=True):
     """The values of a checkpoint, kind ``sample-1``.
 
     Attributes
@@ -348,8 +347,7 @@ class Witness:
         return Witness(values.copy(), present.copy())
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """A tensor whose values are not the witness's: `wrong` of `checked` values differ."""
 
     tensor: str

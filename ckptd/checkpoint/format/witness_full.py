@@ -10,8 +10,8 @@ do: doubles that differ in their sign bit only would cancel modulo 2^64.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -121,8 +121,7 @@ def _slab_sum(seed: int, positions: U64, words: NDArray[np.unsignedinteger]) -> 
     return total
 
 
-@dataclass(frozen=True)
-class FullWitness:
+class FullWitness(msgspec.Struct, frozen=True, dict=True):
     """The sums of a checkpoint, kind ``full-1``.
 
     Attributes

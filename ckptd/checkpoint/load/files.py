@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import msgspec
@@ -361,8 +360,7 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
 _MOST_IDLE = 32
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(msgspec.Struct):
     """An open file: its descriptor, where the object begins in it, and threads at work.
 
     Attributes

@@ -8,7 +8,6 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -200,8 +199,7 @@ _MOST_SPAN_BLOCKS = 4
 _SMALL_BLOCKS = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wave:
+class Wave(msgspec.Struct, frozen=True, eq=False):
     """A part of a read that fits the budget.
 
     Attributes
@@ -223,8 +221,7 @@ class Wave:
     mine: Runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadSchedule:
+class ReadSchedule(msgspec.Struct, frozen=True, eq=False):
     """All waves of one rank. `span_bytes`: what one move may span, so that it fits its wave."""
 
     waves: list[Wave]

@@ -9,7 +9,6 @@ that older checkpoints wrote.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from ckptd.base.digest import BLOCK_BYTES
 from ckptd.base.grids.block import Block, Fill, Region
 from ckptd.base.grids.grid import Grid, strides_of
-from ckptd.base.grids.owners import ABSENT
+from ckptd.base.grids.owners import ABSENT, distinct
 from ckptd.base.grids.plan import plan
 from ckptd.base.runtime.copier import copy_values
 from ckptd.checkpoint.format.container import FileMap
@@ -82,7 +81,7 @@ class BlockLine:
     def files_of(self, runs: Runs) -> list[int]:
         """Return the files that a set touches, ascending."""
         files = np.searchsorted(self._first, runs[:, 0], side="right") - 1
-        return [int(f) for f in np.unique(files)]
+        return [int(f) for f in distinct(files)]
 
     def byte_range(self, file: int, lo: int, hi: int) -> tuple[int, int]:
         """Return the bytes of the data section of `file` that positions ``[lo, hi)`` represent."""
@@ -173,7 +172,7 @@ def sweep(sets: Sequence[Runs]) -> tuple[Runs, NDArray[np.bool_]]:
     members
         ``members[i, s]``: set `s` holds segment `i`.
     """
-    points = np.unique(np.concatenate([s.ravel() for s in sets])) if sets else np.empty(0)
+    points = distinct(np.concatenate([s.ravel() for s in sets])) if sets else np.empty(0)
     if len(points) < 2:
         return no_runs(), np.empty((0, len(sets)), dtype=np.bool_)
     segments = np.stack((points[:-1], points[1:]), axis=1).astype(np.int64)
@@ -333,8 +332,7 @@ class Want(msgspec.Struct, frozen=True, eq=False):
         return max((b.target_span[1] for _, blocks in self.pieces for b in blocks), default=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedCopy:
+class PlannedCopy(msgspec.Struct, frozen=True, eq=False):
     """One copy of a plan: `block` of the piece that begins at byte `start` of a data section.
 
     Attributes
@@ -431,7 +429,11 @@ class Moves:
         counts = np.array([len(p) for p in parts], dtype=np.int64)
         if not (counts > 1).any():
             return self
-        forms = [replace(f, block=b) for f, p in zip(self.forms, parts, strict=True) for b in p]
+        forms = [
+            msgspec.structs.replace(f, block=b)
+            for f, p in zip(self.forms, parts, strict=True)
+            for b in p
+        ]
         which, form = _spread(counts, self.rows["form"])
         rows = self.rows[which]
         return Moves.of(forms, form, rows["file"], rows["start"], rows["target"])
@@ -456,7 +458,7 @@ def _spread(counts: I64, kinds: I64) -> tuple[I64, I64]:
 def _moves(copies: Iterable[PlannedCopy]) -> Moves:
     forms = list(copies)
     places = np.array([(c.file, c.start, c.target) for c in forms], dtype=np.int64).reshape(-1, 3)
-    bare = [replace(c, file=0, start=0, target=0) for c in forms]
+    bare = [msgspec.structs.replace(c, file=0, start=0, target=0) for c in forms]
     return Moves.of(bare, np.arange(len(forms)), *places.T)
 
 
@@ -477,7 +479,7 @@ def needed_bytes(copies: Moves | Iterable[PlannedCopy], hole: int) -> dict[int, 
     which, ranges = moves.touched(hole)
     files, starts = moves.rows["file"][which], moves.rows["start"][which]
     by_file: dict[int, Runs] = {}
-    for file in np.unique(files).tolist():
+    for file in distinct(files).tolist():
         mine = np.flatnonzero(files == file)
         mine = mine[np.argsort(starts[mine], kind="stable")]
         pieces = np.split(ranges[mine], np.flatnonzero(np.diff(starts[mine])) + 1)
@@ -613,7 +615,7 @@ class ReadPlan:
     def files(self) -> list[int]:
         """Files that are read, ascending."""
         rows = self.moves.rows
-        found: list[int] = np.unique(rows["file"][rows["bytes"] > 0]).tolist()
+        found: list[int] = distinct(rows["file"][rows["bytes"] > 0]).tolist()
         return found
 
     def parts(self, span_bytes: int, hole_bytes: int = BLOCK_BYTES) -> tuple[Moves, I64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from threading import Lock
 
 import msgspec
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from ckptd.base.digest import Digester, digest_hex
 from ckptd.base.grids.block import box_region, flat_regions, piece_regions
 from ckptd.base.grids.grid import Piece
+from ckptd.base.grids.owners import distinct
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_files
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
@@ -225,15 +225,14 @@ def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
     tensors, sizes = np.array(held, dtype=np.int64), np.array(plan.itemsizes, dtype=np.int64)
     for slots, elements, which in plan.select_all([(t, whole[plan.shapes[t]]) for t in held]):
         of = tensors[which]
-        for size in np.unique(sizes[of]).tolist():
+        for size in distinct(sizes[of]).tolist():
             mine = sizes[of] == size
             first = filemap.starts(0)[of[mine]] // size  # the widest come first
             witness.put(slots[mine], gather(raw, size, first + elements[mine]))
     return witness
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkWitness:
+class ChunkWitness(msgspec.Struct, frozen=True):
     """Witness values in one chunk: values `slots` at its `elements`, rising."""
 
     tensor: int

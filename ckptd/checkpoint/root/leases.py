@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
+
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.checkpoint.format.records import Commit, Lease, encode_record
@@ -133,8 +135,7 @@ def renewed(lease: Hold, on_failure: Callable[[str], None]) -> Iterator[None]:
         lease.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Unheld:
+class Unheld(msgspec.Struct, frozen=True):
     """A checkpoint that is read without a lease, which could not be written.
 
     Attributes

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
+
 from ckptd.checkpoint.format.names import CommitName, commit_key
 from ckptd.checkpoint.format.records import Commit
 from ckptd.checkpoint.root.index import seconds_of
@@ -133,8 +135,7 @@ class Keep:
         return value if isinstance(value, Keep) else Keep(last=plain_int(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """Decision of a rule.
 
     Attributes

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -65,8 +64,7 @@ START_S = 60.0
 _AGAIN_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSpec:
+class AgentSpec(msgspec.Struct, frozen=True):
     """The agent of this node, and what it is to keep.
 
     Attributes
@@ -137,14 +135,13 @@ GRACE_S = 30.0
 """The worker keeps deadlines and explains them; this is for one that sends nothing any more."""
 
 
-@dataclass
-class _Job:
+class _Job(msgspec.Struct, dict=True):
     handle: SaveTracker
     outcome_key: str
     save: SaveRequest
     plan: SavePlan
     slot: Slot
-    deadline: float = field(default=float("inf"))
+    deadline: float = msgspec.field(default=float("inf"))
     aborted: bool = False
     reason: CkptdError | None = None
     """Why it was given up; the worker, which is asked to, reports less."""
@@ -154,7 +151,7 @@ class _Job:
     sealed: Sealed | None = None
     given_up: bool = False
     """The trainer could not finish it."""
-    counted: set[str] = field(default_factory=set)
+    counted: set[str] = msgspec.field(default_factory=set)
     """Near tiers on which this rank's share has been counted, once for all workers."""
     tries: int = 1
     """So many workers have had it."""

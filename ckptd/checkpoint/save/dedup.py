@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -68,8 +67,7 @@ class Announced(msgspec.Struct, frozen=True):
     folders: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkDigests:
+class ChunkDigests(msgspec.Struct, frozen=True):
     """Where the chunks of one rank lie under one checkpoint.
 
     Attributes
@@ -271,8 +269,7 @@ _POLL_S = 0.01
 _log = logging.getLogger("ckptd")
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+class Search(msgspec.Struct, frozen=True):
     """The checkpoint that a save is compared with.
 
     Attributes

@@ -13,7 +13,6 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
@@ -52,8 +51,7 @@ from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenShare:
+class WrittenShare(msgspec.Struct, frozen=True):
     """Where a rank's share lies: in its own file, and `referred` bytes of it in older ones.
 
     Attributes
@@ -155,8 +153,7 @@ def _write_data(
         writing.emit(error)
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(msgspec.Struct, frozen=True):
     """Layout of a rank's whole data file: its header, its length and its chunks.
 
     Attributes
@@ -340,8 +337,7 @@ def _put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leader
             store.put(key, blob.body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Writing:
+class _Writing(msgspec.Struct, frozen=True):
     """The writing of a rank's data file to the root.
 
     Attributes
@@ -465,8 +461,7 @@ def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tu
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class StagedShard:
+class StagedShard(msgspec.Struct, frozen=True):
     """A rank's share that lies whole in a slot: what near tiers keep, and the root is written from.
 
     Attributes

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
@@ -483,8 +482,7 @@ def _part_of(cut: TensorCut) -> _Cut | None:
     return tuple((n, p) for n, p in placed if n > 1 and p != "replicate")
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True):
     """A group of ranks that hold the same parts of tensors, and compare them.
 
     Attributes

@@ -21,7 +21,7 @@ from ckptd.base.runtime.ownership import OfOneProcess, not_at_exit, not_within, 
 from ckptd.base.runtime.pauses import no_collection
 from ckptd.base.torch.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.checkpoint.format.codec import checked_metadata
-from ckptd.checkpoint.format.names import CommitName, check_step
+from ckptd.checkpoint.format.names import ROOT_MARKER, CommitName, check_step
 from ckptd.checkpoint.root.auto import Auto, IntervalChoice, recent
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.root.index import Index, root_tier, saving
@@ -205,11 +205,11 @@ class Checkpointer(OfOneProcess):
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
         )
         # Starting the writing process now hides its start-up behind what this one has to import,
-        # and behind the first training steps.
-        client = self._start_client()
+        # and behind the first training steps. Where there is a root, a load may come, which it
+        # would keep from the processor: then it starts behind that.
+        begun = not tiers and os.path.exists(os.path.join(self._store.url, ROOT_MARKER))
+        client = None if begun else self._start_client()
         try:
-            import psutil  # noqa: F401 - says how much memory there is when a slot is made
-
             from ckptd.checkpoint.load import opening  # noqa: F401 - of the first claim
             from ckptd.checkpoint.torch.layouts import NoLayout
             from ckptd.checkpoint.torch.saver import Saver
@@ -219,7 +219,8 @@ class Checkpointer(OfOneProcess):
                 agreement, self._ranks, timeout_s, self._layout, copy=copy, refer=storage.dedup
             )
         except BaseException:  # an interrupt
-            client.leave()
+            if client is not None:
+                client.leave()
             raise
         self._closed = self._ended = False
 
@@ -390,6 +391,7 @@ class Checkpointer(OfOneProcess):
     # -- loading ---------------------------------------------------------------------------------
 
     @functools.cached_property
+    @no_collection()
     def _loader(self) -> Loader:
         from ckptd.checkpoint.torch.loader import Loader  # a third of all that this one imports
 
@@ -552,9 +554,10 @@ class Checkpointer(OfOneProcess):
         self._last_on_root = report.step
         self._last_load = report
         self._job.loaded(report.step)
-        if not partly and self._client is not None:
+        if not partly:
             # A job that goes on from here saves as much, and its first save waits for no memory.
-            self._client.prepare(self._loader.share_bytes)
+            with suppress(OSError):  # that save tries again to start a process
+                self._start_client().prepare(self._loader.share_bytes)
 
     @property
     def last_load(self) -> LoadReport | None:

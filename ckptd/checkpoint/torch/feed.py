@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -23,8 +22,7 @@ from ckptd.types import Box
 _POLL_S = 0.0005
 
 
-@dataclass(frozen=True, slots=True)
-class StridedWindow:
+class StridedWindow(msgspec.Struct, frozen=True):
     """A strided part of a contiguous tensor, in elements."""
 
     shape: tuple[int, ...]
@@ -104,8 +102,7 @@ class CopyLane(Protocol):
         """Begin to copy a group, then do its task."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyGroup:
+class CopyGroup(msgspec.Struct, frozen=True):
     """Numbers of steps that are pushed together; `task` comes after their copies, on their lane."""
 
     lane: CopyLane
@@ -113,13 +110,12 @@ class CopyGroup:
     task: Callable[[], None] | None = None
 
 
-@dataclass(slots=True)
-class _Line:
+class _Line(msgspec.Struct):
     """A lane with its waiting copies, and those under way."""
 
     lane: CopyLane
-    waiting: deque[CopyGroup] = field(default_factory=deque)
-    flying: deque[tuple[CopyGroup, CopyMark]] = field(default_factory=deque)
+    waiting: deque[CopyGroup] = msgspec.field(default_factory=deque)
+    flying: deque[tuple[CopyGroup, CopyMark]] = msgspec.field(default_factory=deque)
 
 
 class CopyFeed:

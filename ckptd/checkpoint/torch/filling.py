@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Fill, Region
 from ckptd.base.grids.grid import is_unshared, reach_of
+from ckptd.base.grids.owners import distinct
 from ckptd.base.torch.device import kind_of
 from ckptd.base.torch.tensors import as_bytes, bytes_at, flat_memory, is_dtensor, local_tensor
 from ckptd.checkpoint.format.witness import VALUE_BYTES, check_elements, gather
@@ -216,9 +217,9 @@ class Filling:
 
         def read(which: I64, elements: I64) -> U8:
             out = np.zeros((len(which), VALUE_BYTES), dtype=np.uint8)
-            for number in np.unique(which[(elements < 0) | (elements >= counts[which])]).tolist():
+            for number in distinct(which[(elements < 0) | (elements >= counts[which])]).tolist():
                 check_elements(elements[which == number], int(counts[number]))
-            for size in np.unique(itemsizes).tolist():
+            for size in distinct(itemsizes).tolist():
                 mine = np.flatnonzero((itemsizes[which] == size) & (places[which] != 0))
                 out[mine] = _gather(places[which[mine]] + elements[mine] * size, size)
             ends = np.cumsum(np.bincount(which, minlength=len(targets)))

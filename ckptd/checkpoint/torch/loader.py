@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -461,8 +461,7 @@ class LoadReport:
         return max(self.sources, key=lambda tier: self.sources[tier], default="")
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(msgspec.Struct, frozen=True, dict=True):
     strict: bool
     wanted: Callable[[str], bool]
     to_saved: Callable[[str], str]
@@ -475,8 +474,7 @@ class _Options:
     layouts: LoadLayouts
 
 
-@dataclass(frozen=True)
-class _Tried:
+class _Tried(msgspec.Struct, frozen=True, dict=True):
     """A checkpoint, and what of it goes where in this rank's state."""
 
     manifest: Manifest
@@ -660,7 +658,7 @@ class Loader:
                         if about_foreign(manifest) and not options.renamed:
                             options = _without_sections(options, state, named)
                             stacked = options.layouts.stacked(state, named)
-                            options = replace(options, layouts=stacked)
+                            options = msgspec.structs.replace(options, layouts=stacked)
                         matching, leaves, filling, laid = self._match(
                             state, named, filemap, options
                         )
@@ -1014,7 +1012,7 @@ def _without_sections(options: _Options, state: Mapping[str, Any], saved: SavedS
                     found=f"{bare[name]} and {own}",
                     hint="only= selects one of them, rename= maps names explicitly",
                 )
-    return replace(
+    return msgspec.structs.replace(
         options,
         to_saved=lambda name: outer.get(name, name),
         to_live=lambda name: bare.get(name, name),

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import ClassVar, Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -235,8 +235,7 @@ def _buffer() -> torch.Tensor:
     return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-@dataclass(slots=True)
-class _Copied:
+class _Copied(msgspec.Struct):
     """A group behind an event; `after` carries it on, on the host."""
 
     event: torch.Event
@@ -252,8 +251,7 @@ class _Copied:
         return True
 
 
-@dataclass(slots=True)
-class _Piece:
+class _Piece(msgspec.Struct):
     """Steps whose bytes are copied in one go.
 
     Attributes
@@ -496,8 +494,7 @@ class DeviceLane:
         return host.copy_(tensor, non_blocking=True)
 
 
-@dataclass(slots=True)
-class DeviceCopies:
+class DeviceCopies(msgspec.Struct):
     """Resources that one checkpointer's snapshots share: a stream a device, page-locked memory.
 
     Attributes
@@ -506,12 +503,14 @@ class DeviceCopies:
         Locks the slots.
     """
 
-    pins: Pins = field(default_factory=Pins)
-    _streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
-    _buffers: defaultdict[torch.device, Buffers] = field(
+    pins: Pins = msgspec.field(default_factory=Pins)
+    _streams: dict[torch.device, torch.Stream] = msgspec.field(default_factory=dict)
+    _buffers: defaultdict[torch.device, Buffers] = msgspec.field(
         default_factory=lambda: defaultdict(Buffers)
     )
-    _locker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ckptd-lock"))
+    _locker: ThreadPoolExecutor = msgspec.field(
+        default_factory=lambda: ThreadPoolExecutor(1, "ckptd-lock")
+    )
 
     def lanes(
         self,
@@ -680,8 +679,7 @@ class FirstBytesWatch:
         return found
 
 
-@dataclass(slots=True)
-class OnDevice:
+class OnDevice(msgspec.Struct):
     """Part of a snapshot that is on one device.
 
     Attributes
@@ -695,11 +693,11 @@ class OnDevice:
         Tensors that other ranks hold as well.
     """
 
-    early: list[int] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
-    common_early: list[torch.Tensor] = field(default_factory=list)
-    common_late: list[torch.Tensor] = field(default_factory=list)
+    early: list[int] = msgspec.field(default_factory=list)
+    late: list[int] = msgspec.field(default_factory=list)
+    held: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
+    common_early: list[torch.Tensor] = msgspec.field(default_factory=list)
+    common_late: list[torch.Tensor] = msgspec.field(default_factory=list)
 
 
 class DeviceSnapshot:

@@ -219,7 +219,7 @@ def _check_roles(
 def _local(leaves: Leaves) -> Leaves:
     """Return leaves that are what this rank has of its tensors."""
     tensors = {n: structs.replace(x, tensor=x.local) for n, x in leaves.tensors.items()}
-    return replace(leaves, tensors=tensors)
+    return structs.replace(leaves, tensors=tensors)
 
 
 def _stated(laid: BoundLayout, look_at: Callable[[], Leaves]) -> JobLayout | None:

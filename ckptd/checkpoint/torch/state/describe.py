@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
 from ckptd.base.grids.block import Region, box_region
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True)
-class LocalRegions:
+class LocalRegions(msgspec.Struct, frozen=True, dict=True):
     """Part of one tensor that this rank holds.
 
     Attributes

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -59,8 +59,7 @@ def is_heavy(site: Site) -> bool:
     return isinstance(site.value, nn.Module | torch.optim.Optimizer | torch.Tensor)
 
 
-@dataclass(slots=True)
-class _Look:
+class _Look(msgspec.Struct):
     """Contents of heavy sites.
 
     Attributes
@@ -73,9 +72,9 @@ class _Look:
         Plain values, in order.
     """
 
-    owners: list[Any] = field(default_factory=list)
-    things: list[Any] = field(default_factory=list)
-    facts: list[Any] = field(default_factory=list)
+    owners: list[Any] = msgspec.field(default_factory=list)
+    things: list[Any] = msgspec.field(default_factory=list)
+    facts: list[Any] = msgspec.field(default_factory=list)
 
     @staticmethod
     def at(sites: Sequence[Site]) -> _Look:

@@ -249,8 +249,7 @@ class TensorLeaf(msgspec.Struct, eq=False):
         return tuple(self.tensor.shape)
 
 
-@dataclass(slots=True)
-class ObjectLeaf:
+class ObjectLeaf(msgspec.Struct):
     """One replicated value.
 
     Attributes
@@ -289,8 +288,7 @@ class Follower(Protocol):
         """Note that all of `step` was loaded, and whether global random streams were."""
 
 
-@dataclass(slots=True)
-class PerRankLeaf:
+class PerRankLeaf(msgspec.Struct):
     """One value of which each rank has its own; attributes as in `ObjectLeaf`.
 
     `on_change` and `reduce` are the declaration, `reseed` starts the value again from a seed, and
@@ -349,8 +347,7 @@ class PerRankLeaf:
         return Reseed(derive_seed(values[0], rank, world))
 
 
-@dataclass(frozen=True, slots=True)
-class PendingState:
+class PendingState(msgspec.Struct, frozen=True):
     """A change that waits for its leaf: made once when one of those called `names` was loaded.
 
     `unit` is the object without which the change makes no sense: the groups of the optimizer.
@@ -388,8 +385,7 @@ class OwnPath(Protocol):
         """Give the object what was read."""
 
 
-@dataclass(slots=True)
-class Leaves:
+class Leaves(msgspec.Struct):
     """A state, flattened: three dicts by name, in order of traversal.
 
     `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
@@ -401,16 +397,16 @@ class Leaves:
     `apply_objects` loads by, once tensors are filled.
     """
 
-    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
-    objects: dict[str, ObjectLeaf] = field(default_factory=dict)
-    per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    pending: list[PendingState] = field(default_factory=list)
-    handing: list[PendingState] = field(default_factory=list)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    tensors: dict[str, TensorLeaf] = msgspec.field(default_factory=dict)
+    objects: dict[str, ObjectLeaf] = msgspec.field(default_factory=dict)
+    per_rank: dict[str, PerRankLeaf] = msgspec.field(default_factory=dict)
+    aliases: dict[str, str] = msgspec.field(default_factory=dict)
+    pending: list[PendingState] = msgspec.field(default_factory=list)
+    handing: list[PendingState] = msgspec.field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = msgspec.field(default_factory=list)
     known: object | None = None
-    misfits: dict[str, str] = field(default_factory=dict)
-    paths: list[OwnPath] = field(default_factory=list)
+    misfits: dict[str, str] = msgspec.field(default_factory=dict)
+    paths: list[OwnPath] = msgspec.field(default_factory=list)
 
     def refuse_wrapped(self, what: str) -> None:
         """Refuse tensors that wrap others: nothing here would compare class and context.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -398,8 +397,7 @@ def _take_masters(
 # --- what an optimizer says itself ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
+class _Said(msgspec.Struct, frozen=True):
     """Answer of an optimizer's own ``state_dict()``, or of a wrapper's.
 
     Attributes
@@ -505,8 +503,7 @@ def _more_at(place: StatePlace) -> StatePlace:
     return place.child("state_dict", ".state_dict()")
 
 
-@dataclass
-class _Handing:
+class _Handing(msgspec.Struct, dict=True):
     """Collects what a load brings of an optimizer, and gives all of it to the optimizer's own load.
 
     No memory that the optimizer has is written to before.
@@ -518,8 +515,8 @@ class _Handing:
     _speaker: Any
     _names: Mapping[int, str]
     _groups: Any = None
-    _more: dict[Any, Any] = field(default_factory=dict)
-    _state: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    _more: dict[Any, Any] = msgspec.field(default_factory=dict)
+    _state: dict[int, dict[Any, Any]] = msgspec.field(default_factory=dict)
 
     def add(self, saved: Mapping[str, Mapping[str, str]]) -> None:
         """Add the leaves of all that the checkpoint has."""

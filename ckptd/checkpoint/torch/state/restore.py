@@ -13,10 +13,10 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -45,8 +45,7 @@ _log = logging.getLogger("ckptd")
 MAX_LISTED = 40
 
 
-@dataclass(frozen=True)
-class SavedState:
+class SavedState(msgspec.Struct, frozen=True, dict=True):
     """A manifest, by name.
 
     Attributes
@@ -90,8 +89,7 @@ class SavedState:
         return {*self.tensors, *self.objects, *self.per_rank, *self.aliases}
 
 
-@dataclass
-class Matching:
+class Matching(msgspec.Struct, dict=True):
     """The names that a load will fill: live name to number in the manifest's table.
 
     Attributes
@@ -114,16 +112,16 @@ class Matching:
         among `unexpected` until `keep_adopted`.
     """
 
-    tensors: dict[str, int] = field(default_factory=dict)
-    objects: dict[str, int] = field(default_factory=dict)
-    per_rank: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, tuple[str, int]] = field(default_factory=dict)
-    overlaps: list[list[TensorLeaf]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
+    tensors: dict[str, int] = msgspec.field(default_factory=dict)
+    objects: dict[str, int] = msgspec.field(default_factory=dict)
+    per_rank: dict[str, int] = msgspec.field(default_factory=dict)
+    copies: dict[str, tuple[str, int]] = msgspec.field(default_factory=dict)
+    overlaps: list[list[TensorLeaf]] = msgspec.field(default_factory=list)
+    missing: list[str] = msgspec.field(default_factory=list)
+    unexpected: list[str] = msgspec.field(default_factory=list)
+    differences: list[str] = msgspec.field(default_factory=list)
     required: Callable[[str], bool] = bool
-    adopted: dict[str, str] = field(default_factory=dict)
+    adopted: dict[str, str] = msgspec.field(default_factory=dict)
 
     def keep_adopted(self, unexpected: Collection[str]) -> list[str]:
         """Leave out what was adopted and other ranks have a place for; return what is kept.

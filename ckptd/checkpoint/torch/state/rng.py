@@ -6,10 +6,10 @@ import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,8 +21,7 @@ _log = logging.getLogger("ckptd")
 _ON_HOST = ("torch", "numpy", "python")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RngStreams:
+class RngStreams(msgspec.Struct, frozen=True, eq=False):
     """Where the global random streams of a process stand.
 
     Attributes
@@ -94,7 +93,9 @@ class RngStreams:
         seeds += [seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
         others = [RngStreams.of_seed(seed) for seed in seeds]
         begun = RngStreams.of_seed(devices)
-        return replace(begun, cpu=others[0].cpu, numpy=others[1].numpy, python=others[2].python)
+        return msgspec.structs.replace(
+            begun, cpu=others[0].cpu, numpy=others[1].numpy, python=others[2].python
+        )
 
     def _numpy_key(self) -> tuple[Any, ...]:
         name, keys, *rest = self.numpy
@@ -200,7 +201,7 @@ class OwnStreams:
         outside = RngStreams.now()
         if outside.devices.keys() - self.at.devices.keys():
             begun = RngStreams.of_seed(self.seed).devices
-            self.at = replace(self.at, devices={**begun, **self.at.devices})
+            self.at = msgspec.structs.replace(self.at, devices={**begun, **self.at.devices})
         self.at.set()
         try:
             yield

@@ -12,12 +12,12 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from operator import setitem
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -133,8 +133,7 @@ def _params(value: Any) -> set[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Inner:
+class _Inner(msgspec.Struct, frozen=True, eq=False):
     """An optimizer that a wrapper holds, the way to it, and whether the wrapper itself holds it."""
 
     at: str
@@ -248,8 +247,7 @@ def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """A value that is no container: `put` puts another value in its place.
 
     `speaker` says and takes the state of an optimizer that it is around.
@@ -308,7 +306,7 @@ def _without_wrappers(sites: list[Site]) -> list[Site]:
         others = [sites[j].value for j in found if j != i]
         bare, speaker = unwrapped(sites[i].value, sites[i].place.name, others)
         if bare is not sites[i].value:
-            sites[i] = replace(sites[i], value=bare, speaker=speaker)
+            sites[i] = msgspec.structs.replace(sites[i], value=bare, speaker=speaker)
     return sites
 
 

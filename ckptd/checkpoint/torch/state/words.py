@@ -6,10 +6,10 @@ import functools
 import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
@@ -335,8 +335,7 @@ def _headed(heads: Mapping[str, str], name: str) -> tuple[str, str] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Saying:
+class Saying(msgspec.Struct, frozen=True):
     """The form of what a module says, and no value of it.
 
     Attributes
@@ -356,13 +355,13 @@ class Saying:
     """
 
     keys: list[str] | None = None
-    same: list[str] = field(default_factory=list)
-    own: dict[str, tuple[StatePlace, TensorKind | None]] = field(default_factory=dict)
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = field(
+    same: list[str] = msgspec.field(default_factory=list)
+    own: dict[str, tuple[StatePlace, TensorKind | None]] = msgspec.field(default_factory=dict)
+    notes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = msgspec.field(
         default_factory=list
     )
-    usual: dict[str, tuple[str | None, dict[str, Any]]] = field(default_factory=dict)
+    usual: dict[str, tuple[str | None, dict[str, Any]]] = msgspec.field(default_factory=dict)
 
     @property
     def asks(self) -> bool:

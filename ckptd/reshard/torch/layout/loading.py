@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from ckptd.base.grids.block import Fill, Region, box_region
 from ckptd.checkpoint.load.plan import Conversion, Want, put_fill
@@ -134,7 +135,7 @@ class BoundLoad(LayoutLoad):
     def others(self, leaves: Leaves) -> Leaves:
         """Return the leaves that the job's layout does not speak of."""
         names = {n: x for n, x in leaves.tensors.items() if not self._kinds(x)}
-        return replace(leaves, tensors=names)
+        return structs.replace(leaves, tensors=names)
 
     def _kinds(self, leaf: TensorLeaf) -> bool:
         kinds = (self.job.kind(n) for n in (leaf.name, *leaf.aliases))

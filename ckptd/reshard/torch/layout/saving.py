@@ -8,7 +8,7 @@ objects, are saved as without one; what follows a parameter gets the parameter's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -201,7 +201,7 @@ class BoundLeaves(LayoutSave):
             if name in self.followers:
                 group = self._group(self.job.form.rules[self.followers[name][0]].axes)
             if not shared.alone:
-                here = replace(shared, key=f"{group}:{shared.key}")
+                here = structs.replace(shared, key=f"{group}:{shared.key}")
                 tables.setdefault(here, {})[name] = sample(leaf.local)
         return tables
 
@@ -342,7 +342,7 @@ def _objects(job: JobLayout, leaves: Leaves) -> dict[str, ObjectLeaf]:
             prefix + local: prefix + job.form.rules[rule].global_name(indexes)
             for local, (rule, indexes) in job.tensors.items()
         }
-        out[name] = replace(groups, raw=[_renamed(g, stored) for g in groups.raw])
+        out[name] = structs.replace(groups, raw=[_renamed(g, stored) for g in groups.raw])
     return out
 
 
