@@ -35,7 +35,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,6 +260,19 @@ class Store(ABC):
         a mixture.
         """
 
+    def put_together(self, objects: Mapping[str, bytes]) -> None:
+        """Write small new objects of one folder: durable on return, and their names.
+
+        Before that any of them may be absent or partial, also after an error; a reader learns of
+        them only by what is put later. One that exists is replaced.
+        """
+        *most, (last, raw) = objects.items()
+        for key, data in most:
+            with self.writer(key, len(data)) as writer:
+                writer.write(memoryview(data))
+                writer.commit()
+        self.put(last, raw)
+
     @abstractmethod
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes (used for part sizes and preallocation)."""
@@ -357,6 +370,15 @@ class Store(ABC):
         (kind ``root-gone``). Stores without folders have nothing to do.
         """
         check_key(key)
+
+    def fleeting(self, prefix: str) -> None:
+        """Allow puts and deletes directly below `prefix` to be volatile, where that saves time.
+
+        For what serves only processes that live. A power cut may then undo the call, or leave an
+        object that is empty or begins with a zero byte; it must not, where a process of another
+        machine may go on.
+        """
+        check_prefix(prefix)
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key` where the store keeps plain files, else None."""
@@ -688,6 +710,10 @@ class ReadOnlyStore(Store):
         """Refuse."""
         self._refuse(check_key(key))
 
+    def put_together(self, objects: Mapping[str, bytes]) -> None:
+        """Refuse."""
+        self._refuse(next(iter(objects), ""))
+
     def writer(self, key: str, size: int) -> Writer:
         """Refuse."""
         self._refuse(check_key(key))
@@ -777,6 +803,10 @@ class Wrapper(Store):
     def anchor(self, key: str) -> None:
         """Pass on."""
         self.inner.anchor(key)
+
+    def fleeting(self, prefix: str) -> None:
+        """Pass on."""
+        self.inner.fleeting(prefix)
 
     def local_path(self, key: str) -> Path | None:
         """Pass on."""

@@ -15,7 +15,7 @@ import stat as stat_module
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -455,6 +455,7 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._folders: set[str] = set()  # folders whose own names this store knows to be durable
         self._anchor: str | None = None
+        self._fleeting = ""
         self._pool: ThreadPoolExecutor | None = None
         self._buffered_devices: set[int] = set()
         self._blocks = PagePool(self.capabilities.block_bytes, 2 * self.capabilities.parallel)
@@ -581,26 +582,29 @@ class LocalStore(Store):
     def _put(self, path: str, data: memoryview, create_only: bool) -> None:
         folder = os.path.dirname(path)
         temporary = os.path.join(folder, f"~{secrets.token_hex(12)}.put")
+        lasts = folder != self._fleeting
         try:
-            self._write_temporary(temporary, data)
+            self._write_temporary(temporary, data, lasts)
             if create_only:
                 self._link(temporary, path)
                 with suppress(OSError):  # the object is there; `sweep` finds what stays
                     self._system.unlink(temporary)
             else:
                 self._system.replace(temporary, path)
-            self._system.fsync_folder(folder)
+            if lasts:
+                self._system.fsync_folder(folder)
         except BaseException:
             with suppress(OSError, CkptdError):
                 self._system.unlink(temporary)
             raise
 
-    def _write_temporary(self, temporary: str, data: memoryview) -> None:
+    def _write_temporary(self, temporary: str, data: memoryview, lasts: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = self._system.open(temporary, flags)
         try:
             write_all(self._system, fd, data, temporary)
-            self._system.fsync(fd, temporary)
+            if lasts:
+                self._system.fsync(fd, temporary)
         finally:
             os.close(fd)
 
@@ -638,19 +642,62 @@ class LocalStore(Store):
                 raise no_winner(refusal, path) from error
             raise
 
-    def _in_folder(self, folder: str, act: Callable[[], None]) -> None:
+    def put_together(self, objects: Mapping[str, bytes]) -> None:
+        """Write new files, then flush all and the folders: a journal then has one commit to do."""
+        paths = {self._path(key): data for key, data in objects.items()}
+        folder, owed = os.path.dirname(next(iter(paths))), dict[str, None]()
+        with writing(folder, sum(map(len, paths.values()))):
+            self._in_folder(folder, lambda: self._put_together(folder, paths, owed), owed)
+
+    def _put_together(
+        self, folder: str, paths: Mapping[str, bytes], owed: Mapping[str, None]
+    ) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        opened: dict[str, int] = {}
+        try:
+            for path, data in paths.items():
+                # A new file, never a truncated old one: a reader may have the old one mapped.
+                with suppress(FileNotFoundError):
+                    self._system.unlink(path)
+                fd = opened[path] = self._system.open(path, flags)
+                write_all(self._system, fd, memoryview(data), path)
+                start_writeback(fd, 0, len(data))
+            for path, fd in opened.items():
+                self._system.fdatasync(fd, path)
+            for each in (folder, *owed):
+                self._system.fsync_folder(each)
+        except BaseException:
+            for path in opened:
+                with suppress(OSError, CkptdError):
+                    self._system.unlink(path)
+            raise
+        finally:
+            for fd in opened.values():
+                os.close(fd)
+        with self._lock:
+            self._folders |= {f for f in (folder, *owed) if os.path.dirname(f) in owed}
+
+    def _in_folder(
+        self, folder: str, act: Callable[[], None], owed: dict[str, None] | None = None
+    ) -> None:
         """Run `act` with `folder` there, which a concurrent delete may have removed as empty."""
         for _ in range(_MOST_RACES):
             try:
-                self._make_folder(folder)
+                self._make_folder(folder, owed)
                 return act()
             except FileNotFoundError:
                 with self._lock:
                     self._folders.clear()
         raise TransientStoreError("the folder vanishes while it is created", where=folder)
 
-    def _make_folder(self, folder: str) -> None:
-        """Make `folder` and those above it; each one's own name becomes durable."""
+    def _make_folder(self, folder: str, owed: dict[str, None] | None = None) -> None:
+        """Make `folder` and those above it; each one's own name becomes durable.
+
+        Parameters
+        ----------
+        owed
+            Gets the folders that the caller is to flush for that.
+        """
         with self._lock:
             if folder in self._folders:
                 return
@@ -658,19 +705,29 @@ class LocalStore(Store):
         if folder == self._root:
             self._make_root()
         else:
-            self._make_folder(os.path.dirname(folder))
+            self._make_folder(os.path.dirname(folder), owed)
             self._refuse_outside(folder)
             with suppress(FileExistsError):
                 self._system.mkdir(folder)
                 self._check_anchor(made=folder)
-            # Also when it was there: the process that made it may not have come to its fsync yet.
-            self._system.fsync_folder(os.path.dirname(folder))
+            if owed is not None:
+                owed[os.path.dirname(folder)] = None
+                return
+            if folder != self._fleeting:
+                # Also when it was there: its maker may not have come to its fsync yet.
+                self._system.fsync_folder(os.path.dirname(folder))
         with self._lock:
             self._folders.add(folder)
 
     def anchor(self, key: str) -> None:
         """Make no folder from now on while the object `key` is not there."""
         self._anchor = self._path(key)
+
+    def fleeting(self, prefix: str) -> None:
+        """Do so on a disk of this host: what cuts its power ends the processes as well."""
+        with suppress(OSError):  # no folder yet, and nothing in it to be relied on
+            if os.major(os.stat(self._root).st_dev):
+                self._fleeting = os.path.join(self._root, check_prefix(prefix)).rstrip("/")
 
     def _check_anchor(self, made: str | None = None) -> None:
         """Raise when the anchor is gone; take back the folder that was `made` at that moment."""
@@ -739,6 +796,7 @@ class LocalStore(Store):
 
     def _settle(self, folder: str) -> None:
         """Remove `folder` and those above it while they are empty; make the removal durable."""
+        lasts = folder != self._fleeting
         with writing(folder):
             while folder != self._root:
                 try:
@@ -751,7 +809,8 @@ class LocalStore(Store):
                     self._folders.discard(folder)
                 folder = os.path.dirname(folder)
             with suppress(FileNotFoundError):
-                self._system.fsync_folder(folder)
+                if lasts:
+                    self._system.fsync_folder(folder)
 
     def sync(self, prefix: str) -> None:
         """Fsync the folder, every folder below it, and the one above it if that may be needed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -902,6 +902,16 @@ class Pack(Wrapper):
                     "the object exists already", kind="exists", where=f"{self.url}/{key}"
                 )
         self.inner.put(key, data, create_only=create_only)
+
+    def put_together(self, objects: Mapping[str, bytes]) -> None:
+        """Write small new objects of one folder, packed where the spec has a level."""
+        if self.spec.level is not None:
+            super().put_together(objects)
+            return
+        for key in objects:
+            self._check_free(key)
+            self._reader.forget(self._packed(key) or "")
+        self.inner.put_together(objects)
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object, packed where the spec has a level."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -98,6 +98,10 @@ class Retry(Wrapper):
             return self.get(key) == data
         except NotFoundError:
             return False
+
+    def put_together(self, objects: Mapping[str, bytes]) -> None:
+        """Write small new objects of one folder."""
+        self._retry(lambda: self.inner.put_together(objects))
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object."""

@@ -175,6 +175,13 @@ class StoreContract:
         assert store.get("a/b") == b"second"
         assert store.stat("a/b").size == 6
 
+    def test_put_together(self, store: Store) -> None:
+        store.put("a/new/m", b"an older content")
+        objects = {"a/new/x.safetensors": pattern(5000), "a/new/empty": b"", "a/new/m": b"second"}
+        for _ in range(2):
+            store.put_together(objects)
+            assert {o.key: store.get(o.key) for o in store.list()} == objects
+
     def test_empty_object(self, store: Store) -> None:
         store.put("a/empty", b"")
         assert store.get("a/empty") == b""

@@ -316,6 +316,29 @@ def test_a_delete_is_durable_on_return(tmp_path: Path) -> None:
     assert seen[-1] == ("os.fsync-folder", str(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("device", [8, 0])
+def test_what_is_fleeting_is_flushed_only_off_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int
+) -> None:
+    """A file server, device 0 here, may lose power while the process at work lives on."""
+    monkeypatch.setattr(os, "major", lambda number: device)
+    store = LocalStore(tmp_path)
+    store.fleeting("leases/")
+    seen = steps(store)
+    store.put("leases/1", b"x")
+    assert store.get("leases/1") == b"x"
+    store.delete(["leases/1"])
+    assert not (tmp_path / "leases").exists()
+    assert bool([point for point, _ in seen if "sync" in point]) is (device == 0)
+    for key in ("leases2/1", "leases/below/1", "1"):  # nothing else is
+        del seen[:]
+        store.put(key, b"x")
+        assert [path for point, path in seen if point == "os.fsync-folder"][-1] == str(
+            (tmp_path / key).parent
+        )
+        assert "os.fsync" in [point for point, _ in seen]
+
+
 def test_a_file_system_without_folder_fsync_is_let_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from ckptd import events
 from ckptd.base.digest import digest_hex
 from ckptd.checkpoint.format.codec import checked_metadata
 from ckptd.checkpoint.format.lineage import newest_on_line
@@ -559,8 +560,15 @@ def write_witness(
     return WitnessEntry(SAMPLE, digest_hex(raw))
 
 
-def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
+def write_manifest(
+    store: Store, manifest: Manifest, beside: Mapping[str, bytes] | None = None
+) -> tuple[str, bytes]:
     """Write a manifest into its data folder; return its name there and what was written.
+
+    Parameters
+    ----------
+    beside
+        Small files of the same folder that are written with it, by key.
 
     Raises
     ------
@@ -572,7 +580,11 @@ def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
     from ckptd.checkpoint.format.invariants import check_files, check_manifest
 
     check_files(manifest, check_manifest(manifest, where, len(raw)))
-    store.put(where, raw)
+    if beside:
+        with events.span("sync"):
+            store.put_together({**beside, where: raw})
+    else:
+        store.put(where, raw)
     return name, raw
 
 
@@ -584,10 +596,11 @@ def publish_manifest(
     created: str = "",
     root: str = "",
     claim: str = "",
+    beside: Mapping[str, bytes] | None = None,
 ) -> Commit:
     """Write a manifest, and the commit record by which the checkpoint begins to exist.
 
-    All other files, and their names, are durable already.
+    All other files but those `beside` it (`write_manifest`), and their names, are durable already.
 
     Parameters
     ----------
@@ -605,7 +618,7 @@ def publish_manifest(
         See `ckptd.checkpoint.root.catalogue.Catalogue.publish`.
     """
     folder, store = manifest.folder, catalogue.store
-    name, raw = write_manifest(store, manifest)
+    name, raw = write_manifest(store, manifest, beside)
     folders = {f.folder for f in manifest.files if f.data_start}
     commit = Commit(
         step=manifest.step,

@@ -24,6 +24,7 @@ from ckptd.checkpoint.format.names import (
     COMMITS,
     DATA,
     GENERATIONS,
+    LEASES,
     MARKS,
     PINS,
     ROOT_MARKER,
@@ -158,6 +159,7 @@ class Index:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        store.fleeting(LEASES)
         self.root_id = ""
         self._generations: dict[int, Generation] = {}
         self._records: dict[CommitName, Commit] = {}

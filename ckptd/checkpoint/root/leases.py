@@ -26,8 +26,9 @@ from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.checkpoint.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.checkpoint.format.records import Commit, Lease, encode_record
 from ckptd.checkpoint.root.index import Index, unmarked
-from ckptd.errors import CkptdError, NotFoundError, StoreError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
 from ckptd.store.base import ReadOnlyStore, Store
+from ckptd.types import ByteRange
 
 _log = logging.getLogger("ckptd")
 
@@ -254,6 +255,11 @@ def leases(index: Index) -> dict[str, Lease]:
                 out[key] = index.read(key, Lease)
             except NotFoundError:
                 continue  # released since the listing
+            except CorruptError:
+                if index.size(key) and index.store.get(key, ByteRange(0, 1)) != b"\0":
+                    raise
+                # What a power cut left of one (`Store.fleeting`): its process is gone as well.
+                out[key] = Lease(0, 0, expires=0.0)
     return out
 
 

@@ -480,6 +480,7 @@ def commit_attempt(
     rank: int = 0,
     gathered: Callable[[Sequence[RankPart]], None] | None = None,
     parts: Sequence[RankPart] = (),
+    beside: Mapping[str, bytes] | None = None,
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -498,6 +499,8 @@ def commit_attempt(
         Called with the parts of all ranks.
     parts
         These, where they need not be waited for.
+    beside
+        Small files that are still to be written, by key.
 
     Raises
     ------
@@ -525,7 +528,8 @@ def commit_attempt(
             gathered(parts)
         with events.span("commit"), leased(catalogue, parts):
             manifest = finish_attempt(store, store, plan, save, parts)
-            return publish_manifest(catalogue, manifest, root=save.root_id, claim=save.claim_id)
+            root, claim = save.root_id, save.claim_id
+            return publish_manifest(catalogue, manifest, root=root, claim=claim, beside=beside)
 
 
 def finish_attempt(

@@ -209,6 +209,7 @@ def drain(
     sealed: Callable[[], Sealed],
     progress: Callable[[int, int], None],
     unchanged: ChunkDedup | None = None,
+    beside: dict[str, bytes] | None = None,
 ) -> RankPart:
     """Write this rank's bytes and report its part; both are durable on return.
 
@@ -226,6 +227,8 @@ def drain(
         Called with bytes written and bytes in all.
     unchanged
         Finds what need not be written again; None: everything is.
+    beside
+        Gets what is little, by key, in place of the store: to be written with the manifest.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
     finds it at once and not by a deadline.
@@ -259,7 +262,7 @@ def drain(
             search = None
             if unchanged is not None:
                 search = unchanged.begin(save, rank_plan, lambda: wait(0))
-            writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress)
+            writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress, beside)
             if unchanged is None or search is None:
                 wrote = writing.all(unchanged)
             else:
@@ -346,7 +349,7 @@ class _Writing(msgspec.Struct, frozen=True):
         The data section with every chunk of the plan, which may still be filling up.
     wait
         ``wait(nbytes)`` returns when that many bytes are staged, or raises.
-    progress
+    progress, beside
         See `drain`.
     """
 
@@ -356,6 +359,7 @@ class _Writing(msgspec.Struct, frozen=True):
     data: memoryview
     wait: Callable[[int], None]
     progress: Callable[[int, int], None]
+    beside: dict[str, bytes] | None
 
     def all(self, unchanged: ChunkDedup | None) -> WrittenShare:
         """Write every chunk, and remember their digests for the saves that come."""
@@ -400,7 +404,17 @@ class _Writing(msgspec.Struct, frozen=True):
             self.progress(done + elsewhere, len(data))
 
         rank, small = self.plan.rank, self.plan.is_small(len(data))
-        return write_file(self.store, self.save, rank, file, source, wait, progress, small=small)
+        return write_file(
+            self.store,
+            self.save,
+            rank,
+            file,
+            source,
+            wait,
+            progress,
+            small=small,
+            beside=self.beside,
+        )
 
 
 def write_file(
@@ -413,6 +427,7 @@ def write_file(
     progress: Callable[[int], None] = lambda _: None,
     *,
     small: bool = False,
+    beside: dict[str, bytes] | None = None,
 ) -> WrittenShare:
     """Write header and data front to back, then the digest index; durable on return.
 
@@ -430,6 +445,8 @@ def write_file(
     small
         Return the digest index in the entry of the file, and write none. The file's name is durable
         when the caller has put something into its folder.
+    beside
+        See `drain`; of what is `small`.
 
     Raises
     ------
@@ -438,7 +455,15 @@ def write_file(
     """
     key = file_key(save.folder, rank)
     digester = Digester(file.ends)
-    _write_data(store, key, file.header, data, digester, wait, progress)
+    if small and beside is not None:
+        wait(len(data))
+        with events.span("digest", nbytes=len(data)):
+            digester.update(data[: len(data)])
+        with events.span("write", nbytes=len(file.header) + len(data)):
+            beside[key] = file.header + data[: len(data)]
+        progress(len(data))
+    else:
+        _write_data(store, key, file.header, data, digester, wait, progress)
     index = digester.index()
     raw = index.encode()
     if not small:

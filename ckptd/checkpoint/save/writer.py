@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -348,9 +348,11 @@ class SaveWriter:
             self._catalogue.check_root(save.root_id)
             with events.about(tier=self._tier):
                 part: RankPart | None = None
+                beside: dict[str, bytes] = {}
                 if not self._is_reported(save):
                     store, unchanged = self._store, self._unchanged
-                    part = drain(store, plan, save, data, wait, sealed, progress, unchanged)
+                    more = wait, sealed, progress, unchanged, beside
+                    part = drain(store, plan, save, data, *more)
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
             # First: a save that finds the slot free must know already that this one failed.
@@ -360,7 +362,7 @@ class SaveWriter:
         self.send(ShardStored(save.job, ROOT))
         if plan.is_alone and part is not None:
             # The slot is all there is of it until then: no part says what was written.
-            if self._commit(save, plan, part):
+            if self._commit(save, plan, part, beside=beside):
                 self._commits.submit(self._clean, save)
             free()
             self._cache_later(save, plan)
@@ -542,16 +544,21 @@ class SaveWriter:
         if self._commit(save, plan):
             self._clean(save)
 
-    def _commit(self, save: SaveRequest, plan: RankPlan, *parts: RankPart) -> bool:
+    def _commit(
+        self,
+        save: SaveRequest,
+        plan: RankPlan,
+        *parts: RankPart,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> bool:
         """Commit, report it, and return whether the checkpoint exists."""
         stop = self._stop_of(save)
         rank, gathered = self._hello.rank, self._unchanged.gathered
         commit = None
         try:
             with events.about(tier=self._tier):
-                commit = commit_attempt(
-                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, gathered, parts
-                )
+                more = self._catalogue, plan.plan, save, stop, save.timeout_s, rank, gathered
+                commit = commit_attempt(*more, parts, beside)
         except Exception as error:  # noqa: BLE001 - as above
             failed = as_document(error)
             if self._orphan.is_set():  # no other process is there to report it

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
+from pathlib import Path
 
 import pytest
 
 from ckptd.checkpoint.format.names import CommitName, commit_key, lease_key
 from ckptd.checkpoint.format.records import Lease
 from ckptd.checkpoint.root.catalogue import Catalogue
+from ckptd.checkpoint.root.gc import plan_gc, run_gc
 from ckptd.checkpoint.root.leases import (
     LEASE_S,
     SLACK_S,
@@ -21,6 +24,7 @@ from ckptd.checkpoint.root.leases import (
     renewed,
 )
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
+from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from tests.checkpoint.root.checkpoints import Visited, save
 from tests.processes import until
@@ -48,6 +52,52 @@ def test_hold_and_release(catalogue: Catalogue) -> None:
         assert held.commit == catalogue.commit(name)
     assert leases(catalogue) == {}
     held.release()
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 120])
+def test_what_a_power_cut_left_of_a_lease_is_one_that_ran_out(
+    catalogue: Catalogue, left: bytes
+) -> None:
+    """A lease is not flushed; without this, one of no bytes would stop each clean-up for ever."""
+    first, newest = save(catalogue, 1, 1), save(catalogue, 2, 1)
+    held = hold(catalogue, first)
+    plan = plan_gc(catalogue, 1)
+    assert [i.key for i in plan.items if i.kind == "commit"] == []
+    catalogue.store.put(lease_key(held.lease_id), left)
+    run_gc(catalogue.store, plan_gc(catalogue, 1))
+    assert catalogue.commits() == [newest]
+    assert leases(catalogue) == {}
+
+
+def test_a_lease_that_says_something_else_still_stops_a_clean_up(catalogue: Catalogue) -> None:
+    held = hold(catalogue, save(catalogue, 1, 1))
+    catalogue.store.put(lease_key(held.lease_id), b"{\0\0\0")
+    with pytest.raises(CorruptError):
+        leases(catalogue)
+
+
+def test_a_lease_costs_no_flush_and_a_claim_those_of_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "major", lambda device: 8)  # a disk of this host
+    made = Catalogue(LocalStore(tmp_path))
+    made.create_or_open()
+    made.claim(None, 1)
+    name = save(made, 1, 1)
+    store = LocalStore(tmp_path)
+    seen: list[tuple[str, str]] = []
+    store.watch(lambda point, path: seen.append((point, path)))
+    reader = Catalogue(store)
+    with hold(reader, name):
+        pass
+    assert not [s for s in seen if "sync" in s[0]]
+    reader.claim(name, 1, "load")
+    assert [os.path.relpath(p, tmp_path) for s, p in seen if s == "os.fsync-folder"] == [
+        ".",  # the name of the folder, which another process may have made just now
+        "generations",
+    ]
+    [written] = [p for s, p in seen if s == "os.fsync"]
+    assert Path(written).parent == tmp_path / "generations"
 
 
 def test_holding_what_is_not_there_leaves_no_lease(catalogue: Catalogue) -> None:
