@@ -20,7 +20,7 @@ from tests.simulated import ON_SIMULATED_DEVICES
 pytestmark = ON_SIMULATED_DEVICES
 
 
-def steps(at: str) -> list[str]:
+def steps(at: str, far: bool) -> list[str]:
     """Publish, step the optimizer at once, and compare what a worker has with what there was."""
     device = installed().name
     module = Tree(whole(1)).to(device)
@@ -31,6 +31,7 @@ def steps(at: str) -> list[str]:
         ckptd.Publisher(WHOLE, at) as publisher,
         ckptd.Subscriber(FUSED, into, at) as subscriber,
     ):
+        subscriber._far = far  # so that what changed is applied to what the device holds
         for step in range(1, 4):
             wanted = {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}
             for parameter in module.parameters():
@@ -46,6 +47,7 @@ def steps(at: str) -> list[str]:
             found += differing(here, fused(wanted))
         rests = sum(wanted[n].nbytes for n in ("norm.weight", "embed.weight"))
         assert report.bytes_unchanged == rests
+        assert not far or report.bytes_received < report.bytes_needed
         with torch.no_grad():
             into.get_parameter("norm.weight").data[3] = 5.0
         publication = publisher.publish(4, {"model": module, "optim": optimizer})
@@ -57,9 +59,9 @@ def steps(at: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["eager", "lazy"])
-def test_a_worker_has_what_was_published(tmp_path: Path, schedule: str) -> None:
-    assert run(steps, str(tmp_path / "at"), schedule=schedule) == []
+@pytest.mark.parametrize(("schedule", "far"), [("eager", False), ("lazy", False), ("lazy", True)])
+def test_a_worker_has_what_was_published(tmp_path: Path, schedule: str, far: bool) -> None:
+    assert run(steps, str(tmp_path / "at"), far, schedule=schedule) == []
 
 
 def make_ipc(publishers: Sequence[int]) -> WeightCarrier:

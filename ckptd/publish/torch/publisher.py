@@ -176,7 +176,8 @@ class Publisher(OfOneProcess):
         What trainer and workers prove to each other; ``CKPTD_SECRET`` when None, and without that
         in a folder the one of a file there.
     budget_bytes
-        Most memory of this rank for all slots; None: as much as they take.
+        Most memory of this rank for all slots; None: as much as they take. Its server keeps changes
+        from version to version in a quarter of a slot more, or in what this leaves.
     slots
         Versions that there is room for on every rank, at least 2: one that a worker holds, and one
         that is being filled.
