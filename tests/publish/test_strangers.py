@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import socket
 import time
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from ckptd.base.net.address import parse_address
@@ -34,10 +36,12 @@ from ckptd.publish.messages import (
     TensorPlaces,
     VersionSealed,
 )
+from tests.onpath import ACTS, OnPath
 
 pytestmark = pytest.mark.timeout(120)
 
 SECRET = b"s" * 32
+WEIGHTS = b"weights!" * 512
 IDLE = 1000
 MOST_BYTES = 64 << 20
 """By which a server may grow for a thousand connections."""
@@ -53,6 +57,7 @@ class Served:
         self.address = parse_address(self.entry.address)
         self.slot = Slot(0, 4096)
         self.slot.begin(1)
+        self.slot.put(0, np.frombuffer(WEIGHTS, np.uint8))
         self.slot.seal()
         self.client.send(SetTensors((PublishedTensor("a", "float32", 0, 1024),)))
         self.client.send(SlotMemory(0, 4096), self.slot)
@@ -145,6 +150,36 @@ def test_a_thousand_idle_connections_keep_nobody_out(served: Served) -> None:
             assert served.threads() - threads <= 1  # none of a stranger
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_is_pulled_is_neither_read_nor_changed_on_the_way(served: Served) -> None:
+    dice = random.Random(5)
+    between = OnPath(served.address)
+    entry = msgspec.structs.replace(served.entry, address=between.address)
+    whole = 0
+    try:
+        for number in range(40):
+            if number % 2:
+                between.plan = (dice.choice(ACTS), dice.random() < 0.8, dice.randrange(6000))
+            wait_s = 0.5 if number % 2 else 30.0
+            try:
+                link = ServerLink.to(entry, SECRET, wait_s=wait_s, connect_s=wait_s, far=True)
+                try:
+                    link.ask(AskTensors(("a",)), TensorPlaces)
+                    asked = ((BlockRead(0, 0, (1024,), (1,)),), np.empty(4096, np.uint8))
+                    (found,) = link.reads(1, [asked])
+                    assert found.tobytes() == WEIGHTS
+                    whole += 1
+                finally:
+                    link.close()
+            except CkptdError:
+                assert number % 2
+            between.plan = None
+        assert 20 <= whole < 36
+        assert between.done > 5
+        assert b"weights" not in between.seen
+    finally:
+        between.close()
 
 
 BEYOND = [
