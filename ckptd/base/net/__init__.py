@@ -1,4 +1,4 @@
-"""How processes reach each other: addresses, a connection, TLS and roles, the job's secret, HTTP."""
+"""How processes reach each other: addresses, connections, TLS, roles, the job's secret, HTTP."""
 
 from __future__ import annotations
 
