@@ -148,7 +148,7 @@ def _refuse_second(place: AgentPlace) -> None:
         )
 
 
-@agent.command
+@agent.command(name=("status", "ls"))
 def status(
     root: MaybeRoot = None, /, *, job: Job = None, node: Node = None, json: Json = False
 ) -> Reply:

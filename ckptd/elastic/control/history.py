@@ -302,7 +302,8 @@ class Splitter:
         self._generation = move.generation
         way, self._way = self._way, None
         if way is not None and way.after:
-            way.ended = move.at
+            # Of a program that tells of no step, from when its ranks could make one.
+            way.ended = move.at - max(move.quiet_s - self.started_s(move.generation), 0.0)
             self._done.append((way, self._recovery(way)))
         self._made = None
 

@@ -606,7 +606,8 @@ class StateMachine:
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
             return
         absent = [n.name for n in missing if not n.up]
-        text = f"no heartbeat since the controller's restart from {absent[:5]}"
+        names = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if absent[5:] else "")
+        text = f"no heartbeat since the controller's restart from {names}"
         if not absent:
             text = f"no rank of generation {self.generation} is running"
         if any(n.running == self.generation for n in here):
@@ -617,6 +618,8 @@ class StateMachine:
             for name in self._out_before:
                 self.nodes[name].out_until = -math.inf  # those orders were the last run's
             self._then = State.PLAN
+            if not any(n.running or n.fenced for n in here):  # all launchers are new
+                text = "the job was started again" + (f", without {names}" if absent else "")
             self._fence(text, now)
             self.level = 1  # the launchers are new already
 

@@ -56,14 +56,15 @@ class MemoryWatch:
         """
         before, self._kills = self._kills, self._count()
         more = [now > was for was, now in zip(before, self._kills, strict=True)]
-        facts, logged = self._facts(pid), _logged(pid)
+        # What is free on the machine explains no kill by the limit of a control group.
+        facts, logged = self._facts(pid, machine=not any(more[:-1])), _logged(pid)
         if logged or any(more[:-1]):
-            words = [text for text in (logged, facts) if text]
-            return f"killed by the kernel, out of memory (OOM): {', '.join(words)}"
+            words = ", ".join(text for text in (logged, facts) if text)
+            return f"killed by the kernel, out of memory (OOM): {words}".rstrip(": ")
         if more[-1]:
             return (
                 "most likely out of memory (OOM): the kernel recorded an OOM kill on this machine "
-                "just now: {facts}"
+                f"just now: {facts}"
             )
         return f"SIGKILL from another process; the kernel recorded no OOM kill: {facts}"
 
@@ -74,7 +75,7 @@ class MemoryWatch:
         # Of the whole machine: the only one that is counted where a group has no limit.
         return [*out, _field(Path("/proc/vmstat"), "oom_kill")]
 
-    def _facts(self, pid: int) -> str:
+    def _facts(self, pid: int, *, machine: bool) -> str:
         held = self._held.get(pid)
         facts = [f"it held {size_text(held)} at most"] if held else []
         for folder in self._folders:
@@ -88,11 +89,12 @@ class MemoryWatch:
                     + (f" and has used {size_text(most)}" if most else "")
                 )
                 break
-        meminfo = Path("/proc/meminfo")
-        free, total = _field(meminfo, "MemAvailable:"), _field(meminfo, "MemTotal:")
-        facts.append(
-            f"{size_text(free << 10)} of the machine's {size_text(total << 10)} are free now"
-        )
+        if machine:
+            meminfo = Path("/proc/meminfo")
+            free, total = _field(meminfo, "MemAvailable:"), _field(meminfo, "MemTotal:")
+            facts.append(
+                f"{size_text(free << 10)} of the machine's {size_text(total << 10)} are free now"
+            )
         return ", ".join(facts)
 
 

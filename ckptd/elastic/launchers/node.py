@@ -410,7 +410,7 @@ class NodeLauncher:
         self._progress.begin(begin.generation, self._node.begun_at)
         self._ends = []
         where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
-        step = f" from step {begin.step}" if begin.step else ""
+        step = f" from step {begin.step} or later" if begin.step else ""
         self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
         self._pool.start(begin, self._s.address or self._link.here or "127.0.0.1")
         self._settle_marks()

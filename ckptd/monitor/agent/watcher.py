@@ -30,6 +30,8 @@ from ckptd.monitor.rules.limits import HangLimits
 
 _log = logging.getLogger("ckptd.monitor")
 POLL_S = 0.05
+_IDLE_POLL_S = 0.5
+"""While no rank lives: before the first, and in an agent that outlives its job."""
 STUCK_S = 0.3
 """A rank that has not moved for this long is reported at once, with more of its calls."""
 _MOVING_FACTOR = 3
@@ -119,7 +121,9 @@ class Watcher:
     def _run(self) -> None:
         while not self._ending.is_set():
             self._safely()
-            self._ended = {fd for fd, _ in self._poll.poll(POLL_S * 1000)}
+            lives = any(ring.alive for ring in self._rings.ranks.values())
+            pause_s = POLL_S if lives else _IDLE_POLL_S
+            self._ended = {fd for fd, _ in self._poll.poll(pause_s * 1000)}
         self._urgent = True
         self._safely()
 

@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 def test_nobody_is_there(cli: Cli, place: Place) -> None:
     assert "no agent answers" in cli.good("agent", "status").out
-    assert cli.json("agent", "status")["agents"] == []
+    assert cli.json("agent", "ls")["agents"] == []
     for verb in ("status", "stop"):
         result = cli("agent", verb, place.root, "--json")
         assert (result.code, result.error["message"]) == (
@@ -41,6 +41,7 @@ def test_one_that_outlives_its_trainer(cli: Cli, place: Place) -> None:
     agent, said = place.agent(place.root, "--stay", "--metrics-port", "0")
     (one,) = cli.json("agent", "status")["agents"]
     assert (one["pid"], one["ranks"], one["snapshots"]) == (agent.pid, [], [])
+    assert cli.json("agent", "ls")["agents"][0]["pid"] == agent.pid
     assert one["ends_in_s"] is None
     second = cli("agent", "run", place.root, "--json")
     assert (second.code, second.error["message"]) == (

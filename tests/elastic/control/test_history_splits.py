@@ -107,3 +107,15 @@ def test_only_the_last_hundred_are_kept() -> None:
         story.splitter.marked(2 * turn + 3, {"loaded": 0.5})
     assert len(story.splitter.recoveries) == 100
     assert story.last().after == 301
+
+
+def test_of_a_program_that_tells_of_no_step_the_time_until_it_counts_as_running_is_no_restart() -> (
+    None
+):
+    story = Story()
+    story.go(10.0, State.FENCE, 2)
+    story.go(10.0, State.RESHARD, 3)
+    story.splitter.marked(3, {"spawned": 0.5, "initialised": 2.0})
+    story.go(40.0, State.RUNNING, 3, quiet_s=30.0)
+    assert story.last().total == pytest.approx(2.0)
+    assert parts(story.last()) == pytest.approx(2.0)

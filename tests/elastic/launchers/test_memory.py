@@ -67,6 +67,7 @@ def test_who_eats_its_memory_is_named(group: Path) -> None:
     text = watch.killed(process.pid)
     assert text.startswith("killed by the kernel, out of memory (OOM)"), text
     assert "64 MiB" in text, text  # the group's limit
+    assert "of the machine's" not in text, "what is free there explains nothing"
     # What was counted is told once: another process was killed by somebody.
     assert watch.killed(1 << 30).startswith("SIGKILL from another process")
 
@@ -80,3 +81,14 @@ def test_who_is_killed_by_somebody_is_told_with_the_memory() -> None:
     text = watch.killed(process.pid)
     assert "it held" in text
     assert "of the machine's" in text
+
+
+def test_of_a_kill_on_the_machine_the_facts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = MemoryWatch()
+    monkeypatch.setattr("ckptd.elastic.launchers.memory._logged", lambda _: "")
+    more = [*watch._kills[:-1], watch._kills[-1] + 1]
+    monkeypatch.setattr(watch, "_count", lambda: more)
+    text = watch.killed(1 << 30)
+    assert text.startswith("most likely out of memory (OOM)")
+    assert "of the machine's" in text
+    assert "{" not in text

@@ -304,3 +304,27 @@ def test_names_of_nodes() -> None:
     long, other = node_name("x" * 100), node_name("x" * 101)
     assert long != other
     assert max(map(len, (long, other))) <= 64
+
+
+def test_a_watcher_looks_rarely_while_no_rank_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first rank, and in an agent that outlives its job."""
+    monkeypatch.setattr("ckptd.monitor.agent.watcher._IDLE_POLL_S", 0.123)
+    pauses: list[float] = []
+
+    class Poll:
+        def __init__(self, real: Any) -> None:
+            self.register, self.unregister, self._poll = real.register, real.unregister, real.poll
+
+        def poll(self, pause_ms: float) -> Any:
+            pauses.append(pause_ms)
+            return self._poll(pause_ms)
+
+    with daemon() as there, watcher(tmp_path, there) as watching:
+        watching._poll = Poll(watching._poll)  # type: ignore[assignment]
+        until(lambda: 123.0 in pauses, "no rank")
+        with writers(tmp_path, 1):
+            until(lambda: 50.0 in pauses, "a rank")
+        pauses.clear()
+        until(lambda: pauses[-3:] == [123.0] * 3, "its end")
