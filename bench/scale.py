@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import common
 import msgspec
@@ -36,6 +37,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ckptd.base.digest import digest_hex
 from ckptd.base.grids import sharding
+from ckptd.base.torch import ranks as board_of_ranks
 from ckptd.base.torch.ranks import Agreement, JobBoard, open_board
 from ckptd.checkpoint.format.invariants import check_manifest
 from ckptd.checkpoint.format.manifest import (
@@ -259,10 +261,9 @@ def others_post(store: Any, found: list[RankGroup], world: int, save: str) -> No
 
 
 def others_open(store: Any, world: int) -> None:
-    """Post the numbers that all ranks but the first draw, the last one first."""
-    for rank in reversed(range(1, world)):
-        with suppress(Absent):
-            Agreement(Ahead(store, rank, world, "job/opening/", SECRET), 60.0).life()
+    """Post what the ranks below the first answer to a number of zeros."""
+    for rank in board_of_ranks._below(0, world):
+        Ahead(store, rank, world, "job/opening/", SECRET).set(f"life/{rank}", bytes(32))
 
 
 def others_write(store: Store, reported: list[RankPart], save: SaveRequest) -> None:
@@ -341,7 +342,8 @@ def pays(ranks: int, name: str, kind: str) -> Iterator[dict[str, Any]]:
                 others_open(job_store, ranks)
             bill.begin()
             if step == 1:
-                open_board(counted, 0, ranks, "job/", SECRET, 60.0)
+                with patch.object(board_of_ranks.secrets, "token_bytes", bytes):
+                    open_board(counted, 0, ranks, "job/", SECRET, 60.0)
                 bill.stage("open")
             lineage.claim_for_save(step)
             attempt = lineage.next_attempt()

@@ -7,7 +7,7 @@ import hmac
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -190,42 +190,75 @@ class Agreement:
 
         It is a hash of numbers that all of them draw now, in the tree in which they report, and
         each finds its own in it: so no earlier life can have had it. A rank reads the list of rank
-        0 and those of the ranks between, and not the numbers of all.
+        0 and those of the ranks between, and not the numbers of all. A rank asks those below with
+        its number, and takes answers to that alone: a launcher that keeps its store for the next
+        life, or a stranger, leaves others there.
 
         Raises
         ------
         RefusedError
-            kind ``bad-mac``: the number of this rank is not in it.
+            kind ``bad-mac``: some rank has another secret.
+        DeadlineError
+            Not all ranks come in time, or not to this life.
         """
-        key, rank, size = self._key("life"), self.board.rank, _NUMBER_BYTES
-        number = secrets.token_bytes(size)
-        listed = b""
+        rank, number = self.board.rank, secrets.token_bytes(_NUMBER_BYTES)
+        # At each level one may have waited its whole time for a straggler.
+        end = time.monotonic() + self._timeout_s * (_levels(0, self.board.world) + 1)
+        if below := _below(rank, self.board.world):
+            self.board.set(f"life/ask/{rank}", number)
+            listed = b"".join([number, *self._answers(number, below, end)])
+            number = _hashed(listed)
+            self.board.set(f"life/of/{rank}", listed)
+        asked, above = b"", _above(rank)
+        pauses = self._pauses("life/of", [above], end)
+        while (found := self._life_with(number)) is None:
+            ask = self.board.peek(f"life/ask/{above}") or b""
+            if ask != asked:
+                asked = ask
+                self.board.set(f"life/{rank}", ask + number)
+            next(pauses)
+        return found
 
-        def join(values: list[bytes]) -> bytes:
-            nonlocal number, listed
-            if values[1:]:
-                listed = b"".join(values)
-                number = _hashed(listed)
-                self.board.set(f"{key}/of/{rank}", listed)
-            return number
+    def _answers(self, number: bytes, below: list[int], end: float) -> list[bytes]:
+        """Return what the ranks below answer to this one's number, by rank."""
+        found: dict[int, bytes] = {}
+        left, size = below, len(below)
+        pauses = self._pauses("life", left, end)
+        while left:
+            raw = self.board.peek_all([f"life/{r}" for r in left[:size]])
+            if raw is None and size > 1:
+                size //= 2
+                continue
+            pairs = zip(left, raw or (), strict=False)
+            fresh = {r: v[len(number) :] for r, v in pairs if v.startswith(number)}
+            found |= fresh
+            left = [r for r in left if r not in found]
+            size = max(1, min(2 * size, len(left)))
+            if not fresh:
+                left = [*left[1:], left[0]]  # one that is late holds up no other
+                next(pauses)
+        return [found[r] for r in below]
 
-        listed = self._joined(key, number, join, lambda _: listed)
-        at = rank
+    def _life_with(self, number: bytes) -> bytes | None:
+        """Return the life that the lists say now; None while this rank's number is not in it."""
+        at, size = self.board.rank, _NUMBER_BYTES
         while at:
-            span = _FAN
-            while at % span == 0:
-                span *= _FAN
-            above = at - at % span
-            order = [above, *_below(above, self.board.world)]
-            if above:
-                between = self.wait(f"{key}/of/{above}", above, self._timeout_s)
-            else:
-                between = listed
-            place = size * order.index(at)
-            if len(between) != size * len(order) or between[place : place + size] != number:
-                raise _not_of_this_life(key)
-            at, number = above, _hashed(between)
+            above = _above(at)
+            listed = self.board.peek(f"life/of/{above}") or b""
+            place = size * [above, *_below(above, self.board.world)].index(at)
+            if listed[place : place + size] != number:
+                return None
+            at, number = above, _hashed(listed)
         return number
+
+    def _pauses(self, key: str, ranks: list[int], end: float) -> Iterator[None]:
+        """Sleep at each step, longer and longer, until the time is up."""
+        pause, longest = _FIRST_POLL_S, _LONGEST_POLL_S * max(1.0, self.board.world / 512)
+        while time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+            yield
+        raise self._missing(key, ranks, self._timeout_s)
 
     def no_errors(self, error: Exception | None, pulse: RankHeartbeat | None = None) -> None:
         """Raise on every rank when any rank brings an error; see `ckptd.base.runtime.ranks.agree`.
@@ -347,6 +380,14 @@ def _below(rank: int, world: int) -> list[int]:
     levels = range(_levels(rank, world))
     below = [rank + n * _FAN**level for level in levels for n in range(1, _FAN)]
     return [r for r in below if r < world]
+
+
+def _above(rank: int) -> int:
+    """Return the rank to which one of a tree posts; 0 of rank 0."""
+    span = _FAN
+    while rank and rank % span == 0:
+        span *= _FAN
+    return rank - rank % span
 
 
 def _hashed(listed: bytes) -> bytes:
@@ -603,7 +644,8 @@ def open_board(
     opening = JobBoard(store, rank, world, f"{prefix}opening/", secret)
     if secret is None:
         # Ranks that have a secret wait for those that have none: these say so.
-        opening.set(f"agree/1/life/{rank or 'answer'}", b"")
+        for name in ("life", "life/ask"):
+            opening.set(f"{name}/{rank}", b"")
         return JobBoard(store, rank, world, prefix)
     life = Agreement(opening, timeout_s).life()
-    return JobBoard(store, rank, world, prefix, secret, life)
+    return JobBoard(store, rank, world, f"{prefix}{life.hex()}/", secret, life)
