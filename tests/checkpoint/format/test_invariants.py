@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.base.digest import DigestIndex
+from ckptd.base.digest import DigestIndex, digest_hex
 from ckptd.checkpoint.format import invariants
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import (
@@ -19,6 +19,8 @@ from ckptd.checkpoint.format.invariants import (
     check_manifest,
 )
 from ckptd.checkpoint.format.manifest import (
+    INLINE,
+    INLINE_BYTES,
     FileEntry,
     GridEntry,
     Manifest,
@@ -27,6 +29,7 @@ from ckptd.checkpoint.format.manifest import (
     TensorEntry,
     WitnessEntry,
 )
+from ckptd.checkpoint.format.witness import DATA
 from ckptd.errors import CorruptError
 from tests.checkpoint.format.strategies import Sample, manifests
 
@@ -187,6 +190,45 @@ def test_broken_manifests(words: str, manifest: Manifest) -> None:
     assert words in caught.value.message
     assert "manifest.json" in (caught.value.where or "")
     assert len(str(caught.value)) < 2000
+
+
+INLINE_RAW = b"digests of its chunks"
+SMALL_FILE = FileEntry(
+    f"{FOLDER}r00000.safetensors", 0, 4096, 48, digest_hex(INLINE_RAW), INLINE_RAW
+)
+SMALL = Manifest(
+    step=1200,
+    generation=3,
+    attempt="a1",
+    world_size=1,
+    files=(SMALL_FILE,),
+    grids=(GridEntry((((4, 1),), ((3, 1),))),),
+    owners=(((0, 0, 1),),),
+    tensors=(TensorEntry("w", "float32", (4, 3), 0, 0),),
+    witness=WitnessEntry(DATA, ""),
+    requires=(INLINE,),
+)
+
+
+def test_a_small_file_is_its_own_witness() -> None:
+    check(SMALL)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": (msgspec.structs.replace(SMALL_FILE, digests=b"", index=DIGEST),)},
+        {"files": (msgspec.structs.replace(SMALL_FILE, data_bytes=INLINE_BYTES + 1),)},
+        {"files": (msgspec.structs.replace(SMALL_FILE, path=f"{OLDER}r00000.safetensors"),)},
+        {"files": (SMALL_FILE, file(1))},
+        {"grids": (GridEntry((((2, 2),), ((3, 1),))),), "owners": (((0, 0, 2),),)},
+    ],
+    ids=["no digests", "large", "of an older folder", "two files", "two pieces"],
+)
+def test_what_is_not_one_small_file_has_another_witness(changes: dict[str, Any]) -> None:
+    """The data vouch for themselves only where a load reads and digests all of them."""
+    with pytest.raises(CorruptError, match="one small file with tensors in one piece"):
+        check(msgspec.structs.replace(SMALL, **changes))
 
 
 @pytest.mark.parametrize(
