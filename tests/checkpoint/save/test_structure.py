@@ -9,16 +9,18 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
 from ckptd.base.grids.sharding import nested, owner_array, sharded_grid
 from ckptd.checkpoint.format.manifest import GridEntry, MeshEntry, TensorEntry
+from ckptd.checkpoint.format.witness import WitnessPlan
 from ckptd.checkpoint.save.structure import (
     SPLIT_BYTES,
     RankGroup,
+    RankPlan,
     Structure,
     TensorCut,
     build_plan,
     mesh_array,
 )
 from ckptd.errors import UsageError
-from tests.checkpoint.save.saving import tensor
+from tests.checkpoint.save.saving import plan_of, tensor
 
 
 def line(names: tuple[str, ...], *shape: int, start: int = 0) -> MeshEntry:
@@ -194,3 +196,15 @@ def test_alike_tensors_are_placed_as_if_each_were_the_only_one_of_its_kind(
         assert p.grids[p.tensors[number].grid] == GridEntry.of(grid)
         assert owners(p, t.name) == files
     assert [Owners(runs).runs for runs in p.owners] == list(dict.fromkeys(p.owners))
+
+
+def test_the_ranks_see_every_slot_of_the_witness() -> None:
+    """A slot that no rank reports would leave its part of a tensor without a witness."""
+    plan = plan_of({"a": (512, 64), "b": (64, 64, 16), "c": (3, 1), "s": ()}, world=4)
+    seen: list[int] = []
+    for rank in range(4):
+        own = RankPlan(plan, rank)
+        slots, values = own.witness(memoryview(bytes(own.data_bytes)))
+        assert len(values) == 2 * len(slots)
+        seen += np.frombuffer(slots, "<u4").tolist()
+    assert sorted(seen) == list(range(WitnessPlan.over(plan.tensors).total))
