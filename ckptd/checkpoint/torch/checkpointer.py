@@ -492,7 +492,8 @@ class Checkpointer(OfOneProcess):
         not_at_exit("load")
         self._check_open()
         self._wait(None)
-        self._connect()
+        if self._nearby is not None:
+            self._connect()
         self._loader.writing = False
         try:
             with nullcontext() if source is None else self._elsewhere(source, step) as elsewhere:

@@ -510,6 +510,26 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
 
 
 @pytest.mark.usefixtures("writing_process")
+def test_where_there_is_a_root_the_writing_process_starts_behind_the_load(root: str) -> None:
+    state = {"w": torch.zeros(1000)}
+    with ckptd.Checkpointer(root) as ck:
+        assert ck.writer_pid is not None
+        ck.save(1, state)
+    with ckptd.Checkpointer(root) as ck:
+        ck.load(state, weights_only=True)
+        assert ck.writer_pid is None
+        ck.load(state)
+        assert ck.writer_pid is not None
+        ck.save(2, state)
+    with ckptd.Checkpointer(root, new_run=False) as ck:
+        assert ck.writer_pid is None
+        ck.save(3, state)
+    with ckptd.Checkpointer(root) as ck:  # one that does nothing ends as well
+        assert ck.writer_pid is None
+    assert steps_on_line(root) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("writing_process")
 def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     import os
     import signal
