@@ -346,12 +346,13 @@ def merge_objects(parts: Sequence[RankPart]) -> dict[str, ObjectEntry]:
     for part in parts:
         for entry in part.objects:
             seen = merged.setdefault(entry.name, entry)
+            alike = seen is entry or _exact(seen) == _exact(entry)
             if seen.kind == entry.kind == "groups":
-                if seen is not entry and entry.name not in groups and seen != entry:
+                if entry.name not in groups and not alike:
                     groups[entry.name] = _Groups(entry.name, seen.value)
                 if entry.name in groups:
                     groups[entry.name].add(entry.value, part.rank)
-            elif seen != entry:
+            elif not alike:
                 raise SaveError(
                     "ranks hold different values of a replicated object",
                     kind="replicas-differ",
@@ -422,7 +423,12 @@ class _Groups:
 
 
 def _hyper(group: dict[str, Any]) -> bytes:
-    return msgspec.json.encode({k: v for k, v in group.items() if k != "params"}, order="sorted")
+    return _exact({k: v for k, v in group.items() if k != "params"})
+
+
+def _exact(value: Any) -> bytes:
+    """Return what differs where Python's ``==`` does not: 0 and 0.0, False and 0."""
+    return msgspec.msgpack.encode(value, order="sorted")
 
 
 _plans = msgpack_decoder(SavePlan)

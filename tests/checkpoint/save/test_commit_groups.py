@@ -68,3 +68,17 @@ def test_a_parameter_that_a_third_stage_has_otherwise_is_refused() -> None:
         merged([group(0.1, "a")], [group(0.3, "c")], [group(0.1, "c")])
     assert caught.value.where == "optim.groups: c"
     assert caught.value.found == "lr=0.1 on rank 2"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(0, 0.0), (0, False), (0.0, -0.0), (None, float("nan"))]
+)
+def test_values_that_python_calls_equal_are_not_taken_for_one_another(one: Any, other: Any) -> None:
+    def part(rank: int, value: Any) -> RankPart:
+        return RankPart(rank, "plan", objects=(ObjectEntry("meter", value),))
+
+    assert merge_objects([part(0, other), part(1, other)])["meter"].value is other
+    with pytest.raises(SaveError, match="different values of a replicated object"):
+        merge_objects([part(0, one), part(1, other)])
+    with pytest.raises(SaveError, match="different hyperparameters"):
+        merged([{"x": one, "params": ["a"]}], [{"x": other, "params": ["a"]}])
