@@ -642,10 +642,5 @@ def open_board(
         Not all of them come within `timeout_s`, or they have different secrets.
     """
     opening = JobBoard(store, rank, world, f"{prefix}opening/", secret)
-    if secret is None:
-        # Ranks that have a secret wait for those that have none: these say so.
-        for name in ("life", "life/ask"):
-            opening.set(f"{name}/{rank}", b"")
-        return JobBoard(store, rank, world, prefix)
     life = Agreement(opening, timeout_s).life()
     return JobBoard(store, rank, world, f"{prefix}{life.hex()}/", secret, life)

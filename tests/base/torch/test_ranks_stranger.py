@@ -139,12 +139,15 @@ def test_a_rank_that_finds_no_number_of_its_own_is_in_no_life(part: str) -> None
     assert len({each._prefix for each in found if isinstance(each, JobBoard)}) <= 1
 
 
-def test_lives_follow_one_another_in_one_store() -> None:
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_lives_follow_one_another_in_one_store(secret: bytes | None) -> None:
     """As with a launcher that keeps its store when it starts the ranks again."""
     store = HashStore()
     lives = []
     for step in (10, 20):
-        boards = everywhere(WORLD, lambda rank: opened(store, rank))
+        boards = everywhere(
+            WORLD, lambda rank: open_board(store, rank, WORLD, "job/", secret, PATIENCE_S)
+        )
 
         def zero(rank: int, boards: list[JobBoard] = boards, step: int = step) -> Any:
             return Agreement(boards[rank], PATIENCE_S).on_rank_zero("candidates", lambda: step)
@@ -178,7 +181,7 @@ def test_a_rank_without_the_secret_is_named(without: int) -> None:
 
     found = everywhere(WORLD, work)
     errors = [each for each in found if isinstance(each, CkptdError)]
-    assert len(errors) == WORLD - 1
+    assert len(errors) == WORLD
     assert {e.kind for e in errors} <= {"bad-mac", "board"}
     refused = [e.where for e in errors if e.kind == "bad-mac"]
     assert refused
