@@ -29,10 +29,10 @@ def test_who_reconnects_before_the_store_was_told_is_told(tmp_path: Path, first:
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        host = made.join("node", "a")
+        host = made.join("agent", "a")
         if first == "store":
             made.controller.received(host, STORE)
-        other = made.join("node", "b")
+        other = made.join("agent", "b")
         made.controller.received(other, up("b"))
         if first == "node":
             assert stores(other) == []
@@ -46,8 +46,8 @@ def test_only_the_node_that_was_asked_hosts_the_store(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        other = made.join("node", "b")
-        host = made.join("node", "a")
+        other = made.join("agent", "b")
+        host = made.join("agent", "a")
         made.controller.received(other, up("b"))
         made.controller.received(other, STORE)
         early = Hosting(generation=99, host="h", port=9)
@@ -73,7 +73,7 @@ def test_a_generation_that_cannot_be_is_refused(tmp_path: Path, said: msgspec.St
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        peer = made.join("node", "a")
+        peer = made.join("agent", "a")
         with pytest.raises(RefusedError) as caught:
             made.controller.received(peer, said)
         assert "a node reported an impossible generation" in caught.value.message

@@ -129,7 +129,7 @@ def test_what_must_outlive_a_trainer_is_not_marked(
         stack.callback(plain.communicate, b"\n", timeout=PATIENCE_S)
         until(lambda: plain.pid in marked(token))
         kept = {p.pid for p in psutil.Process().children() if token in p.environ().values()}
-        assert len(kept) == 4
+        assert len(kept) >= 4  # and what starts processes of tests, if it was started here
         assert marked(token) == {plain.pid}
 
 
