@@ -613,8 +613,9 @@ def forget_boards() -> None:
 def board_of(process_group: Any, timeout_s: float) -> Board:
     """Return a board for the ranks of a process group; the default group when None.
 
-    Every rank of the group calls this equally often: the count keeps boards apart. With a secret
-    they wait for one another, and each board has a life of its own.
+    Every rank of the group calls this equally often: the count keeps boards apart. They wait for
+    one another, and each board has a life of its own: a launcher may keep its store when it starts
+    the ranks again, with what they have written there.
     """
     ranks = global_ranks(process_group)
     if len(ranks) == 1:

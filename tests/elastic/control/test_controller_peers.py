@@ -79,7 +79,7 @@ class Made:
 
     async def first(self) -> tuple[At, NodeUp]:
         """Let the first launcher of node a be heard; return its connection and what it is."""
-        peer, up = self.join("node", "a"), NodeUp(node="a", life="1", slots=1)
+        peer, up = self.join("agent", "a"), NodeUp(node="a", life="1", slots=1)
         self.controller.received(peer, Beat(number=1, up=up))
         await self.controller._handle(up)
         return peer, up
@@ -102,7 +102,7 @@ class Made:
 def test_beats_do_not_pile_up_while_nothing_is_decided(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
-        node = made.join("node", "a")
+        node = made.join("agent", "a")
         up = NodeUp(node="a", life="1", slots=1)
         other = msgspec.structs.replace(up, slots=2)
         for number in range(100):
@@ -117,11 +117,11 @@ def test_beats_do_not_pile_up_while_nothing_is_decided(tmp_path: Path) -> None:
 def test_a_node_that_was_back_in_between_gets_the_whole_grace_again(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
-        first = made.join("node", "a")
+        first = made.join("agent", "a")
         made.controller.gone(first)
         timers = made.controller._broken
         timer = timers["a"]
-        second = made.join("node", "a")
+        second = made.join("agent", "a")
         assert timer.cancelled()
         assert not timers
         made.controller.gone(second)
@@ -144,7 +144,7 @@ def test_a_broken_link_and_a_failure_elsewhere_are_a_lost_node_at_once(
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        peer = made.join("node", "a")
+        peer = made.join("agent", "a")
         if first == "link":
             made.controller.gone(peer)
             assert made.waiting == []
@@ -162,11 +162,11 @@ def test_who_connects_anew_while_its_own_worker_fails_is_not_lost(tmp_path: Path
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        made.controller.gone(made.join("node", "b"))
+        made.controller.gone(made.join("agent", "b"))
         await made.controller._handle(Broken(node="b", generation=1, reason="a peer has closed"))
         assert made.waiting == []
         made.controller._lost("b")
-        made.join("node", "b")  # before that was looked at
+        made.join("agent", "b")  # before that was looked at
         await made.controller._handle(made.waiting[0])
         assert made.machine.nodes["b"].up
 
@@ -177,8 +177,8 @@ def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> Non
     async def case() -> None:
         made = Made(tmp_path)
         controller, left = made.controller, Left(node="a")
-        controller.received(made.join("node", "a"), Envelope(event=left, number=1))
-        again = made.join("node", "a")
+        controller.received(made.join("agent", "a"), Envelope(event=left, number=1))
+        again = made.join("agent", "a")
         await controller._handle(left)
         up = NodeUp(node="a", life="2", slots=1)
         controller.received(again, Beat(number=1, up=up))
@@ -204,12 +204,12 @@ def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) ->
     async def case() -> None:
         made = Made(tmp_path)
         first, up = await made.first()
-        second = made.join("node", "a")
+        second = made.join("agent", "a")
         made.controller.received(second, Beat(number=1, up=msgspec.structs.replace(up, life="2")))
         assert isinstance(second.told[-1], Taken)
         assert "is node a of this job" in second.told[-1].text
         made.controller.gone(second)
-        back = made.join("node", "a")
+        back = made.join("agent", "a")
         was = msgspec.structs.replace(up, life="0", fenced=1)
         made.controller.received(back, Beat(number=1, up=was))
         assert back.told == [Shutdown(kind="name-taken", text=second.told[-1].text, code=1)]
@@ -232,7 +232,7 @@ def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, ho
             made.machine.nodes["a"].up = False
         elif how == "dismissed":
             made.machine.nodes["a"].dismissed = "1"
-        second = made.join("node", "a")
+        second = made.join("agent", "a")
         other = msgspec.structs.replace(up, life="1" if how == "same" else "2")
         made.controller.received(second, Beat(number=1, up=other))
         assert first.was_cut
@@ -247,8 +247,8 @@ def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -
     async def case() -> None:
         made = Made(tmp_path)
         first, up = await made.first()
-        second = made.join("node", "a")
-        third = made.join("node", "a")
+        second = made.join("agent", "a")
+        third = made.join("agent", "a")
         assert second.was_cut
         made.controller.gone(second)
         made.controller.gone(third)
