@@ -660,10 +660,12 @@ class LocalStore(Store):
                 with suppress(FileNotFoundError):
                     self._system.unlink(path)
                 fd = opened[path] = self._system.open(path, flags)
-                write_all(self._system, fd, memoryview(data), path)
-                start_writeback(fd, 0, len(data))
+                with writing(path, len(data)):
+                    write_all(self._system, fd, memoryview(data), path)
+                    start_writeback(fd, 0, len(data))
             for path, fd in opened.items():
-                self._system.fdatasync(fd, path)
+                with writing(path, len(paths[path])):
+                    self._system.fdatasync(fd, path)
             for each in (folder, *owed):
                 self._system.fsync_folder(each)
         except BaseException:

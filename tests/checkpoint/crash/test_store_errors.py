@@ -159,7 +159,7 @@ def test_short_writes_are_gone_on_with(most: int, place: LocalPlace) -> None:
 
 
 def test_a_torn_write_fails_the_save(place: LocalPlace) -> None:
-    rule = FaultRule("torn", op="write", key=STEP_2, skip=1)
+    rule = FaultRule("torn", op="write", key=STEP_2)
     job = job_on(Fault(place.spec.open(), FaultSpec((rule,))))
     assert failure(job.save(2, values(2, SHAPES), attempt="0002")) is not None
     assert job.catalogue.latest() == CommitName(1, 1)
