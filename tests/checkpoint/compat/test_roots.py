@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_it_is_loaded_and_goes_on(root: Path) -> None:
     assert catalogue.latest() == CommitName(1, 1)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Compute as the process that made the root did: the order of sums depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_training_of_before_the_slices_goes_on(tmp_path: Path) -> None:
     """Each kind of leaf: the next two steps are those of a training that was never interrupted."""
     kept = Path(__file__).parent / "root-d283f0fa"
