@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -94,9 +95,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_long)
         if item.get_closest_marker("plugins") and not config.getoption("frameworks"):
             item.add_marker(skip_plugins)
-        # Several ranks fill the machine by themselves: one world at a time, on one worker.
+        # Ranks wait for one another most of the time: two worlds at once, on two workers, by file.
         if item.get_closest_marker("dist"):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            half = zlib.crc32(item.path.name.encode()) % 2
+            item.add_marker(pytest.mark.xdist_group(f"ranks{half}"))
         group = item.get_closest_marker("xdist_group")
         if group is not None and config.getoption("loadgroup", False):
             _tell_group(item, group.args[0])

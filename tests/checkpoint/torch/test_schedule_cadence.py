@@ -125,7 +125,8 @@ def test_auto_saves_at_once_and_then_by_what_it_measured(tmp_path: Path) -> None
         assert not ck.save(3, state)
         choice = ck.cadence
     assert choice is not None
-    assert choice.cost.durable_s >= choice.cost.blocked_s > 0.0
+    assert choice.cost.blocked_s > 0.0
+    assert choice.cost.durable_s > 0.0  # less, where a save is durable before its call returns
     assert choice.interval_s >= choice.cost.durable_s
 
 
