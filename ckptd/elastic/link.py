@@ -93,6 +93,7 @@ class NodeLink:
         self._addresses, self._job, self._secret = addresses, job, secret
         self._up, self._orders = up, orders
         self._leased, self._seated = leased, seated
+        self._given = bool(os.environ.get(SECRET_VARIABLE))
         self._life = self._spoken_to = ""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
@@ -195,7 +196,7 @@ class NodeLink:
         if need is None:
             used = f"not set, and that of {secret_path(self._job, run_folder())} is used"
             need = f"the same {SECRET_VARIABLE}; here it is "
-            need += "set" if os.environ.get(SECRET_VARIABLE) else used
+            need += "set" if self._given else used
         return (
             f"the controller refuses node {self._up().node}, which tries again: {problem}\n"
             f"all nodes of job {self._job} need {need}"

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.handed import AskProof, HandedProof
 from ckptd.base.runtime.agentlink import peer_of
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.ownership import OfOneProcess
+from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
 from ckptd.errors import ProcessError
 
 _log = logging.getLogger("ckptd.elastic")
+_Heard = FromWorker | AskProof
+msgpack_decoder(_Heard)  # now, and not in whichever thread hears the first one
 _BACKLOG = 256
 _HELLO_S = 30.0
 _POLL_S = 1.0
@@ -67,6 +71,8 @@ class LauncherEnd(OfOneProcess):
         Never by two threads for the same worker; by several for different ones.
     known
         Whether a process may be a worker: one that this launcher started, or a child of one.
+    hand
+        Answers any process of this user that asks what it can prove itself by.
 
     Raises
     ------
@@ -79,8 +85,9 @@ class LauncherEnd(OfOneProcess):
         path: Path,
         received: Callable[[WorkerEnd, FromWorker | None], None],
         known: Callable[[int], bool] = lambda _: True,
+        hand: Callable[[AskProof], HandedProof] = lambda _: HandedProof(),
     ) -> None:
-        self.path = path
+        self.path, self._hand = path, hand
         self._received = received
         self._known = known
         self._closing = False
@@ -120,10 +127,8 @@ class LauncherEnd(OfOneProcess):
                     self._refused(error)
                     continue
                 pid, uid = peer_of(sock)
-                if uid not in (-1, os.geteuid()) or (pid > 0 and not self._known(pid)):
-                    _log.warning(
-                        "rejected process %d of user %d: not a worker of this node", pid, uid
-                    )
+                if uid not in (-1, os.geteuid()):
+                    _reject(pid, uid)
                     sock.close()
                     continue
                 threading.Thread(
@@ -138,7 +143,7 @@ class LauncherEnd(OfOneProcess):
     def _serve(self, sock: socket.socket, pid: int) -> None:
         with self._lock:
             self._open.add(sock)
-        channel = SocketChannel(sock, FromWorker, MOST_BYTES)
+        channel = SocketChannel(sock, _Heard, MOST_BYTES)
         try:
             self._follow(channel, pid)
         finally:
@@ -148,6 +153,12 @@ class LauncherEnd(OfOneProcess):
 
     def _follow(self, channel: SocketChannel, pid: int) -> None:
         item = _receive(channel, _HELLO_S)
+        if isinstance(item, AskProof):
+            channel.send(self._hand(item))
+            return
+        if pid > 0 and not self._known(pid):
+            _reject(pid, os.geteuid())
+            return
         if item is None or not isinstance(item, Attach):
             _log.warning("process %d did not identify itself as a worker", pid)
             return
@@ -167,12 +178,16 @@ class LauncherEnd(OfOneProcess):
             except (EOFError, msgspec.MsgspecError):
                 return None
             if item is not None:
-                message: FromWorker = item[0]
-                return message
+                message: _Heard = item[0]
+                return None if isinstance(message, AskProof) else message  # asked by itself only
         return None
 
 
-def _receive(channel: SocketChannel, timeout_s: float) -> FromWorker | None:
+def _reject(pid: int, uid: int) -> None:
+    _log.warning("rejected process %d of user %d: not a worker of this node", pid, uid)
+
+
+def _receive(channel: SocketChannel, timeout_s: float) -> _Heard | None:
     try:
         item = channel.receive(timeout_s)
     except (EOFError, msgspec.MsgspecError):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.base.net.address import Address, UnixAddress, parse_address
 from ckptd.base.net.connection import Connection, greet_server
+from ckptd.base.net.handed import Proof
 from ckptd.base.net.roles import Role
 from ckptd.base.runtime.host import host_id
 from ckptd.checkpoint.save.arena import CONTROL_BYTES
@@ -118,7 +119,7 @@ class ServerLink:
     @staticmethod
     def to(
         entry: ServerEntry,
-        secret: bytes,
+        proof: Proof,
         *,
         wait_s: float = 60.0,
         connect_s: float = _CONNECT_S,
@@ -153,7 +154,7 @@ class ServerLink:
             try:
                 sock = address.connect(max(_LEAST_S, end - time.monotonic()))
                 connection = Connection(sock, str(address), wait_s, MOST_BODY)
-                return ServerLink._greeted(connection, entry, secret, role, wait_s, end)
+                return ServerLink._greeted(connection, entry, proof, role, wait_s, end)
             except TransientStoreError as error:
                 # Another container of this host, say: its files are not seen here. But a server
                 # that lets a connection wait lets the other one wait, too.
@@ -164,14 +165,14 @@ class ServerLink:
     def _greeted(
         connection: Connection,
         entry: ServerEntry,
-        secret: bytes,
+        proof: Proof,
         role: Role,
         wait_s: float,
         end: float,
     ) -> ServerLink:
         try:
             left = max(_LEAST_S, end - time.monotonic())
-            about = greet_server(connection, secret, PURPOSE, role=role, wait_s=left)
+            about = greet_server(connection, proof, PURPOSE, role=role, wait_s=left)
             if entry.epoch and about.get("epoch") != entry.epoch:
                 raise connection.fail("another publisher listens there")
         except BaseException:

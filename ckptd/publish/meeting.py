@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.net.address import Address, is_loopback, parse_address
-from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret, given_secret, secret_of
+from ckptd.base.net.handed import Proof, given_proof
+from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret, secret_of
 from ckptd.errors import UsageError
 from ckptd.publish.messages import DIRECTORY, ServerEntry
 
@@ -34,13 +35,13 @@ class MeetingPlace:
         A folder that all see; None where rank 0's server has an address of its own.
     address
         That address.
-    secret
-        Of the job: what both sides prove to each other.
+    proof
+        What both sides prove themselves by.
     """
 
     folder: Path | None
     address: Address | None
-    secret: bytes
+    proof: Proof
 
     @staticmethod
     def of(at: str | os.PathLike[str], secret: str | bytes | None = None) -> MeetingPlace:
@@ -51,8 +52,8 @@ class MeetingPlace:
         at
             A folder, or ``tcp://HOST:PORT``.
         secret
-            ``CKPTD_SECRET`` where it is None; without that, in a folder, that of a file there,
-            which is made on first use.
+            Where it is None: ``CKPTD_SECRET``, or a certificate from this process's launcher, which
+            has that; without both, in a folder, that of a file there, which is made on first use.
 
         Raises
         ------
@@ -61,8 +62,9 @@ class MeetingPlace:
         RefusedError
             Others may write into the folder, and no secret is given.
         """
-        given = given_secret()
-        if secret is not None:
+        if secret is None:
+            given = given_proof()
+        else:
             raw = secret.encode() if isinstance(secret, str) else secret
             given = checked_secret(raw, "secret=")
         text = os.fspath(at)

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ckptd.base.net.handed import Proof
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import UsageError
 
@@ -78,7 +79,7 @@ class Opening(_Order, frozen=True, tag="opening"):
     epoch: str
     rank: int
     world: int
-    secret: bytes
+    proof: Proof
     bind: str
     port: int
     folder: str

@@ -287,7 +287,7 @@ class PublishServer:
         self._doors.append(
             Door(
                 sock,
-                lambda: opening.secret,
+                lambda: opening.proof,
                 PURPOSE,
                 self._serve,
                 name="a worker",
@@ -427,7 +427,7 @@ class PublishServer:
         """Return the connection to the leader."""
         if self._up is None and self._opening is not None and self._leader is not None:
             self._up = ServerLink.to(
-                self._leader, self._opening.secret, wait_s=_GREETING_S, role="rank"
+                self._leader, self._opening.proof, wait_s=_GREETING_S, role="rank"
             )
         return self._up
 
@@ -576,7 +576,7 @@ def _is_ending(opening: Opening) -> bool:
     """Whether the server of a trainer that is gone has the address still."""
     there = ServerEntry("", str(Address(opening.bind, opening.port)), "", "")
     try:
-        link = ServerLink.to(there, opening.secret, wait_s=_GREETING_S, role="rank")
+        link = ServerLink.to(there, opening.proof, wait_s=_GREETING_S, role="rank")
     except CkptdError:
         return False
     link.close()

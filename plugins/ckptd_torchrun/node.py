@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptd.elastic.launchers import (
+    AskProof,
     Begin,
     Ended,
     FenceNow,
+    HandedProof,
     Hosting,
     Left,
     NodeState,
@@ -92,8 +94,8 @@ class TorchrunNode:
     ----------
     name, host
         See `ckptd.elastic.messages.NodeUp`.
-    socket
-        Where workers connect to their launcher.
+    socket, hand
+        Where workers connect to their launcher; see `ckptd.elastic.workerend.LauncherEnd`.
 
     Attributes
     ----------
@@ -101,11 +103,17 @@ class TorchrunNode:
         See `Workers` and `Reports`.
     """
 
-    def __init__(self, name: str, host: str, socket: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        socket: Path,
+        hand: Callable[[AskProof], HandedProof] | None = None,
+    ) -> None:
         self.name, self.host = name, host
         self._link: Link | None = None
         self.workers = Workers(self.ended)
-        self.reports = Reports(name, socket, self._tell)
+        self.reports = Reports(name, socket, self._tell, hand)
         self._news = threading.Condition()
         self._state = NodeState(name, self._tell)
         """Used with the lock of `_news`."""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptd.elastic.launchers import (
+    AskProof,
     Attach,
     Begin,
     FromWorker,
+    HandedProof,
     LauncherEnd,
     Loaded,
     Mark,
@@ -35,20 +37,26 @@ class Reports:
     ----------
     node
         Its name.
-    path
+    path, hand
         Of the socket, see `ckptd.elastic.workerend.LauncherEnd`.
     tell
         Sends to the controller.
     """
 
-    def __init__(self, node: str, path: Path, tell: Callable[[SaidEvent | Timed], None]) -> None:
+    def __init__(
+        self,
+        node: str,
+        path: Path,
+        tell: Callable[[SaidEvent | Timed], None],
+        hand: Callable[[AskProof], HandedProof] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
         self._begin: Begin | None = None
         self._workers = 0
         self._progress = NodeProgress(node, tell, lambda ranks: 0 < self._workers <= len(ranks))
         self._ends: dict[int, WorkerEnd] = {}
         """By rank."""
-        self._end = LauncherEnd(path, self._received)
+        self._end = LauncherEnd(path, self._received, hand=hand or (lambda _: HandedProof()))
 
     @property
     def path(self) -> Path:

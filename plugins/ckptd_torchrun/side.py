@@ -13,17 +13,21 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptd.elastic.launchers import (
+    KEPT_FROM_RANKS,
     LAUNCHER_VARIABLE,
     LEASE_VARIABLE,
+    SECRET_VARIABLE,
     Address,
     ControllerSupervisor,
     LeaseFile,
     NodeLink,
     address_towards,
     claim_name,
+    hand,
     is_here,
     is_loopback,
     job_secret,
@@ -164,7 +168,12 @@ class Side:
         mine.mkdir(mode=0o700)
         self._folder = mine
         self._lease = LeaseFile(mine / "lease")
-        self.node = TorchrunNode(name, settings.local_addr, mine / "w")
+        self.node = TorchrunNode(
+            name,
+            settings.local_addr,
+            mine / "w",
+            partial(hand, os.environ.get(SECRET_VARIABLE), name),
+        )
         self._environ = os.environ.copy()
         self._guard = self._start_guard(token)
         self._token = token
@@ -216,6 +225,7 @@ class Side:
         self._keeper.join()
         self._guard.kill()
         self._guard.wait()
+        os.environ.update({n: v for n, v in self._environ.items() if n in KEPT_FROM_RANKS})
         os.close(self._name_lock)
         self._lease.close()
         for path in (*self._folder.iterdir(), self._folder):
@@ -249,7 +259,12 @@ class Side:
         )
 
     def _mark_environment(self, token: str) -> None:
-        """Set the environment variables that the workers of this agent inherit."""
+        """Set the environment variables that the workers of this agent inherit; take its secrets.
+
+        `leave` gives them back: the agent may have another rendezvous.
+        """
+        for name in KEPT_FROM_RANKS:
+            os.environ.pop(name, None)
         os.environ.setdefault("CKPTD_JOB", self._settings.job)
         os.environ["CKPTD_NODE"] = self.node.name
         os.environ[LEASE_VARIABLE] = str(self._lease.path)

@@ -85,7 +85,7 @@ class Pair:
         self.publish()
         entry = self.subscriber._place.find()
         assert entry is not None
-        self.link = ServerLink.to(entry, self.subscriber._place.secret)
+        self.link = ServerLink.to(entry, self.subscriber._place.proof)
         assert self.link.ask(AskHold(number), HoldAnswer).good
         return number
 

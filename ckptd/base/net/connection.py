@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from ckptd.base.net.address import same_user
+from ckptd.base.net.handed import Proof
 from ckptd.base.net.roles import DOORS, Certified, Role
 from ckptd.base.runtime.ownership import in_child
 from ckptd.decoding import msgpack_decoder
@@ -587,7 +588,7 @@ def answer_hello(
 
 def greet_server(
     connection: Connection,
-    secret: bytes,
+    proof: Proof,
     purpose: str,
     *,
     role: Role,
@@ -600,8 +601,8 @@ def greet_server(
 
     Parameters
     ----------
-    secret
-        Of the authority of both ends; a Unix socket needs none.
+    proof
+        Under the authority of both ends; a Unix socket needs none.
     purpose
         One of `DOORS`.
     role, node
@@ -622,12 +623,12 @@ def greet_server(
     end = time.monotonic() + wait_s
     if connection.local:
         connection.check_user()
-    elif not secret:
+    elif not proof:
         raise UsageError("a connection over TCP needs a secret")
     else:
         from ckptd.base.net.tls import identity
 
-        served = connection.shake(identity(secret, role, node, scope), wait_s)
+        served = connection.shake(identity(proof, role, node, scope), wait_s)
         if served.role != DOORS[purpose].serves:
             raise StoreError(
                 "the server's certificate is of another role",

@@ -26,6 +26,7 @@ from ckptd.base.net.connection import (
     Refusal,
     answer_hello,
 )
+from ckptd.base.net.handed import Proof
 from ckptd.base.net.roles import DOORS
 from ckptd.base.runtime.ownership import in_child
 from ckptd.errors import CkptdError, UsageError
@@ -118,8 +119,8 @@ class Door:
     ----------
     listener
         Listens; the door closes it.
-    secret
-        Of the authority of clients that connect from now on.
+    proof
+        Returns it, under the authority of clients that connect from now on.
     purpose
         One of `DOORS`.
     serve
@@ -142,7 +143,7 @@ class Door:
     def __init__(
         self,
         listener: socket.socket,
-        secret: Callable[[], bytes],
+        proof: Callable[[], Proof],
         purpose: str,
         serve: Callable[[Connection], bool | None],
         *,
@@ -154,11 +155,11 @@ class Door:
         about: Callable[[], dict[str, str | int | bool]] = dict,
         strangers: int = MOST_STRANGERS,
     ) -> None:
-        self._listener, self._secret, self._purpose, self._serve = listener, secret, purpose, serve
+        self._listener, self._proof, self._purpose, self._serve = listener, proof, purpose, serve
         self._name, self._clients, self._about = name, clients, about
         self._send_s, self._most_body = send_s, most_body
         self._local = listener.family == socket.AF_UNIX
-        if not self._local and not secret():
+        if not self._local and not proof():
             raise UsageError("a connection over TCP needs a secret")
         self._lock = threading.Lock()
         self._served: dict[Connection, threading.Thread] = {}
@@ -238,7 +239,7 @@ class Door:
 
             role = DOORS[self._purpose].serves
             with self._ended_by_errors(wire):
-                wire.expect_tls(identity(self._secret(), role))
+                wire.expect_tls(identity(self._proof(), role))
 
     def _hear(self, wire: Connection) -> None:
         with self._ended_by_errors(wire):

@@ -23,9 +23,24 @@ from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import quote, unquote
 
+from ckptd.base.net.handed import (
+    AskProof,
+    HandedProof,
+    Proof,
+    asked_of_launcher,
+    key_of_ranks,
+)
 from ckptd.base.net.roles import Certified, Role
+from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret
 from ckptd.base.runtime.memory import anonymous_file
-from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError
+from ckptd.errors import (
+    CkptdError,
+    ProcessError,
+    RefusedError,
+    StoreError,
+    TransientStoreError,
+    UsageError,
+)
 
 PROTOCOL = "ckptd/3"
 """Name of the protocol that both ends must speak: the version of handshake and frames."""
@@ -189,36 +204,48 @@ class Identity:
 
     Parameters
     ----------
-    secret
-        What the authority is derived from.
+    proof
+        The secret that the authority is derived from, or whom the leaf is asked of.
     role, node
         What the leaf says of this process.
     scope
         What both ends should serve, which either may know of the other before it is proved.
     """
 
-    def __init__(self, secret: bytes, role: Role, node: str, scope: str = "") -> None:
+    def __init__(self, proof: Proof, role: Role, node: str, scope: str = "") -> None:
         self.scope = scope
-        self._secret, self._role, self._node = secret, role, node
+        self._proof, self._role, self._node = proof, role, node
         self._made: dict[bool, tuple[ssl.SSLContext, float]] = {}
 
     def context(self, server: bool) -> ssl.SSLContext:
         """Return the settings of a new connection, with a leaf that is valid for hours."""
         context, until = self._made.get(server, (None, 0.0))
         if context is None or time.time() >= until or until - time.time() > LEAF_S:
+            try:
+                authority, leaf, until = self._leaf()
+            except ProcessError:
+                if context is None:
+                    raise
+                return context  # peers refuse the old leaf once it is over
             context = _bare(server, self.scope)
             context.verify_mode = ssl.CERT_REQUIRED
-            now = time.time()
-            authority, leaf = issue(self._secret, self._role, self._node, now)
             context.load_verify_locations(cadata=authority.decode())
             _load(context, leaf)
-            self._made[server] = context, now + LEAF_S / 2
+            self._made[server] = context, until
         return context
+
+    def _leaf(self) -> tuple[bytes, bytes, float]:
+        if isinstance(self._proof, bytes):
+            return issued(self._proof, self._role, self._node)
+        if self._role not in ("rank", "worker"):
+            raise UsageError("a launcher hands out no such certificate", found=self._role)
+        handed = asked_of_launcher(self._role)
+        return handed.authority, handed.leaf, handed.until
 
 
 @functools.lru_cache(maxsize=64)
-def identity(secret: bytes, role: Role, node: str = "", scope: str = "") -> Identity:
-    """Return this process's identity in a role, under the authority of `secret`.
+def identity(proof: Proof, role: Role, node: str = "", scope: str = "") -> Identity:
+    """Return this process's identity in a role, under the authority of `proof`.
 
     Parameters
     ----------
@@ -227,7 +254,7 @@ def identity(secret: bytes, role: Role, node: str = "", scope: str = "") -> Iden
     scope
         See `Identity`.
     """
-    return Identity(secret, role, node or socket.gethostname(), scope)
+    return Identity(proof, role, node or socket.gethostname(), scope)
 
 
 @functools.lru_cache(maxsize=1)
@@ -235,6 +262,31 @@ def _anonymous() -> ssl.SSLContext:
     context = _bare(server=False)
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def issued(secret: bytes, role: Role, node: str) -> tuple[bytes, bytes, float]:
+    """Return what `issue` does now, and when the next leaf is due."""
+    now = time.time()
+    return (*issue(secret, role, node, now), now + LEAF_S / 2)
+
+
+def hand(given: str | None, node: str, asked: AskProof) -> HandedProof:
+    """Return what a launcher answers.
+
+    Parameters
+    ----------
+    given
+        The job's secret, as the launcher's environment has it.
+    node
+        Its own.
+    """
+    if not given:
+        return HandedProof()
+    secret = checked_secret(os.fsencode(given), SECRET_VARIABLE)
+    key = key_of_ranks(secret)
+    if not asked.role:
+        return HandedProof(key)
+    return HandedProof(key, *issued(secret, asked.role, node))
 
 
 def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, bytes]:

@@ -620,7 +620,7 @@ def board_of(process_group: Any, timeout_s: float) -> Board:
     ranks = global_ranks(process_group)
     if len(ranks) == 1:
         return LocalBoard()
-    from ckptd.base.net.signing import given_secret
+    from ckptd.base.net.handed import ranks_key
 
     own = digest_hex(repr(ranks).encode())[:12]
     _boards_made[own] = _boards_made.get(own, 0) + 1
@@ -629,7 +629,7 @@ def board_of(process_group: Any, timeout_s: float) -> Board:
     store.set_timeout(timedelta(seconds=timeout_s))
     rank = ranks.index(dist.get_rank())
     prefix = f"ckptd/{own}/{_boards_made[own]}/"
-    return open_board(store, rank, len(ranks), prefix, given_secret(), timeout_s)
+    return open_board(store, rank, len(ranks), prefix, ranks_key(), timeout_s)
 
 
 def open_board(

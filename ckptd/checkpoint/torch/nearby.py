@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptd.base.net.signing import SECRET_VARIABLE, derived_key, given_secret
+from ckptd.base.net.handed import ranks_key
+from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.base.runtime.agentlink import AgentPlace
 from ckptd.base.runtime.announcements import Announcements
 from ckptd.base.runtime.host import host_id
@@ -194,8 +195,7 @@ class Nearby:
         alone = len(members) == agreement.board.world
         self._reports_former = members[0] == agreement.board.rank
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
-        secret = given_secret()
-        self._secret = secret
+        secret = self._secret = ranks_key()
         agent_ttl_s = max(
             (t.agent_ttl_s for t in tiers if not isinstance(t, Local)), default=LINGER_S
         )

@@ -631,6 +631,7 @@ class _Run:
         self, folder: Path, mode: str, files: tuple[Path | None, str, str, str], grace_s: float
     ) -> LauncherEnding:
         from ckptd.base.net.signing import checked_secret, job_secret
+        from ckptd.base.net.tls import hand
         from ckptd.base.runtime.agentlink import run_folder
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
@@ -669,6 +670,7 @@ class _Run:
             self._turn,
             self._supervisor.still,
             self._daemon_at,
+            partial(hand, self._env.get(SECRET_VARIABLE), o.node),
         )
         for number in self._pending:
             launcher.leave(number)

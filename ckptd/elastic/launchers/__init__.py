@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.base.net.address import Address, is_here, is_loopback, parse_address
+    from ckptd.base.net.handed import KEPT_FROM_RANKS, AskProof, HandedProof
     from ckptd.base.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
+    from ckptd.base.net.tls import hand
     from ckptd.base.runtime.agentlink import run_folder
     from ckptd.base.runtime.host import address_towards
     from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
@@ -55,11 +57,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CKPTD",
     "EXIT_CODES",
+    "KEPT_FROM_RANKS",
     "LAUNCHER_VARIABLE",
     "LEASE_VARIABLE",
     "NO_ORDER",
     "SECRET_VARIABLE",
     "Address",
+    "AskProof",
     "Attach",
     "Begin",
     "Command",
@@ -68,6 +72,7 @@ __all__ = [
     "FenceNow",
     "Fenced",
     "FromWorker",
+    "HandedProof",
     "Hint",
     "Hosting",
     "Launcher",
@@ -100,6 +105,7 @@ __all__ = [
     "check_folder",
     "claim_name",
     "exit_code",
+    "hand",
     "is_here",
     "is_loopback",
     "job_secret",
@@ -171,6 +177,8 @@ _MODULES = {
         "is_loopback",
         "parse_address",
     ),
+    "base.net.handed": ("KEPT_FROM_RANKS", "AskProof", "HandedProof"),
+    "base.net.tls": ("hand",),
     "base.net.signing": (
         "SECRET_VARIABLE",
         "check_folder",

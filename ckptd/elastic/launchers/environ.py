@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.handed import KEPT_FROM_RANKS
 from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.elastic.messages import (
     INTERRUPT_S,
@@ -44,7 +45,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str]:
-    """Return what is the same for all workers of a node, over `base`."""
+    """Return what is the same for all workers of a node, over `base` without its secrets."""
     more = {
         "ROLE_NAME": told.role,
         "TORCHELASTIC_RUN_ID": told.run_id,
@@ -65,7 +66,7 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
     theirs = {name: base.get(name) for name in defaults_in(base)}
     ours = (n for n, value in unless.items() if n not in base or theirs.get(n) == value)
     more[DEFAULTS_VARIABLE] = ",".join(ours)
-    return {**unless, **base, **more}
+    return {n: v for n, v in {**unless, **base, **more}.items() if n not in KEPT_FROM_RANKS}
 
 
 def of_seat(begin: Begin, seat: RankAssignment, local_rank: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.handed import AskProof, HandedProof
 from ckptd.elastic.exitreport import FOLDER, ExitReport, last_words_of
 from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.nodestate import NodeState
@@ -134,6 +135,8 @@ class NodeLauncher:
         See `NodeLink`.
     daemon_at
         Receives the URL of the job's daemon, on each connection to a controller that knows it.
+    hand
+        See `ckptd.elastic.workerend.LauncherEnd`.
 
     Raises
     ------
@@ -153,6 +156,7 @@ class NodeLauncher:
         turn: Callable[[float, int], bool] = lambda _, __: False,
         seated: Callable[[str], bool] | None = None,
         daemon_at: Callable[[str], None] = lambda _: None,
+        hand: Callable[[AskProof], HandedProof] = lambda _: HandedProof(),
     ) -> None:
         self._daemon_at = daemon_at
         self._s, self._say, self._turn_of_others, self._output = settings, say, turn, output
@@ -187,7 +191,9 @@ class NodeLauncher:
             self._cannot_start,
             self._slots,
         )
-        self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._received, self._known)
+        self._end_of_workers = LauncherEnd(
+            folder / "launcher.sock", self._received, self._known, hand
+        )
         self._up = self._state()
         self._link = NodeLink(
             addresses,

@@ -275,7 +275,7 @@ class Publisher(OfOneProcess):
             self.epoch,
             rank,
             self._board.world,
-            self._place.secret,
+            self._place.proof,
             bind,
             port,
             str(run_folder()),

@@ -425,7 +425,7 @@ class Subscriber(OfOneProcess):
     def _link(self, entry: ServerEntry) -> ServerLink:
         return ServerLink.to(
             entry,
-            self._place.secret,
+            self._place.proof,
             wait_s=self._timeout_s,
             connect_s=self._answer_s,
             far=self._far,

@@ -153,7 +153,7 @@ def greet(
     thread = serve(
         server, answer, theirs.get("server_secret", SECRET), theirs.get("server_role", "agent")
     )
-    ours: dict[str, Any] = {"secret": SECRET, "purpose": "probe", "role": "agent"} | more
+    ours: dict[str, Any] = {"proof": SECRET, "purpose": "probe", "role": "agent"} | more
     try:
         return greet_server(client, wait_s=PATIENCE_S, **ours)
     finally:
@@ -240,7 +240,7 @@ def test_another_secret_is_said_and_nothing_else(whose: str) -> None:
         heard.append(hello)
         return Admitted()
 
-    more = {"secret": OTHER} if whose == "client's" else {"server_secret": OTHER}
+    more = {"proof": OTHER} if whose == "client's" else {"server_secret": OTHER}
     with ends() as (client, server):
         with pytest.raises(StoreError, match="different secrets") as caught:
             greet(client, server, answer, **more)

@@ -171,7 +171,7 @@ class LiveJob:
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
             line = " ".join(process.info["cmdline"] or ())
-            ours = (process.info["environ"] or {}).get("CKPTD_SECRET") == self.env["CKPTD_SECRET"]
+            ours = (process.info["environ"] or {}).get("CKPTD_RUN_DIR") == self.env["CKPTD_RUN_DIR"]
             if ours and words in line:
                 found.append(process)
         return found
