@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import math
 import mmap
 import os
 import platform
 import queue
 import random
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -99,12 +101,12 @@ def noise(seed: int = 0) -> Callable[[tuple[int, ...]], Any]:
 
     def make(shape: tuple[int, ...]) -> Any:
         k = next(count)
-        size = 1
-        for n in shape:
-            size *= n
-        start = k * 7919 * 64 % (len(pool) // 2)
-        parts = [pool[start:]] + [pool] * (size // len(pool) + 1)
-        tensor = torch.cat(parts)[:size].clone()
+        tensor = torch.empty(math.prod(shape))
+        start, at = k * 7919 * 64 % (len(pool) // 2), 0
+        while at < len(tensor):
+            part = pool[start : start + len(tensor) - at]
+            tensor[at : at + len(part)] = part
+            start, at = 0, at + len(part)
         tensor[0] = k
         return tensor.view(shape)
 
@@ -494,6 +496,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """Return how this bench was called, without the folder that it used."""
+    given = iter(sys.argv[1:])
+    words = [word for word in given if word != "--dir" or not next(given)]
+    return shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *words])
+
+
 def publish(name: str, command: str, text: str, data: Any) -> None:
     """Write ``results/NAME.json``, put the table into RESULTS.md and print it."""
     RESULTS.mkdir(exist_ok=True)
@@ -504,7 +513,7 @@ def publish(name: str, command: str, text: str, data: Any) -> None:
     text = (
         f"{origin['date']}, commit {origin['commit']}, {where['cores']} cores, "
         f"{where['memory_gib']} GiB, Python {where['python']}, load {origin['load']:.1f} "
-        f"before it.\n\n{text}"
+        f"before it{'' if origin['load'] < 0.5 else ': not idle'}.\n\n{text}"
     )
     page = HERE / "RESULTS.md"
     old = page.read_text() if page.exists() else "# Results\n"

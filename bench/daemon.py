@@ -217,7 +217,7 @@ def main() -> None:
         "A daemon with real signed sheets over HTTP on loopback; "
         f"clients on the same machine.\n\n{common.table(head, body)}"
     )
-    common.publish("daemon", "python bench/daemon.py", text, {"rows": rows})
+    common.publish("daemon", common.command(), text, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
                 what = f"{WORDS[key]}: ckptd / {best} (aim at most {aim})"
                 ratios.append([what, statistics.median(shares)])
     text += "\n\n" + common.table(["ratio", "value"], ratios) + engines.skipped(found)
-    common.publish("first", f"python bench/first.py --reps {len(ours)}", text, {"runs": found})
+    common.publish("first", common.command(), text, {"runs": found})
 
 
 def main() -> None:

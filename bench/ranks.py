@@ -193,8 +193,7 @@ def report(found: dict[str, list[Any]], size: int, options: argparse.Namespace) 
         ["columns, cold: DCP / ckptd", m(columns["dcp"], "cold_s") / m(columns["ckptd"], "cold_s")],
     ]
     text += common.table(["ratio", "value"], ratios)
-    command = f"python bench/ranks.py --layers {options.layers} --reps {options.reps}"
-    common.publish("ranks", command, text, found)
+    common.publish("ranks", common.command(), text, found)
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def main() -> None:
     read = reading(options.dir, options.calls)
     head = ["all-reduce", "median us", "least us", "more, median", "more, of least", "share"]
     table, notes = rows(rounds["call"], 2)
-    text = common.table(head, table) + "\n\n"
+    text = f"{len(rounds['call'])} rounds.\n\n{common.table(head, table)}\n\n"
     head = ["step of the demo", "median ms", "least ms", "more, median", "more, of least", "share"]
     text += common.table(head, rows(rounds["step"], 2)[0]) + "\n\n"
     text += common.table(["reader asks for", "us"], [[k, f"{v:.0f}"] for k, v in read.items()])
@@ -320,7 +320,7 @@ def main() -> None:
     )
     text += "".join(f"\n\n{note}" for note in notes)
     data = {"rounds": rounds, "reading": read, "on device": more, "load": [load, os.getloadavg()]}
-    common.publish("recorder", "python bench/recorder.py", text, data)
+    common.publish("recorder", common.command(), text, data)
 
 
 if __name__ == "__main__":

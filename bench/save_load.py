@@ -116,8 +116,7 @@ def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
                 [f"{what}: best peer ({name}) / ckptd", m(peers[name], key) / m(ours, key)]
             )
     text += "\n\n" + common.table(["ratio", "value"], ratios) + engines.skipped(found)
-    command = f"python bench/save_load.py --reps {len(ours)}"
-    common.publish("save_load", command, text, {"runs": found})
+    common.publish("save_load", common.command(), text, {"runs": found})
 
 
 def main() -> None:

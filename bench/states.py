@@ -1,10 +1,10 @@
 """States of other sizes: a small one, many tensors, one large tensor.
 
-    python bench/states.py [--reps 5] [--cases "1 MB;10,000 tensors"]
+    python bench/states.py [--reps 5] [--saves 6] [--cases "1 MB;10,000 tensors"] [--table many]
 
 `bench/save_load.py` measures a usual state. Here each case is a plain dict of tensors in a fresh
 process: 1 MB in 16 tensors, as an experiment's small model is; 1,000, 10,000 and 100,000 tensors of
-64 bytes, which cost planning and nothing else; one tensor of 4 GB. Each saves six times, every
+64 bytes, which cost planning and nothing else; one tensor of 4 GB. Each saves some times, every
 tensor changed in between, and is loaded twice by the process that saved it and once by a new one.
 CPU milliseconds are those of all processes. Files and bytes are what one more save leaves.
 """
@@ -31,7 +31,6 @@ STATES: dict[str, tuple[int, int]] = {
 """Tensors and the numbers in each."""
 ENGINES = ("ckptd", "torch.save", "DCP save")
 SLOW = {("DCP save", "100,000 tensors"), ("DCP save", "4 GB")}
-SAVES = 6
 
 
 def make(state: str) -> engines.Tree:
@@ -60,7 +59,7 @@ def stored(folder: str) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def case(name: str, folder: str, load: bool) -> dict[str, Any]:
+def case(name: str, folder: str, saves: int, load: bool) -> dict[str, Any]:
     """Be the process of one sample, or of its load by a new process."""
     import torch
 
@@ -69,8 +68,8 @@ def case(name: str, folder: str, load: bool) -> dict[str, Any]:
     tree = make(state)
     if load:
         change(tree, 100.0)
-        seconds, cpu = timed(lambda: engines.ENGINES[kind](folder, lambda: tree).load(SAVES))
-        return {"new_s": seconds, "new_cpu_s": cpu, "right": right(tree, SAVES)}
+        seconds, cpu = timed(lambda: engines.ENGINES[kind](folder, lambda: tree).load(saves))
+        return {"new_s": seconds, "new_cpu_s": cpu, "right": right(tree, saves)}
     common.remove(folder)
     Path(folder).mkdir(parents=True)
     size = sum(t.nbytes for t in tree.values())
@@ -81,7 +80,7 @@ def case(name: str, folder: str, load: bool) -> dict[str, Any]:
     memory = common.AllMemory()
     blocked, durable, cpu = [], [], []
     files = (0, 0)
-    for step in range(1, SAVES + 1):
+    for step in range(1, saves + 1):
         change(tree, 1.0)
         common.settle()
         before = stored(folder)
@@ -102,8 +101,8 @@ def case(name: str, folder: str, load: bool) -> dict[str, Any]:
     out["right"] = True
     for n in ("load", "again"):
         change(tree, 100.0)
-        out[f"{n}_s"], out[f"{n}_cpu_s"] = timed(lambda: engine.load(SAVES))
-        out["right"] = out["right"] and right(tree, SAVES)
+        out[f"{n}_s"], out[f"{n}_cpu_s"] = timed(lambda: engine.load(saves))
+        out["right"] = out["right"] and right(tree, saves)
     engine.close()
     return out
 
@@ -116,18 +115,17 @@ def right(tree: engines.Tree, added: int) -> bool:
 
 def sample(options: Any, folder: str) -> dict[str, Any]:
     if options.load:
-        return case(options.case, folder, load=True)
-    out = case(options.case, folder, load=False)
+        return case(options.case, folder, options.saves, load=True)
+    out = case(options.case, folder, options.saves, load=False)
     engines.end_children()
-    found = common.in_fresh_process(
-        __file__, ["--dir", options.dir, "--case", options.case, "--load", "yes"]
-    )
+    same = ["--dir", options.dir, "--case", options.case, "--saves", str(options.saves)]
+    found = common.in_fresh_process(__file__, [*same, "--load", "yes"])
     out["right"] = out["right"] and found.pop("right")
     common.remove(folder)
     return out | found
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> None:
+def report(found: dict[str, list[dict[str, Any]]], table: str) -> None:
     """Print and keep medians."""
     m = common.median
     names = engines.measured(found)
@@ -159,12 +157,12 @@ def report(found: dict[str, list[dict[str, Any]]]) -> None:
     reps = max(len(s) for s in names.values())
     text = f"Medians of {reps} alternating repetitions.\n\n" + common.table(head, rows)
     text += engines.skipped(found)
-    common.publish("states", f"python bench/states.py --reps {reps}", text, {"runs": found})
+    common.publish(table, common.command(), text, {"runs": found})
 
 
 def main() -> None:
     """Alternate the cases, each in fresh processes."""
-    options = common.arguments(__doc__, cases=";".join(STATES), load="")
+    options = common.arguments(__doc__, cases=";".join(STATES), load="", saves=6, table="states")
     folder = f"{options.dir}/case"
     if options.case:
         engines.tell(partial(sample, options, folder))
@@ -173,7 +171,8 @@ def main() -> None:
         raise SystemExit(f"no such state: {unknown}; there are {'; '.join(STATES)}")
     pairs = [(kind, state) for state in states for kind in ENGINES if (kind, state) not in SLOW]
     names = [f"{kind}: {state}" for kind, state in pairs]
-    common.alternate(__file__, options, ["--dir", options.dir], names, 0, report)
+    args = ["--dir", options.dir, "--saves", str(options.saves)]
+    common.alternate(__file__, options, args, names, 0, partial(report, table=options.table))
 
 
 if __name__ == "__main__":

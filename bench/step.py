@@ -325,8 +325,7 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
         "which the loop makes and the last column does not.\n\n"
     )
     text += common.table(head, rows) + engines.skipped(found)
-    command = f"python bench/step.py --reps {len(next(iter(found.values())))}"
-    common.publish("step", command, text, found)
+    common.publish("step", common.command(), text, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`bench/all.py --check` names headline tables that are older than their code."""
+"""`bench/all.py` names headline tables older than their code, and writes the README's figures."""
 
 from __future__ import annotations
 
@@ -87,3 +87,19 @@ def test_every_headline_bench_is_there() -> None:
     for command, paths in headline.HEADLINES.values():
         assert (ROOT / "bench" / command.split()[0]).is_file()
         assert all((ROOT / path).is_dir() for path in paths)
+
+
+def test_the_readme_tells_figures_of_the_tables() -> None:
+    page = headline.README.read_text()
+    assert headline.written(page) == page
+
+
+def test_a_figure_of_another_table_changes_the_readme(history: Path) -> None:
+    sample = {"blocked_s": 1.5, "durable_s": 2.5, "cached_s": 3.5}
+    runs = {"ckptd": [sample], "DCP save": [{**sample, "blocked_s": 10.0}], "DCP async": [sample]}
+    told = {"commit": "0", "command": "python x", "date": "2026-01-02", "data": {"runs": runs}}
+    (history / "bench/results/first.json").write_text(json.dumps(told))
+    (history / f"bench/results/{SOME}.json").unlink()
+    rows = headline.figures().splitlines()[2:]
+    assert rows[0].split(" | ")[1:] == ["1.50", "–", "1.50, DCP async", "`python x`, 2026-01-02 |"]
+    assert len(rows) == 3
