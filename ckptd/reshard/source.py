@@ -306,11 +306,7 @@ def _encoded(reader: CkptdReader, name: str) -> dict[int, bytes]:
 
 
 def _witness(reader: CkptdReader) -> tuple[tuple[WitnessPlan, Witness] | None, str]:
-    """Return the witness if its values can be followed one by one, or why there is none."""
+    """Return the witness, or why there is none."""
     plan = WitnessPlan.of(reader.manifest)
     found = read_witness(reader.store, reader.manifest, plan)
-    if isinstance(found, Witness):
-        return (plan, found), ""
-    if found is None:
-        return None, "the source has no witness"
-    return None, "the source's witness is a sum, whose values cannot be followed one by one"
+    return (None, "the source has no witness") if found is None else ((plan, found), "")

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,16 +19,15 @@ from numpy.typing import NDArray
 
 from ckptd.base.grids.block import Region
 from ckptd.base.grids.grid import is_packed, reach_of, strides_of
-from ckptd.checkpoint.format.container import Chunk, build_header, header_bytes, parse_header
+from ckptd.checkpoint.format.container import build_header, header_bytes, parse_header
 from ckptd.checkpoint.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.errors import CorruptError, UsageError
-from ckptd.types import DTYPES, DType, dtype_of
+from ckptd.types import DTYPES, dtype_of
 
 SAMPLE = "sample-1"
-FULL = "full-1"
 DATA = "data-1"
 """The values of `SAMPLE`, not stored: every tensor lies in one piece in the one file."""
-KINDS = frozenset({SAMPLE, FULL, DATA})
+KINDS = frozenset({SAMPLE, DATA})
 
 MAX_VALUES = 1_000_000
 MAX_VALUES_PER_TENSOR = 1024
@@ -57,11 +55,6 @@ def splitmix64(x: U64) -> U64:
     z *= _M2
     z ^= z >> np.uint64(31)
     return z
-
-
-def seed_of(name: str) -> int:
-    """XXH3-64 of a tensor's name: what keys its positions."""
-    return xxhash.xxh3_64_intdigest(name.encode())
 
 
 class WitnessPlan:
@@ -234,20 +227,6 @@ def _place(positions: I64, shape: tuple[int, ...], region: Region) -> tuple[NDAr
     return inside, elements[kept]
 
 
-def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:
-    """View a buffer as unsigned words, one an element; 16-byte elements are rows of two.
-
-    Raises
-    ------
-    UsageError
-        The item size is not one of the format's.
-    """
-    if itemsize not in _WORDS:
-        raise UsageError("invalid item size", found=itemsize)
-    words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
-    return words.reshape(-1, 2) if itemsize == 16 else words
-
-
 def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
     """Return the values of `elements` of a buffer.
 
@@ -271,7 +250,10 @@ def gather(buffer: U8, itemsize: int, elements: I64) -> U8:
     UsageError
         An element lies outside the buffer.
     """
-    words = words_of(buffer, itemsize)
+    if itemsize not in _WORDS:
+        raise UsageError("invalid item size", found=itemsize)
+    words = buffer[: len(buffer) // itemsize * itemsize].view(_WORDS[itemsize])
+    words = words.reshape(-1, 2) if itemsize == 16 else words
     check_elements(elements, len(words))
     taken = words[elements]
     if itemsize == 16:
@@ -326,7 +308,10 @@ class Witness(msgspec.Struct, frozen=True, dict=True):
 
     def encode(self) -> bytes:
         """Return the witness file: safetensors with the tensors ``values`` and ``present``."""
-        return write_parts(SAMPLE, {"values": self.values, "present": self.present})
+        u8, parts = dtype_of("uint8"), {"values": self.values, "present": self.present}
+        entries = [(name, u8, part.shape) for name, part in parts.items()]
+        header, _ = build_header(entries, {"kind": SAMPLE})
+        return b"".join((header, *(np.ascontiguousarray(p).data for p in parts.values())))
 
     @staticmethod
     def decode(raw: bytes, where: str, plan: WitnessPlan) -> Witness:
@@ -338,8 +323,21 @@ class Witness(msgspec.Struct, frozen=True, dict=True):
             Not a safetensors file. Not the tensors, shapes or values that the plan asks for.
         """
         shapes = {"values": ("U8", (plan.total, VALUE_BYTES)), "present": ("U8", (plan.total,))}
-        parts = read_parts(raw, where, SAMPLE, shapes)
-        values, present = parts["values"].reshape(-1, VALUE_BYTES), parts["present"]
+        head = header_bytes(raw[:8], where, len(raw))
+        chunks, metadata = parse_header(raw[:head], where, len(raw) - head)
+        parts = {c.name: (c.code, c.shape) for c in chunks.values()}
+        if metadata != {"kind": SAMPLE} or parts != shapes:
+            raise CorruptError(
+                "not the witness of this manifest",
+                where=where,
+                wanted=json.dumps({"kind": SAMPLE, **shapes})[:300],
+                found=json.dumps({**metadata, **parts})[:300],
+            )
+        values, present = (
+            np.frombuffer(raw, np.uint8, c.end - c.start, head + c.start)
+            for c in (chunks["values"], chunks["present"])
+        )
+        values = values.reshape(-1, VALUE_BYTES)
         if present.size and (int(present.max()) > 1 or values[present == 0].any()):
             raise CorruptError(
                 "presence marks are not 0 and 1, or an absent value is not zero", where=where
@@ -385,44 +383,3 @@ def _per_tensor(plan: WitnessPlan, marks: NDArray[np.bool_]) -> I64:
     """Count the marked slots of each tensor."""
     sums = np.concatenate(([0], np.cumsum(marks, dtype=np.int64)))
     return sums[plan.starts[1:]] - sums[plan.starts[:-1]]
-
-
-_CODES = {"U8": "uint8", "U64": "uint64"}
-
-
-def write_parts(kind: str, parts: dict[str, NDArray[Any]]) -> bytes:
-    """Return a safetensors file of a witness: `parts` in order, item size descending."""
-    entries: list[tuple[str, DType, tuple[int, ...]]] = [
-        (name, dtype_of(part.dtype.name), part.shape) for name, part in parts.items()
-    ]
-    header, _ = build_header(entries, {"kind": kind})
-    return b"".join((header, *(np.ascontiguousarray(p).data for p in parts.values())))
-
-
-def read_parts(
-    raw: bytes, where: str, kind: str, shapes: dict[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, NDArray[Any]]:
-    """Return the parts of a witness file, 1-d and read-only, when they are exactly `shapes`.
-
-    Raises
-    ------
-    CorruptError
-        Not a safetensors file, another kind, or other parts than ``{name: (code, shape)}``.
-    """
-    head = header_bytes(raw[:8], where, len(raw))
-    chunks, metadata = parse_header(raw[:head], where, len(raw) - head)
-    found = {c.name: (c.code, c.shape) for c in chunks.values()}
-    if metadata != {"kind": kind} or found != shapes:
-        raise CorruptError(
-            "not the witness of this manifest",
-            where=where,
-            wanted=json.dumps({"kind": kind, **shapes})[:300],
-            found=json.dumps({**metadata, **found})[:300],
-        )
-    return {name: _part(raw, head, chunk) for name, chunk in chunks.items()}
-
-
-def _part(raw: bytes, head: int, chunk: Chunk) -> NDArray[Any]:
-    dtype = np.dtype(_CODES[chunk.code])
-    count = (chunk.end - chunk.start) // dtype.itemsize
-    return np.frombuffer(raw, dtype=dtype, count=count, offset=head + chunk.start)

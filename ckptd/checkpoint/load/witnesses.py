@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.base.digest import Digester, digest_hex
-from ckptd.base.grids.block import box_region, flat_regions, piece_regions
+from ckptd.base.grids.block import box_region, piece_regions
 from ckptd.base.grids.grid import Piece
 from ckptd.base.grids.owners import distinct
 from ckptd.checkpoint.format.container import FileMap
@@ -20,15 +20,12 @@ from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
 from ckptd.checkpoint.format.names import WITNESS, CommitName
 from ckptd.checkpoint.format.witness import (
     DATA,
-    SAMPLE,
-    Difference,
     Witness,
     WitnessPlan,
     blind,
     compare,
     gather,
 )
-from ckptd.checkpoint.format.witness_full import FullWitness, compare_full, partial_sum
 from ckptd.checkpoint.load.files import blame, load_index, read_stored
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.store.base import Store
@@ -170,9 +167,7 @@ class Findings:
 MAX_WITNESS_BYTES = 64 << 20
 
 
-def read_witness(
-    store: Store, manifest: Manifest, plan: WitnessPlan
-) -> Witness | FullWitness | None:
+def read_witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness | None:
     """Read and check the witness of a checkpoint; None when it has none.
 
     Raises
@@ -202,9 +197,7 @@ def read_witness(
             wanted=entry.digest,
             found=found,
         )
-    if entry.kind == SAMPLE:
-        return Witness.decode(raw, key, plan)
-    return FullWitness.decode(raw, key, plan)
+    return Witness.decode(raw, key, plan)
 
 
 def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:
@@ -236,7 +229,6 @@ class ChunkWitness(msgspec.Struct, frozen=True):
     """Witness values in one chunk: values `slots` at its `elements`, rising."""
 
     tensor: int
-    piece: Piece
     slots: NDArray[np.int64]
     elements: NDArray[np.int64]
 
@@ -255,20 +247,18 @@ class WitnessCheck:
         self._plan = WitnessPlan.of(manifest)
         self._lock = threading.Lock()
         self._skipped: set[str] = set()
-        self._wanted: Witness | FullWitness | None = None
+        self._wanted: Witness | None = None
         try:
             if manifest.witness is None or manifest.witness.kind != DATA:
                 self._wanted = read_witness(store, manifest, self._plan)
         except CkptdError as error:
             findings.add(VerifyFinding.of(error, manifest.folder + WITNESS))
-        sample = isinstance(self._wanted, Witness)
-        self._found = Witness.empty(self._plan) if sample and deep else None
-        self._sums = FullWitness.empty(self._plan) if self._wanted and not sample else None
+        self._found = Witness.empty(self._plan) if self._wanted and deep else None
 
     @property
     def blind(self) -> tuple[str, ...]:
         """Tensors for which the witness can say nothing."""
-        return tuple(blind(self._plan, self._wanted)) if isinstance(self._wanted, Witness) else ()
+        return tuple(blind(self._plan, self._wanted)) if self._wanted else ()
 
     def skip(self, tensors: Iterable[str]) -> None:
         """Do not judge these tensors: not all of their values can be had."""
@@ -279,44 +269,25 @@ class WitnessCheck:
         """Return what to look at in a chunk, or None."""
         if self._wanted is None or not self._plan.counts[tensor] or not piece.numel:
             return None
-        if self._sums is not None:
-            empty = np.empty(0, dtype=np.int64)
-            return ChunkWitness(tensor, piece, empty, empty)
         slots, elements = self._plan.select(tensor, piece_regions(piece))
         order = np.argsort(elements, kind="stable")
-        return ChunkWitness(tensor, piece, slots[order], elements[order])
+        return ChunkWitness(tensor, slots[order], elements[order])
 
     def feed(self, chunk: ChunkWitness, at: int, data: NDArray[np.uint8]) -> None:
         """Look at bytes ``[at, at + len(data))`` of a chunk: whole elements."""
         itemsize = self._plan.itemsizes[chunk.tensor]
         lo, hi = at // itemsize, (at + len(data)) // itemsize
-        if self._sums is not None:
-            self._add(chunk, lo, hi, data)
-        elif self._found is not None:
+        if self._found is not None:
             i, j = chunk.elements.searchsorted((lo, hi)).tolist()
             values = gather(data, itemsize, chunk.elements[i:j] - lo)
             self._found.put(chunk.slots[i:j], values)
 
-    def _add(self, chunk: ChunkWitness, lo: int, hi: int, data: NDArray[np.uint8]) -> None:
-        plan, tensor = self._plan, chunk.tensor
-        first = chunk.piece.flat[0] if chunk.piece.flat else 0
-        regions = flat_regions(chunk.piece.box, first + lo, first + hi)
-        total, count = partial_sum(
-            plan.names[tensor], plan.shapes[tensor], plan.itemsizes[tensor], regions, data
-        )
-        with self._lock:
-            if self._sums is not None:
-                self._sums.add(tensor, total, count)
-
     def finish(self) -> None:
         """Compare what came by. Tensors with other findings are not judged again."""
-        wrong: list[Difference] = []
-        if isinstance(self._wanted, Witness) and self._found is not None:
-            wrong = compare(self._plan, self._wanted, self._found)
-        elif isinstance(self._wanted, FullWitness) and self._sums is not None:
-            wrong = compare_full(self._plan, self._wanted, self._sums)
+        if self._wanted is None or self._found is None:
+            return
         explained = self._skipped | self._findings.tensors()
-        for d in wrong:
+        for d in compare(self._plan, self._wanted, self._found):
             if d.tensor not in explained:
                 self._findings.note(
                     "corrupt",

@@ -35,7 +35,6 @@ from ckptd.checkpoint.format.names import (
     rank_of_file,
 )
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan
-from ckptd.checkpoint.format.witness_full import FullWitness
 from ckptd.checkpoint.load.files import PieceLocations, check_headers, read_ahead
 from ckptd.checkpoint.load.hostgroup import HostGroup
 from ckptd.checkpoint.load.plan import Want, read_plan
@@ -293,7 +292,7 @@ class LoadSources:
 
     def manifest(
         self, candidate: LoadCandidate
-    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
+    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | None]:
         """Return manifest, tables and witness."""
         if candidate.snapshot is None:
             manifest, filemap = self.catalogue.tables_of(self.catalogue.commit(candidate.name))
@@ -322,9 +321,7 @@ class LoadSources:
         return _texts.decode("".join(texts))
 
     @staticmethod
-    def _witness(
-        store: Store, manifest: Manifest, plan: WitnessPlan
-    ) -> Witness | FullWitness | None:
+    def _witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness | None:
         try:
             return read_witness(store, manifest, plan)
         except CorruptError as error:
@@ -719,7 +716,7 @@ class Loader:
                     """
                     laid.finish(filling)
                     filling.finish()
-                    if isinstance(witness, Witness):
+                    if witness is not None:
                         with events.span("verify"):
                             check_witness(witness, values, filemap, filling)
                             laid.check_witness(filling, values, witness)

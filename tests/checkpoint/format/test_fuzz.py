@@ -49,7 +49,6 @@ from ckptd.checkpoint.format.records import (
     encode_record,
 )
 from ckptd.checkpoint.format.witness import Witness, WitnessPlan, blind, compare
-from ckptd.checkpoint.format.witness_full import FullWitness, compare_full
 from ckptd.errors import CkptdError
 from ckptd.store.base import check_key
 from ckptd.types import DTYPES
@@ -156,11 +155,6 @@ def read_witness(raw: bytes) -> None:
     blind(PLAN, witness)
 
 
-def read_full(raw: bytes) -> None:
-    witness = FullWitness.decode(raw, "witness", PLAN)
-    compare_full(PLAN, witness, witness)
-
-
 def read_object(raw: bytes) -> None:
     encode(decode(decode_json(b'{"v":' + raw + b"}", "object")["v"]))
 
@@ -265,9 +259,6 @@ def cases() -> dict[str, Case]:
         "digest index": Case(index, mutate.change_bytes, read_index, 0.08, MIB, 10),
         "witness": Case(
             [Witness.empty(PLAN).encode()], mutate.change_prefixed, read_witness, 0.06, MIB, 100
-        ),
-        "witness full-1": Case(
-            [FullWitness.empty(PLAN).encode()], mutate.change_prefixed, read_full, 0.05, MIB, 100
         ),
         "object": Case(objects, mutate.change_json, read_object, 0.06, MIB, 300),
     }

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from ckptd.base.digest import BLOCK_BYTES, digest_hex
-from ckptd.base.grids.block import box_region
 from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import ABSENT
-from ckptd.checkpoint.format.manifest import ObjectEntry, WitnessEntry, encode_manifest
+from ckptd.checkpoint.format.manifest import ObjectEntry, encode_manifest
 from ckptd.checkpoint.format.names import WITNESS, CommitName, commit_key, digests_key
 from ckptd.checkpoint.format.records import encode_record
-from ckptd.checkpoint.format.witness import WitnessPlan
-from ckptd.checkpoint.format.witness_full import FULL, FullWitness, partial_sum
 from ckptd.checkpoint.load.witnesses import VerifyFinding, VerifyReport
 from ckptd.checkpoint.root.catalogue import Catalogue
 from ckptd.checkpoint.tools import verify as scan
@@ -29,7 +26,6 @@ from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.types import Box
 from tests.checkpoint.load.builder import Built, Saved, build
 
 _numbers = itertools.count()
@@ -263,32 +259,6 @@ def test_pieces_that_change_places_in_the_manifest_are_seen_in_the_headers(store
         ("the header and the manifest disagree on a chunk", "qkv")
     }
     assert len(report.findings) == 2
-
-
-def full_witness(store: Store, built: Built, wrong: bool) -> None:
-    plan = WitnessPlan.of(built.manifest)
-    sums = FullWitness.empty(plan)
-    for number, (name, saved) in enumerate(tensors().items()):
-        shape = saved.values.shape
-        region = box_region(Box((0,) * len(shape), shape))
-        raw = np.frombuffer(saved.values.tobytes(), np.uint8).copy()
-        if wrong and name == "flat":
-            raw[:8], raw[8:16] = raw[8:16].copy(), raw[:8].copy()
-        total, count = partial_sum(name, shape, saved.values.itemsize, [region], raw)
-        sums.add(number, total, count)
-    raw_file = sums.encode()
-    store.put(built.commit.folder + WITNESS, raw_file)
-    republish(store, built, witness=WitnessEntry(FULL, digest_hex(raw_file)))
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_full_witness(store: Store, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "WINDOW_BLOCKS", 1)
-    built = build(store, tensors())
-    full_witness(store, built, wrong)
-    findings = check(store, built).findings
-    assert [f.tensor for f in findings] == ["flat"] * wrong
-    assert all("not at the positions" in f.message for f in findings)
 
 
 def test_blind_and_absent_tensors_are_reported(store: Store) -> None:
