@@ -11,6 +11,7 @@ import torch
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import ckptd
+from ckptd.base.net.handed import key_of_ranks
 from ckptd.base.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.base.torch.ranks import JobBoard, board_of
 from ckptd.checkpoint.save.tiers import Local, Memory, Peer
@@ -133,8 +134,9 @@ def test_the_secret_and_its_keys_are_not_in_torchs_store(tmp_path: Path, secret:
         assert b"ckptd://127.0.0.1" in everything, "the nodes know each other by the store"
         if not secret:
             continue
-        keys = [derived_key(secret.encode(), "agent", f"n{rank}") for rank in range(2)]
-        for key in (secret.encode(), bytes(range(32)), *keys):
+        common = key_of_ranks(secret.encode())
+        keys = [derived_key(common, "agent", f"n{rank}") for rank in range(2)]
+        for key in (secret.encode(), bytes(range(32)), common, *keys):
             assert key not in everything
             assert key.hex().encode() not in everything
 
