@@ -314,7 +314,13 @@ class IsolationLedger:
 
 
 _SPEEDY = frozenset(
-    {VerdictKind.CRASH, VerdictKind.SLOW_RANK, VerdictKind.SLOW_LINK, VerdictKind.CORRUPTION}
+    {
+        VerdictKind.CRASH,
+        VerdictKind.SLOW_RANK,
+        VerdictKind.SLOW_LINK,
+        VerdictKind.CORRUPTION,
+        VerdictKind.NOT_FINITE,
+    }
 )
 """One round is enough: these were seen several times before the verdict, or are plain."""
 _ISOLATES = frozenset(

@@ -80,7 +80,7 @@ SUM: np.dtype[Any] = np.dtype(
     [
         ("row", "<i8"),
         ("step", "<i8"),
-        ("what", "<u4"),  # 0 checksum of replicas, 1 norm of a gradient
+        ("what", "<u4"),  # 0 checksum of replicas, 1 norm of a gradient, 2 call that is not finite
         ("set", "<u8"),  # ranks with the same number hold the same values
         ("value", "<u8"),  # the checksum, or the bits of a float64
     ]
@@ -138,7 +138,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     },
     "gaps": {"phase": _PHASES},
     "steps": {"step": (0, _COUNT), "phase": _PHASES},
-    "sums": {"step": (-1, _COUNT), "what": (0, 1)},
+    "sums": {"step": (-1, _COUNT), "what": (0, 2)},
     "collectives": {"size": (0, len(SIZES))},
     "usage": {"memory": (0, _COUNT), "threads": (0, _COUNT)},
 }

@@ -471,6 +471,11 @@ class RingWriter:
         self._counters[Counter.MEMBERS] = used + len(ranks)
         return used, 0
 
+    def ident(self, index: int) -> int:
+        """Return the identity of the group in a row."""
+        at = self.shape.groups_at + index * GROUP_ROW.itemsize
+        return int(np.frombuffer(self._map, GROUP_ROW, 1, at)["ident"][0])
+
     def text(self, text: str) -> int:
         """Return the hash of a text, and write the text down if there is room."""
         code = text_hash(text)

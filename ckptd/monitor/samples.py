@@ -8,6 +8,8 @@ The file of ``x.ring`` is ``x.samples``. A rank that takes no samples has none.
 
 A sample says: after `step`, the set `set` has `value`. Checksums of one set and step are equal on
 all ranks that show them; norms of one set and step are comparable. Norms are the bits of an ``f8``.
+The set of a call whose input was not finite is its group; the value is its number there, and the
+hash of a text of the ring in the lower 32 bits.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class SampleKind(enum.IntEnum):
     """A checksum of values that are the same on all members of the set."""
     NORM = 2
     """The norm of the gradients of a step, before their reduction among the members."""
+    NOT_FINITE = 3
+    """The first call whose input was not finite: its group, and `value` its number and a text."""
 
 
 def samples_path(ring: Path) -> Path:

@@ -20,6 +20,7 @@ class VerdictKind(enum.StrEnum):
     SLOW_RANK = "slow rank"
     SLOW_LINK = "slow link"
     CORRUPTION = "silent corruption"
+    NOT_FINITE = "not finite"
     CANNOT_SAY = "cannot say"
 
 

@@ -36,6 +36,7 @@ from ckptd.monitor.rules.corruption import SumTable
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
 from ckptd.monitor.rules.limits import CallLoops, Learned, learn, learn_cut_short
+from ckptd.monitor.rules.notfinite import FirstBad
 from ckptd.monitor.rules.slow import RankRoles, StepPace
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import AgentHealth, ReportSources, old
@@ -99,6 +100,7 @@ class JobWatch:
         self._loops = CallLoops()
         self._pace = StepPace(self.settings.slow)
         self._sums = SumTable()
+        self._bad = FirstBad()
         self._gaps: list[Array] = []
         self._job = job_of((), {})
         self._names: dict[int, str] = {}
@@ -126,6 +128,7 @@ class JobWatch:
             self._pace.add(report.table("steps"), ranks)
         if len(report.sums):
             self._sums.add(report.table("sums"), ranks["rank"], now)
+            self._bad.add(report.table("sums"), ranks["rank"], now)
         if len(report.gaps):
             self._gaps.append(report.table("gaps"))
 
@@ -158,6 +161,7 @@ class JobWatch:
             )
             self._pace.forget()
             self._sums.forget()
+            self._bad.forget()
             self._fresh = True
 
     def _check_job(self, job: str) -> None:
@@ -197,7 +201,8 @@ class JobWatch:
             self._pace.forget()
         self._probe(standing, now)
         standing = tuple(self._with_links(v, now) for v in standing)
-        verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *self._sums.judge(now))
+        values = (*self._sums.judge(now), *self._bad.judge(job, now))
+        verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *values)
         moment = self._moment(job, rows, now)
         changes = self._cases.judge(verdicts, moment)
         self.evidence.want(self._cases.suspected, settled, now)
@@ -236,6 +241,7 @@ class JobWatch:
         if generation > self.generation:
             self._pace.forget()
             self._sums.forget()
+            self._bad.forget()
             self._loops = CallLoops()
         self.generation = max(generation, self.generation)
         gaps = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from ckptd.monitor.ring import RecorderState, RingWriter
 from ckptd.monitor.torch.recorder.calls import Groups, calls_so_far
+from ckptd.monitor.torch.recorder.finite import FiniteCheck
 from ckptd.monitor.torch.recorder.sources import Broken
 
 _EVERY_S = 0.5
@@ -40,6 +41,9 @@ class CounterSource:
     def silence(self) -> None:
         """See `Source`."""
         self._on = False
+
+    def look(self, finite: FiniteCheck) -> None:
+        """See `Source`; it sees no single calls."""
 
     def stop(self) -> None:
         """See `Source`."""

@@ -30,6 +30,7 @@ from ckptd.monitor.ring import (
 )
 from ckptd.monitor.torch.recorder.calls import CallKind, Groups, Sites, call_kinds
 from ckptd.monitor.torch.recorder.ends import FollowedKinds
+from ckptd.monitor.torch.recorder.finite import FiniteCheck, sums
 from ckptd.monitor.torch.recorder.hook import one_call
 from ckptd.monitor.torch.recorder.sources import Broken
 
@@ -125,6 +126,12 @@ class NativeSource:
             self.stop()
             raise
 
+    def look(self, finite: FiniteCheck) -> None:
+        """See `Source`."""
+        self._answers.finite = finite
+        if self._native is not None:
+            self._native.look_at({i for i, k in enumerate(self._kinds) if sums(k.texts[0])})
+
     def silence(self) -> None:
         """See `Source`."""
         if self._native is not None:
@@ -180,6 +187,7 @@ class _Answers:
         self.site = self._sites.named
         self._followed = FollowedKinds()
         self._wait: Any = None
+        self.finite: FiniteCheck | None = None
 
     def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
         """Return the row of a group or channel and its count; -1 where there is no room."""
@@ -210,6 +218,12 @@ class _Answers:
             )
             dist.Work.wait = watched  # type: ignore[method-assign]
         return hasattr(kind.module, "is_current_stream_capturing")
+
+    def look(self, kind: int, reduction: int, tensors: Any, row: int, seq: int) -> None:
+        """Look at the input of a call."""
+        texts = self._kinds[kind].texts
+        if self.finite is not None and sums(texts[reduction if reduction < len(texts) else 0]):
+            self.finite.look(tensors, row, seq)
 
     def captures(self, device: torch.device) -> bool:
         """Tell whether this thread's current stream is being captured into a graph."""

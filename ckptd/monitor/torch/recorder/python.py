@@ -11,6 +11,7 @@ from ckptd.monitor.job import CallFlag
 from ckptd.monitor.ring import RecorderState, RingGroup, RingWriter
 from ckptd.monitor.torch.recorder.calls import CallKind, Groups, Sites, first_tensor, nbytes
 from ckptd.monitor.torch.recorder.ends import DeviceEnds, Ends, QueuedCall
+from ckptd.monitor.torch.recorder.finite import FiniteCheck, sums
 from ckptd.monitor.torch.recorder.hook import DispatcherHook, hook_works
 from ckptd.monitor.torch.recorder.sources import Broken
 
@@ -61,6 +62,7 @@ class PythonSource:
         self._device = DeviceEnds(self._ends)
         self._hook = DispatcherHook(self)
         self._codes: dict[object, int] = {}
+        self._finite: FiniteCheck | None = None
 
     def start(self) -> None:
         """See `Source`."""
@@ -76,6 +78,10 @@ class PythonSource:
     def silence(self) -> None:
         """See `Source`."""
         self.on = False
+
+    def look(self, finite: FiniteCheck) -> None:
+        """See `Source`."""
+        self._finite = finite
 
     def stop(self) -> None:
         """See `Source`."""
@@ -110,15 +116,18 @@ class PythonSource:
             bytes_ = dtype = 0
             if sized and first is not None:
                 bytes_, dtype = nbytes(tensors), self._code(first.dtype)
+            operation = kind.text(args)
             number, seq = self._ring.enter(
                 row,
-                self._code(kind.text(args)),
+                self._code(operation),
                 bytes_,
                 dtype,
                 args[kind.root] if kind.root >= 0 else -1,
                 flags,
                 self._sites.here(_OWN_FRAMES),
             )
+            if self._finite is not None and sums(operation):
+                self._finite.look(tensors, row.index, seq)
             queued = None
             if on_device:
                 call = _OnDevice(self, row, number, seq)

@@ -261,6 +261,9 @@ struct State {
   PyTypeObject* work = nullptr;    // Work itself
   PyObject* coalescing = nullptr;  // torch's table of groups whose calls are coalesced now
   std::unique_ptr<torch::Library> waits;
+  // Of Python's look at the inputs of sums; kinds by their index.
+  std::atomic<bool> looks{false};
+  std::set<int> looked_at;
 };
 
 State& state() {
@@ -965,12 +968,16 @@ uint32_t dtype_code(const at::Tensor& tensor) {
   return s.dtypes[type] = code;
 }
 
-uint32_t op_code(Kind& kind, const Stack& stack, size_t first) {
-  size_t which = 0;
-  if (kind.reduce >= 0) {
-    which = static_cast<size_t>(stack[first + kind.reduce].toCustomClass<c10d::ReduceOp>()->op_);
-    which = which < std::size(kind.codes) ? which : 0;
+size_t reduction_of(const Kind& kind, const Stack& stack, size_t first) {
+  if (kind.reduce < 0) {
+    return 0;
   }
+  auto which = static_cast<size_t>(stack[first + kind.reduce].toCustomClass<c10d::ReduceOp>()->op_);
+  return which < std::size(kind.codes) ? which : 0;
+}
+
+uint32_t op_code(Kind& kind, const Stack& stack, size_t first) {
+  size_t which = reduction_of(kind, stack, first);
   uint32_t code = __atomic_load_n(&kind.codes[which], __ATOMIC_RELAXED);
   if (code == 0) {
     py::gil_scoped_acquire gil;
@@ -1043,6 +1050,12 @@ void begin(Kind& kind, const Stack& stack, size_t first, uint64_t life, Started&
   }
   if (oldest) {
     end(*oldest, false, 0, false);
+  }
+  if (s.looks && s.looked_at.count(kind.index) != 0) {
+    py::gil_scoped_acquire gil;
+    py::handle(s.target).attr("look")(
+        kind.index, reduction_of(kind, stack, first), torch::jit::toPyObject(tensors),
+        out.call.row, out.call.seq);
   }
 }
 
@@ -1190,6 +1203,13 @@ void begin_life(int64_t address, int64_t slots, int64_t groups_at, py::object ta
   s.on = true;
 }
 
+// Show Python the inputs of calls of these kinds before the backend has them.
+void look_at(const std::set<int>& kinds) {
+  State& s = state();
+  s.looked_at = kinds;
+  s.looks = !kinds.empty();
+}
+
 // Write nothing any more. Returns once nobody writes.
 void end_life() {
   State& s = state();
@@ -1203,6 +1223,7 @@ void end_life() {
 
 void uninstall() {
   end_life();
+  state().looks = false;
   state().library.reset();
   state().waits.reset();
 }
@@ -1228,6 +1249,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("look", &look, py::call_guard<py::gil_scoped_release>());
   m.def("watch_waits", &watch_waits);
   m.def("layout", &layout);
+  m.def("look_at", &look_at);
   m.def("stop", []() { state().on = false; });
   m.def("error", []() { return state().error; });
 }

@@ -28,8 +28,11 @@ from ckptd.events import bus
 from ckptd.monitor.injection import attach_now as attach_now
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
+from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
 from ckptd.monitor.torch.recorder.cost import call_cost
 from ckptd.monitor.torch.recorder.counters import CounterSource
+from ckptd.monitor.torch.recorder.finite import FiniteCheck
+from ckptd.monitor.torch.recorder.finite import wanted as finite_wanted
 from ckptd.monitor.torch.recorder.hook import no_call_under_way
 from ckptd.monitor.torch.recorder.joining import attach_when_joined
 from ckptd.monitor.torch.recorder.making import Making
@@ -59,10 +62,12 @@ class Recorder:
 
     def __init__(self, ring: RingWriter) -> None:
         self.ring = ring
+        self._samples: SampleWriter | None = None
         self._on = False
         self._source: Source | None = None
         self._pulse = RingPulse(ring, self._beat, self.aside)
         self._making = Making(ring, self.aside)
+        self._finite = FiniteCheck(ring) if finite_wanted() else None
         self._aside = False
         self._by_hand = False
         self._settled = self._told_only = False
@@ -79,6 +84,12 @@ class Recorder:
     def source(self) -> str:
         """How it hears of calls: ``native``, ``python``, ``counters``, or nothing."""
         return "" if self._source is None else self._source.name
+
+    def samples(self) -> SampleWriter:
+        """Return where samples of this rank go, made with the first; StoreError: no room."""
+        if self._samples is None:
+            self._samples = SampleWriter(samples_path(self.ring.path), self.ring.identity)
+        return self._samples
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -106,6 +117,8 @@ class Recorder:
                 cost = call_cost(_SOURCES[name], self.ring)
                 source = _SOURCES[name](self.ring, self.aside)
                 source.start()
+                if self._finite is not None:
+                    source.look(self._finite)
             except Exception as error:  # noqa: BLE001 - the next one may work
                 failed = error
                 _log.info("collectives are not recorded by way of %s: %r", name, error)
@@ -227,6 +240,8 @@ class Recorder:
         try:
             before = self.ring.current_step
             self._told_only |= self._settled and number < before
+            if self._finite is not None and number < before and self._finite.forget():
+                self.samples().add(SampleKind.NOT_FINITE, 0, 0, number, 0)
             self._settled = True
             if number != before:
                 self.ring.step(number)
@@ -242,9 +257,12 @@ class Recorder:
         """Count the steps of the first optimizer, for programs that do not say."""
         if self._aside:
             self._let_go()
-        if not self._on or self._by_hand or self._told_only:
+        if not self._on:
             return
         try:
+            self._check(optimizer)
+            if self._by_hand or self._told_only:
+                return
             if self._optimizer is None or self._optimizer() is None:
                 self._optimizer = weakref.ref(optimizer)
             if self._optimizer() is optimizer:
@@ -252,6 +270,18 @@ class Recorder:
                 self._step(self.ring.current_step + 1)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
+
+    def _check(self, optimizer: Any) -> None:
+        """Write down the first call with a NaN, if this step has spoiled the model with it."""
+        finite = self._finite
+        if finite is None:
+            return
+        finite.ahead = not self._by_hand and not self._told_only
+        first = finite.stepped(optimizer)
+        if first is not None:
+            seq = first.seq & 0xFFFFFFFF
+            value = seq << 32 | self.ring.text(first.what)
+            self.samples().add(SampleKind.NOT_FINITE, first.group, 0, first.step, value)
 
     @contextmanager
     def phase(self, phase: Phase | str) -> Iterator[None]:

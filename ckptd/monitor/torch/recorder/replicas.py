@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptd.base.torch.commhook import Reduced, comm_hook, mean
-from ckptd.base.torch.device import kind_of
 from ckptd.base.torch.tensors import is_dtensor
 from ckptd.checkpoint.torch.state.modules import has_statistics
 from ckptd.errors import StoreError, UsageError
 from ckptd.monitor.rules.corruption import CHUNK, checksum
-from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
+from ckptd.monitor.samples import SampleKind
+from ckptd.monitor.torch.recorder.finite import fetched
 from ckptd.monitor.torch.recorder.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Samples:
 
     def __init__(self, of: Recorder) -> None:
         self.of = of
-        self.writer = SampleWriter(samples_path(of.ring.path), of.ring.identity)
+        self.writer = of.samples()
         self.calls: dict[str, int] = {}
 
     def step(self, name: str) -> int:
@@ -250,14 +250,8 @@ def _finish(of: _Norms, samples: _Samples) -> None:
     buckets, of.buckets = of.buckets, []
     step = samples.step("norms")
     if step % of.every == 0:
-        norm, event = torch.linalg.vector_norm(torch.stack(buckets)), None
-        kind = kind_of(norm.device)
-        if kind.has_streams:
-            stream = kind.current_stream(norm.device)
-            norm = norm.to("cpu", non_blocking=True)
-            event = kind.make_event()
-            event.record(stream)
-        of.pending.append((step, norm, event))
+        norm = torch.linalg.vector_norm(torch.stack(buckets))
+        of.pending.append((step, *fetched(norm)))
     while of.pending and (of.pending[0][2] is None or of.pending[0][2].query()):
         then, norm, _ = of.pending.popleft()
         samples.writer.norm(_set("norm", of.ranks), len(of.ranks), then, float(norm))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ckptd.errors import UsageError
 from ckptd.monitor.ring import RecorderState, RingWriter
+from ckptd.monitor.torch.recorder.finite import FiniteCheck
 
 Broken = Callable[[BaseException], None]
 """Told of a failure of the recorder itself; never raises."""
@@ -27,6 +28,9 @@ class Source(Protocol):
 
         Raises whatever a PyTorch that is too different raises, and then leaves no hook behind.
         """
+
+    def look(self, finite: FiniteCheck) -> None:
+        """Give `finite` the inputs of sums from now on, where single calls are seen."""
 
     def silence(self) -> None:
         """Write nothing any more; hooks may stay, and let everything through. Never waits."""
