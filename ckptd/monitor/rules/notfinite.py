@@ -14,7 +14,7 @@ from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict, VerdictKind
 
 NOT_FINITE = 2
-"""What rows of `SUM` are of such calls; the set is the group, the value its number and a text."""
+"""Kind of rows of `SUM` of such calls: `set` is the group, `value` its number and a text."""
 
 
 class FirstBad:

@@ -2,7 +2,7 @@
 
 The input of each reduction that sums is summed up before the backend takes it, which passes over it
 once; on a device the sum is fetched when it is there, and nothing waits for it. Programs have such
-values on purpose (a loss scale that is tried out, the mean of nothing), so none is told by itself:
+values on purpose (a loss scale that is tried out, the mean of nothing), so none counts by itself:
 only the first since all was well, once an optimizer's step has left parameters that are not finite.
 """
 
