@@ -2,7 +2,7 @@
 
 What it may wait in, and what ends that:
 
-- a collective of gloo: its connections are shut down, and it raises;
+- a collective of gloo: its connections are shut down once they are at rest, and it raises;
 - a collective of NCCL, or a wait for the device behind one: all groups are aborted at once, see
   `ckptd.elastic.torch.session.groups`;
 - the job's store: the connection is shut down, if the thread is still there after a moment;
@@ -32,6 +32,8 @@ _SIGNAL = signal.SIGURG
 _POKE_S = 0.02
 _STORES_S = 0.1
 """After so long the connection to the job's store is shut down too."""
+_REST_S = 0.4
+"""After so long connections of groups are shut down also where bytes still move."""
 _UNWIND_S = 0.25
 """For so long blocks that an exception ends are left alone to put back what they have changed.
 
@@ -169,13 +171,17 @@ class Interrupter:
         began = time.monotonic()
         while True:
             self._aborts.begin()  # also of groups that were made meanwhile
-            stores = time.monotonic() - began > _STORES_S
+            since = time.monotonic() - began
             # Also where the main thread is out already, by an error: calls that are still under way
             # in the background wait for one another's ranks, and destroying a group for them.
-            self._sockets.shut(store_ports=_store_ports(), stores=stores)
-            with self._out:
-                if not self._inside:
+            left = self._sockets.shut(
+                store_ports=_store_ports(), stores=since > _STORES_S, whole=since > _REST_S
+            )
+            if not self._inside:
+                if not left:
                     return
+                time.sleep(_POKE_S)
+                continue
             with contextlib.suppress(ProcessLookupError):  # the thread has ended with its process
                 signal.pthread_kill(self._main, _SIGNAL)
             with self._out:

@@ -1,16 +1,20 @@
 """The sockets of this process's groups, so that a wait on them can be ended.
 
 ``gloo`` has no abort: a collective whose peers are stopped, or have left, waits for its time-out,
-half an hour by default. It fails at once when its connections are shut down.
+half an hour by default. It fails at once when its connections end, but for one hole: an operation
+whose message is under way is not told of that (``Pair::signalException``), and waits on. So each
+ends when nothing moves on it, and by what it reads: a write that fails leaves such a message too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -18,6 +22,8 @@ from torch.distributed import distributed_c10d
 
 _MAKERS = ("_new_process_group_helper", "init_process_group", "new_group", "split_group")
 """Makers of groups; the first, which all others call, is private and may be gone one day."""
+_COUNTS = slice(120, 136)
+"""Of Linux's ``tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
 
 
 def sockets_of_this_process() -> dict[str, int]:
@@ -41,6 +47,8 @@ class GroupSockets:
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._before: set[str] = set()
+        self._moved: dict[str, bytes] = {}
+        """How far each connection was at the last look."""
         self._depth = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -85,8 +93,12 @@ class GroupSockets:
             self._depth -= 1
             self._known |= sockets_of_this_process().keys() - self._before
 
-    def shut(self, *, store_ports: frozenset[int], stores: bool = False) -> int:
-        """Shut down what groups communicate through, and return how many sockets that were.
+    def shut(
+        self, *, store_ports: frozenset[int], stores: bool = False, whole: bool = False
+    ) -> int:
+        """Shut down what groups communicate through; return how many connections are left open.
+
+        One on which bytes have moved since the last call is left open, and so is each at the first.
 
         Parameters
         ----------
@@ -94,33 +106,42 @@ class GroupSockets:
             Ports of job stores.
         stores
             Shut down the connections to job stores as well: a rank may wait there for the others.
+        whole
+            Shut down all of them now, and both ways.
         """
         with self._lock:
             now = sockets_of_this_process()
             making = now.keys() - self._before if self._depth else set()
             wanted = (self._known | making) & now.keys()
-        count = 0
+        before, self._moved = self._moved, {}
+        left = 0
         for link, fd in now.items():
-            count += _shut(link, fd, link in wanted, store_ports, stores)
-        return count
+            with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+                for sock in _opened(link, fd):
+                    if {sock.getsockname()[1], sock.getpeername()[1]} & store_ports:
+                        if stores:
+                            sock.shutdown(socket.SHUT_RDWR)
+                    elif link in wanted:
+                        self._moved[link] = moved = _moved(sock)
+                        if whole or moved == before.get(link):
+                            sock.shutdown(socket.SHUT_RDWR if whole else socket.SHUT_RD)
+                        else:
+                            left += 1
+        return left
 
 
-def _shut(link: str, fd: int, of_group: bool, store_ports: frozenset[int], stores: bool) -> bool:
-    """Shut down one socket if it is a connection of a group, or of a store; tell whether."""
-    try:
-        # A descriptor of its own: what is closed meanwhile must not be another one's number.
-        copy = os.dup(fd)
-        if os.readlink(f"/proc/self/fd/{copy}") != link:
-            os.close(copy)  # it was another one's by then
-            return False
-        with socket.socket(fileno=copy) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            ours, theirs = sock.getsockname()[1], sock.getpeername()[1]
-            to_store = bool({ours, theirs} & store_ports)
-            if (stores and to_store) or (of_group and not to_store):
-                sock.shutdown(socket.SHUT_RDWR)
-                return True
-    except OSError:  # not connected, or closed meanwhile
-        return False
-    return False
+def _opened(link: str, fd: int) -> Iterator[socket.socket]:
+    """Yield a descriptor of its own of an internet socket: what is closed must not be another's."""
+    copy = os.dup(fd)
+    if os.readlink(f"/proc/self/fd/{copy}") != link:
+        os.close(copy)  # it was another one's by then
+        return
+    with socket.socket(fileno=copy) as sock:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            yield sock
+
+
+def _moved(sock: socket.socket) -> bytes:
+    """Return how many bytes were sent and received, and how many of these nobody has read yet."""
+    counts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.stop)[_COUNTS]
+    return counts + fcntl.ioctl(sock, termios.FIONREAD, bytes(4))

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -481,23 +480,6 @@ def test_a_checkpointer_is_let_go_of_in_one_piece(
     interrupted_in(interrupter, checkpointer.abandon)
     assert client is not None
     assert client._left
-
-
-def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -> None:
-    from ckptd.elastic.torch.session.sockets import GroupSockets
-
-    watched = GroupSockets()
-    watched._begin()  # interrupted before its end
-    watched.forget()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as other, server.accept()[0] as end:
-            other.settimeout(PATIENCE_S)
-            assert watched.shut(store_ports=frozenset()) == 0
-            watched._begin()
-            watched._end()
-            assert watched.shut(store_ports=frozenset()) == 0
-            end.sendall(b"x")
-            assert other.recv(1) == b"x"
 
 
 @pytest.mark.parametrize("given", ["", "1"])
