@@ -680,6 +680,16 @@ def parse_json(raw: bytes) -> Any:
     return document
 
 
+def parse_object(raw: np.ndarray[Any, Any], where: str) -> Any:
+    """Parse an encoded object that lies in a tensor."""
+    try:
+        return parse_json(raw.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            "an encoded object is not JSON", where=where, found=str(error)[:200]
+        ) from None
+
+
 def unique_keys(pairs: list[tuple[K, V]]) -> dict[K, V]:
     """Refuse duplicate keys, which readers of one file could otherwise resolve differently."""
     table = dict(pairs)

@@ -183,11 +183,8 @@ def is_attempt(attempt: str) -> bool:
 
 def is_data_folder(folder: str) -> bool:
     """Tell whether `folder` is the key of a data folder, with its "/"."""
-    return (
-        folder.startswith(DATA)
-        and folder.endswith("/")
-        and (parse_data_folder(folder[len(DATA) :]) is not None)
-    )
+    name = folder.removeprefix(DATA)
+    return name != folder and name[-1:] == "/" and parse_data_folder(name) is not None
 
 
 def is_data_path(path: str) -> bool:

@@ -644,14 +644,8 @@ class _Run:
         mine = self._schedule.mine
         parallel = cores() if self._local else self._store.capabilities.parallel
         # Files first, those of later waves too: what is missing is found before a byte is read.
-        self._fetcher = Fetcher(
-            self._store,
-            self._plan.places,
-            self._plan.line,
-            self.files if self._local else None,
-            threads=self._threads or _share_of(parallel, self._group.local_world),
-            stall_s=self._stall_s,
-        )
+        threads = self._threads or _share_of(parallel, self._group.local_world)
+        self._fetcher = self._of(self._plan, self.files if self._local else None, threads)
         files = self._plan.line.files_of(mine)
         self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
         self._count.total = self._whole.bytes_needed + self._bytes_of(mine)
@@ -660,17 +654,15 @@ class _Run:
         self._fetcher.check_unchanged()
         self._fetch_s += time.monotonic() - begin
 
+    def _of(self, plan: ReadPlan, files: LocalFiles | None, threads: int) -> Fetcher:
+        """Return what brings the bytes of a plan."""
+        store, at, stall_s = self._store, plan.places, self._stall_s
+        return Fetcher(store, at, plan.line, files, threads=threads, stall_s=stall_s)
+
     def _leave_out(self, found: InMemory) -> None:
         """Leave out of what is read what is in memory, if that is what was written."""
         plan = self._whole.of_files({found.file})
-        fetcher = Fetcher(
-            self._store,
-            plan.places,
-            plan.line,
-            self.files,
-            threads=self._copiers,
-            stall_s=self._stall_s,
-        )
+        fetcher = self._of(plan, self.files, self._copiers)
         try:
             fetcher.check_memory(found.file, found.data, plan.needed)
         except CorruptError as error:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ckptd.base.grids.block import box_region
 from ckptd.base.grids.grid import Grid
 from ckptd.base.grids.owners import ABSENT
+from ckptd.checkpoint.format.codec import parse_object
 from ckptd.checkpoint.format.manifest import (
     UNDIGESTED,
     ObjectEntry,
@@ -196,21 +196,12 @@ class CkptdReader(CheckpointReader):
         if self.nbytes(entry.tensor) > MAX_OBJECT_BYTES:
             raise CorruptError("an object is too large", where=entry.name)
         if not entry.per_rank:
-            return _parse(self.read([(entry.tensor, Box.whole(tensor.shape))])[0], entry.name)
+            return parse_object(self.read([(entry.tensor, Box.whole(tensor.shape))])[0], entry.name)
         grid = self.grid(entry.tensor)
         files = self.filemap.owners[tensor.owners].array(tensor.base).tolist()
         there = [i for i, file in enumerate(files) if file != ABSENT]
         values = self.read([(entry.tensor, grid.piece(i).box) for i in there])
         return PerRankValues(
-            (self.manifest.files[files[i]].rank, _parse(value, entry.name))
+            (self.manifest.files[files[i]].rank, parse_object(value, entry.name))
             for i, value in zip(there, values, strict=True)
         )
-
-
-def _parse(raw: Array, where: str) -> Any:
-    try:
-        return msgspec.json.decode(raw.tobytes())
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CorruptError(
-            "an encoded object is not JSON", where=where, found=str(error)[:200]
-        ) from None

@@ -16,7 +16,7 @@ from ckptd.base.grids.grid import Piece
 from ckptd.base.grids.owners import distinct
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.invariants import check_files
-from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint
+from ckptd.checkpoint.format.manifest import FileEntry, Manifest, OfCheckpoint, WitnessEntry
 from ckptd.checkpoint.format.names import WITNESS, CommitName
 from ckptd.checkpoint.format.witness import (
     DATA,
@@ -180,6 +180,11 @@ def read_witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness
         return None
     if entry.kind == DATA:
         return _from_data(store, manifest, plan)
+    return Witness.decode(witness_file(store, manifest, entry), manifest.folder + WITNESS, plan)
+
+
+def witness_file(store: Store, manifest: Manifest, entry: WitnessEntry) -> bytes:
+    """Return the witness's file when it is what the manifest says."""
     key = manifest.folder + WITNESS
     try:
         size = store.stat(key).size
@@ -197,7 +202,7 @@ def read_witness(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness
             wanted=entry.digest,
             found=found,
         )
-    return Witness.decode(raw, key, plan)
+    return raw
 
 
 def _from_data(store: Store, manifest: Manifest, plan: WitnessPlan) -> Witness:

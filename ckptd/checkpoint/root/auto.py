@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -65,6 +66,8 @@ class Auto:
     node_mtbf_hours: float = NODE_MTBF_HOURS
     max_minutes: float = 60.0
     beyond_near: float = BEYOND_NEAR
+    by_clock: ClassVar[bool] = True
+    """Whether rank 0 must decide: always."""
 
     def __post_init__(self) -> None:
         if self.mtbf_hours is not None:
@@ -86,11 +89,6 @@ class Auto:
                 wanted="above 0, and at most 1",
                 found=repr(self.beyond_near),
             )
-
-    @property
-    def by_clock(self) -> bool:
-        """Whether rank 0 must decide: always."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from ckptd.checkpoint.format.witness import WitnessPlan
 
 
+_TAKEN = "could not claim a generation: other jobs claimed each one first"
+
+
 class Catalogue(Index):
     """Checkpoints of one root.
 
@@ -178,9 +181,7 @@ class Catalogue(Index):
                 found = self._try_claim(newest + 1, uuid.uuid4().hex, parent, 0, reason)
             if found is not None:
                 return found
-        raise self.busy(
-            "could not claim a generation: other jobs claimed each one first", GENERATIONS
-        )
+        raise self.busy(_TAKEN, GENERATIONS)
 
     def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
@@ -191,9 +192,7 @@ class Catalogue(Index):
             if found is not None:
                 return found
             number = max(number, self.newest_generation()) + 1
-        raise self.busy(
-            "could not claim a generation: other jobs claimed each one first", GENERATIONS
-        )
+        raise self.busy(_TAKEN, GENERATIONS)
 
     def _try_claim(
         self, number: int, claim_id: str, parent: Parent | None, world_size: int, reason: str

@@ -262,21 +262,15 @@ def _abandoned(
 ) -> Abandoned:
     if foreign:
         return Abandoned(0.0, commit.generation, f"of another life of the job: {foreign}")
-    left = _left(index, commit, claimed)
-    run = run_of(index, commit.generation)
-    return replace(left, another_run=run is None or run != run_of(index, newest))
-
-
-def _left(index: Index, commit: Commit, claimed: Iterable[int]) -> Abandoned:
     by = abandoned_by(commit.name, claimed, index.generation)
-    if by is None:  # its generation has no record: it was removed
-        key = commit_key(commit.name)
-        return Abandoned(seconds_of(commit.created, index.where(key)), commit.generation)
-    key = generation_key(by)
-    since = seconds_of(index.generation(by).created, index.where(key))
-    # A zombie commits after the claim that abandons it: its own grace begins then.
-    created = seconds_of(commit.created, index.where(commit_key(commit.name)))
-    return Abandoned(max(since, created), by)
+    since = seconds_of(commit.created, index.where(commit_key(commit.name)))
+    if by is not None:  # else its generation has no record: it was removed
+        # A zombie commits after the claim that abandons it: its own grace begins then.
+        claim = seconds_of(index.generation(by).created, index.where(generation_key(by)))
+        since = max(since, claim)
+    run = run_of(index, commit.generation)
+    other = run is None or run != run_of(index, newest)
+    return Abandoned(since, commit.generation if by is None else by, another_run=other)
 
 
 def abandoned_by(

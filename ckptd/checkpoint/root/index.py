@@ -325,17 +325,13 @@ class Index:
         except StoreError:
             # The reply may be lost and the object there: saying "failed" would make the caller
             # write the same checkpoint again and lose against itself.
-            ours = self._holds(key, raw)
+            ours = False
+            with suppress(NotFoundError, StoreError):
+                ours = self.store.get(key) == raw
             if not ours:
                 raise
         self.store.sync(key[: key.find("/") + 1])  # its maker may not have synced it yet
         return ours
-
-    def _holds(self, key: str, raw: bytes) -> bool:
-        try:
-            return self.store.get(key) == raw
-        except (NotFoundError, StoreError):
-            return False
 
     # -- listing -------------------------------------------------------------------------------
 

@@ -118,16 +118,15 @@ class Keep:
             if not isinstance(self.every, timedelta):
                 raise UsageError("every must be a timedelta", found=repr(self.every))
             check_positive("every", self.every.total_seconds(), (float,))
-        if self.best is not None:
-            self._check_best(self.best)
-
-    @staticmethod
-    def _check_best(best: object) -> None:
-        match best:
+        match self.best:
+            case None:
+                pass
             case (str(), "min" | "max", count):
                 check_positive("best", count, (int,))
             case _:
-                raise UsageError("invalid best=", wanted='("loss", "min", 3)', found=repr(best))
+                raise UsageError(
+                    "invalid best=", wanted='("loss", "min", 3)', found=repr(self.best)
+                )
 
     @staticmethod
     def of(value: int | Keep | None) -> Keep:

@@ -427,7 +427,6 @@ class _Plans:
         for name, tensor in tensors.items():
             with _usage():
                 check_name(name, repr(name[:80]))
-            with _usage():
                 dtype_of(tensor.dtype, name)
             shape = tuple(tensor.shape)
             cut = (world, shape, tuple(tensor.boxes))

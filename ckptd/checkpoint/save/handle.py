@@ -249,13 +249,19 @@ class SaveTracker(OfOneProcess, SaveHandle):
 
     def fail(self, error: CkptdError) -> None:
         """End the save to the root with an error; near tiers are settled by themselves."""
+        if self._end(error):
+            self._emit_failed(self._scope.tier, error)
+
+    def _end(self, error: CkptdError | None) -> bool:
+        """End it for good and all; return whether that is news."""
         with self._changed:
-            if self._phase in ("durable", "failed"):
-                return
-            self._phase, self._error = "failed", error.without_frames()
+            if self.root_ended:
+                return False
+            self._phase = "failed" if error else "durable"
+            self._error = error and error.without_frames()
             self._ended = time.monotonic()
             self._changed.notify_all()
-        self._emit_failed(self._scope.tier, error)
+            return True
 
     def settle(self, tier: str, error: CkptdError | None = None) -> bool:
         """Note that a near tier is complete, or never will be; return whether that is news."""
@@ -269,24 +275,13 @@ class SaveTracker(OfOneProcess, SaveHandle):
         else:
             self._emit_failed(tier, error)
         if not self.root and not self._pending:
-            farthest = self._tiers[self.near[-1]]
-            self._end_nearby(farthest if isinstance(farthest, CkptdError) else None)
+            # It ends with its farthest tier. That failure was emitted and logged, and is not raised
+            # by a later call: near tiers are kept for speed, and training goes on.
+            with self._changed:
+                farthest = self._tiers[self.near[-1]]
+                if self._end(farthest if isinstance(farthest, CkptdError) else None):
+                    self._error_seen, self._done = True, self.total_bytes
         return True
-
-    def _end_nearby(self, error: CkptdError | None) -> None:
-        """End a save that does not go to the root, with its farthest tier.
-
-        Its failure was emitted and logged and is not raised by a later call: near tiers are kept
-        for speed, and training goes on.
-        """
-        with self._changed:
-            if self._phase in ("durable", "failed"):
-                return
-            self._phase = "failed" if error else "durable"
-            self._error, self._error_seen = error, True
-            self._done = self.total_bytes
-            self._ended = time.monotonic()
-            self._changed.notify_all()
 
     @property
     def root_ended(self) -> bool:

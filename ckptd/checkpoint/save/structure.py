@@ -620,11 +620,7 @@ class ReplicaHolders:
 
     def _axes(self, mesh: int, placements: Any) -> list[int]:
         shape = self._array(mesh).shape
-        return [
-            axis
-            for axis, (n, p) in enumerate(zip(shape, placements, strict=True))
-            if n > 1 and p != "replicate"
-        ]
+        return [i for i, n in enumerate(shape) if n > 1 and placements[i] != "replicate"]
 
     def _coordinates(self, mesh: int, placements: Any, rank: int) -> tuple[int, ...]:
         """Return where a rank is on the dimensions that cut a tensor."""
@@ -677,7 +673,6 @@ class RankPlan:
         self.sizes: NDArray[np.int64] = np.array(
             [c.end - c.start for c in self.chunks], dtype=np.int64
         )
-        self._witness: list[tuple[int, int, int, Any, Any]] | None = None
         self.is_alone = plan.world == 1
         """Whether no other rank writes: then nothing is to be gathered."""
         self._is_plain = self.is_alone and in_one_piece(plan.owners)
@@ -688,8 +683,6 @@ class RankPlan:
 
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
         """Return the slots this rank sees and their values, for a complete data section."""
-        if self._witness is None:
-            self._witness = self._select()
         buffer = np.frombuffer(data, dtype=np.uint8)
         slots: list[NDArray[np.uint32]] = []
         values: list[NDArray[np.uint8]] = []
@@ -700,7 +693,8 @@ class RankPlan:
             return b"", b""
         return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
 
-    def _select(self) -> list[tuple[int, int, int, Any, Any]]:
+    @cached_property
+    def _witness(self) -> list[tuple[int, int, int, Any, Any]]:
         witness = WitnessPlan.over(self.plan.tensors)
         out = []
         for chunk in self.chunks:

@@ -364,17 +364,14 @@ class SaveWriter:
             # The slot is all there is of it until then: no part says what was written.
             if self._commit(save, plan, part, beside=beside):
                 self._commits.submit(self._clean, save)
-            free()
-            self._cache_later(save, plan)
-            return
-        free()
-        if not save.root and self._hello.rank == 0:
+        elif not save.root and self._hello.rank == 0:
             self._orphans.submit(self._commit_as_survivor, save, plan)
         elif self._hello.rank == 0:
             self._commits.submit(self._commit_and_clean, save, plan)
         else:
             self._unsettled.append((save, plan))
             self._commits.submit(self._join, save, plan)
+        free()
         self._cache_later(save, plan)
 
     def _cache_later(self, save: SaveRequest, plan: RankPlan) -> None:

@@ -26,6 +26,7 @@ from ckptd.checkpoint.load.opening import begin_root
 from ckptd.checkpoint.load.plan import BlockLine
 from ckptd.checkpoint.load.read import Fetcher
 from ckptd.checkpoint.load.reader import CkptdReader
+from ckptd.checkpoint.load.witnesses import witness_file
 from ckptd.checkpoint.root.catalogue import Catalogue, publish_manifest
 from ckptd.checkpoint.root.working import Working, refuse_behind
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
@@ -233,13 +234,7 @@ class FileCopy:
         manifest = self._original.manifest
         if manifest.witness is None or manifest.witness.kind == DATA:
             return
-        key = manifest.folder + WITNESS
-        try:
-            raw = self._source.get(key)
-        except NotFoundError:
-            raise CorruptError("the witness is missing", where=key) from None
-        if digest_hex(raw) != manifest.witness.digest:
-            raise CorruptError("the witness is corrupt: digest mismatch", kind="digest", where=key)
+        raw = witness_file(self._source, manifest, manifest.witness)
         self._target.store.put(data_folder(self._name, self._attempt) + WITNESS, raw)
 
     def _commit(self) -> None:

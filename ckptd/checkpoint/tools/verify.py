@@ -178,7 +178,9 @@ class Scan:
                 for target in segment.targets:
                     self._segment(ScanSegment(segment.file, (target,), segment.available), files)
                 return
-            self._unread(segment, error)
+            entry = self._places.manifest.files[segment.file]
+            name = self._places.filemap.tensors[segment.targets[0].tensor].name
+            self._findings.add(VerifyFinding.of(error, entry.path, entry.rank, name))
         except CkptdError as error:
             entry = self._places.manifest.files[segment.file]
             self._findings.add(VerifyFinding.of(error, entry.path, entry.rank))
@@ -188,12 +190,6 @@ class Scan:
             self.read_bytes += size
             if self._progress is not None:
                 self._progress(self.read_bytes, self._total)
-
-    def _unread(self, segment: ScanSegment, error: RefusedError) -> None:
-        """Report a tensor of a foreign checkpoint that is of a kind that is not read."""
-        entry = self._places.manifest.files[segment.file]
-        name = self._places.filemap.tensors[segment.targets[0].tensor].name
-        self._findings.add(VerifyFinding.of(error, entry.path, entry.rank, name))
 
     def _scan(self, segment: ScanSegment, files: LocalFiles) -> None:
         entry = self._places.manifest.files[segment.file]

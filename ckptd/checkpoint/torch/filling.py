@@ -296,8 +296,6 @@ def overlapping(leaves: Iterable[TensorLeaf]) -> list[list[TensorLeaf]]:
 
 def _reach(local: torch.Tensor) -> int:
     """Return how many bytes lie between the beginning of a tensor and its end."""
-    if local.is_contiguous():
-        return local.nbytes
     return reach_of(tuple(local.shape), local.stride()) * local.element_size()
 
 

@@ -142,12 +142,13 @@ class Lineage:
 
     def newest(self) -> CommitName | None:
         """Return the newest commit of the line, the same on every rank."""
-        found = self._agreement.on_rank_zero("newest", self._newest)
-        return None if found is None else CommitName(*found)
 
-    def _newest(self) -> tuple[int, int] | None:
-        name = self._catalogue.newest()
-        return None if name is None else (name.step, name.generation)
+        def find() -> tuple[int, int] | None:
+            name = self._catalogue.newest()
+            return None if name is None else (name.step, name.generation)
+
+        found = self._agreement.on_rank_zero("newest", find)
+        return found and CommitName(*found)
 
     @phase("ckpt")
     def claim_for_save(self, step: int) -> None:

@@ -23,7 +23,7 @@ from ckptd.base.runtime.ranks import Board
 from ckptd.base.torch.device import is_capturing
 from ckptd.base.torch.ranks import Agreement, host_members
 from ckptd.checkpoint.format import codec
-from ckptd.checkpoint.format.codec import parse_json
+from ckptd.checkpoint.format.codec import parse_object
 from ckptd.checkpoint.format.container import FileMap
 from ckptd.checkpoint.format.manifest import FileEntry, Manifest, about_foreign
 from ckptd.checkpoint.format.names import (
@@ -915,12 +915,7 @@ def _read_encoded(tried: _Tried, tensor: str, rank: int | None) -> Any:
         box = grid.piece(cells[0]).box
     target = np.empty(box.numel, dtype=np.uint8)
     tried.read([Want(number, (box_region(box),), target)])
-    try:
-        return parse_json(target.tobytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            "an encoded object is not JSON", where=tensor, found=str(error)
-        ) from None
+    return parse_object(target, tensor)
 
 
 def _compare_overlaps(tried: _Tried) -> None:

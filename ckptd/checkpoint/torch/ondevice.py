@@ -265,10 +265,6 @@ class _Piece(msgspec.Struct):
     end: int
     between: list[int]
 
-    @property
-    def gaps(self) -> bool:
-        return any(self.between)
-
 
 def _pieces(
     steps: Sequence[CopyStep], numbers: Sequence[int], is_placed: Callable[[int], bool] | None
@@ -432,7 +428,7 @@ class DeviceLane:
         kept = []
         for piece in _pieces(self._steps, numbers, self._is_placed):
             for raw, copied in self._taken(piece):
-                if copied.gaps:
+                if any(copied.between):
                     at = self._between(copied)
                     kept.append((at, self._bytes[at]))
                 self._target[copied.start : copied.end].copy_(raw, non_blocking=True)
@@ -504,7 +500,7 @@ class DeviceCopies(msgspec.Struct):
     """
 
     pins: Pins = msgspec.field(default_factory=Pins)
-    _streams: dict[torch.device, torch.Stream] = msgspec.field(default_factory=dict)
+    _streams: dict[torch.device, torch.Stream] = {}
     _buffers: defaultdict[torch.device, Buffers] = msgspec.field(
         default_factory=lambda: defaultdict(Buffers)
     )

@@ -355,13 +355,11 @@ class Saying(msgspec.Struct, frozen=True):
     """
 
     keys: list[str] | None = None
-    same: list[str] = msgspec.field(default_factory=list)
-    own: dict[str, tuple[StatePlace, TensorKind | None]] = msgspec.field(default_factory=dict)
-    notes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = msgspec.field(
-        default_factory=list
-    )
-    usual: dict[str, tuple[str | None, dict[str, Any]]] = msgspec.field(default_factory=dict)
+    same: list[str] = []
+    own: dict[str, tuple[StatePlace, TensorKind | None]] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    takers: list[tuple[weakref.ref[nn.Module], Callable[[nn.Module], bool]]] = []
+    usual: dict[str, tuple[str | None, dict[str, Any]]] = {}
 
     @property
     def asks(self) -> bool:
