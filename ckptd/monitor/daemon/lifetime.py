@@ -121,7 +121,7 @@ class TimeSpent:
     ranks ended, and otherwise TRAIN, less the share that an open incident says that ``slow`` ranks
     cost. While no rank lives it is ``restarting``; ``waiting`` before the first and after ranks
     that ended well. Steps that only the recorder counts begin at 0 in each process: they are
-    never ``again``.
+    never ``again``, unless a checkpointer has told the one from which they go on.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,9 @@ class TimeSpent:
             self._open += spent
             self._stands |= stands
             if moved or life == (-1, 0):
-                self._decide(life[0], result)
+                # Above the steps of its process: it has loaded the one where it began.
+                named = not self._counted or life[0] > life[1] + 1
+                self._decide(life[0] if named else -1, result)
 
     def _without_ranks(self, ranks: Array, spent: float) -> None:
         if len(ranks):
@@ -177,7 +179,7 @@ class TimeSpent:
             return False
         if life[1] < before[1] or 0 <= life[0] < before[0]:
             self._fail(STUCK)
-            self._high = -1 if self._counted else max(self._high, before[0])
+            self._high = max(self._high, before[0])
             return False
         if life > before:
             self._counted = bool((result.job.calls["flags"] & CallFlag.COUNTED).any())

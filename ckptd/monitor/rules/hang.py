@@ -707,6 +707,12 @@ def _all_unseen(job: JobView, limit: Array) -> Iterator[Verdict]:
     )
 
 
+_AGENT = {
+    None: "its agent is silent",
+    True: "its agent is silent, and its machine answers another node: frozen, or without its agent",
+    False: "its agent is silent, and no other node reaches it",
+}
+
 # --- ranks that cannot be asked -----------------------------------------------------------------
 
 
@@ -726,13 +732,21 @@ def _silent(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
             if rank not in reporting
         }
     )
+    nodes = job.agents[:MOST_NAMED]
+    share = round(0.5 / (len(silent) + len(nodes)), 3)
     yield Verdict(
         kind=VerdictKind.CANNOT_SAY,
-        suspects=tuple(
-            Suspect(SuspectKind.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
-            for r in silent[:MOST_NAMED]
+        suspects=(
+            *(Suspect(SuspectKind.NODE, n.node, share, "its agent is silent") for n in nodes),
+            *(
+                Suspect(SuspectKind.RANK, str(r), share, "does not report")
+                for r in silent[:MOST_NAMED]
+            ),
         ),
-        evidence=(f"{len(rows)} ranks wait, in the end for members that do not report",),
+        evidence=(
+            f"{len(rows)} ranks wait, in the end for members that do not report",
+            *(f"node {n.node}: {_AGENT[n.reachable]}" for n in nodes),
+        ),
         rules_out=("a deadlock among those that report",),
         refuted_by="the silent ranks report",
         action="look at the agents of the silent ranks first",

@@ -216,3 +216,24 @@ def test_ranks_that_mark_no_step_train() -> None:
     assert told is not None
     assert told.seconds["TRAIN"] == pytest.approx(60.0, abs=1.6)
     assert told.seconds["stuck"] == pytest.approx(10.0, abs=1.6)
+
+
+def test_steps_that_are_counted_from_a_loaded_one_are_made_again() -> None:
+    line = Timeline(counted=True)
+    line.steps(100, 0.2)
+    line.crashes(3.0, back=60, reports=True)
+    line.steps(100, 0.2)
+    told = line.spent.document()
+    assert told is not None
+    assert told.seconds["again"] == pytest.approx(12.0, abs=0.8)
+    assert told.seconds["TRAIN"] == pytest.approx(28.0, abs=0.8)
+
+
+def test_steps_that_are_counted_from_0_may_be_new_ones() -> None:
+    line = Timeline(counted=True)
+    line.steps(100, 0.2)
+    line.crashes(3.0, back=100, reports=True)
+    line.steps(100, 0.2)
+    told = line.spent.document()
+    assert told is not None
+    assert "again" not in told.seconds

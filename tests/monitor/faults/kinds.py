@@ -59,7 +59,8 @@ FAULTS = (
     FaultKind("partition", (VerdictKind.COMM_HANG,), "group", hang=True),
     FaultKind("frozen-comm", (VerdictKind.COMM_HANG,), "group", hang=True),
     FaultKind("slow", (VerdictKind.SLOW_RANK,), "rank"),
-    FaultKind("node", (VerdictKind.CRASH, VerdictKind.HANG), "node", hang=True, nodes=2),
+    # All that is of the node is stopped; the kernel answers, as of a machine that is frozen.
+    FaultKind("node", (*_HANG, VerdictKind.CRASH, VerdictKind.CANNOT_SAY), "node", True, 2),
     FaultKind("corrupt", (VerdictKind.CORRUPTION,), "rank"),
 )
 """Each is to be found and its culprit named."""

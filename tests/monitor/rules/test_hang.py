@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import CallFlag, JobView, Phase, RankView
+from ckptd.monitor.job import AgentView, CallFlag, JobView, Phase, RankView
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned, learn
 from ckptd.monitor.rules.mismatch import P2P
@@ -151,6 +151,16 @@ def test_who_waits_for_a_silent_rank_cannot_say() -> None:
     views = [jobs.inside(r, 7, 10, 40.0, 4, members=members) for r in range(3)]
     assert jobs.told(_told(jobs.job(*views))) == [("cannot say", ["3"])]
     assert not _told(jobs.job(*(jobs.inside(r, 7, 10, 20.0, 4) for r in range(3))))
+
+
+def test_a_silent_node_is_named_with_what_its_machine_answers() -> None:
+    members = {7: (0, 1, 2, 3)}
+    views = [jobs.inside(r, 7, 10, 40.0, 4, members=members) for r in range(3)]
+    job = replace(jobs.job(*views), agents=(AgentView("n9", 5, True),))
+    (verdict,) = _told(job)
+    assert verdict.names(SuspectKind.NODE) == ("n9",)
+    assert "its machine answers another node" in verdict.evidence[1]
+    assert sum(s.confidence for s in verdict.suspects) <= 0.5
 
 
 def test_a_silent_rank_is_not_suspected_where_a_reporting_one_explains_all() -> None:
