@@ -9,10 +9,11 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from ckptd.base.net.certificates import given_files, read_files
 from ckptd.base.net.connection import HELLO, Codec, Refusal, answer_hello, tune
 from ckptd.base.net.door import Strangers
 from ckptd.base.net.roles import Certified
-from ckptd.base.net.tls import TlsSession, identity
+from ckptd.base.net.tls import TlsSession, identity_at
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.messages import FromNode, FromOperator
@@ -103,7 +104,7 @@ class PeerConnection(asyncio.Protocol):
         tune(tcp.get_extra_info("socket"))
         self._door.enter(self)
         self._timer = self._door.loop.call_later(_HANDSHAKE_S, self.cut)
-        own = identity(self._door.secret, "controller", scope=self._door.job)
+        own = identity_at(PURPOSE, self._door.secret, "controller", scope=self._door.job)
         self._tls = TlsSession(own, server=True, where=self.where)
 
     def data_received(self, data: bytes) -> None:
@@ -208,6 +209,8 @@ class ListeningSocket:
 
     async def open(self, sock: socket.socket) -> None:
         """Take connections of a bound socket from now on."""
+        if given_files():
+            read_files("controller")  # what cannot be read is an error now
         self._server = await self.loop.create_server(
             lambda: PeerConnection(self), sock=sock, backlog=1024, start_serving=True
         )

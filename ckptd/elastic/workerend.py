@@ -19,7 +19,7 @@ from ckptd.base.runtime.channel import SocketChannel
 from ckptd.base.runtime.ownership import OfOneProcess
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
-from ckptd.errors import ProcessError
+from ckptd.errors import CkptdError, ProcessError
 
 _log = logging.getLogger("ckptd.elastic")
 _Heard = FromWorker | AskProof
@@ -154,7 +154,10 @@ class LauncherEnd(OfOneProcess):
     def _follow(self, channel: SocketChannel, pid: int) -> None:
         item = _receive(channel, _HELLO_S)
         if isinstance(item, AskProof):
-            channel.send(self._hand(item))
+            try:
+                channel.send(self._hand(item))
+            except CkptdError as error:
+                _log.warning("process %d is handed no certificate: %s", pid, error.message)
             return
         if pid > 0 and not self._known(pid):
             _reject(pid, os.geteuid())

@@ -582,7 +582,9 @@ def answer_hello(
     if hello.purpose != purpose:
         return Refusal("permission", "this server has another purpose")
     if peer is not None and peer.role not in DOORS[purpose].may:
-        return Refusal("permission", f"a certificate of a {peer.role} opens nothing here")
+        return Refusal(
+            "permission", f"a certificate of role {peer.role or None} opens nothing here"
+        )
     return refusal or Admitted(about)
 
 
@@ -626,9 +628,9 @@ def greet_server(
     elif not proof:
         raise UsageError("a connection over TCP needs a secret")
     else:
-        from ckptd.base.net.tls import identity
+        from ckptd.base.net.tls import identity_at
 
-        served = connection.shake(identity(proof, role, node, scope), wait_s)
+        served = connection.shake(identity_at(purpose, proof, role, node, scope), wait_s)
         if served.role != DOORS[purpose].serves:
             raise StoreError(
                 "the server's certificate is of another role",

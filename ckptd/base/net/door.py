@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ckptd.base.net.address import same_user
+from ckptd.base.net.certificates import given_files, read_files
 from ckptd.base.net.connection import (
     HELLO,
     MOST_BODY_BYTES,
@@ -161,6 +162,8 @@ class Door:
         self._local = listener.family == socket.AF_UNIX
         if not self._local and not proof():
             raise UsageError("a connection over TCP needs a secret")
+        if not self._local and DOORS[purpose].of_job and given_files():
+            read_files(DOORS[purpose].serves)  # what cannot be read is an error now
         self._lock = threading.Lock()
         self._served: dict[Connection, threading.Thread] = {}
         self._accepted = self._refused = 0
@@ -235,11 +238,11 @@ class Door:
         if self._local and not same_user(sock):
             self._end(wire)
         elif not self._local:
-            from ckptd.base.net.tls import identity
+            from ckptd.base.net.tls import identity_at
 
             role = DOORS[self._purpose].serves
             with self._ended_by_errors(wire):
-                wire.expect_tls(identity(self._proof(), role))
+                wire.expect_tls(identity_at(self._purpose, self._proof(), role))
 
     def _hear(self, wire: Connection) -> None:
         with self._ended_by_errors(wire):

@@ -58,6 +58,10 @@ class FromLauncher(msgspec.Struct, frozen=True):
     """Proves a process by the leaf that its launcher hands it, in place of the secret."""
 
 
+class FromFiles(msgspec.Struct, frozen=True):
+    """Proves a process by files; see `ckptd.base.net.certificates`."""
+
+
 Proof = bytes | FromLauncher
 """The secret of an authority, or what a process is handed: by this it proves itself."""
 

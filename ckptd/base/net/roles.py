@@ -27,10 +27,13 @@ class Asks:
         The role that answers there.
     may
         Names of messages that a client may send, by its role.
+    of_job
+        Whether both ends are of the job's authority, and not of one of this door's own key.
     """
 
     serves: Role
     may: Mapping[str, frozenset[str]]
+    of_job: bool = True
 
 
 _READS = frozenset({"Get", "Read", "Open", "Stat", "List", "Children"})
@@ -57,6 +60,7 @@ DOORS: Mapping[str, Asks] = {
             "operator": _READS,
             "reader": _READS,
         },
+        of_job=False,
     ),
     "publish 3": Asks("rank", {"rank": _PULLS | {"AskCommit", "AskDrop"}, "worker": _PULLS}),
     "probe": Asks("agent", {"agent": frozenset({"_Ping", "_Take", "_Give"})}),

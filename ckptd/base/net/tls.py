@@ -20,22 +20,23 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from typing import Any, cast
-from urllib.parse import quote, unquote
+from typing import cast
+from urllib.parse import quote
 
+from ckptd.base.net.certificates import VARIABLES, certified, given_files, read_files
 from ckptd.base.net.handed import (
     AskProof,
+    FromFiles,
     HandedProof,
     Proof,
     asked_of_launcher,
     key_of_ranks,
 )
-from ckptd.base.net.roles import Certified, Role
+from ckptd.base.net.roles import DOORS, Certified, Role
 from ckptd.base.net.signing import SECRET_VARIABLE, checked_secret
 from ckptd.base.runtime.memory import anonymous_file
 from ckptd.errors import (
     CkptdError,
-    ProcessError,
     RefusedError,
     StoreError,
     TransientStoreError,
@@ -53,6 +54,7 @@ _URI = "ckptd://"
 _RECORD_BYTES = 1 << 14
 _FOR_EVER = 253_402_300_799  # 9999-12-31: no end is known (RFC 5280)
 _OTHER_SECRET = "the server and this client have different secrets"
+_OTHER_AUTHORITY = "the server and this client have certificates of different authorities"
 _NOT_VALID_NOW = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _REFUSED = ("ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE", "ALERT_DECRYPT_ERROR")
 _FOREIGN = (
@@ -86,6 +88,7 @@ class TlsSession:
         context = _anonymous() if identity is None else identity.context(server)
         self.peer: Certified | None = None
         self._scoped = identity is not None and bool(identity.scope)
+        self._files = identity is not None and identity.of_files
         self._where = where
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
@@ -119,7 +122,7 @@ class TlsSession:
                 spoken = self._tls.selected_alpn_protocol()
                 if spoken is None or spoken.split()[0] != PROTOCOL:
                     raise self._foreign(spoken)
-                self.peer = _peer(self._tls)
+                self.peer = certified(self._tls.getpeercert() or {})
         return self.peer is not None
 
     def write(self, data: memoryview) -> None:
@@ -180,7 +183,8 @@ class TlsSession:
                 where=self._where,
             )
         if isinstance(error, ssl.SSLCertVerificationError) or any(r in reason for r in _REFUSED):
-            return StoreError(_OTHER_SECRET, kind="permission", where=self._where)
+            words = _OTHER_AUTHORITY if self._files else _OTHER_SECRET
+            return StoreError(words, kind="permission", where=self._where)
         if self.peer is None and any(r in reason for r in _FOREIGN):
             return self._foreign(reason)
         return TransientStoreError(
@@ -212,8 +216,8 @@ class Identity:
         What both ends should serve, which either may know of the other before it is proved.
     """
 
-    def __init__(self, proof: Proof, role: Role, node: str, scope: str = "") -> None:
-        self.scope = scope
+    def __init__(self, proof: Proof | FromFiles, role: Role, node: str, scope: str = "") -> None:
+        self.scope, self.of_files = scope, isinstance(proof, FromFiles)
         self._proof, self._role, self._node = proof, role, node
         self._made: dict[bool, tuple[ssl.SSLContext, float]] = {}
 
@@ -222,19 +226,31 @@ class Identity:
         context, until = self._made.get(server, (None, 0.0))
         if context is None or time.time() >= until or until - time.time() > LEAF_S:
             try:
-                authority, leaf, until = self._leaf()
-            except ProcessError:
+                self._made[server] = self._new(server)
+            except CkptdError:
                 if context is None:
                     raise
                 return context  # peers refuse the old leaf once it is over
-            context = _bare(server, self.scope)
-            context.verify_mode = ssl.CERT_REQUIRED
+        return self._made[server][0]
+
+    def _new(self, server: bool) -> tuple[ssl.SSLContext, float]:
+        authority, leaf, until = self._leaf()
+        context = _bare(server, self.scope)
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
             context.load_verify_locations(cadata=authority.decode())
             _load(context, leaf)
-            self._made[server] = context, until
-        return context
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError(
+                f"the certificate of role {self._role} and its key cannot be used",
+                where=", ".join(VARIABLES),
+                found=getattr(error, "reason", None) or error,
+            ) from error
+        return context, until
 
     def _leaf(self) -> tuple[bytes, bytes, float]:
+        if isinstance(self._proof, FromFiles):
+            return read_files(self._role)
         if isinstance(self._proof, bytes):
             return issued(self._proof, self._role, self._node)
         if self._role not in ("rank", "worker"):
@@ -243,8 +259,16 @@ class Identity:
         return handed.authority, handed.leaf, handed.until
 
 
+def identity_at(
+    purpose: str, proof: Proof, role: Role, node: str = "", scope: str = ""
+) -> Identity:
+    """Return `identity` for one of `DOORS`: from files where there are, for the job's doors."""
+    files = DOORS[purpose].of_job and isinstance(proof, bytes) and given_files()
+    return identity(FromFiles() if files else proof, role, node, scope)
+
+
 @functools.lru_cache(maxsize=64)
-def identity(proof: Proof, role: Role, node: str = "", scope: str = "") -> Identity:
+def identity(proof: Proof | FromFiles, role: Role, node: str = "", scope: str = "") -> Identity:
     """Return this process's identity in a role, under the authority of `proof`.
 
     Parameters
@@ -286,7 +310,10 @@ def hand(given: str | None, node: str, asked: AskProof) -> HandedProof:
     key = key_of_ranks(secret)
     if not asked.role:
         return HandedProof(key)
-    return HandedProof(key, *issued(secret, asked.role, node))
+    files = given_files()
+    return HandedProof(
+        key, *(read_files(asked.role) if files else issued(secret, asked.role, node))
+    )
 
 
 def issue(secret: bytes, role: Role, node: str, now: float) -> tuple[bytes, bytes]:
@@ -365,12 +392,3 @@ def _load(context: ssl.SSLContext, leaf: bytes) -> None:
         context.load_cert_chain(f"/dev/fd/{fd}")
     finally:
         os.close(fd)
-
-
-def _peer(tls: ssl.SSLObject) -> Certified:
-    shown: dict[str, Any] = tls.getpeercert() or {}
-    for kind, name in shown.get("subjectAltName", ()):
-        if kind == "URI" and name.startswith(_URI):
-            role, _, node = name.removeprefix(_URI).partition("/")
-            return Certified(role, unquote(node))
-    return Certified("", "")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.base.net.certificates import VARIABLES
 from ckptd.base.net.handed import KEPT_FROM_RANKS
 from ckptd.base.runtime.launched import LAUNCHER_VARIABLE
 from ckptd.elastic.messages import (
@@ -66,7 +67,8 @@ def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str
     theirs = {name: base.get(name) for name in defaults_in(base)}
     ours = (n for n, value in unless.items() if n not in base or theirs.get(n) == value)
     more[DEFAULTS_VARIABLE] = ",".join(ours)
-    return {n: v for n, v in {**unless, **base, **more}.items() if n not in KEPT_FROM_RANKS}
+    kept = (*KEPT_FROM_RANKS, *VARIABLES)
+    return {n: v for n, v in {**unless, **base, **more}.items() if n not in kept}
 
 
 def of_seat(begin: Begin, seat: RankAssignment, local_rank: int) -> dict[str, str]:

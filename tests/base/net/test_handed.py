@@ -254,7 +254,7 @@ def test_no_rank_of_a_job_has_the_secret_or_gives_an_order(tmp_path: Path) -> No
         for role in ("rank", "worker"):
             at_door = [words for asked, words in refused.items() if asked.startswith(f"{role} ")]
             assert (
-                at_door == [["permission", f"a certificate of a {role} opens nothing here"]] * 8
+                at_door == [["permission", f"a certificate of role {role} opens nothing here"]] * 8
             ), at_door
         for role in ("controller", "agent", "operator", "reader"):
             assert "does not hand" in refused[role][1]
