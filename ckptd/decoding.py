@@ -6,6 +6,9 @@ meanwhile reads a null pointer and takes the process along (SIGSEGV, msgspec 0.2
 decodes by a bare type: each gets its decoder from here. One is made at a time, also where
 two threads import modules, and no process is forked while one is half made.
 
+Bytes that are no text, and nesting without end, are bytes of a wrong form like any others: a
+decoder from here raises `msgspec.MsgspecError` for them and nothing else.
+
 What is decoded comes from elsewhere, and some of it is logged: text that a logger of ckptd is given
 passes `printable`, and a further line of it is indented, so that it begins no line of a log.
 """
@@ -17,13 +20,13 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
 from ckptd.errors import CkptdError, printable
 
-__all__ = ["converter", "json_decoder", "msgpack_decoder"]
+__all__ = ["ANYTHING", "Decoder", "converter", "json_decoder", "msgpack_decoder"]
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -50,14 +53,33 @@ def _plain(given: object) -> object:
 
 for _name in ("ckptd", "ckptd.elastic", "ckptd.monitor"):
     logging.getLogger(_name).addFilter(_filtered)
+
+
+class Decoder(Generic[T]):
+    """Decodes one type, `type`; made by `json_decoder` and `msgpack_decoder`."""
+
+    __slots__ = ("_decode", "type")
+
+    def __init__(self, made: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]) -> None:
+        self._decode: Callable[[Any], T] = made.decode
+        self.type = made.type
+
+    def decode(self, raw: bytes | bytearray | memoryview | str) -> T:
+        """Return the value that `raw` holds; `msgspec.MsgspecError`, if it holds none."""
+        try:
+            return self._decode(raw)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
+
+
 _made: dict[tuple[str, Any, bool], Any] = {}
 
 
 @overload
-def json_decoder(kind: type[T], *, strict: bool = True) -> msgspec.json.Decoder[T]: ...
+def json_decoder(kind: type[T], *, strict: bool = True) -> Decoder[T]: ...
 @overload
-def json_decoder(kind: Any, *, strict: bool = True) -> msgspec.json.Decoder[Any]: ...
-def json_decoder(kind: Any, *, strict: bool = True) -> msgspec.json.Decoder[Any]:
+def json_decoder(kind: Any, *, strict: bool = True) -> Decoder[Any]: ...
+def json_decoder(kind: Any, *, strict: bool = True) -> Decoder[Any]:
     """Return what decodes JSON as `kind`, in any number of threads; the same one each time.
 
     Call it at the top level of a module, so that no first message waits for it.
@@ -67,16 +89,16 @@ def json_decoder(kind: Any, *, strict: bool = True) -> msgspec.json.Decoder[Any]
     strict
         False: texts that say a number count as one.
     """
-    return _once("json", kind, strict, lambda: msgspec.json.Decoder(kind, strict=strict))
+    return _once("json", kind, strict, lambda: Decoder(msgspec.json.Decoder(kind, strict=strict)))
 
 
 @overload
-def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]: ...
+def msgpack_decoder(kind: type[T]) -> Decoder[T]: ...
 @overload
-def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
-def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def msgpack_decoder(kind: Any) -> Decoder[Any]: ...
+def msgpack_decoder(kind: Any) -> Decoder[Any]:
     """Return what decodes msgpack as `kind`; as `json_decoder`."""
-    return _once("msgpack", kind, True, lambda: msgspec.msgpack.Decoder(kind))
+    return _once("msgpack", kind, True, lambda: Decoder(msgspec.msgpack.Decoder(kind)))
 
 
 @overload
@@ -95,3 +117,7 @@ def _once(form: str, kind: Any, strict: bool, make: Callable[[], D]) -> D:
         if decoder is None:
             decoder = _made[form, kind, strict] = make()
         return decoder
+
+
+ANYTHING: Decoder[Any] = json_decoder(Any)
+"""Decodes JSON of any form."""

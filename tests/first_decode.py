@@ -20,7 +20,7 @@ import msgspec
 
 from ckptd.base.runtime.channel import SocketChannel
 from ckptd.checkpoint.agent import node  # noqa: F401 - imports what an agent does
-from ckptd.checkpoint.format.manifest import ObjectEntry, TensorEntry
+from ckptd.checkpoint.format.manifest import GridEntry, ObjectEntry, TensorEntry
 from ckptd.checkpoint.format.records import Generation, Parent, decode_record, encode_record
 from ckptd.checkpoint.save.commit import decode_plan
 from ckptd.checkpoint.save.messages import RankPart, Request, SaveRequest
@@ -61,7 +61,8 @@ def calls() -> list[Call]:
     part = RankPart(0, "p", objects=objects).encode()
     save = SaveRequest(1, 1, "a", 1, "p", (), objects, {}, None, 1.0)
     spec = msgspec.json.encode(StoreSpec("/x"))
-    plan = SavePlan(1, (), (), (TensorEntry("t", "float32", (1,), 0, 0),), ()).stamped()
+    tensors, runs = (TensorEntry("t", "float32", (1,), 0, 0),), ((0, 0, 1),)
+    plan = SavePlan(1, (GridEntry((((1, 1),),)),), (runs,), tensors, ()).stamped()
     generation = encode_record(Generation(2, "x", Parent(1, 1), "", 1))
     late = msgspec.msgpack.encode(Late(Inner([1])))
     return [

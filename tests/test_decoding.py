@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from ckptd.decoding import converter, json_decoder, msgpack_decoder
+from ckptd.decoding import Decoder, converter, json_decoder, msgpack_decoder
 from ckptd.errors import CorruptError
 
 
@@ -58,3 +60,10 @@ def test_a_crash_leaves_the_stacks_of_all_threads() -> None:
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert 'File "<string>", line 1' in done.stderr
+
+
+@pytest.mark.parametrize("decoder", [json_decoder(Any), msgpack_decoder(Any)])
+@pytest.mark.parametrize("raw", [b'"\xff"', b"\xa1\xff", b"[" * 100_000, b"\x91" * 100_000, b""])
+def test_bytes_of_any_wrong_form_have_one_error(decoder: Decoder[Any], raw: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decoder.decode(raw)

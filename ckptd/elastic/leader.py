@@ -126,7 +126,7 @@ class LeaderRecord:
             return None
         try:
             return _leaders.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             raise CorruptError(
                 "not a valid address record of a controller",
                 where=self._where(key),
@@ -178,7 +178,7 @@ class LeaderRecord:
         for info, raw in self._store.read_all(SIGNS, most_bytes=_MOST_BYTES):
             if raw is not None:
                 # One that is damaged is no sign.
-                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                with suppress(msgspec.MsgspecError):
                     found[info.key.removeprefix(SIGNS)] = _signs.decode(raw)
         return found
 

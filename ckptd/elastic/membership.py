@@ -120,7 +120,7 @@ def decode_record(raw: bytes, where: str) -> Record:
     """
     try:
         record = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise CorruptError(
             "a record of the membership log cannot be read", where=where, found=str(error)[:200]
         ) from error

@@ -186,6 +186,6 @@ def _decoded(line: bytes | None) -> AnyEvent | Opened | Lost | None:
         return None
     try:
         item: AnyEvent | Opened | Lost = _decoder.decode(line)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+    except msgspec.MsgspecError:
         return None
     return item

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from ckptd.decoding import msgpack_decoder
+from ckptd.decoding import Decoder, msgpack_decoder
 from ckptd.errors import CorruptError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, WORD
 from ckptd.monitor.job import (
@@ -639,14 +639,12 @@ def unpack_fencing(data: bytes, limits: ReportLimits | None = None) -> Fencing:
     return _decoded(data, _fencing, limits or ReportLimits())
 
 
-def _decoded(
-    data: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: ReportLimits
-) -> Message:
+def _decoded(data: bytes, decoder: Decoder[Message], limits: ReportLimits) -> Message:
     if not 0 < len(data) <= limits.packed:
         raise bad(f"1 to {limits.packed} bytes", f"{len(data)} bytes")
     try:
         return decoder.decode(_plain(data, limits))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise bad("a message of this version of ckptd", str(error)) from error
 
 

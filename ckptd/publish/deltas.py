@@ -162,6 +162,10 @@ def _unpacked(data: memoryview, lengths: Sequence[tuple[int, int]]) -> list[U8]:
             raise _no_delta("all of its streams")
         if said & _PACKED:
             try:
+                # Where a stream says how long it is, that much is allocated whatever is allowed.
+                frame = zstandard.get_frame_parameters(raw, zstandard.FORMAT_ZSTD1_MAGICLESS)
+                if frame.content_size != zstandard.CONTENTSIZE_UNKNOWN:
+                    raise _no_delta("streams that do not say their length", str(frame.content_size))
                 raw = _local.opener.decompress(raw, max_output_size=most, allow_extra_data=False)
             except zstandard.ZstdError as error:
                 raise _no_delta("streams that unpack", str(error)[:200]) from None

@@ -27,6 +27,7 @@ from ckptd.checkpoint.format.manifest import (
     TensorEntry,
 )
 from ckptd.checkpoint.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
+from ckptd.decoding import ANYTHING
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.lay.matching import NameTemplates
 from ckptd.lay.resolve import Resolved
@@ -486,8 +487,8 @@ def _numbered(raw: Any, n: int, of: int) -> Any:
 
 def _decoded(raw: bytes, where: str) -> Any:
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return ANYTHING.decode(raw)
+    except msgspec.MsgspecError as error:
         raise CorruptError(
             "an encoded object is not JSON", where=where, found=str(error)[:200]
         ) from None

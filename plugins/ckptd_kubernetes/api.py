@@ -223,7 +223,7 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
 def _decoded(raw: bytes, where: str) -> Json:
     try:
         return _documents.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise StoreError(
             "the Kubernetes API answers something else than an object of JSON",
             where=where,
@@ -235,7 +235,7 @@ def _message(raw: bytes) -> str:
     """Return what a Status says, or the beginning of whatever came."""
     try:
         found = _documents.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except msgspec.MsgspecError:
         return raw[:200].decode("utf-8", "replace")
     return f"{found.get('reason', '')}: {found.get('message', '')}"
 

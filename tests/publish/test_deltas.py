@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -181,6 +182,20 @@ def test_what_unpacks_to_more_than_the_block_is_refused_before_there_is_memory_f
     assert bomb[:1] == PLANES
     assert len(bomb) < 4096
     assert refused(np.zeros(256, np.uint8), bomb, 2)
+
+
+@pytest.mark.parametrize("said", [1 << 40, (1 << 64) - 3, 1 << 20, 64])
+def test_a_stream_that_says_its_length_gets_no_memory_for_it(said: int) -> None:
+    # zstd without magic: a descriptor for eight bytes of length, a window of 1 KiB, the length.
+    stream = b"\xc0\x00" + said.to_bytes(8, "little") + b"\x01\x00\x00"
+    delta = PLANES + (len(stream) | 1 << 31).to_bytes(4, "little") + stream
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError):
+            apply(np.zeros(64, np.uint8), delta, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
 
 
 def test_bytes_at_random_are_refused_or_fill_the_block() -> None:

@@ -29,7 +29,7 @@ from ckptd.base.net.address import same_user
 from ckptd.base.net.handed import Proof
 from ckptd.base.net.roles import DOORS, Certified, Role
 from ckptd.base.runtime.ownership import in_child
-from ckptd.decoding import msgpack_decoder
+from ckptd.decoding import Decoder, msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _MOST_PLACES = 512  # the kernel takes 1024
 _JOINED_BYTES = 1 << 16  # up to here one system call is worth a copy
 _SEALED_BYTES = 1 << 18  # encrypted, or received and decrypted, in one go
 
-Kind = msgspec.msgpack.Decoder[Any]
+Kind = Decoder[Any]
 """Decoder of a message, made by `ckptd.decoding.msgpack_decoder`."""
 
 
@@ -99,7 +99,7 @@ class Codec:
         """Return the message of a frame."""
         try:
             return kind.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             raise self._wrong("a frame is not a valid message", str(error)[:200]) from error
 
     def feed(self, data: bytes) -> None:

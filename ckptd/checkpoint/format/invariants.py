@@ -73,17 +73,23 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
     """
     _check_identity(manifest, where)
     _check_file_table(manifest.files, where, digested=UNDIGESTED not in manifest.requires)
+    filemap = check_tensors(manifest, len(manifest.files), where, manifest_bytes)
+    _check_names([o.name for o in manifest.objects], where, "objects")
+    _check_objects(manifest, filemap.grids, where)
+    _check_extras(manifest, where)
+    return filemap
+
+
+def check_tensors(manifest: Manifest, files: int, where: str, manifest_bytes: int) -> FileMap:
+    """Check tensors, grids and owners of a manifest that has so many files; as `check_manifest`."""
     _check_dims(manifest.grids, where)
-    _check_numbers(manifest, where)
+    _check_numbers(manifest, files, where)
     filemap = FileMap.of(manifest, where)
     _check_names(
         [n for t in manifest.tensors for n in (t.name, *t.aliases)], where, "tensors or aliases"
     )
-    _check_tensors(manifest, filemap, where)
+    _check_tensors(manifest, filemap, files, where)
     _check_pieces(manifest, filemap, where, manifest_bytes)
-    _check_names([o.name for o in manifest.objects], where, "objects")
-    _check_objects(manifest, filemap.grids, where)
-    _check_extras(manifest, where)
     return filemap
 
 
@@ -156,10 +162,9 @@ def _check_names(names: Sequence[str], where: str, what: str) -> None:
         seen.add(name)
 
 
-def _check_numbers(manifest: Manifest, where: str) -> None:
+def _check_numbers(manifest: Manifest, files: int, where: str) -> None:
     """Check what `FileMap` takes for granted."""
     grids, owners = range(len(manifest.grids)), range(len(manifest.owners))
-    files = len(manifest.files)
     for t in manifest.tensors:
         if t.dtype in DTYPES and t.grid in grids and t.owners in owners and 0 <= t.base <= files:
             continue
@@ -174,8 +179,7 @@ def _check_numbers(manifest: Manifest, where: str) -> None:
         )
 
 
-def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
-    files = len(manifest.files)
+def _check_tensors(manifest: Manifest, filemap: FileMap, files: int, where: str) -> None:
     highest = [o.highest() for o in filemap.owners]
     seen: set[tuple[object, ...]] = set()
     for t, dtype in zip(manifest.tensors, filemap.dtypes, strict=True):

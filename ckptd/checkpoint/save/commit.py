@@ -26,6 +26,7 @@ from ckptd.base.grids.grid import Axis, Grid
 from ckptd.base.grids.owners import Owners
 from ckptd.checkpoint.format.codec import shares
 from ckptd.checkpoint.format.container import is_home
+from ckptd.checkpoint.format.invariants import check_tensors
 from ckptd.checkpoint.format.manifest import (
     INLINE,
     SHARING,
@@ -462,7 +463,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
     Raises
     ------
     CorruptError
-        Not a plan. kind ``digest``: not the one that its digest names.
+        Not a plan, or its tables break a rule. kind ``digest``: not the one that its digest names.
     """
     plan = decoded(_plans, raw, "a plan", where)
     found = plan.stamped().digest
@@ -474,6 +475,8 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
             wanted=plan.digest,
             found=found,
         )
+    tables = Manifest(0, 0, "", plan.world, (), plan.grids, plan.owners, plan.tensors)
+    check_tensors(tables, plan.world, where, len(raw))
     return plan
 
 

@@ -18,7 +18,7 @@ from ckptd.checkpoint.root.policy import Keep
 from ckptd.checkpoint.save.peers import MOST_TOLD, KnownNode
 from ckptd.checkpoint.save.structure import SavePlan
 from ckptd.checkpoint.save.tiers import TierSpec
-from ckptd.decoding import msgpack_decoder
+from ckptd.decoding import Decoder, msgpack_decoder
 from ckptd.errors import CorruptError, DeadlineError, ProcessError
 from ckptd.events.event import AnyEvent
 from ckptd.store import StoreSpec
@@ -452,13 +452,11 @@ class Refer(msgspec.Struct, frozen=True):
     runs: tuple[tuple[int, int], ...]
 
 
-def decoded(
-    decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str, where: str
-) -> T:
+def decoded(decoder: Decoder[T], raw: bytes | memoryview, what: str, where: str) -> T:
     """Return what a store has of another process; `CorruptError` where it does not decode."""
     try:
         return decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise CorruptError(f"cannot decode {what}", where=where, found=str(error)[:200]) from None
 
 
@@ -531,4 +529,4 @@ class RankPart(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _several = Annotated[tuple[RankPart, ...], msgspec.Meta(min_length=1)]
-_parts: msgspec.msgpack.Decoder[Any] = msgpack_decoder(RankPart | _several)
+_parts: Decoder[Any] = msgpack_decoder(RankPart | _several)

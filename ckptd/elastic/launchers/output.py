@@ -12,6 +12,7 @@ from typing import TextIO
 
 import msgspec
 
+from ckptd.decoding import ANYTHING
 from ckptd.errors import UsageError
 
 _OUT, _ERR = 1, 2
@@ -144,10 +145,9 @@ class Output:
 
 def error_of(path: str) -> str:
     """Return what a worker has left in its error file; empty if nothing can be read there."""
-    wrong = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError)
-    with suppress(OSError, *wrong):
+    with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
         with open(path, "rb") as file:
-            said: Mapping[str, Mapping[str, str]] = msgspec.json.decode(file.read(_MOST_BYTES))
+            said: Mapping[str, Mapping[str, str]] = ANYTHING.decode(file.read(_MOST_BYTES))
         return str(said["message"]["message"])
     return ""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.base.net.address import Address, any_address, is_here, is_loopback, parse_address
+from ckptd.decoding import ANYTHING
 from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.leader import LeaderView, stand_in_pause_s
@@ -115,7 +116,7 @@ class Sidecar:
         """Return the error that it has printed last, as a verb does with ``--json``, if any."""
         lines = self._log.read_bytes()[-_MOST_LOG:].splitlines()
         with suppress(msgspec.MsgspecError, KeyError, TypeError, IndexError):
-            return CkptdError.from_dict(msgspec.json.decode(lines[-1])["error"])
+            return CkptdError.from_dict(ANYTHING.decode(lines[-1])["error"])
         return None
 
     def end(self) -> None:
@@ -496,7 +497,7 @@ class ControllerSupervisor:
         before = self._announced
         if not before:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
-                self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
+                self._announced = str(ANYTHING.decode(part.out.read_bytes())["address"])
                 self._again_s, self._problem = _AGAIN_S, ""
         code = part.process.poll()
         if code is None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ckptd.cli.output import shorten
+from ckptd.decoding import ANYTHING
 from ckptd.elastic.launchers.sidecars import CKPTD, Sidecar
 from ckptd.errors import CkptdError
 from ckptd.monitor.daemon.client import DaemonClient
@@ -355,7 +356,7 @@ class DaemonSupervisor:
         """Return the URL of a daemon on this machine, with its token; empty while there is none."""
         if self._daemon is not None:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
-                return str(msgspec.json.decode(self._daemon.out.read_bytes())["login"])
+                return str(ANYTHING.decode(self._daemon.out.read_bytes())["login"])
             return ""
         from ckptd.monitor.daemon.place import find_daemon
 

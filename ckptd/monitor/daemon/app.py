@@ -347,7 +347,7 @@ async def _json_body(request: Request) -> dict[str, Any]:
     body = await read_body(request, _SMALL_BODY)
     try:
         return _objects.decode(body or b"{}")
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise _bad("the body", "a JSON object", "something else") from error
 
 

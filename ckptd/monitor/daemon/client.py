@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ckptd.base.net.http import HttpClient, HttpStream
+from ckptd.decoding import ANYTHING
 from ckptd.errors import CkptdError, RefusedError, StoreError
 from ckptd.monitor.daemon.place import find_daemon
 
@@ -70,13 +71,13 @@ class DaemonClient:
         query = {"last": last or None}
         with self._asked("GET", "/stream", query, None) as answer:
             for ident, name, data in answer.events():
-                yield ident, name, msgspec.json.decode(data)
+                yield ident, name, ANYTHING.decode(data)
 
     def _json(self, method: str, path: str, query: Mapping[str, object], body: bytes | None) -> Any:
         with self._asked(method, path, query, body) as answer:
             data = answer.whole().body
         try:
-            return msgspec.json.decode(data)
+            return ANYTHING.decode(data)
         except msgspec.MsgspecError as error:
             raise StoreError("the server is not a ckptd daemon", where=self.url) from error
 
@@ -108,7 +109,7 @@ def connect(url: str | None = None, job: str | None = None) -> DaemonClient:
 
 def _error(answer: HttpStream, url: str) -> CkptdError:
     try:
-        given = msgspec.json.decode(answer.whole().body)["error"]
+        given = ANYTHING.decode(answer.whole().body)["error"]
         error = CkptdError.from_dict({"class": "StoreError", **given})
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return StoreError(

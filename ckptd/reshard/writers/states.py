@@ -12,6 +12,7 @@ import msgspec
 from ckptd.checkpoint.format import codec
 from ckptd.checkpoint.format.manifest import about_foreign
 from ckptd.checkpoint.format.names import unescape_fqn, unescape_key
+from ckptd.decoding import ANYTHING
 from ckptd.errors import CorruptError, UsageError
 from ckptd.lay.resolve import Resolved
 from ckptd.reshard.groups import keys_above
@@ -272,8 +273,8 @@ def _raws(assembled: Assembled) -> dict[str, Any]:
 
 def _decoded(raw: bytes, where: str) -> Any:
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return ANYTHING.decode(raw)
+    except msgspec.MsgspecError as error:
         raise CorruptError(
             "an encoded object is not JSON", where=where, found=str(error)[:200]
         ) from None

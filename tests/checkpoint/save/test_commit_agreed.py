@@ -10,9 +10,9 @@ import pytest
 
 from ckptd.checkpoint.format.manifest import ObjectEntry
 from ckptd.checkpoint.root.catalogue import Catalogue
-from ckptd.checkpoint.save.commit import assemble, commit_attempt, reported_key
+from ckptd.checkpoint.save.commit import assemble, commit_attempt, decode_plan, reported_key
 from ckptd.checkpoint.save.messages import Extra, RankPart, SaveRequest
-from ckptd.errors import SaveError
+from ckptd.errors import CorruptError, SaveError
 from ckptd.store.memory import MemoryStore, forget_memory
 from tests.checkpoint.save.saving import plan_of
 
@@ -67,3 +67,28 @@ def test_one_name_for_two_things_is_refused(parts: list[RankPart], found: str) -
         assemble(plan, parts, SAVE, None)
     assert caught.value.kind == "structure"
     assert caught.value.found == found
+
+
+def _spoilt(**changed: object) -> bytes:
+    first = msgspec.structs.replace(PLAN.tensors[0], **changed)
+    plan = msgspec.structs.replace(PLAN, tensors=(first, *PLAN.tensors[1:]))
+    return msgspec.msgpack.encode(plan.stamped())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        _spoilt(dtype="float20"),
+        _spoilt(grid=7),
+        _spoilt(owners=-1),
+        _spoilt(name=""),
+        _spoilt(shape=(8, 9)),
+        _spoilt(base=5),
+        b"\xa1\xff",
+        b"\x91" * 100_000,
+    ],
+)
+def test_a_plan_of_a_stranger_is_refused_by_name(raw: bytes) -> None:
+    assert decode_plan(msgspec.msgpack.encode(PLAN), "plan") == PLAN
+    with pytest.raises(CorruptError):
+        decode_plan(raw, "plan")

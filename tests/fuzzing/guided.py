@@ -1,0 +1,64 @@
+"""Runs targets under atheris, in a process each: ``python -m tests.fuzzing.guided FOLDER RUNS``.
+
+FOLDER gets the inputs that reach new code, and in ``found/`` the one that a target fails with; a
+campaign that is given the same folder again goes on from there. RUNS are inputs of each target;
+with an ``s`` behind the number they are seconds. libFuzzer, which atheris drives, ends an input
+after 10 s and a process above 2 GiB (https://github.com/google/atheris).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import atheris
+
+TIMEOUT_S = 10
+MEMORY_MB = 2048
+LONGEST = 4096
+
+
+def main() -> int:
+    """Fuzz all targets, or those named behind; the exit code is how many failed."""
+    folder, runs, *names = Path(sys.argv[1]).absolute(), *sys.argv[2:]
+    (folder / "found").mkdir(parents=True, exist_ok=True)
+    os.environ["CKPTD_FUZZ_SCRATCH"] = str(folder)
+    with atheris.instrument_imports(include=["ckptd", "ckptd_nccl"], enable_loader_override=False):
+        from tests.fuzzing.targets import TARGETS
+    failed = 0
+    for name in names or TARGETS:
+        pid = os.fork()
+        if pid == 0:
+            _fuzz(name, folder, runs)
+        failed += os.waitpid(pid, 0)[1] != 0
+    return min(failed, 125)
+
+
+def _fuzz(name: str, folder: Path, runs: str) -> None:
+    from ckptd.errors import CkptdError
+    from tests.fuzzing.targets import TARGETS
+
+    target = TARGETS[name]
+    short = name.replace(" ", "-")
+    inputs = folder / short
+    inputs.mkdir(exist_ok=True)
+    for number, raw in enumerate(target.seeds):
+        target.read(raw)  # a good input is read
+        (inputs / f"seed-{number}").write_bytes(raw)
+
+    def one(raw: bytes) -> None:
+        with suppress(CkptdError):
+            target.read(raw)
+
+    print(f"== {name}", flush=True)
+    limit = f"-max_total_time={runs[:-1]}" if runs.endswith("s") else f"-runs={runs}"
+    told = [limit, f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MEMORY_MB}", f"-max_len={LONGEST}"]
+    told += ["-seed=1", "-print_final_stats=1", f"-artifact_prefix={folder}/found/{short}-"]
+    atheris.Setup([sys.argv[0], *told, str(inputs)], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
